@@ -1,0 +1,28 @@
+# Every target works on a clean clone of a bare machine: python3 >= 3.11 with venv, make, git, a package index.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help test test-full lint
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# Made again only when what it installs changes, so that a second call starts within seconds.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "vitray needs Python 3.11 to 3.13, $(PYTHON) is `$(PYTHON) -V`: try make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "no venv module: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: .venv/.installed  ## install what is missing and run the tests (CPU, a few minutes)
+	$(BIN)/python -m pytest
+
+test-full: .venv/.installed  ## the same with the slow tests, and on a GPU where there is one
+	$(BIN)/python -m pytest -m ''
+
+lint: .venv/.installed  ## ruff (lint and format) and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright

@@ -1,0 +1,1 @@
+"""What one runs: each verb parses its words, calls one function and prints one result."""

@@ -1,0 +1,113 @@
+"""The house rules that a syntax tree can show, and the formatter."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from test_layers import ROOT, modules
+
+MAX_MODULE_LINES = 400
+MAX_VERB_LINES = 60
+BANNED_FILE_NAMES = {"utils", "helpers", "helper", "common", "misc", "base", "manager", "handler"}
+
+
+def class_names(found: dict[str, ast.Module]) -> set[str]:
+    return {node.name for tree in found.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
+    """What in one module breaks a rule, as `module:line: fault`."""
+    found: list[tuple[int, str]] = []
+    if module.rpartition(".")[2] in BANNED_FILE_NAMES or module.rpartition(".")[2] in sys.stdlib_module_names:
+        found.append((1, f"file name {module} is banned or shadows the standard library"))
+    if ast.get_docstring(tree) is None:
+        found.append((1, "no module docstring"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases} & ours - {"Section"}
+            if bases:
+                found.append((node.lineno, f"{node.name} inherits from our class {bases.pop()}"))
+            if not node.name.startswith("_") and ast.get_docstring(node) is None:
+                found.append((node.lineno, f"{node.name} has no docstring"))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.returns is None:
+                found.append((node.lineno, f"{node.name} states no return type"))
+            if node.args.kwarg is not None:
+                found.append((node.lineno, f"{node.name} passes **{node.args.kwarg.arg} through"))
+            if node.name == module.rpartition(".")[2] and node in tree.body:
+                found.append((node.lineno, f"{node.name} is named after its module"))
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            found.append((node.lineno, "bare except"))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "torch.load",
+            "pickle.load",
+            "pickle.loads",
+        ):
+            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+            if not safe:
+                found.append((node.lineno, f"{ast.unparse(node.func)} can run code from the file"))
+    return [f"{module}:{line}: {fault}" for line, fault in found]
+
+
+def test_rules_hold():
+    found = modules(ROOT)
+    ours = class_names(found)
+    assert [fault for module, tree in found.items() for fault in faults(module, tree, ours)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "planted", "fault"),
+    [
+        ("vitray.inspect", '"""Doc."""', "shadows the standard library"),
+        ("vitray.utils", '"""Doc."""', "is banned"),
+        ("vitray.x", "import os", "no module docstring"),
+        ("vitray.x", '"""Doc."""\nclass B(ViT):\n    """Doc."""', "inherits from our class ViT"),
+        ("vitray.x", '"""Doc."""\nclass B: pass', "B has no docstring"),
+        ("vitray.x", '"""Doc."""\ndef f(): pass', "states no return type"),
+        ("vitray.x", '"""Doc."""\ndef f(**rest) -> None: pass', "passes **rest through"),
+        ("vitray.x", '"""Doc."""\ndef x() -> None: pass', "named after its module"),
+        ("vitray.x", '"""Doc."""\ntry: pass\nexcept: pass', "bare except"),
+        ("vitray.x", '"""Doc."""\nimport torch\ntorch.load("f")', "can run code"),
+    ],
+)
+def test_a_planted_violation_is_found(module, planted, fault):
+    assert any(fault in line for line in faults(module, ast.parse(planted), {"ViT"}))
+
+
+def test_modules_and_verbs_stay_short():
+    long = {
+        path.name: lines
+        for path in [*ROOT.glob("vitray/**/*.py"), *ROOT.glob("pipelines/*.py")]
+        if (lines := len(path.read_text().splitlines()))
+        > (MAX_VERB_LINES if path.parent.name == "pipelines" and path.name[0] != "_" else MAX_MODULE_LINES)
+    }
+    assert long == {}
+
+
+def test_a_gate_names_no_package_index():
+    pins = (ROOT / "constraints.txt").read_text()
+    assert "://" not in pins
+    assert "nvidia" not in pins
+
+
+def test_every_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {line.partition("==")[0].split("[")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {requirement.partition(">=")[0].partition("[")[0] for requirement in wanted}
+    assert names <= pinned
+
+
+@pytest.mark.parametrize("check", [["check"], ["format", "--check"]])
+def test_ruff_finds_nothing(check):
+    done = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_readme_prints_the_tree():
+    readme = (ROOT / "README.md").read_text()
+    missing = [module for module in modules(ROOT) if Path(module.replace(".", "/")).name not in readme]
+    assert missing == []

@@ -1,0 +1,1 @@
+"""vitray: Vision Transformers on Ray, from image bytes to registered model."""

@@ -1,0 +1,1 @@
+"""Measurements against a named alternative, interleaved in one run."""

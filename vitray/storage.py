@@ -1,0 +1,130 @@
+"""The one door to files: a path or an `s3://bucket/key` address, both read and written the same way.
+
+S3 is configured by its standard environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...), never by the
+address, which ends up in plans and logs. Nothing here creates a bucket.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from pyarrow import fs
+
+from vitray.config import ConfigError
+
+
+def is_remote(url: str) -> bool:
+    """Whether the address is S3's rather than a path."""
+    return url.startswith("s3://")
+
+
+def join(url: str, *names: str) -> str:
+    """The address of what lies inside `url`."""
+    return "/".join([url.rstrip("/"), *names])
+
+
+def filesystem(url: str) -> tuple[fs.FileSystem, str]:
+    """The file system of an address, and the path on it."""
+    if is_remote(url):
+        bucket = url.removeprefix("s3://").partition("/")[0]
+        return _s3(bucket), url.removeprefix("s3://").rstrip("/")
+    if "://" in url:
+        raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
+    return _LOCAL, str(Path(url).expanduser().absolute())
+
+
+_LOCAL = fs.LocalFileSystem()
+
+
+@lru_cache
+def _s3(bucket: str) -> fs.FileSystem:
+    with _said_clearly(f"s3://{bucket}"):
+        return fs.FileSystem.from_uri(f"s3://{bucket}")[0]
+
+
+def exists(url: str) -> bool:
+    """Whether a file is there."""
+    files, path = filesystem(url)
+    with _said_clearly(url):
+        return files.get_file_info(path).type == fs.FileType.File
+
+
+def list_files(url: str) -> list[str]:
+    """The files below a folder, as sorted names relative to it; none where there is no folder."""
+    files, path = filesystem(url)
+    with _said_clearly(url):
+        found = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+    return sorted(info.path[len(path) :].lstrip("/") for info in found if info.type == fs.FileType.File)
+
+
+def read_bytes(url: str) -> bytes:
+    """A file's content."""
+    files, path = filesystem(url)
+    with _said_clearly(url), files.open_input_stream(path, compression=None) as stream:
+        return stream.read()
+
+
+def write_bytes(url: str, content: bytes) -> None:
+    """Make `content` the file's content: a reader sees the old file or the new one, never a part of it."""
+    files, path = filesystem(url)
+    with _said_clearly(url):
+        if is_remote(url):  # an object appears when its upload is complete
+            with files.open_output_stream(path, compression=None) as stream:
+                stream.write(content)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as aside:
+            aside.write(content)
+        _rename_over(Path(aside.name), Path(path))
+
+
+def upload(source: Path, url: str) -> None:
+    """Copy a local file to an address, where it appears whole."""
+    files, path = filesystem(url)
+    with _said_clearly(url):
+        if is_remote(url):
+            fs.copy_files(str(source.absolute()), path, source_filesystem=_LOCAL, destination_filesystem=files)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as aside:
+            pass
+        shutil.copyfile(source, aside.name)
+        _rename_over(Path(aside.name), Path(path))
+
+
+@contextmanager
+def local_copy(url: str) -> Iterator[Path]:
+    """A local path with the file's content, for libraries that map files: the file itself where it is local."""
+    files, path = filesystem(url)
+    if not is_remote(url):
+        if not Path(path).is_file():
+            raise ConfigError(f"{url}: no such file")
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+        copy = Path(folder) / path.rpartition("/")[2]
+        with _said_clearly(url):
+            fs.copy_files(path, str(copy), source_filesystem=files, destination_filesystem=_LOCAL)
+        yield copy
+
+
+def _rename_over(aside: Path, final: Path) -> None:
+    # Temporary files are born private; a shared folder wants what the umask allows.
+    aside.chmod(0o644)
+    aside.replace(final)
+
+
+@contextmanager
+def _said_clearly(url: str) -> Iterator[None]:
+    """What storage refuses is the user's to mend: one message, without the client library's trace."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"{url}: no such file, folder or bucket") from None
+    except PermissionError as error:
+        raise ConfigError(f"{url}: permission denied: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{url}: {' '.join(str(error).split())}") from None
