@@ -1,35 +1,53 @@
-"""vitray model NAME [setting=value ...]: what a network costs, and its picture."""
+"""vitray model NAME|WEIGHTS [setting=value ...]: what a network costs, its picture, its weights in other layouts."""
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.config import load_run
+from vitray.config import Run, load_run
+from vitray.config.reading import parse_words
 
 
 def main(words: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray model",
-        description="Parameters, GFLOPs (as the papers count them) and training memory of a network, from its shapes.",
-        epilog="example: vitray model ViT-B18x2/16 image_size=384 layerscale=1e-4 --json",
+        description="Parameters, GFLOPs (as the papers count them) and training memory from shapes, or "
+        "of a model folder, or a weights file of timm, torchvision, Hugging Face, DeiT (.pth) or Google.",
+        epilog="examples: vitray model ViT-B18x2/16 image_size=384 layerscale=1e-4 --json; "
+        "vitray model deit_b.pth --save models/deit_b; vitray model models/deit_b --export hf models/deit_b_hf",
     )
-    parser.add_argument("name", help="vit_<width><depth>x<branches>_<patch>[_<stem>], or the papers' spelling")
+    parser.add_argument("name", help="vit_<width><depth>x<branches>_<patch>[_<stem>], the papers' spelling, or weights")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="any `model.` setting of a recipe")
+    parser.add_argument("--save", metavar="FOLDER", help="write the weights as a model folder (a path or s3://)")
+    parser.add_argument("--export", nargs=2, metavar=("LAYOUT", "FILE"), help="write them for timm, torchvision or hf")
     parser.add_argument(
         "--json", action="store_true", help="print the result as JSON: params, gflops, activation_bytes"
     )
     args = parser.parse_args(words)
-    model = load_run(None, [f"model.{word}" for word in (f"name={args.name}", *args.settings)]).model
+    is_weights = args.name.startswith("s3://") or Path(args.name).suffix != "" or Path(args.name).is_dir()
+    if (args.save or args.export) and not is_weights:
+        parser.error(
+            f"--save and --export write weights, and {args.name} is a name; wanted a file or folder of weights"
+        )
+    run = Run() if is_weights else load_run(None, [f"model.{word}" for word in (f"name={args.name}", *args.settings)])
 
-    from vitray.model.counts import (
-        count,
-        picture,
-    )  # after the words were found good: torch takes a second to load
+    # Only after the words were found good: torch takes a second to load.
+    from vitray.model.counts import count, picture
+    from vitray.weights import open_weights, save_model, write_export
 
-    counts = count(model)
-    print(picture(model, counts))
-    return {"name": model.name, **counts._asdict()}
+    if is_weights:
+        run, vit, classes = open_weights(args.name, parse_words(args.settings))
+        if args.save:
+            save_model(args.save, run, vit, classes)
+            print(f"wrote the model folder {args.save}", file=sys.stderr)
+        if args.export:
+            layout, url = args.export
+            print(f"wrote {url}; load it by {write_export(vit, layout, url, classes)}", file=sys.stderr)
+    counts = count(run.model)
+    print(picture(run.model, counts))
+    return {"name": run.model.name, **counts._asdict()}
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def imports(tree: ast.Module) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import hides its layer"
-            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+            # `from vitray import storage` is a way to write vitray.storage, not an import of the public names.
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | ({node.module or ""} - {"vitray"})
     return names
 
 

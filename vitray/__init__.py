@@ -1,1 +1,42 @@
-"""vitray: Vision Transformers on Ray, from image bytes to registered model."""
+"""vitray: Vision Transformers on Ray, from image bytes to registered model. Public names, resolved when first used."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitray.config import ConfigError as ConfigError
+    from vitray.config import Model as Model
+    from vitray.config import Run as Run
+    from vitray.config import load_run as load_run
+    from vitray.model.counts import count as count
+    from vitray.model.names import parse_name as parse_name
+    from vitray.model.vit import ViT as ViT
+    from vitray.model.vit import regroup as regroup
+    from vitray.weights import export_weights as export_weights
+    from vitray.weights import import_weights as import_weights
+    from vitray.weights import load_model as load_model
+    from vitray.weights import open_weights as open_weights
+    from vitray.weights import save_model as save_model
+
+# What is not listed may be renamed tomorrow; a table, so that `import vitray` loads neither torch nor ray.
+PUBLIC = {
+    "ConfigError": "vitray.config",
+    "Model": "vitray.config",
+    "Run": "vitray.config",
+    "load_run": "vitray.config",
+    "count": "vitray.model.counts",
+    "parse_name": "vitray.model.names",
+    "ViT": "vitray.model.vit",
+    "regroup": "vitray.model.vit",
+    "export_weights": "vitray.weights",
+    "import_weights": "vitray.weights",
+    "load_model": "vitray.weights",
+    "open_weights": "vitray.weights",
+    "save_model": "vitray.weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"vitray has no {name!r}; it has {', '.join(PUBLIC)}")
+    return getattr(importlib.import_module(PUBLIC[name]), name)

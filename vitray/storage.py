@@ -54,10 +54,16 @@ def exists(url: str) -> bool:
 
 def list_files(url: str) -> list[str]:
     """The files below a folder, as sorted names relative to it; none where there is no folder."""
+    return list(file_sizes(url))
+
+
+def file_sizes(url: str) -> dict[str, int]:
+    """{name relative to the folder: bytes} of the files below it, sorted by name; empty where there is no folder."""
     files, path = filesystem(url)
     with _said_clearly(url):
         found = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-    return sorted(info.path[len(path) :].lstrip("/") for info in found if info.type == fs.FileType.File)
+    sizes = {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
+    return dict(sorted(sizes.items()))
 
 
 def read_bytes(url: str) -> bytes:
@@ -65,6 +71,13 @@ def read_bytes(url: str) -> bytes:
     files, path = filesystem(url)
     with _said_clearly(url), files.open_input_stream(path, compression=None) as stream:
         return stream.read()
+
+
+def read_range(url: str, start: int, size: int) -> bytes:
+    """`size` bytes of a file from byte `start`; fewer where it ends before."""
+    files, path = filesystem(url)
+    with _said_clearly(url), files.open_input_file(path) as file:
+        return file.read_at(size, start)
 
 
 def write_bytes(url: str, content: bytes) -> None:
@@ -93,6 +106,37 @@ def upload(source: Path, url: str) -> None:
             pass
         shutil.copyfile(source, aside.name)
         _rename_over(Path(aside.name), Path(path))
+
+
+@contextmanager
+def created(url: str) -> Iterator[Path]:
+    """A local path to write at; the file appears whole at `url` once the block ends well, and not at all otherwise."""
+    _, path = filesystem(url)
+    if is_remote(url):
+        with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+            yield (aside := Path(folder) / path.rpartition("/")[2])
+            upload(aside, url)
+        return
+    with _said_clearly(url):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as file:
+            aside = Path(file.name)
+    try:
+        yield aside
+        _rename_over(aside, Path(path))
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def remove(url: str) -> None:
+    """Remove a file, or a folder with all in it; nothing where there is none."""
+    files, path = filesystem(url)
+    with _said_clearly(url):
+        match files.get_file_info(path).type:
+            case fs.FileType.File:
+                files.delete_file(path)
+            case fs.FileType.Directory:
+                files.delete_dir(path)
 
 
 @contextmanager

@@ -1,0 +1,136 @@
+"""The command line: exit statuses, one message on stderr, one JSON object last on stdout."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from pipelines.__main__ import VERBS, main, run_verb
+
+
+def vitray(*words):
+    return subprocess.run([sys.executable, "-m", "pipelines", *words], capture_output=True, text=True)
+
+
+def test_the_bare_command_teaches(capsys):
+    for words in ([], ["-h"], ["--help"]):
+        assert main(words) == 0
+        taught = capsys.readouterr().out
+        assert all(verb in taught for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_teaches(verb, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([verb, "-h"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert "example" in text
+
+
+def test_an_unknown_verb_names_the_nearest(capsys):
+    assert main(["modle"]) == 2
+    assert "unknown verb 'modle'" in (said := capsys.readouterr().err)
+    assert "nearest: model" in said
+
+
+def test_json_is_the_last_line(capsys):
+    assert main(["model", "ViT-U2x2/8", "image_size=32", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["name"] == "vit_u2x2_8"
+    assert set(result) == {"name", "params", "gflops", "activation_bytes"}
+
+
+def test_bad_input_exits_2_without_a_traceback():
+    done = vitray("model", "vit_u2x2_8", "image_size=33")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("vitray: the word 'model.image_size=33'")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_installed_command_is_the_module():
+    command = os.path.join(os.path.dirname(sys.executable), "vitray")
+    done = subprocess.run([command, "model", "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "model name 'nonsense'" in done.stderr
+
+
+def test_each_verb_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "pipelines.model", "b0x1"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "depth is 0" in done.stderr
+
+
+def test_control_c_exits_130(capsys):
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    assert run_verb(interrupted, []) == 130
+
+
+def test_what_fails_is_not_hidden():
+    def failing(words):
+        raise RuntimeError("a fault of ours")
+
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        run_verb(failing, [])
+
+
+def test_weights_are_described_saved_and_exported(tmp_path, capsys):
+    from vitray import Model, Run, ViT, save_model
+
+    vit = ViT(Model(name="vit_u2x1_8", image_size=32, num_classes=3, norm_eps=1e-12))
+    save_model(str(tmp_path / "a"), Run(model=vit.model), vit, ["cat", "dog", "owl"])
+    assert main(["model", str(tmp_path / "a"), "--export", "hf", str(tmp_path / "hf")]) == 0
+    assert "from_pretrained" in capsys.readouterr().err
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["id2label"]["1"] == "dog"
+    assert main(["model", str(tmp_path / "hf"), "--save", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "vit_u2x1_8"
+    same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab"]
+    assert same[0] == same[1]
+    assert main(["model", str(tmp_path / "absent.pth")]) == 2
+    assert "absent.pth: no such file" in capsys.readouterr().err
+
+
+def test_a_name_has_no_weights_to_save(tmp_path, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["model", "B12", "--save", str(tmp_path / "m")])
+    assert leaving.value.code == 2
+    assert "B12 is a name" in capsys.readouterr().err
+
+
+def test_the_public_names_resolve():
+    import vitray
+
+    for name in vitray.PUBLIC:
+        assert getattr(vitray, name).__module__.startswith("vitray")
+    with pytest.raises(AttributeError, match="vitray has no 'Vit'"):
+        vitray.Vit  # noqa: B018
+
+
+def test_the_branch_benchmark_measures_and_draws(tmp_path, capsys):
+    words = ["--models", "ViT-U2x2/8", "--image-size", "32", "--batches", "1,2", "--rounds", "2", "--seconds", "0.01"]
+    for more in ([], ["--train", "--dtype", "bf16"]):
+        assert main(["bench", "branches", *words, "--out", str(tmp_path), "--json", *more]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [row["batch"] for row in result["rows"]] == [1, 2]
+        assert all(row[variant] > 0 for row in result["rows"] for variant in ("seq", "loop", "fused", "auto"))
+        for path in map(pathlib.Path, result["files"]):
+            assert path.stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--models", "vit_s18x1_16"], "one branch leaves nothing to compare"),
+        (["--models", "vit_q2x2_16"], "width 'q'"),
+        (["--image-size", "100"], "image_size 100 is not a multiple"),
+    ],
+)
+def test_a_benchmark_of_nothing_is_refused(words, message, capsys):
+    assert main(["bench", "branches", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""A run is a value; every bad input has one message: where, got, wanted, nearest."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vitray.config import ConfigError, Model, Run, load_run
+
+BAD_WORDS = [
+    ("model.drop_pth=0.1", ["model.drop_pth: unknown setting", "wanted one of name, image_size", "nearest: drop_path"]),
+    ("modle.pool=mean", ["modle: unknown setting, wanted one of seed, model; nearest: model"]),
+    ("model.positions.resampel=timm", ["model.positions.resampel: unknown setting", "nearest: resample"]),
+    ("model.pool=tokn", ["model.pool: got 'tokn', wanted 'token', 'mean'", "nearest: token"]),
+    ("model.head=mpl", ["model.head: got 'mpl', wanted 'linear', 'mlp'; nearest: mlp"]),
+    ("model.name=vit_q12x1_16", ["model.name: model name 'vit_q12x1_16': width 'q'"]),
+    ("model.name=3", ["model.name: got 3, wanted text"]),
+    ("model.drop_path=much", ["model.drop_path: got 'much', wanted a number"]),
+    ("model.drop_path=1.0", ["model.drop_path: got 1.0, wanted less than 1"]),
+    ("model.drop_path=-1e-3", ["model.drop_path: got -0.001, wanted greater than or equal to 0"]),
+    ("model.layerscale=.nan", ["model.layerscale: got nan, wanted a finite number"]),
+    ("model.image_size=[224]", ["model.image_size: got [224], wanted a whole number or a longer list"]),
+    ("model.image_size=[1,2,3]", ["model.image_size: got [1, 2, 3], wanted a whole number or a shorter list"]),
+    ("model.image_size=true", ["model.image_size: got True, wanted a whole number or a list"]),
+    ("model.image_size=225", ["model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"]),
+    ("seed=None", ["seed: got None, wanted a whole number"]),
+    ("seed=1.5", ["seed: got 1.5, wanted a whole number"]),
+    ("seed=-1", ["seed: got -1, wanted greater than or equal to 0"]),
+    ("seed.x=1", ["seed: got {'x': 1}, wanted a whole number"]),
+    ("model=3", ["model: got 3, wanted settings as `key: value`"]),
+    ("seed", ["the word 'seed': wanted setting=value"]),
+    ("=1", ["the word '=1': wanted setting=value"]),
+    ("seed=@", ["the word 'seed=@': not YAML"]),
+    ("model.execution=fused model.dropout=0.1", ["execution fused is not exact with dropout 0.1"]),
+    ("model.class_token=false", ["pool token needs class_token: true"]),
+    ("seed=1 seed=2", ["the word 'seed=2': seed is given twice"]),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_WORDS, ids=[words for words, _ in BAD_WORDS])
+def test_a_bad_word_gets_one_message(words, message):
+    with pytest.raises(ConfigError) as error:
+        load_run(None, words.split(" "))
+    assert len(str(error.value).splitlines()) == 1
+    for part in [*message, f"the word '{words.split(' ')[-1]}'"]:
+        assert part in str(error.value)
+
+
+BAD_FILES = [
+    ("model:\n  pool: tokn\n", "recipe.yaml:2: model.pool: got 'tokn'"),
+    ("seed: 1\nmodel:\n  pool: mean\n  pool: token\n", "recipe.yaml:4: model.pool: given twice, first at "),
+    ("- a\n- b\n", "recipe.yaml: got ['a', 'b'], wanted settings"),
+    ("model: {pool: [}\n", "recipe.yaml: not YAML"),
+    ("model: &a\n  head: *a\n", "recipe.yaml: an alias refers to itself"),
+    ("seed: 2026-01-01\n", "recipe.yaml:1: seed: got '2026-01-01', wanted a whole number"),
+    ("model: {drop_path: on}\n", "recipe.yaml:1: model.drop_path: got 'on', wanted a number"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_FILES)
+def test_a_bad_recipe_names_its_line(tmp_path, text, message):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_run(tmp_path / "recipe.yaml")
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_missing_recipe_names_the_nearest(tmp_path):
+    (tmp_path / "supervised.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"supervized.yaml: no such file; nearest: supervised.yaml"):
+        load_run(tmp_path / "supervized.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_run(tmp_path)
+    (tmp_path / "image.yaml").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_run(tmp_path / "image.yaml")
+
+
+def test_plain_scalars_mean_what_they_look_like(tmp_path):
+    text = "model: {drop_path: 1e-1, layerscale: 1.e-4, norm_eps: 1E-6, image_size: 0224, num_classes: None}\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    model = load_run(tmp_path / "recipe.yaml", ["model.layerscale=2e-5"]).model
+    assert (model.drop_path, model.layerscale, model.norm_eps) == (0.1, 2e-5, 1e-6)
+    assert (model.image_size, model.num_classes) == (224, None)
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("# nothing yet\n")
+    assert load_run(tmp_path / "recipe.yaml") == Run() == load_run()
+
+
+def test_words_are_laid_over_the_recipe(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model:\n  positions: {kind: learned, resample: timm}\n  head: mlp\n")
+    run = load_run(tmp_path / "recipe.yaml", ["model.head.hidden=32", "model.image_size=[32,64]"])
+    assert run.model.head.model_dump() == {"kind": "mlp", "hidden": 32}
+    assert run.model.image_size == (32, 64)
+    # Another kind starts afresh, in whatever order the words come.
+    other = run.replace({"model.positions.frequencies": "big_vision", "model.positions.kind": "sincos2d"})
+    assert other.model.positions.model_dump() == {"kind": "sincos2d", "frequencies": "big_vision"}
+
+
+def test_a_run_is_frozen_and_replaced():
+    run = Run()
+    with pytest.raises(ValidationError):
+        run.seed = 3
+    assert run.replace({"model.pool": "mean", "seed": 3}) == Run(seed=3, model=Model(pool="mean"))
+    assert run == Run()
+    with pytest.raises(ConfigError, match=r"model\.pol: unknown setting.*nearest: pool"):
+        run.replace({"model.pol": "mean"})
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    drop_path=st.floats(0, 0.99),
+    size=st.sampled_from([32, 224, (32, 64)]),
+    positions=st.sampled_from(["learned", "sincos2d", "none"]),
+    head=st.sampled_from(["linear", "mlp"]),
+    classes=st.none() | st.integers(1, 10_000),
+)
+def test_a_run_survives_its_yaml_and_its_dotted_settings(
+    tmp_path_factory, seed, drop_path, size, positions, head, classes
+):
+    model = Model(image_size=size, drop_path=drop_path, positions=positions, head=head, num_classes=classes)
+    run = Run(seed=seed, model=model)
+    path = tmp_path_factory.mktemp("run") / "run.yaml"
+    path.write_text(run.to_yaml())
+    assert load_run(path) == run
+    assert Run().replace(run.dotted()) == run
+    assert load_run(None, [f"{key}={json.dumps(value)}" for key, value in run.dotted().items()]) == run
+
+
+def test_the_schema_describes_every_setting():
+    done = subprocess.run([sys.executable, "-m", "vitray.config", "schema"], capture_output=True, text=True, check=True)
+    schema = json.loads(done.stdout)
+    for section in schema["$defs"].values():
+        assert section["additionalProperties"] is False
+    assert set(schema["$defs"]["Model"]["properties"]) == set(Model.model_fields)

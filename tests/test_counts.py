@@ -1,0 +1,97 @@
+"""Costs: the papers' tables, and counts by hand."""
+
+import pytest
+import torch
+
+from vitray.config import Model
+from vitray.model.counts import count, picture
+from vitray.model.vit import ViT
+
+LS = {"layerscale": 1e-4}
+# Seed 000 Tables 1, 3 and 7, seed 002 Table 1: millions of parameters, GFLOPs, to the printed digit. L/16 is printed
+# with its LayerScale (24 x 2 x 1024 parameters lift 304.33 to 304.38).
+PAPERS = [
+    ("ViT-Ti/16", {}, "5.7", "1.3"),
+    ("ViT-S/16", {}, "22.1", "4.6"),
+    ("ViT-B/16", {}, "86.6", "17.6"),
+    ("ViT-L/16", LS, "304.4", "61.6"),
+    ("ViT-H/14", {}, "632.0", None),
+    ("S48x1", {}, "85.9", "18.3"),
+    ("S24x2", {}, "85.9", "18.3"),
+    ("B36x1", LS, "256.7", "52.5"),
+    ("B18x2", LS, "256.7", "52.5"),
+    ("vit_b12x1_16", {}, None, "17.58"),
+    ("vit_b12x1_16_linear_bn", {}, None, "17.58"),
+    ("vit_b12x1_16_linear_gelu", {}, None, "17.58"),
+    ("vit_b12x1_16_linear_bn_gelu", {}, None, "17.58"),
+    ("vit_b12x1_16_hmlp_bn", {}, None, "17.73"),
+    ("vit_b12x1_16_hmlp_ln", {}, None, "17.73"),
+    ("vit_b12x1_16_conv", {}, None, "19.07"),
+    ("vit_b12x1_16_conv_ln", {}, None, "19.07"),
+    ("vit_b13x1_16", {}, None, "19.04"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "params", "gflops"), PAPERS)
+def test_the_papers_tables(name, settings, params, gflops):
+    counts = count(Model(name=name, **settings))
+    if params is not None:
+        assert f"{counts.params / 1e6:.1f}" == params
+    if gflops is not None:
+        digits = len(gflops.partition(".")[2])
+        assert f"{counts.gflops:.{digits}f}" == gflops
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_counts_by_hand(branches):
+    model = Model(name=f"vit_u5x{branches}_8", image_size=[32, 48], num_classes=10)
+    width, depth, patches = 64, 5, 4 * 6
+    n = patches + 1
+    pairs = depth * branches
+    products = patches * 3 * 64 * width + pairs * (12 * n * width**2 + 2 * n**2 * width) + width * 10
+    norms = 5 * (pairs * 2 * n * width + width)  # the last norm sees the class token alone
+    assert count(model).gflops == pytest.approx((products + norms) / 1e9, rel=1e-12)
+    per_pair = 12 * width**2 + 13 * width
+    assert count(model).params == (
+        (3 * 64 + 1) * width + patches * width + width + pairs * per_pair + 2 * width + (width + 1) * 10
+    )
+
+
+@pytest.mark.parametrize("name", ["vit_u2x2_8_hmlp_bn", "vit_u3x1_8"])
+def test_activation_memory_is_what_a_real_image_keeps(name):
+    model = Model(name=name, image_size=32)
+    vit = ViT(model.model_copy(update={"execution": "loop"}))
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = vit(torch.zeros(1, 3, 32, 32))
+    for parameter in vit.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    assert out.shape == (1, 1000)
+    assert count(model).activation_bytes == sum(kept.values())
+
+
+def test_counting_does_not_depend_on_execution():
+    counts = {
+        execution: count(Model(name="vit_u2x2_8", image_size=32, execution=execution))
+        for execution in ("loop", "fused")
+    }
+    assert counts["loop"] == counts["fused"]
+
+
+def test_the_picture_shows_every_branch():
+    model = Model(name="vit_u4x3_8_hmlp_ln", image_size=32, layerscale=0.1)
+    drawn = picture(model, count(model))
+    for part in (
+        "vit_u4x3_8_hmlp_ln",
+        "4 levels on 17 tokens of 64",
+        "attn3",
+        "ffn3",
+        "4x4/4 conv 16 > ln > gelu",
+        "scale 0.1",
+    ):
+        assert part in drawn

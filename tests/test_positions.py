@@ -1,0 +1,82 @@
+"""Positions: the published formulas, and tables resized as each family resizes them."""
+
+import math
+
+import pytest
+import torch
+import torchvision
+from timm.layers import resample_abs_pos_embed
+
+from vitray.config import Learned, NoPositions, SinCos2d
+from vitray.model.positions import RESAMPLE, Positions, resample, sincos2d
+
+
+@pytest.mark.parametrize("frequencies", ["big_vision", "mae"])
+def test_sincos2d_is_its_formula(frequencies):
+    rows, columns, width = 3, 5, 16
+    table = sincos2d((rows, columns), width, frequencies)
+    for row in range(rows):
+        for column in range(columns):
+            for k in range(width // 4):
+                omega = 10000 ** (-k / (width / 4 - (frequencies == "big_vision")))
+                wanted = [f(at * omega) for at in (column, row) for f in (math.sin, math.cos)]
+                got = table[row * columns + column].reshape(4, -1)[:, k]
+                torch.testing.assert_close(got, torch.tensor(wanted), atol=1e-6, rtol=1e-6)
+
+
+def table_of(rows, columns, width=8) -> torch.Tensor:
+    return torch.randn(rows * columns, width, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("new", [(7, 7), (24, 24), (10, 21)])
+def test_resizing_as_timm(new):
+    table = table_of(14, 14)
+    theirs = resample_abs_pos_embed(table[None], list(new), num_prefix_tokens=0)[0]
+    torch.testing.assert_close(resample(table, (14, 14), new, "timm"), theirs)
+
+
+def test_resizing_as_torchvision():
+    table = table_of(14, 14)
+    state = {"encoder.pos_embedding": torch.cat([torch.zeros(1, 8), table])[None]}
+    theirs = torchvision.models.vision_transformer.interpolate_embeddings(384, 16, state)
+    theirs = theirs["encoder.pos_embedding"][0, 1:]
+    torch.testing.assert_close(resample(table, (14, 14), (24, 24), "torchvision"), theirs)
+
+
+@pytest.mark.parametrize("convention", RESAMPLE)
+def test_resizing_keeps_what_it_should(convention):
+    table = table_of(6, 4)
+    assert resample(table, (6, 4), (6, 4), convention) is table
+    flat = torch.full((24, 8), 3.0)
+    torch.testing.assert_close(resample(flat, (6, 4), (9, 5), convention), torch.full((45, 8), 3.0))
+    # Rows stay rows: a table that depends on the row alone still does.
+    by_row = torch.arange(6.0).repeat_interleave(4)[:, None].expand(-1, 8)
+    resized = resample(by_row, (6, 4), (12, 7), convention).reshape(12, 7, 8)
+    torch.testing.assert_close(resized, resized[:, :1].expand(-1, 7, -1))
+    assert (resized[1:, 0, 0] > resized[:-1, 0, 0]).all()
+
+
+def test_the_conventions_differ():
+    # Measured in prior work for 14 -> 24 on unit-variance tables: more than 1 between some; never mix them up.
+    table = table_of(14, 14)
+    resized = [resample(table, (14, 14), (24, 24), convention) for convention in RESAMPLE]
+    for index, one in enumerate(resized):
+        for other in resized[index + 1 :]:
+            assert (one - other).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", [Learned(), SinCos2d(), NoPositions()])
+def test_positions_are_added_on_any_grid(kind):
+    positions = Positions(kind, (4, 4), 16)
+    for grid in ((4, 4), (2, 6)):
+        x = torch.zeros(2, grid[0] * grid[1], 16)
+        out = positions(x, grid)
+        assert out.shape == x.shape
+        assert out.any() == (kind.kind != "none")
+    assert list(positions.state_dict()) == (["table"] if kind.kind == "learned" else [])
+
+
+def test_a_learned_table_learns_through_resizing():
+    positions = Positions(Learned(resample="google"), (4, 4), 16)
+    positions(torch.zeros(1, 36, 16), (6, 6)).sum().backward()
+    assert (positions.table.grad > 0).all()

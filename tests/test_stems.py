@@ -1,0 +1,131 @@
+"""Stems: from pixels to tokens, one patch at a time but for the convolutional ones."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vitray.model.names import STEMS, parse_name
+from vitray.model.stems import Stem, synchronise_norms
+
+
+def stem(name: str, seed: int = 0) -> Stem:
+    made = Stem(parse_name(name))
+    generator = torch.Generator().manual_seed(seed)
+    for key, tensor in made.state_dict().items():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
+    return made
+
+
+def images(batch=2, height=64, width=48) -> torch.Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def perturbed(made: Stem) -> set[int]:
+    """The tokens of the second image that change with the pixels of its patch (1, 2) = token 5."""
+    changed = images()
+    changed[1, :, 16:32, 32:48] += 1
+    with torch.no_grad():
+        difference = (made(changed)[0] - made(images())[0]).abs().amax(-1)
+    assert made.training or not difference[0].any()
+    return set(difference[1].nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STEMS if not kind.startswith("conv")])
+def test_a_patch_changes_its_own_token_alone(kind):
+    assert perturbed(stem(f"vit_u1x1_16_{kind}").eval()) == {5}
+
+
+@pytest.mark.parametrize("kind", ["linear", "linear_gelu", "hmlp_ln"])
+def test_without_batch_statistics_it_holds_in_training_too(kind):
+    assert perturbed(stem(f"vit_u1x1_16_{kind}").train()) == {5}
+
+
+def test_where_patches_mix_the_test_sees_it():
+    assert len(perturbed(stem("vit_u1x1_16_hmlp_bn").train())) == 12  # through the batch's mean
+    assert len(perturbed(stem("vit_u1x1_16_conv").eval())) > 1  # through overlapping windows
+    assert len(perturbed(stem("vit_u1x1_16_conv_ln").eval())) > 1
+
+
+@pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu"])
+def test_mask_then_stem_is_stem_then_mask(kind):
+    made = stem(f"vit_u1x1_16_{kind}").eval()
+    keep = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(2)) > 0.5
+    pixels = keep.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None]
+    with torch.no_grad():
+        before, _ = made(images() * pixels)
+        after, _ = made(images())
+    torch.testing.assert_close(before[keep.flatten(1)], after[keep.flatten(1)])
+
+
+@pytest.mark.parametrize("norm", ["bn", "ln"])
+def test_hmlp_is_algorithm_1(norm):
+    made = stem(f"vit_u1x1_16_hmlp_{norm}").eval()
+    width = 64
+
+    class Channels(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def normalise(channels):
+        return nn.BatchNorm2d(channels) if norm == "bn" else Channels(channels, eps=1e-6)
+
+    listing = nn.Sequential(
+        nn.Conv2d(3, width // 4, kernel_size=4, stride=4),
+        normalise(width // 4),
+        nn.GELU(),
+        nn.Conv2d(width // 4, width // 4, kernel_size=2, stride=2),
+        normalise(width // 4),
+        nn.GELU(),
+        nn.Conv2d(width // 4, width, kernel_size=2, stride=2),
+        normalise(width),
+    ).eval()
+    listing.load_state_dict(made.proj.state_dict())
+    with torch.no_grad():
+        assert torch.equal(made(images())[0], listing(images()).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize(("patch", "convolutions"), [(4, 1), (8, 2), (16, 3), (32, 4)])
+def test_hmlp_doubles_its_patches(patch, convolutions):
+    made = stem(f"vit_u1x1_{patch}_hmlp_ln")
+    kernels = [layer.kernel_size[0] for layer in made.proj if isinstance(layer, nn.Conv2d)]
+    assert kernels == [4] + [2] * (convolutions - 1)
+    assert not isinstance(made.proj[-1], nn.GELU)
+    x, grid = made(torch.zeros(1, 3, 2 * patch, patch))
+    assert (x.shape, grid) == ((1, 2, 64), (2, 1))
+
+
+@pytest.mark.parametrize("kind", STEMS)
+def test_tokens_are_row_by_row(kind):
+    x, grid = stem(f"vit_u1x1_16_{kind}").eval()(images())
+    assert (x.shape, grid) == ((2, 12, 64), (4, 3))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_images_that_do_not_divide_are_refused(kind):
+    with pytest.raises(ValueError, match="images of 60 x 48 pixels do not divide into patches of 16"):
+        stem(f"vit_u1x1_16_{kind}")(images(height=60))
+
+
+def test_batch_norms_are_synchronised_on_gpus_alone():
+    made = stem("vit_u1x1_16_hmlp_bn")
+    names = list(made.state_dict())
+    assert synchronise_norms(made, torch.device("cpu")) is made
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        # A CPU worker of a process group trains; torch's SyncBatchNorm would raise here.
+        made.train()(images())[0].sum().backward()
+        across = synchronise_norms(made, torch.device("cuda"))
+        with pytest.raises(ValueError, match="expected input tensor to be on"):
+            across.train()(images())
+    finally:
+        dist.destroy_process_group()
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in across.modules()) == 3
+    assert list(across.state_dict()) == names

@@ -1,0 +1,222 @@
+"""How other libraries name a ViT's tensors: one literal table a layout, read in both directions.
+
+In a name, `{i}` is the level, `{b}` the branch counted from 0, `{s}` DeiT's suffix of a branch ("" or "1"), and `{p}`
+the layout's word for weight or bias. Several names for one of our modules are concatenated in order.
+"""
+
+from typing import NamedTuple
+
+from vitray.config import Model
+
+Names = dict[str, tuple[str, ...]]
+
+
+class Layout(NamedTuple):
+    """One library's names, and what its networks compute that names do not show."""
+
+    mark: str
+    """A tensor that no other layout has."""
+    names: Names
+    resample: str
+    """How its users resize positions (`model.positions.resample`)."""
+    activation: str = "gelu"
+    norm_eps: float = 1e-6
+    words: tuple[str, str, str] = ("weight", "bias", "weight")
+    """Its words for a weight, a bias, and the weight of a norm."""
+
+
+_TIMM_ENDS: Names = {
+    "class_token": ("cls_token",),
+    "positions": ("pos_embed",),
+    "stem": ("patch_embed.proj.{p}",),
+    "norm": ("norm.{p}",),
+    "pooled_norm": ("fc_norm.{p}",),
+    "head": ("head.{p}",),
+    "hidden": ("pre_logits.fc.{p}",),
+}
+
+LAYOUTS: dict[str, Layout] = {
+    "timm": Layout(
+        mark="blocks.0.attn.qkv.weight",
+        names=_TIMM_ENDS
+        | {
+            "attn.norm": ("blocks.{i}.norm1.{p}",),
+            "attn.qkv": ("blocks.{i}.attn.qkv.{p}",),
+            "attn.out": ("blocks.{i}.attn.proj.{p}",),
+            "attn.scale": ("blocks.{i}.ls1.gamma",),
+            "ffn.norm": ("blocks.{i}.norm2.{p}",),
+            "ffn.up": ("blocks.{i}.mlp.fc1.{p}",),
+            "ffn.down": ("blocks.{i}.mlp.fc2.{p}",),
+            "ffn.scale": ("blocks.{i}.ls2.gamma",),
+        },
+        resample="timm",
+    ),
+    "timm_parallel": Layout(
+        mark="blocks.0.attns.0.attn.qkv.weight",
+        names=_TIMM_ENDS
+        | {
+            "attn.norm": ("blocks.{i}.attns.{b}.norm.{p}",),
+            "attn.qkv": ("blocks.{i}.attns.{b}.attn.qkv.{p}",),
+            "attn.out": ("blocks.{i}.attns.{b}.attn.proj.{p}",),
+            "attn.scale": ("blocks.{i}.attns.{b}.ls.gamma",),
+            "ffn.norm": ("blocks.{i}.ffns.{b}.norm.{p}",),
+            "ffn.up": ("blocks.{i}.ffns.{b}.mlp.fc1.{p}",),
+            "ffn.down": ("blocks.{i}.ffns.{b}.mlp.fc2.{p}",),
+            "ffn.scale": ("blocks.{i}.ffns.{b}.ls.gamma",),
+        },
+        resample="timm",
+    ),
+    # The second branch of an x2 block is norm11, attn1, gamma_1_1, norm21, mlp1, gamma_2_1.
+    "deit": Layout(
+        mark="blocks.0.gamma_1",
+        names=_TIMM_ENDS
+        | {
+            "attn.norm": ("blocks.{i}.norm1{s}.{p}",),
+            "attn.qkv": ("blocks.{i}.attn{s}.qkv.{p}",),
+            "attn.out": ("blocks.{i}.attn{s}.proj.{p}",),
+            "attn.scale": ("blocks.{i}.gamma_1{_s}",),
+            "ffn.norm": ("blocks.{i}.norm2{s}.{p}",),
+            "ffn.up": ("blocks.{i}.mlp{s}.fc1.{p}",),
+            "ffn.down": ("blocks.{i}.mlp{s}.fc2.{p}",),
+            "ffn.scale": ("blocks.{i}.gamma_2{_s}",),
+        },
+        resample="deit",
+    ),
+    "torchvision": Layout(
+        mark="conv_proj.weight",
+        names={
+            "class_token": ("class_token",),
+            "positions": ("encoder.pos_embedding",),
+            "stem": ("conv_proj.{p}",),
+            "attn.norm": ("encoder.layers.encoder_layer_{i}.ln_1.{p}",),
+            "attn.qkv": ("encoder.layers.encoder_layer_{i}.self_attention.in_proj_{p}",),
+            "attn.out": ("encoder.layers.encoder_layer_{i}.self_attention.out_proj.{p}",),
+            "ffn.norm": ("encoder.layers.encoder_layer_{i}.ln_2.{p}",),
+            "ffn.up": ("encoder.layers.encoder_layer_{i}.mlp.0.{p}",),
+            "ffn.down": ("encoder.layers.encoder_layer_{i}.mlp.3.{p}",),
+            "norm": ("encoder.ln.{p}",),
+            "head": ("heads.head.{p}",),
+            "hidden": ("heads.pre_logits.{p}",),
+        },
+        resample="torchvision",
+    ),
+    # Files of Hugging Face; transformers 5 reads and writes these and uses hf5's names in memory.
+    "hf": Layout(
+        mark="vit.encoder.layer.0.attention.attention.query.weight",
+        names={
+            "class_token": ("vit.embeddings.cls_token",),
+            "positions": ("vit.embeddings.position_embeddings",),
+            "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
+            "attn.norm": ("vit.encoder.layer.{i}.layernorm_before.{p}",),
+            "attn.qkv": (
+                "vit.encoder.layer.{i}.attention.attention.query.{p}",
+                "vit.encoder.layer.{i}.attention.attention.key.{p}",
+                "vit.encoder.layer.{i}.attention.attention.value.{p}",
+            ),
+            "attn.out": ("vit.encoder.layer.{i}.attention.output.dense.{p}",),
+            "ffn.norm": ("vit.encoder.layer.{i}.layernorm_after.{p}",),
+            "ffn.up": ("vit.encoder.layer.{i}.intermediate.dense.{p}",),
+            "ffn.down": ("vit.encoder.layer.{i}.output.dense.{p}",),
+            "norm": ("vit.layernorm.{p}",),
+            "head": ("classifier.{p}",),
+        },
+        resample="deit",
+        norm_eps=1e-12,
+    ),
+    "hf5": Layout(
+        mark="vit.layers.0.attention.q_proj.weight",
+        names={
+            "class_token": ("vit.embeddings.cls_token",),
+            "positions": ("vit.embeddings.position_embeddings",),
+            "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
+            "attn.norm": ("vit.layers.{i}.layernorm_before.{p}",),
+            "attn.qkv": (
+                "vit.layers.{i}.attention.q_proj.{p}",
+                "vit.layers.{i}.attention.k_proj.{p}",
+                "vit.layers.{i}.attention.v_proj.{p}",
+            ),
+            "attn.out": ("vit.layers.{i}.attention.o_proj.{p}",),
+            "ffn.norm": ("vit.layers.{i}.layernorm_after.{p}",),
+            "ffn.up": ("vit.layers.{i}.mlp.fc1.{p}",),
+            "ffn.down": ("vit.layers.{i}.mlp.fc2.{p}",),
+            "norm": ("vit.layernorm.{p}",),
+            "head": ("classifier.{p}",),
+        },
+        resample="deit",
+        norm_eps=1e-12,
+    ),
+    "google": Layout(
+        mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
+        names={
+            "class_token": ("cls",),
+            "positions": ("Transformer/posembed_input/pos_embedding",),
+            "stem": ("embedding/{p}",),
+            "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
+            "attn.qkv": (
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/query/{p}",
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/key/{p}",
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/value/{p}",
+            ),
+            "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/out/{p}",),
+            "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_2/{p}",),
+            "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_0/{p}",),
+            "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_1/{p}",),
+            "norm": ("Transformer/encoder_norm/{p}",),
+            "head": ("head/{p}",),
+            "hidden": ("pre_logits/{p}",),
+        },
+        resample="google",
+        activation="gelu_tanh",
+        words=("kernel", "bias", "scale"),
+    ),
+    "big_vision": Layout(
+        mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
+        names={
+            "class_token": ("cls",),
+            "positions": ("pos_embedding",),
+            "stem": ("embedding/{p}",),
+            "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
+            "attn.qkv": (
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/query/{p}",
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/key/{p}",
+                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/value/{p}",
+            ),
+            "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/out/{p}",),
+            "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_1/{p}",),
+            "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_0/{p}",),
+            "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_1/{p}",),
+            "norm": ("Transformer/encoder_norm/{p}",),
+            "head": ("head/{p}",),
+            "hidden": ("pre_logits/{p}",),
+        },
+        resample="google",
+        activation="gelu_tanh",
+        words=("kernel", "bias", "scale"),
+    ),
+}
+
+
+def names_in(layout: Layout, key: str, model: Model) -> tuple[str, ...]:
+    """What a layout calls one of our tensors; nothing when it has no such part."""
+    level, branch = "", 0
+    *path, kind = key.split(".")
+    match path:
+        case ["blocks", level, part, *rest]:
+            branch = int(part.strip("atfn")) - 1
+            module = f"{part.rstrip('0123456789')}.{rest[0] if rest else kind}"
+        case ["stem", "proj", index]:
+            # A stem of one layer is the layer; of several, a numbered sequence.
+            module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"
+        case ["head", "0"]:
+            module = "hidden"
+        case ["norm"] if model.pool == "mean_then_norm" and "pooled_norm" in layout.names:
+            module = "pooled_norm"
+        case []:
+            module = key
+        case _:
+            module = path[0]
+    weight, bias, norm_weight = layout.words
+    word = {"weight": norm_weight if module.endswith("norm") else weight, "bias": bias}.get(kind, kind)
+    suffix = str(branch or "")
+    names = layout.names.get(module, ())
+    return tuple(name.format(i=level, b=branch, s=suffix, _s=suffix and f"_{suffix}", p=word) for name in names)
