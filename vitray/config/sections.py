@@ -18,7 +18,7 @@ class Section(BaseModel):
     )
 
 
-def _one_of(default: str) -> BeforeValidator:
+def one_of(default: str) -> BeforeValidator:
     """Lets `head: mlp` stand for `head: {kind: mlp}`, and `head: {init: zeros}` for the default kind."""
 
     def spell_out(value: Any) -> Any:
@@ -87,8 +87,8 @@ class Model(Section):
     """A learned token before the patches."""
     pool: Literal["token", "mean", "mean_then_norm"] = "token"
     """The class token; the mean of the normalised patches; or the normalised mean of the patches (MAE, timm `avg`)."""
-    positions: Annotated[Learned | SinCos2d | NoPositions, Field(discriminator="kind"), _one_of("learned")] = Learned()
-    head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), _one_of("linear")] = LinearHead()
+    positions: Annotated[Learned | SinCos2d | NoPositions, Field(discriminator="kind"), one_of("learned")] = Learned()
+    head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), one_of("linear")] = LinearHead()
     layerscale: Positive | None = None
     """Initial value of LayerScale; None builds the blocks without it."""
     drop_path: Fraction = 0.0

@@ -1,0 +1,750 @@
+"""Decoding, augmentation and mixing: equal to Pillow, torchvision and timm, and a function of their keys alone."""
+
+import io
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import scipy.stats
+import timm.data.auto_augment as timm_auto
+import timm.data.mixup as timm_mixup
+import torch
+import torchvision.transforms as T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFilter, ImageOps
+from pydantic import ValidationError
+from timm.data.random_erasing import RandomErasing
+from torchvision.transforms import autoaugment as torchvision_auto
+
+from vitray.augment import (
+    Rows,
+    Sample,
+    UndecodableImage,
+    augment_image,
+    contact_sheet,
+    crop_centre,
+    decode_image,
+    generator,
+    normalised,
+    policy,
+    prepare_batch,
+)
+from vitray.augment.batch import Mixing, cut_box, draw_mixing, draw_rectangles, mix_images, partners, soft_targets
+from vitray.augment.draws import raw_draws, step_generator
+from vitray.augment.sample import draw_box, resize
+from vitray.config.augmentation import (
+    Augment,
+    CentreCrop,
+    Mix,
+    Normalise,
+    RandAugment,
+    RandomResizedCrop,
+    SimpleRandomCrop,
+    ThreeAugment,
+    TorchvisionRandAugment,
+)
+from vitray.config.reading import ConfigError, apply_changes, parse_words, parse_yaml
+from vitray.config.refusals import refusal
+from vitray.config.sections import Section
+from vitray.stream.plan import positions_of
+
+PIL_MODES = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+POLICIES = {
+    "plain": Augment(),
+    "three": Augment(policy=ThreeAugment(), jitter=0.3),
+    "rand": Augment(policy=RandAugment(chance=1.0, ops=4)),
+    "rand_original": Augment(policy=RandAugment(chance=1.0, ops=4, increasing=False, std=3.0)),
+    "torchvision": Augment(policy=TorchvisionRandAugment(ops=4), crop=SimpleRandomCrop(interpolation="bilinear")),
+    "centre": Augment(crop=CentreCrop(), flip=0.0),
+}
+
+
+def photo(width: int = 120, height: int = 90, seed: int = 0) -> np.ndarray:
+    """Smooth coloured clutter with some noise, as JPEG and resizing meet it."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((width, height), 3)
+    return (np.asarray(coarse) + rng.normal(0, 6, (height, width, 3))).clip(0, 255).astype(np.uint8)
+
+
+def encoded(image: np.ndarray | Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, kind, **options)
+    return file.getvalue()
+
+
+def difference(ours: np.ndarray, theirs: Image.Image | np.ndarray) -> np.ndarray:
+    return np.abs(ours.astype(int) - np.asarray(theirs).astype(int))
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+class Data(Section):
+    augment: Augment = Augment()
+    eval: CentreCrop = CentreCrop()
+    normalise: Normalise = Normalise()
+
+
+class Recipe(Section):
+    data: Data = Data()
+    mix: Mix = Mix()
+
+
+def read(text: str) -> Recipe:
+    return Recipe.model_validate(parse_yaml(text, "recipe")[0])
+
+
+def refused(words: list[str]) -> str:
+    tree: dict = {}
+    apply_changes(parse_words(words), tree)
+    with pytest.raises(ValidationError) as invalid:
+        Recipe.model_validate(tree)
+    error = refusal(invalid.value, Recipe, dict.fromkeys(parse_words(words), "word"), "word")
+    assert isinstance(error, ConfigError)
+    return str(error)
+
+
+def test_published_recipes_are_spelled():
+    a2 = read("""
+        data:
+          augment:
+            crop: {kind: random_resized, scale: [0.08, 1], interpolation: bicubic}
+            flip: 0.5
+            policy: {kind: randaugment, magnitude: 7, ops: 2, std: 0.5, increasing: true}
+            erase: 0.0
+          eval: {crop_ratio: 0.95}
+        mix: {mixup: 0.1, cutmix: 1.0}
+    """)
+    assert a2.data.augment == Augment(policy=RandAugment(magnitude=7.0))
+    assert a2.mix.is_mixing
+    deit3 = read("""
+        data: {augment: {policy: three_augment, jitter: 0.3}, eval: {crop_ratio: 1}}
+        mix: {mixup: 0.8, cutmix: 1}
+    """)
+    assert deit3.data.augment.policy == ThreeAugment()
+    deit3_21k = read("data: {augment: {crop: simple_random, policy: three_augment, jitter: 0.3}}")
+    assert deit3_21k.data.augment.crop == SimpleRandomCrop()
+    plain = read("""
+        data:
+          augment:
+            crop: {scale: [0.05, 1], interpolation: bilinear}
+            policy: {kind: randaugment, magnitude: 10, chance: 1, std: 0, increasing: false, fill: [128, 128, 128]}
+          eval: {crop_ratio: 0.875, interpolation: bilinear}
+          normalise: {mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}
+        mix: {mixup: 0.2}
+    """)
+    assert plain.data.augment.crop == RandomResizedCrop(scale=(0.05, 1.0), interpolation="bilinear")
+    beit = read("data: {augment: {jitter: 0.4}}\nmix: {}")
+    assert not beit.mix.is_mixing
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.augment.flipp=1", "word: data.augment.flipp: unknown setting, wanted one of crop, flip, policy"),
+        ("data.augment.flipp=1", "; nearest: flip"),
+        ("data.augment.flip=1.5", "data.augment.flip: got 1.5, wanted less than or equal to 1"),
+        ("data.augment.policy=randaugmnt", "data.augment.policy"),
+        ("data.augment.policy=randaugmnt", "; nearest: randaugment"),
+        ("data.augment.crop.scale=[1, 0.1]", "data.augment.crop.scale: got [1.0, 0.1], wanted [lowest, highest]"),
+        ("data.augment.crop.scale=[0.1, 1.2]", "data.augment.crop.scale"),
+        ("data.augment.crop.interpolation=cubic", "; nearest: bicubic"),
+        ("data.augment.policy={kind: randaugment, magnitude: 15}", "magnitude 15.0 is above its limit 10.0"),
+        ("data.augment.policy={kind: randaugment_torchvision, magnitude: 31}", "off the scale of 31 bins, 0 to 30"),
+        ("mix.smoothing=1", "mix.smoothing: got 1, wanted less than 1"),
+        ("mix.mixup=-0.1", "mix.mixup: got -0.1, wanted greater than or equal to 0"),
+        ("data.normalise.std=[1, 0, 1]", "data.normalise.std"),
+        ("data.eval.crop_ration=0.9", "; nearest: crop_ratio"),
+    ],
+)
+def test_bad_settings_are_refused_by_path(word, message):
+    assert message in refused([word])
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize(("quality", "progressive"), [(50, False), (90, False), (90, True), (100, False)])
+@pytest.mark.parametrize("size", [(120, 90), (33, 17), (1, 1)])
+def test_a_jpeg_is_decoded_as_pillow_does(subsampling, quality, progressive, size):
+    data = encoded(photo(*size), "JPEG", quality=quality, subsampling=subsampling, progressive=progressive)
+    assert np.array_equal(decode_image(data), Image.open(io.BytesIO(data)))
+
+
+def test_an_ordinary_jpeg_never_meets_pillow(monkeypatch):
+    data = encoded(photo(), "JPEG")
+    monkeypatch.setattr(Image, "open", None)
+    decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_upright(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photo(40, 24), kind, exif=exif)
+    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(decode_image(data), shown)
+    assert decode_image(data).shape == ((40, 24, 3) if orientation > 4 else (24, 40, 3))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "I;16"])
+def test_what_is_converted_stays_upright(mode):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    ramp = Image.fromarray((np.arange(6, dtype=np.uint16) * 9000).reshape(2, 3))
+    image = ramp if mode == "I;16" else Image.fromarray(photo(3, 2)).convert(mode)
+    turned = decode_image(encoded(image, exif=exif))
+    assert np.array_equal(turned, np.rot90(decode_image(encoded(image)), -1))
+
+
+def test_every_mode_becomes_rgb_as_a_viewer_shows_it():
+    colours = Image.fromarray(photo(16, 12))
+    grey = colours.convert("L")
+    for mode in ("1", "L", "P"):
+        assert np.array_equal(decode_image(encoded(colours.convert(mode))), colours.convert(mode).convert("RGB")), mode
+    jpeg = encoded(grey, "JPEG")
+    assert np.array_equal(decode_image(jpeg), Image.open(io.BytesIO(jpeg)).convert("RGB"))
+    for kind in ("BMP", "TIFF", "PPM"):
+        assert np.array_equal(decode_image(encoded(colours, kind)), colours), kind
+    cmyk = encoded(colours.convert("CMYK"), "JPEG")
+    assert np.array_equal(decode_image(cmyk), Image.open(io.BytesIO(cmyk)).convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled_not_cut(kind):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    seen = decode_image(encoded(Image.fromarray(ramp), kind))
+    assert np.array_equal(seen, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_what_is_transparent_is_white():
+    image = Image.new("RGBA", (4, 2), (200, 0, 0, 255))
+    image.putpixel((0, 0), (0, 0, 0, 0))
+    image.putpixel((1, 0), (0, 0, 0, 128))
+    expected = np.full((2, 4, 3), (200, 0, 0), np.uint8)
+    expected[0, 0], expected[0, 1] = 255, 127
+    for kind in ("PNG", "TIFF"):
+        assert difference(decode_image(encoded(image, kind)), expected).max() <= 1
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putdata([0, 1])
+    assert decode_image(encoded(palette, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
+    grey = encoded(Image.fromarray(np.array([[7, 9]], np.uint8)), transparency=7)
+    assert decode_image(grey).tolist() == [[[255] * 3, [9] * 3]]
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_an_animation_is_its_first_frame(kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
+    options = {"lossless": True} if kind == "WEBP" else {}
+    data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    assert np.array_equal(decode_image(data), frames[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not an image in a known format: empty"),
+        (b"GIF? no, text", "not an image in a known format: begins with b'GIF? no,"),
+        (b"\xff\xd8\xff", "not an image"),
+        (encoded(photo(8, 8), "EPS"), "not an image in a known format"),  # Pillow would start a program for it
+        (encoded(photo(), "JPEG")[:-400], "truncated"),
+        (encoded(photo())[:-4000], "truncated"),
+        (encoded(Image.new("F", (3, 3)), "TIFF"), "mode F"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_the_reason(data, reason):
+    with pytest.raises(UndecodableImage, match=reason.replace("?", r"\?")):
+        decode_image(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_absurd_size_is_refused_before_it_is_decoded(kind):
+    with pytest.raises(UndecodableImage, match="120 x 90 pixels, wanted at most 10799"):
+        decode_image(encoded(photo(), kind), max_pixels=120 * 90 - 1)
+    decode_image(encoded(photo(), kind), max_pixels=120 * 90)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "TIFF"]), st.data())
+def test_broken_bytes_give_pixels_or_the_one_error(kind, draw):
+    data = bytearray(encoded(photo(24, 16), kind))
+    for _ in range(draw.draw(st.integers(1, 6))):
+        data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
+    try:
+        image = decode_image(memoryview(data[: draw.draw(st.integers(0, len(data)))]), max_pixels=10**6)
+    except UndecodableImage:
+        return
+    assert image.dtype == np.uint8
+    assert image.shape[2:] == (3,)
+    assert image.flags.writeable
+
+
+# ---- one image -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interpolation", PIL_MODES)
+def test_crop_and_resize_are_as_exact_as_pillows(interpolation):
+    image, rng, apart = photo(500, 375), np.random.default_rng(0), []
+    for _ in range(14):
+        top, left, height, width = draw_box((375, 500), RandomResizedCrop(), rng)
+        box_HWC = image[top : top + height, left : left + width]
+        ours = resize(box_HWC, (224, 224), interpolation)
+        theirs = Image.fromarray(box_HWC).resize((224, 224), PIL_MODES[interpolation])
+        apart.append(difference(ours, theirs))
+        exact_1CHW = torch.nn.functional.interpolate(
+            torch.from_numpy(box_HWC).double().permute(2, 0, 1)[None],
+            size=(224, 224),
+            mode=interpolation,
+            antialias=True,
+        )
+        exact = exact_1CHW[0].permute(1, 2, 0).numpy().clip(0, 255)
+        assert np.abs(ours - exact).mean() <= np.abs(np.asarray(theirs) - exact).mean() + 0.01
+    assert np.max(apart) <= 2
+    # Pillow resizes rows first where that is less work, torch columns always: a quarter of a level in such boxes alone.
+    assert np.mean(apart) <= 0.1
+
+
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (1000, 90), (90, 1000)])
+def test_boxes_are_distributed_as_torchvision_draws_them(width, height):
+    crop, rng = RandomResizedCrop(), np.random.default_rng(0)
+    torch.manual_seed(0)
+    blank = torch.empty(3, height, width)
+    ours = np.array([draw_box((height, width), crop, rng) for _ in range(1500)])
+    theirs = np.array([T.RandomResizedCrop.get_params(blank, [*crop.scale], [*crop.ratio]) for _ in range(1500)])
+    for column in range(4):
+        assert scipy.stats.ks_2samp(ours[:, column], theirs[:, column]).pvalue > 1e-3
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.floats(0.01, 1), st.floats(0.1, 10), st.integers(0, 2**32))
+def test_a_box_lies_in_the_image(rows, columns, area, ratio, seed):
+    crop = RandomResizedCrop(scale=(area, area), ratio=(ratio, ratio))
+    top, left, height, width = draw_box((rows, columns), crop, np.random.default_rng(seed))
+    assert 0 <= top < top + height <= rows
+    assert 0 <= left < left + width <= columns
+
+
+@pytest.mark.parametrize("interpolation", PIL_MODES)
+@pytest.mark.parametrize(("ratio", "short"), [(0.875, 256), (0.95, 236), (1.0, 224)])
+@pytest.mark.parametrize("shape", [(500, 375), (333, 500), (100, 130)])
+def test_the_centre_is_what_torchvision_evaluates(interpolation, ratio, short, shape):
+    image = photo(*shape)
+    ours = crop_centre(image, CentreCrop(crop_ratio=ratio, interpolation=interpolation), (224, 224))
+    steps = T.Compose([T.Resize(short, T.InterpolationMode(interpolation)), T.CenterCrop(224)])
+    assert difference(ours, steps(Image.fromarray(image))).max() <= 2
+
+
+@pytest.mark.parametrize("shape", [(120, 90), (90, 120), (64, 64)])
+def test_the_simple_random_crop_is_a_window_of_torchvisions(shape):
+    image, crop = photo(*shape), Augment(crop=SimpleRandomCrop(), flip=0.0)
+    padded = T.Pad(4, padding_mode="reflect")(T.Resize(64, T.InterpolationMode.BICUBIC)(Image.fromarray(image)))
+    offsets = set()
+    for copy in range(20):
+        rng = generator(0, 0, "window", copy)
+        top, left = int(rng.integers(padded.height - 63)), int(rng.integers(padded.width - 63))
+        ours = augment_image(image, crop, (64, 64), generator(0, 0, "window", copy))
+        assert difference(ours, padded.crop((left, top, left + 64, top + 64))).max() <= 2
+        offsets |= {(top, left)}
+    assert len(offsets) > 10
+
+
+def test_flips_mirror_at_the_stated_rate():
+    image = photo()
+    straight, mirrored = (
+        augment_image(image, Augment(crop=CentreCrop(), flip=chance), (32, 32), generator(0, 0, "a"))
+        for chance in (0.0, 1.0)
+    )
+    assert np.array_equal(mirrored, straight[:, ::-1])
+    often = Augment(crop=CentreCrop(), flip=0.25)
+    flipped = sum(
+        np.array_equal(augment_image(image, often, (32, 32), generator(0, 0, "a", copy)), mirrored)
+        for copy in range(800)
+    )
+    assert scipy.stats.binomtest(flipped, 800, 0.25).pvalue > 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    st.tuples(st.integers(2, 48), st.integers(2, 48)),
+    st.integers(0, 99),
+)
+def test_any_image_gives_a_view_of_the_asked_size(name, shape, size, copy):
+    image = photo(*shape)
+    image.flags.writeable = False  # as the object store hands it out
+    view = augment_image(image, POLICIES[name], size, generator(0, 0, "k", copy))
+    assert view.shape == (*size, 3)
+    assert view.dtype == np.uint8
+    assert view.flags.c_contiguous
+    assert view.flags.writeable
+
+
+def test_a_view_shares_no_memory_with_its_image():
+    image = photo(32, 32)
+    same = Augment(crop=CentreCrop(crop_ratio=1.0), flip=0.0)
+    view = augment_image(image, same, (32, 32), generator(0, 0, "k"))
+    assert np.array_equal(view, image)
+    assert not np.shares_memory(view, image)
+
+
+# ---- P4: a view is a function of its key -----------------------------------------------------------------------------
+
+
+VIEWS = """
+def views(order):
+    import numpy as np
+    from hashlib import sha256
+    from vitray.augment import augment_image, generator
+    from vitray.config.augmentation import Augment
+
+    made = {}
+    for number in order:
+        image = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+        for kind in ("none", "three_augment", "randaugment", "randaugment_torchvision"):
+            augment = Augment.model_validate({"policy": kind, "jitter": 0.3})
+            for epoch, copy in ((0, 0), (0, 1), (1, 0)):
+                view = augment_image(image, augment, (32, 32), generator(7, epoch, f"train/{number}.jpg", copy))
+                made[f"{number} {kind} {epoch} {copy}"] = sha256(view.tobytes()).hexdigest()
+    return made
+"""
+
+
+def test_pixels_depend_on_neither_process_nor_order():
+    names: dict = {}
+    exec(VIEWS, names)
+    here = names["views"]([0, 1, 2, 3])
+    code = f"{VIEWS}\nimport json; print(json.dumps(views([2, 0, 3, 1])))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == here
+    assert len(set(here.values())) == len(here)
+
+
+def test_every_part_of_a_key_counts():
+    keys = [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0), (0, 0, "a", 1), (0, 0, "0 a", 0)]
+    draws = {generator(*key).random() for key in keys} | {step_generator(0, 0, "a").random()}
+    assert len(draws) == len(keys) + 1
+    # The key as bytes, the cipher and the order of draws are a promise across releases.
+    assert generator(0, 0, "a").random() == 0.5090690220371894
+    assert raw_draws("rows 0", 2).tolist() == [681267580169654098, 14881082628673115569]
+
+
+# ---- policies --------------------------------------------------------------------------------------------------------
+
+TIMM_NAMES = {
+    "auto_contrast": "AutoContrast", "equalize": "Equalize", "invert": "Invert", "rotate": "Rotate",
+    "posterize": "Posterize", "solarize": "Solarize", "solarize_add": "SolarizeAdd", "colour": "Color",
+    "contrast": "Contrast", "brightness": "Brightness", "sharpness": "Sharpness", "shear_x": "ShearX",
+    "shear_y": "ShearY", "translate_x": "TranslateXRel", "translate_y": "TranslateYRel",
+}  # fmt: skip
+FILL = (124, 116, 104)
+
+
+@pytest.mark.parametrize("increasing", [False, True])
+@pytest.mark.parametrize("operation", policy.TIMM)
+def test_operations_are_timms(operation, increasing, monkeypatch):
+    image = Image.fromarray(photo(64, 48))
+    name = TIMM_NAMES[operation]
+    if increasing and f"{name}Increasing" in timm_auto.NAME_TO_OP:
+        name += "Increasing"
+    assert name in (timm_auto._RAND_INCREASING_TRANSFORMS if increasing else timm_auto._RAND_TRANSFORMS)
+    for interpolation, mode in PIL_MODES.items():
+        theirs = timm_auto.AugmentOp(name, 1.0, 0, {"img_mean": FILL, "interpolation": mode})
+        for magnitude in (0.0, 0.3, 4.7, 7.0, 10.0):
+            theirs.magnitude = magnitude
+            for sign, drawn in ((1, 0.1), (-1, 0.9)):
+                monkeypatch.setattr("random.random", lambda drawn=drawn: drawn)
+                # torchvision shifts the other way; either way is as likely.
+                ours = -sign if operation.startswith("translate") else sign
+                amount = policy.timm_amount(operation, magnitude, increasing, image.size, ours)
+                made = policy.operate(image, operation, amount, interpolation, FILL)
+                if operation == "posterize" and amount == 0:
+                    assert not np.any(made)  # timm's own fails here on Pillow 13
+                else:
+                    # torchvision takes a shear as an angle, whose tangent has lost its last bits.
+                    apart = difference(np.asarray(made), theirs(image))
+                    assert apart.max() <= operation.startswith("shear")
+                    assert apart.mean() < 0.01
+    assert len(policy.TIMM) == len(timm_auto._RAND_TRANSFORMS)
+
+
+@pytest.mark.parametrize("magnitude", [0, 9, 17, 30])
+def test_operations_are_torchvisions(magnitude):
+    image = Image.fromarray(photo(64, 48))
+    space = torchvision_auto.RandAugment()._augmentation_space(31, (48, 64))
+    named = {name.lower(): name for name in space}
+    assert len(named) == len(policy.TORCHVISION)
+    for operation in policy.TORCHVISION:
+        name = named[operation.replace("_", "").replace("colour", "color")]
+        magnitudes, signed = space[name]
+        strength = float(magnitudes[magnitude]) if magnitudes.ndim else 0.0
+        for sign in (1, -1) if signed else (1,):
+            mode = T.InterpolationMode.BILINEAR
+            theirs = torchvision_auto._apply_op(image, name, sign * strength, mode, [*FILL])
+            amount = policy.torchvision_amount(operation, magnitude / 30, image.size, sign)
+            ours = policy.operate(image, operation, amount, "bilinear", FILL)
+            # torchvision's scale is float32: a level may round to the other side.
+            assert difference(np.asarray(ours), theirs).max() <= 1, (operation, sign)
+
+
+def drawn_operations(chosen, draws: int, monkeypatch) -> list[tuple[str, float]]:
+    """What a policy applies to many images, as (operation, amount)."""
+    seen: list[tuple[str, float]] = []
+    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: seen.append((name, amount)) or image)
+    image = Image.new("RGB", (64, 48))
+    for copy in range(draws):
+        policy.apply_policy(image, chosen, "bicubic", generator(0, 0, "p", copy))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names", "expected"),
+    [
+        (RandAugment(ops=3), policy.TIMM, 1.5),
+        (RandAugment(ops=2, chance=1.0), policy.TIMM, 2),
+        (TorchvisionRandAugment(), policy.TORCHVISION, 2),
+    ],
+)
+def test_operations_are_drawn_evenly(chosen, names, expected, monkeypatch):
+    seen = drawn_operations(chosen, 2000, monkeypatch)
+    counts = np.array([sum(name == other for other, _ in seen) for name in names])
+    assert counts.sum() == pytest.approx(expected * 2000, rel=0.05)
+    assert scipy.stats.chisquare(counts).pvalue > 1e-3
+
+
+def test_magnitudes_are_drawn_as_timm_draws_them(monkeypatch):
+    angles = [
+        abs(amount) / 3
+        for name, amount in drawn_operations(RandAugment(magnitude=9.5, std=1.0, ops=8), 1500, monkeypatch)
+        if name == "rotate"
+    ]
+    expected = np.random.default_rng(0).normal(9.5, 1.0, 4000).clip(0, 10)
+    assert max(angles) == 10
+    assert scipy.stats.ks_2samp(angles, expected).pvalue > 1e-3
+
+
+def test_three_augment_does_exactly_one_of_three(monkeypatch):
+    image = Image.fromarray(photo(32, 24))
+    grey, solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image)
+    sigmas: list[float] = []
+    blur = ImageFilter.GaussianBlur
+    monkeypatch.setattr(ImageFilter, "GaussianBlur", lambda sigma: sigmas.append(sigma) or blur(sigma))
+    counts = {"grey": 0, "solarized": 0, "blurred": 0}
+    for copy in range(1500):
+        before = len(sigmas)
+        seen = policy.three_augment(image, generator(0, 0, "t", copy))
+        if len(sigmas) > before:
+            counts["blurred"] += 1
+            assert np.array_equal(seen, image.filter(blur(sigmas[-1])))
+        else:
+            kind = "grey" if np.array_equal(seen, grey) else "solarized"
+            assert np.array_equal(seen, grey if kind == "grey" else solarized)
+            counts[kind] += 1
+    assert scipy.stats.chisquare(list(counts.values())).pvalue > 1e-3
+    assert scipy.stats.kstest(sigmas, "uniform", args=(0.1, 1.9)).pvalue > 1e-3
+
+
+def test_jitter_draws_what_torchvision_draws(monkeypatch):
+    seen: list[tuple[str, float]] = []
+    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: seen.append((name, amount)) or image)
+    for copy in range(1000):
+        policy.jitter_colours(Image.new("RGB", (2, 2)), 0.3, generator(0, 0, "j", copy))
+    theirs = T.ColorJitter(0.3, 0.3, 0.3)
+    assert theirs.brightness == theirs.contrast == theirs.saturation == (0.7, 1.3)
+    for name in ("brightness", "contrast", "colour"):
+        assert scipy.stats.kstest([a for n, a in seen if n == name], "uniform", args=(0.7, 0.6)).pvalue > 1e-3
+    orders = [tuple(name for name, _ in seen[at : at + 3]) for at in range(0, len(seen), 3)]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 6
+    assert scipy.stats.chisquare(counts).pvalue > 1e-3
+
+
+# ---- a batch ---------------------------------------------------------------------------------------------------------
+
+
+def batch(count: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(count)
+    images = torch.from_numpy(rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8))
+    return images, torch.from_numpy(rng.integers(0, 10, count))
+
+
+def prepared(images, labels, mix: Mix, step: int = 0, rows: Rows | None = None, erase: float = 0.0, seed: int = 3):
+    return prepare_batch(
+        images, labels, augment=Augment(erase=erase), mix=mix, normalise=Normalise(), num_classes=10,
+        seed=seed, step=step, rows=rows,
+    )  # fmt: skip
+
+
+def test_normalising_is_totensor_and_normalize():
+    images, _ = batch(4)
+    ours = normalised(images, Normalise())
+    theirs = T.Compose([T.ToTensor(), T.Normalize(Normalise().mean, Normalise().std)])
+    expected = torch.stack([theirs(Image.fromarray(image.numpy())) for image in images])
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6, check_stride=False)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    half = normalised(images, Normalise(), torch.bfloat16)
+    assert torch.equal(half, ours.bfloat16())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_mixed_targets_are_timms(smoothing):
+    labels = torch.tensor([1, 4, 4, 9])
+    soft = soft_targets(labels, 10, smoothing)
+    reverse = torch.tensor([3, 2, 1, 0])
+    ours = torch.lerp(soft[reverse], soft, 0.3)
+    torch.testing.assert_close(ours, timm_mixup.mixup_target(labels, 10, 0.3, smoothing))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0, 1), st.integers(1, 40), st.integers(1, 40), st.data())
+def test_the_cut_box_is_timms(share, height, width, draw):
+    centre = draw.draw(st.integers(0, height - 1)), draw.draw(st.integers(0, width - 1))
+    given_centre = iter(centre)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "randint", lambda *_, **__: next(given_centre))
+        theirs = timm_mixup.rand_bbox((3, height, width), share)
+    assert cut_box(share, centre, height, width) == tuple(int(edge) for edge in theirs)
+
+
+def test_blending_is_timms():
+    images = normalised(batch(6)[0], Normalise())
+    reverse = torch.arange(5, -1, -1)
+    theirs = images.clone()
+    theirs.mul_(0.3).add_(images.flip(0).mul(0.7))
+    ours = mix_images(images.clone(), Mixing(0.3), reverse)
+    torch.testing.assert_close(ours, theirs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0, smoothing=0.1), Mix(smoothing=0.2)]),
+    st.integers(1, 9),
+    st.integers(0, 1000),
+)
+def test_targets_tell_what_was_mixed(mix, count, step):
+    # Row i is one colour and of class i: the colours of the result say how much of which class it shows.
+    images = torch.arange(count, dtype=torch.uint8).mul(20).view(-1, 1, 1, 1).expand(count, 24, 24, 3).contiguous()
+    plain = Normalise(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    mixed, targets = prepare_batch(
+        images, torch.arange(count), augment=Augment(), mix=mix, normalise=plain, num_classes=10, seed=0, step=step
+    )
+    torch.testing.assert_close(targets.sum(1), torch.ones(count))
+    sharp = (targets - mix.smoothing / 10) / (1 - mix.smoothing)
+    colours = torch.arange(10) * 20 / 255
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), sharp @ colours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.8, cutmix=1.0, smoothing=0.1)])
+@pytest.mark.parametrize("workers", [2, 4, 12])
+def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
+    images, labels = batch(24)
+    for step in range(3):
+        whole = prepared(images, labels, mix, step, erase=0.5)
+        for rank in range(workers):
+            places = positions_of(0, 24, rank, workers)
+            part = prepared(images[places], labels[places], mix, step, Rows(places, 24), erase=0.5)
+            for ours, everyones in zip(part, whole, strict=True):
+                assert torch.equal(ours, everyones[places])
+        assert whole[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_another_step_or_seed_mixes_and_erases_otherwise():
+    images, labels = batch(8)
+    for mix, erase in ((Mix(mixup=0.8), 0.0), (Mix(), 0.5)):
+        seen = [
+            prepared(images, labels, mix, step, erase=erase, seed=seed)[0] for seed, step in ((0, 0), (0, 1), (1, 0))
+        ]
+        assert not any(torch.equal(seen[one], seen[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, [0]), (2, [1, 0]), (3, [1, 0, 1]), (5, [1, 0, 3, 2, 3])])
+def test_the_last_of_an_odd_batch_takes_the_one_before(count, expected):
+    assert partners(Rows(np.arange(count), count)).tolist() == expected
+    assert partners(Rows(np.array([2, 3]), count + 4)).tolist() == [1, 0]
+    assert partners(Rows(np.array([0, 1, 6, 7]), 8)).tolist() == [1, 0, 3, 2]
+
+
+@pytest.mark.parametrize(("places", "total"), [([0, 1, 2], 6), ([3, 4, 5], 6), ([2], 3), ([1, 2], 4), ([0, 2], 4)])
+def test_a_share_that_parts_a_pair_is_refused(places, total):
+    rows, count = Rows(np.array(places), total), len(places)
+    with pytest.raises(ValueError, match="is without its partner: choose a batch"):
+        partners(rows)
+    # Without mixing nothing is paired.
+    prepared(*batch(count), Mix(smoothing=0.1), rows=rows, erase=0.5)
+
+
+def test_draws_are_distributed_as_timm_says():
+    both = Mix(mixup=0.8, cutmix=1.0, switch=0.3, chance=0.9)
+    drawn = [draw_mixing(both, 64, 64, step_generator(0, step, "mix")) for step in range(3000)]
+    blended = [mixing.share for mixing in drawn if mixing.box is None and mixing.share < 1]
+    boxes = [mixing for mixing in drawn if mixing.box is not None]
+    assert scipy.stats.kstest(blended, "beta", args=(0.8, 0.8)).pvalue > 1e-3
+    assert len(boxes) / 3000 == pytest.approx(0.9 * 0.3, abs=0.03)
+    assert sum(mixing == (1.0, None) for mixing in drawn) / 3000 == pytest.approx(0.1, abs=0.02)
+    np.random.seed(0)
+    theirs = timm_mixup.Mixup(0.0, 1.0)
+    expected = [timm_mixup.cutmix_bbox_and_lam((3, 64, 64), theirs._params_per_batch()[0])[1] for _ in range(3000)]
+    assert scipy.stats.ks_2samp([mixing.share for mixing in boxes], expected).pvalue > 1e-3
+
+
+def test_erased_rectangles_are_distributed_as_timms():
+    drawn = draw_rectangles(3000, 0.25, 64, 48, step_generator(0, 0, "erase"))
+    boxes = [found[0] for found in drawn if found is not None]
+    assert len(boxes) / 3000 == pytest.approx(0.25, abs=0.03)
+    random.seed(0)
+    theirs = RandomErasing(1.0, mode="const", device="cpu")
+    seen = []
+    for _ in range(800):
+        erased = (theirs(torch.ones(1, 64, 48)) == 0)[0]
+        rows, columns = erased.any(1).nonzero(), erased.any(0).nonzero()
+        seen.append((int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1))
+    for edge in range(4):
+        ours, expected = [box[edge] for box in boxes], [box[edge] for box in seen]
+        assert scipy.stats.ks_2samp(ours, expected).pvalue > 1e-3
+
+
+def test_what_is_erased_is_noise_and_the_rest_is_untouched():
+    images, labels = torch.zeros(16, 64, 64, 3, dtype=torch.uint8), torch.zeros(16)
+    black = normalised(images[:1], Normalise())[0]
+    noise = []
+    for step in range(4):
+        for image in prepared(images, labels, Mix(), step, erase=0.5)[0]:
+            changed = (image != black).any(0)
+            noise.append(image[:, changed])
+            assert changed.sum() == changed.any(0).sum() * changed.any(1).sum()
+    assert 16 < sum(pixels.numel() > 0 for pixels in noise) < 48
+    values = torch.cat([pixels.flatten() for pixels in noise])
+    assert values.mean() == pytest.approx(0, abs=0.05)
+    assert values.std() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.gpu
+def test_a_gpu_prepares_the_same_batch():
+    images, labels = batch(24)
+    for step in range(6):
+        mix = Mix(mixup=0.8, cutmix=1.0, smoothing=0.1)
+        ours = prepared(images, labels, mix, step, erase=0.5)
+        theirs = prepared(images.cuda(), labels.cuda(), mix, step, erase=0.5)
+        for here, there in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(here, there.cpu(), rtol=1e-5, atol=1e-5)
+
+
+# ---- a look ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_contact_sheet_shows_originals_and_views():
+    samples = [Sample(photo(48, 32, seed), f"{seed}", f"class {seed}") for seed in range(3)]
+    sheet = contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4)
+    image = Image.open(io.BytesIO(sheet))
+    assert image.format == "PNG"
+    assert image.width > 5 * 144
+    assert image.height > 3 * 144
+    assert sheet == contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4)
+    assert sheet != contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4, epoch=1)
