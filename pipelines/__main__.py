@@ -12,6 +12,7 @@ from vitray.model.names import nearest
 
 VERBS = {
     "model": "say what a network costs and draw it; convert weights between layouts",
+    "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
     "bench": "measure vitray against a named alternative on this machine",
 }
 

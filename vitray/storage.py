@@ -6,6 +6,7 @@ address, which ends up in plans and logs. Nothing here creates a bucket.
 
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -88,10 +89,8 @@ def write_bytes(url: str, content: bytes) -> None:
             with files.open_output_stream(path, compression=None) as stream:
                 stream.write(content)
             return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as aside:
-            aside.write(content)
-        _rename_over(Path(aside.name), Path(path))
+        with _aside(Path(path)) as aside:
+            aside.write_bytes(content)
 
 
 def upload(source: Path, url: str) -> None:
@@ -101,11 +100,8 @@ def upload(source: Path, url: str) -> None:
         if is_remote(url):
             fs.copy_files(str(source.absolute()), path, source_filesystem=_LOCAL, destination_filesystem=files)
             return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as aside:
-            pass
-        shutil.copyfile(source, aside.name)
-        _rename_over(Path(aside.name), Path(path))
+        with _aside(Path(path)) as aside:
+            shutil.copyfile(source, aside)
 
 
 @contextmanager
@@ -114,29 +110,42 @@ def created(url: str) -> Iterator[Path]:
     _, path = filesystem(url)
     if is_remote(url):
         with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-            yield (aside := Path(folder) / path.rpartition("/")[2])
-            upload(aside, url)
+            yield (copy := Path(folder) / path.rpartition("/")[2])
+            upload(copy, url)
         return
-    with _said_clearly(url):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".writing-", delete=False) as file:
-            aside = Path(file.name)
-    try:
+    with _said_clearly(url), _aside(Path(path)) as aside:
         yield aside
-        _rename_over(aside, Path(path))
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def remove(url: str) -> None:
     """Remove a file, or a folder with all in it; nothing where there is none."""
     files, path = filesystem(url)
+    if is_remote(url):
+        bucket, _, key = path.partition("/")
+        _remove_objects(bucket, [f"{key}/{name}" for name in list_files(url)] or [key] * exists(url))
+        return
     with _said_clearly(url):
         match files.get_file_info(path).type:
             case fs.FileType.File:
                 files.delete_file(path)
             case fs.FileType.Directory:
                 files.delete_dir(path)
+
+
+def _remove_objects(bucket: str, keys: list[str]) -> None:
+    # pyarrow would leave an empty object for the folder above, which some servers refuse besides.
+    import boto3  # takes a third of a second, for this alone
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        client = boto3.client("s3")
+        for start in range(0, len(keys), 1000):
+            objects = [{"Key": key} for key in keys[start : start + 1000]]
+            done = client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+            for error in done.get("Errors", []):
+                raise ConfigError(f"s3://{bucket}/{error.get('Key')}: cannot be removed: {error.get('Message')}")
+    except (BotoCoreError, ClientError) as error:
+        raise ConfigError(f"s3://{bucket}: cannot remove {len(keys)} objects: {error}") from None
 
 
 @contextmanager
@@ -155,10 +164,16 @@ def local_copy(url: str) -> Iterator[Path]:
         yield copy
 
 
-def _rename_over(aside: Path, final: Path) -> None:
-    # Temporary files are born private; a shared folder wants what the umask allows.
-    aside.chmod(0o644)
-    aside.replace(final)
+@contextmanager
+def _aside(final: Path) -> Iterator[Path]:
+    """A file beside the final one, which it becomes when all went well and vanishes otherwise."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = final.with_name(f".writing-{uuid.uuid4().hex}")
+    try:
+        yield aside
+        aside.replace(final)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""vitray shard SOURCE DEST [--split ...] [setting=value ...]: images as shuffled, checked, counted Parquet shards."""
+
+import argparse
+import sys
+from typing import Any
+
+from pipelines.__main__ import run_verb
+from vitray.shards import Dataset, Settings, read_job, write_dataset
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="vitray shard",
+        description="Write a dataset: Parquet shards in shuffled order and dataset.json. SOURCE is a folder of class"
+        " folders (train/ and val/ may lie above them); a .csv, .tsv or .parquet index of paths and labels; WebDataset"
+        " tars; Parquet with the images in it; CIFAR's python archive; IDX files (MNIST); or the word demo. Both ends"
+        " are paths or s3:// addresses. A job that was killed goes on when it is run again.",
+        epilog=f"settings: {', '.join(Settings.model_fields)}. example: vitray shard demo data/demo images=6000",
+    )
+    parser.add_argument("source", help="a path, an s3:// address, or demo")
+    parser.add_argument("dest", help="a new folder, or that of a job to finish")
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="how; see below for the names")
+    parser.add_argument(
+        "--split",
+        action="append",
+        metavar="NAME[=SHARE]",
+        help="take this split alone (may be repeated); with a SHARE, draw it out of train",
+    )
+    parser.add_argument("--index-only", action="store_true", help="leave Parquet files in place: only describe them")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON: url, identity, splits, ...")
+    args = parser.parse_intermixed_args(words)
+    dataset = write_dataset(read_job(args.source, args.dest, args.split or (), args.settings, args.index_only))
+    print(summary(dataset))
+    return {
+        "url": dataset.url,
+        "identity": dataset.identity,
+        "splits": {name: split.rows for name, split in dataset.splits.items()},
+        **dataset.model_dump(include={"mean", "std", "rejects", "duplicates"}),
+        "classes": len(dataset.classes),
+    }
+
+
+def summary(dataset: Dataset) -> str:
+    """A few lines for a person."""
+    lines = [f"{dataset.url}: {len(dataset.classes)} classes, identity {dataset.identity[:16]}"]
+    for name, split in dataset.splits.items():
+        megabytes = sum(shard.bytes for shard in split.shards) / 1e6
+        lines.append(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
+    lines.append(f"  mean {dataset.mean}, std {dataset.std}")
+    lines.append(
+        f"  set aside {dataset.rejects.count}; repeated {sum(dataset.duplicates.within.values())} within a split"
+    )
+    lines.append(
+        f"  shared between splits {dataset.duplicates.across}, {dataset.duplicates.removed} removed from train"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run_verb(main, sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""The demo data: a function of its arguments alone, balanced, and out of a linear model's reach."""
+
+import hashlib
+import io
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_layers import ROOT
+
+from vitray.config import ConfigError
+from vitray.shards.demo import demo_classes, demo_item
+
+PAIRS = len(demo_classes("shape")) * len(demo_classes("texture"))
+
+
+def pixels(image: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(image)))
+
+
+def digest(indices: range) -> str:
+    """Of the images in the order of their indices, drawn in the order given."""
+    images = {index: demo_item(index, 3, 64, "shape")[0] for index in indices}
+    return hashlib.sha256(b"".join(images[index] for index in sorted(images))).hexdigest()
+
+
+def test_another_process_and_order_draw_the_same_bytes():
+    code = "import test_demo; print(test_demo.digest(range(90)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == digest(range(89, -1, -1))
+
+
+def test_the_task_changes_the_label_and_not_the_image():
+    items = [[demo_item(index, 0, 32, task) for task in ("shape", "texture")] for index in range(PAIRS)]
+    assert all(shape[0] == texture[0] for shape, texture in items)
+    assert len({(shape[1], texture[1]) for shape, texture in items}) == PAIRS
+
+
+def test_index_and_seed_change_the_image():
+    images = {demo_item(index, seed, 32, "shape")[0] for index in range(20) for seed in range(5)}
+    assert len(images) == 100
+
+
+@pytest.mark.parametrize(("task", "at_least"), [("shape", 10), ("texture", 8)])
+def test_classes_are_named_once(task, at_least):
+    names = demo_classes(task)
+    assert len(set(names)) == len(names) >= at_least
+    names.clear()
+    assert demo_classes(task)
+
+
+@pytest.mark.parametrize("task", ["shape", "texture"])
+def test_classes_are_balanced(task):
+    classes = len(demo_classes(task))
+    counts = Counter(demo_item(index, 1, 8, task)[1] for index in range(5 * PAIRS))
+    assert counts == dict.fromkeys(range(classes), 5 * PAIRS // classes)
+
+
+@pytest.mark.parametrize("stride", [6, 8, 10])
+def test_no_stride_of_the_index_favours_a_class(stride):
+    for task in ("shape", "texture"):
+        labels = [demo_item(index, 0, 8, task)[1] for index in range(0, 100 * stride, stride)]
+        assert len(set(labels)) == len(demo_classes(task))
+        assert max(Counter(labels).values()) < 30
+
+
+@pytest.mark.parametrize("size", [1, 8, 33, 64, 224])
+def test_images_are_colour_jpegs_of_the_size_asked_for(size):
+    for index in range(8):
+        image = Image.open(io.BytesIO(demo_item(index, 0, size, "shape")[0]))
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (size, size))
+        image.load()
+
+
+def test_an_unknown_task_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="task: got 'texure', wanted shape or texture; nearest: texture"):
+        demo_classes("texure")
+    with pytest.raises(ConfigError, match="nearest: shape"):
+        demo_item(0, 0, 32, "shapes")
+
+
+@pytest.mark.parametrize("task", ["shape", "texture"])
+def test_the_nearest_class_mean_is_a_poor_guess(task):
+    items = [demo_item(index, 0, 32, task) for index in range(1000)]
+    images = np.stack([pixels(image).ravel() for image, _ in items]).astype(np.float32)
+    labels = np.array([label for _, label in items])
+    means = np.stack([images[:800][labels[:800] == label].mean(axis=0) for label in range(len(demo_classes(task)))])
+    # |x - m|^2 without |x|^2, which is the same for every class: a linear classifier.
+    guesses = (images[800:] @ means.T - (means**2).sum(axis=1) / 2).argmax(axis=1)
+    assert (guesses == labels[800:]).mean() < 0.45

@@ -1,0 +1,667 @@
+"""Writing datasets: every source, every nasty image, the same bytes however they were written."""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipelines import shard
+from pipelines.__main__ import run_verb
+from vitray.config import ConfigError
+from vitray.shards import Settings, open_dataset, read_job, shown, write_dataset
+from vitray.shards.demo import demo_classes, demo_item
+from vitray.shards.images import BadImageError, look, png
+from vitray.shards.plan import find_duplicates
+from vitray.shards.sources import Listing, list_source, read_items, recognise
+from vitray.shards.tasks import Progress
+
+ROOT = Path(__file__).parent.parent
+
+
+def photo(number: int, size: tuple[int, int] = (24, 16)) -> Image.Image:
+    """A smooth picture that no other number gives."""
+    rng = np.random.default_rng(number)
+    return Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options) -> bytes:
+    image.save(content := io.BytesIO(), form, **options)
+    return content.getvalue()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def class_folders(root: Path, counts: dict[str, int]) -> Path:
+    """A folder of class folders: {"train/cat": 3} writes three JPEGs there, all different."""
+    number = 0
+    for folder, count in counts.items():
+        for index in range(count):
+            write(root / folder / f"{index:03d}.jpg", encoded(photo(number)))
+            number += 1
+    return root
+
+
+def one_by_one(function, calls):
+    return [function(*call) for call in calls]
+
+
+def listed(source: Path | str, *words: str, splits: tuple[str, ...] = ()) -> Listing:
+    job = read_job(str(source), "unused", splits, words)
+    return list_source(job, recognise(job), one_by_one)
+
+
+def contents(listing: Listing, source: Path | str, *words: str) -> list[tuple[bytes, int | None]]:
+    return list(read_items(listing.kind, listing.items, read_job(str(source), "unused", (), words)))
+
+
+def pixels(content: bytes) -> np.ndarray:
+    return np.asarray(shown(content))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def rows(dataset_folder: Path, split: str) -> pa.Table:
+    dataset = open_dataset(str(dataset_folder))
+    return pa.concat_tables([pq.read_table(dataset.address(part)) for part in dataset.splits[split].shards])
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_class_folders(tmp_path):
+    class_folders(tmp_path, {"cat": 2, "ant": 1})
+    write(tmp_path / "README", b"words")
+    listing = listed(tmp_path)
+    assert listing.kind == "folder"
+    assert listing.classes == ("ant", "cat")
+    assert [(item.split, item.name, item.label) for item in listing.items] == [
+        ("train", "ant/000.jpg", 0),
+        ("train", "cat/000.jpg", 1),
+        ("train", "cat/001.jpg", 1),
+    ]
+    assert listing.rejects == [("train", "README", "not in a class folder")]
+    assert contents(listing, tmp_path)[1] == ((tmp_path / "cat/000.jpg").read_bytes(), 1)
+
+
+def test_a_folder_with_splits_on_top(tmp_path):
+    class_folders(tmp_path, {"train/cat": 2, "train/ant/deeper": 1, "validation/cat": 1})
+    listing = listed(tmp_path)
+    assert [(item.split, item.label) for item in listing.items] == [
+        ("train", 0),
+        ("train", 1),
+        ("train", 1),
+        ("val", 1),
+    ]
+    assert {item.split for item in listed(tmp_path, splits=("val",)).items} == {"val"}
+    with pytest.raises(ConfigError, match=r"--split vla: .* has train, val; nearest"):
+        listed(tmp_path, splits=("vla",))
+
+
+def test_a_share_is_drawn_by_the_seed(tmp_path):
+    class_folders(tmp_path, {"cat": 20})
+    drawn = [[item.name for item in listed(tmp_path, f"seed={seed}", splits=("val=0.25",)).items if item.split == "val"]
+             for seed in (0, 0, 1)]  # fmt: skip
+    assert len(drawn[0]) == 5
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_an_index_of_paths(tmp_path, form):
+    class_folders(tmp_path / "images", {"x": 3})
+    write(tmp_path.parent / "outside.jpg", encoded(photo(9)))
+    index = {
+        "path": ["images/x/001.jpg", "images/x/../x/000.jpg", "../outside.jpg", "/etc/passwd", "images/x/9.jpg", ""],
+        "label": ["dog", "cat", "cat", "cat", "cat", "cat"],
+        "split": ["train", "val", "train", "train", "train", "train"],
+    }
+    if form == "csv":
+        lines = [",".join(row) for row in zip(*index.values(), strict=True)]
+        source = write(tmp_path / "index.csv", "\n".join(["path,label,split", *lines]).encode())
+    else:
+        pq.write_table(pa.table(index), source := tmp_path / "index.parquet")
+    listing = listed(source)
+    assert listing.kind == "index"
+    assert listing.classes == ("cat", "dog")
+    assert [(item.split, item.name, item.label) for item in listing.items] == [
+        ("train", "images/x/001.jpg", 1),
+        ("val", "images/x/../x/000.jpg", 0),
+    ]
+    reasons = [reason for _, _, reason in listing.rejects]
+    assert reasons == ["the path leaves the folder of the index"] * 2 + ["no such file"] * 2
+    assert contents(listing, source)[0] == ((tmp_path / "images/x/001.jpg").read_bytes(), 1)
+
+
+def test_an_index_of_numbers_keeps_them(tmp_path):
+    class_folders(tmp_path, {"x": 2})
+    source = write(tmp_path / "index.tsv", b"file\tclass\nx/000.jpg\t2\nx/001.jpg\t0\n")
+    listing = listed(source)
+    assert listing.classes == ("0", "1", "2")
+    assert [item.label for item in listing.items] == [2, 0]
+    with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: say label=COLUMN; nearest"):
+        listed(source, "label=klass")
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def test_webdataset_tars(tmp_path):
+    images = [encoded(photo(number)) for number in range(4)]
+    with tarfile.open(tmp_path / "set-train-000.tar", "w") as tar:
+        add(tar, "a/0001.jpg", images[0])
+        add(tar, "a/0001.cls", b"3")
+        add(tar, "0002.json", json.dumps({"label": 1}).encode())
+        add(tar, "0002.png", images[1])
+        add(tar, "../escape.jpg", images[2])
+        add(tar, "../escape.cls", b"0")
+        link = tarfile.TarInfo("0003.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        add(tar, "0003.cls", b"0")
+        add(tar, "0004.jpg", images[3])
+    with tarfile.open(tmp_path / "set-val-000.tar", "w") as tar:
+        add(tar, "0005.jpg", images[3])
+        add(tar, "0005.cls", b"2")
+    listing = listed(tmp_path)
+    assert listing.kind == "tar"
+    assert [(item.split, item.name, item.label) for item in listing.items] == [
+        ("train", "set-train-000.tar/a/0001.jpg", 3),
+        ("train", "set-train-000.tar/0002.png", 1),
+        ("val", "set-val-000.tar/0005.jpg", 2),
+    ]
+    assert {(name.partition("/")[2], reason) for _, name, reason in listing.rejects} == {
+        ("../escape.jpg", "the member's name leaves the archive"),
+        ("0003.jpg", "the member is no plain file"),
+        ("0004.jpg", "no label"),
+    }
+    assert contents(listing, tmp_path) == [(images[0], 3), (images[1], 1), (images[3], 2)]
+
+
+def hugging_face(path: Path, first: int, count: int) -> None:
+    """A Parquet file as `datasets` writes it: a struct of bytes and path, class names in the metadata."""
+    images = [{"bytes": encoded(photo(first + row)), "path": f"{row}.jpg"} for row in range(count)]
+    table = pa.table({"image": images, "label": [row % 2 for row in range(count)]})
+    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.replace_schema_metadata(metadata), path, row_group_size=4)
+
+
+def test_hugging_face_parquet(tmp_path):
+    hugging_face(tmp_path / "data/train-00000-of-00001.parquet", 0, 10)
+    hugging_face(tmp_path / "data/validation-00000-of-00001.parquet", 50, 3)
+    listing = listed(tmp_path)
+    assert listing.kind == "parquet"
+    assert listing.classes == ("cat", "dog")
+    assert [item.split for item in listing.items] == ["train"] * 10 + ["val"] * 3
+    read = contents(listing._replace(items=[listing.items[5], listing.items[9], listing.items[11]]), tmp_path)
+    assert read == [(encoded(photo(5)), 1), (encoded(photo(9)), 1), (encoded(photo(51)), 1)]
+
+
+def cifar_batch(first: int, count: int) -> dict:
+    return {"data": np.arange(first, first + count * 3072).astype(np.uint8).reshape(count, 3072)}
+
+
+def test_cifar_10(tmp_path):
+    folder = tmp_path / "cifar-10-batches-py"
+    write(folder / "data_batch_1", pickle.dumps(cifar_batch(0, 3) | {"labels": [1, 0, 1]}, protocol=2))
+    write(folder / "test_batch", pickle.dumps(cifar_batch(9, 2) | {"labels": [0, 1]}))
+    write(folder / "batches.meta", pickle.dumps({"label_names": ["plane", "car"]}))
+    listing = listed(folder)
+    assert listing.kind == "cifar"
+    assert listing.classes == ("plane", "car")
+    assert [item.split for item in listing.items] == ["train"] * 3 + ["test"] * 2
+    assert [item.label for item in listing.items] == [1, 0, 1, 0, 1]
+    content = contents(listing, folder)[1][0]
+    assert np.array_equal(pixels(content), cifar_batch(0, 3)["data"][1].reshape(3, 32, 32).transpose(1, 2, 0))
+
+
+def test_cifar_100_in_its_archive(tmp_path):
+    train = {b"data": cifar_batch(0, 2)["data"], b"fine_labels": [1, 0], b"coarse_labels": [0, 0]}
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz") as tar:
+        add(tar, "cifar-100-python/train", pickle.dumps(train))
+        meta = {"fine_label_names": ["apple", "bee"], "coarse_label_names": ["thing"]}
+        add(tar, "cifar-100-python/meta", pickle.dumps(meta))
+    source = tmp_path / "cifar-100-python.tar.gz"
+    assert listed(source).classes == ("apple", "bee")
+    assert [item.label for item in listed(source, "label=coarse_labels").items] == [0, 0]
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    write(tmp_path / "bad/data_batch_1", pickle.dumps({"data": Attack(tmp_path / "ran"), "labels": [0]}))
+    write(tmp_path / "bad/batches.meta", pickle.dumps({"label_names": ["a"]}))
+    with pytest.raises(ConfigError, match=r"the file asks for posix\.mkdir"):
+        listed(tmp_path / "bad")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_idx(tmp_path, pack):
+    ending = ".gz" if pack is gzip.compress else ""
+    images = np.arange(2 * 4 * 5, dtype=np.uint8).reshape(2, 4, 5)
+    for name in ("train", "t10k"):
+        head = struct.pack(">4B3I", 0, 0, 8, 3, *images.shape)
+        write(tmp_path / f"{name}-images-idx3-ubyte{ending}", pack(head + images.tobytes()))
+        write(tmp_path / f"{name}-labels-idx1-ubyte{ending}", pack(struct.pack(">4BI", 0, 0, 8, 1, 2) + b"\7\0"))
+    listing = listed(tmp_path)
+    assert listing.kind == "idx"
+    assert [(item.split, item.label) for item in listing.items] == [
+        ("test", 7),
+        ("test", 0),
+        ("train", 7),
+        ("train", 0),
+    ]
+    assert np.array_equal(pixels(contents(listing, tmp_path)[1][0])[..., 0], images[1])
+
+
+def test_the_demo(tmp_path):
+    words = ("images=6", "val_share=0.5", "image_size=16", "seed=3", "task=texture")
+    listing = listed("demo", *words)
+    assert [item.split for item in listing.items] == ["train"] * 6 + ["val"] * 3
+    assert listing.classes == tuple(demo_classes("texture"))
+    assert contents(listing, "demo", *words)[7] == demo_item(7, 3, 16, "texture")
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def exif_rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held on its side
+    return encoded(photo(1), exif=exif)
+
+
+def palette_with_alpha() -> bytes:
+    image = Image.new("P", (8, 8), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.paste(1, (4, 0, 8, 8))
+    return encoded(image, "PNG", transparency=0)
+
+
+def animated() -> bytes:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+
+
+def flat(image: Image.Image, form: str = "PNG") -> bytes:
+    return encoded(image, form)
+
+
+HANDLED = {
+    "cmyk": (flat(Image.new("CMYK", (8, 6), (0, 255, 255, 0)), "JPEG"), (8, 6), (254, 0, 0)),
+    "16-bit": (png(np.full((6, 8), 40000, np.uint16)), (8, 6), (156, 156, 156)),
+    "palette with alpha": (palette_with_alpha(), (8, 8), (255, 255, 255)),
+    "alpha": (flat(Image.new("RGBA", (8, 6), (255, 0, 0, 0))), (8, 6), (255, 255, 255)),
+    "grey": (flat(Image.new("L", (8, 6), 77)), (8, 6), (77, 77, 77)),
+    "grey with alpha": (flat(Image.new("LA", (8, 6), (0, 128))), (8, 6), (127, 127, 127)),
+    "1-bit": (flat(Image.new("1", (8, 6), 1)), (8, 6), (255, 255, 255)),
+    "animated": (animated(), (8, 8), (255, 0, 0)),
+    "webp": (encoded(Image.new("RGB", (8, 6), "blue"), "WEBP", lossless=True), (8, 6), (0, 0, 255)),
+}
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_an_image_is_shown_as_a_viewer_shows_it(name):
+    content, size, corner = HANDLED[name]
+    image = shown(content)
+    assert (image.mode, image.size) == ("RGB", size)
+    assert np.abs(np.subtract(image.getpixel((0, 0)), corner)).max() <= 1
+
+
+def test_exif_turns_an_image_upright():
+    assert shown(exif_rotated()).size == (16, 24)
+    plain = shown(encoded(photo(1)))
+    assert np.array_equal(np.asarray(shown(exif_rotated())), np.asarray(plain.transpose(Image.Transpose.ROTATE_270)))
+
+
+def bomb() -> bytes:
+    """A PNG that claims 60,000 pixels a side."""
+    content = flat(Image.new("L", (8, 8)))
+    head = b"IHDR" + struct.pack(">II", 60000, 60000) + content[24:29]
+    return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
+
+
+REFUSED = {
+    "empty": (b"", "empty file"),
+    "text": (b"<html>404 not found</html>", "not an image"),
+    "truncated": (encoded(photo(1))[:-40], "cannot be decoded: .*truncated"),
+    "truncated png": (flat(photo(1))[:-40], "cannot be decoded: .*truncated"),
+    "bomb": (bomb(), "too large"),
+    "postscript": (encoded(photo(1), "EPS"), "not an image"),
+    "float": (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), "no agreed white: floating point"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shown_is_refused_with_a_reason(name):
+    content, reason = REFUSED[name]
+    with pytest.raises(BadImageError, match=reason) as refused:
+        shown(content)
+    with pytest.raises(BadImageError) as again:
+        shown(content)
+    assert str(refused.value) == str(again.value)
+
+
+def test_the_pixel_limit_is_a_setting():
+    assert shown(encoded(photo(1)), 24 * 16).size == (24, 16)
+    with pytest.raises(BadImageError, match="too large: 24x16, max_pixels=383"):
+        shown(encoded(photo(1)), 383)
+
+
+def test_moments_are_exact():
+    image = photo(3)
+    values = np.asarray(image).reshape(-1, 3).astype(np.int64)
+    assert look(image, fingerprint=False).moments == [*values.sum(0), *(values**2).sum(0)]
+
+
+# ---- the whole verb --------------------------------------------------------------------------------------------------
+
+
+def sharded(source: Path | str, dest: Path | str, *words: str) -> int:
+    return run_verb(shard.main, [str(source), str(dest), *words])
+
+
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory) -> Path:
+    """Class folders in which good images, odd ones and broken ones lie, some of them twice."""
+    root = tmp_path_factory.mktemp("nasty")
+    class_folders(root, {"train/cat": 30, "train/dog": 25, "val/cat": 12})
+    for folder, table in (("train/dog", HANDLED), ("val/dog", {"exif": (exif_rotated(),)})):
+        for name, (content, *_) in table.items():
+            write(root / folder / f"{name}.img", content)
+    for name, (content, _) in REFUSED.items():
+        write(root / "train/cat" / f"{name}.bad", content)
+    write(root / "train/dog/repeated.jpg", encoded(photo(0)))
+    write(root / "train/dog/leaked.jpg", (root / "val/cat/003.jpg").read_bytes())
+    return root
+
+
+@pytest.mark.ray
+def test_bytes_do_not_depend_on_the_workers(ray_cluster, nasty, tmp_path, capsys):
+    words = ("max_rejects=0.1", "shard_bytes=9000", "row_group=8", "seed=5", "--json")
+    assert sharded(nasty, tmp_path / "one", *words, "workers=1", "chunk=7") == 0
+    told = capsys.readouterr()
+    assert sharded(nasty, tmp_path / "two", *words, "workers=2", "chunk=64") == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+    result = json.loads(told.out.splitlines()[-1])
+    assert result["splits"] == {"train": 65, "val": 13}
+    assert "inspected 86/86 images" in told.err
+    assert "\r" not in told.err
+
+
+@pytest.mark.ray
+def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
+    assert sharded(nasty, tmp_path / "d", "max_rejects=0.1", "shard_bytes=9000", "row_group=8") == 0
+    dataset = open_dataset(str(tmp_path / "d"))
+    assert set(tree(tmp_path / "d")) == {
+        "dataset.json",
+        "rejects.parquet",
+        *(part.name for split in dataset.splits.values() for part in split.shards),
+    }
+    train = rows(tmp_path / "d", "train")
+    assert train.schema.names == ["image", "label", "key", "width", "height"]
+    named = {row["key"].partition(":")[2]: row for row in train.to_pylist()}
+    for name, row in named.items():
+        assert row["image"] == (nasty / name).read_bytes()
+        assert dataset.classes[row["label"]] == name.split("/")[1]
+        assert shown(row["image"]).size == (row["width"], row["height"])
+    upright = next(row for row in rows(tmp_path / "d", "val").to_pylist() if "exif" in row["key"])
+    assert (upright["width"], upright["height"]) == (16, 24)
+    assert list(named) != sorted(named)
+    assert dataset.splits["train"].class_counts == (30, 35)
+
+    # What was left out is named, with its reason.
+    rejects = pq.read_table(tmp_path / "d/rejects.parquet").to_pylist()
+    broken = {row["file"] for row in rejects if row["file"].endswith(".bad")}
+    assert broken == {f"train/cat/{name}.bad" for name in REFUSED}
+    assert dataset.rejects.count == len(REFUSED)
+    assert dataset.rejects.reasons["not an image"] == 2
+    assert ("train/dog/leaked.jpg", "shows the same as val/cat/003.jpg") in [(r["file"], r["reason"]) for r in rejects]
+    assert dataset.duplicates.model_dump() == {"within": {"train": 1, "val": 0}, "across": 1, "removed": 1}
+
+    # The statistics are those of the train pixels.
+    values = np.concatenate([pixels(row["image"]).reshape(-1, 3) for row in named.values()]) / 255
+    assert np.allclose(dataset.mean, values.mean(0), atol=1e-5)
+    assert np.allclose(dataset.std, values.std(0), atol=1e-5)
+
+    # Shards are plain: nothing compressed, no dictionary, no statistics, the row groups that were asked for.
+    part = dataset.splits["train"].shards[0]
+    assert len(dataset.splits["train"].shards) > 3
+    metadata = pq.read_metadata(dataset.address(part))
+    assert tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)) == part.row_groups
+    column = metadata.row_group(0).column(0)
+    assert (column.compression, column.has_dictionary_page, column.statistics) == ("UNCOMPRESSED", False, None)
+    assert (tmp_path / "d" / part.name).stat().st_size == part.bytes
+
+
+@pytest.mark.ray
+def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, nasty, tmp_path, capsys):
+    assert sharded(nasty, tmp_path / "d") == 2
+    said = capsys.readouterr().err
+    assert f"{len(REFUSED)} of 86 images cannot be used, more than max_rejects=0.01 allows" in said
+    assert "train/cat/empty.bad: empty file" in said
+    assert pq.read_metadata(tmp_path / "d/rejects.parquet").num_rows == len(REFUSED)
+    with pytest.raises(ConfigError, match=r"no dataset here: no dataset\.json"):
+        open_dataset(str(tmp_path / "d"))
+    assert sharded(nasty, tmp_path / "d", "max_rejects=0.1") == 0
+    assert "inspected" not in capsys.readouterr().err  # what the first run found was kept
+
+
+@pytest.mark.ray
+def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
+    words = ["demo", "images=300", "image_size=24", "shard_bytes=6000", "chunk=10", "workers=1"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    write_dataset(read_job(words[0], str(whole), (), words[1:]))
+    command = [sys.executable, "-m", "pipelines.shard", words[0], str(killed), *words[1:]]
+    for seen in (".work/found-*", "train-*.parquet"):  # once in each pass
+        job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"RAY_ADDRESS": ray_cluster}, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        while len(list(killed.glob(seen))) < 3:
+            assert job.poll() is None, job.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        job.kill()
+        job.wait()
+        job.stderr.close()
+        assert not (killed / "dataset.json").exists()
+    assert (killed / ".work").exists()
+    before = {path: path.stat().st_mtime_ns for path in killed.glob("train-*.parquet")}
+    write_dataset(read_job(words[0], str(killed), (), words[1:]))
+    assert tree(killed) == tree(whole)
+    assert before
+    assert sum(path.stat().st_mtime_ns == written for path, written in before.items()) >= len(before) - 1
+
+
+@pytest.mark.ray
+def test_resize_re_encodes_what_is_larger(ray_cluster, tmp_path):
+    source = tmp_path / "s"
+    write(source / "a/large.png", flat(photo(1, (64, 32))))
+    small = write(source / "a/small.jpg", encoded(photo(2, (20, 16)))).read_bytes()
+    assert sharded(source, tmp_path / "d", "resize=16") == 0
+    found = {row["key"].rpartition("/")[2]: row for row in rows(tmp_path / "d", "train").to_pylist()}
+    assert found["small.jpg"]["image"] == small
+    large = found["large.png"]
+    assert (large["width"], large["height"]) == (32, 16) == shown(large["image"]).size
+    assert Image.open(io.BytesIO(large["image"])).format == "JPEG"
+
+
+@pytest.mark.ray
+def test_files_can_stay_in_place(ray_cluster, tmp_path):
+    source = tmp_path / "s"
+    hugging_face(source / "train-00000-of-00002.parquet", 0, 6)
+    hugging_face(source / "train-00001-of-00002.parquet", 10, 5)
+    hugging_face(source / "test-00000-of-00001.parquet", 0, 2)
+    before = tree(source)
+    assert sharded(source, tmp_path / "elsewhere", "--index-only") == 0
+    assert sharded(source, source, "--index-only") == 0
+    assert before.items() <= tree(source).items()
+    beside, elsewhere = open_dataset(str(source)), open_dataset(str(tmp_path / "elsewhere"))
+    assert [part.name for part in beside.splits["train"].shards] == [f"train-0000{n}-of-00002.parquet" for n in (0, 1)]
+    assert beside.identity == elsewhere.identity
+    for dataset in (beside, elsewhere):
+        assert dataset.columns.model_dump() == {"image": "image.bytes", "label": "label", "key": None}
+        assert {name: split.rows for name, split in dataset.splits.items()} == {"test": 2, "train": 11}
+        assert dataset.splits["train"].shards[0].row_groups == (4, 2)
+        assert dataset.duplicates.model_dump() == {"within": {"train": 0, "test": 0}, "across": 2, "removed": 0}
+        assert pq.read_metadata(dataset.address(dataset.splits["train"].shards[1])).num_rows == 5
+
+
+@pytest.mark.ray
+def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
+    class_folders(s3_server / "pictures/animals", {"train/cat": 9, "train/dog": 8, "val/cat": 3})
+    (s3_server / "made").mkdir()
+    words = ("shard_bytes=3000", "row_group=4")
+    assert sharded("s3://pictures/animals", "s3://made/set", *words) == 0
+    assert sharded(s3_server / "pictures/animals", tmp_path / "local", *words) == 0
+    remote, local = open_dataset("s3://made/set"), open_dataset(str(tmp_path / "local"))
+    assert remote.identity == local.identity
+    parts = {name: content for name, content in tree(tmp_path / "local").items() if name != "dataset.json"}
+    assert parts.items() <= tree(s3_server / "made/set").items()
+    assert not any(name.startswith(".work") for name in tree(s3_server / "made/set"))
+    # A dataset of ours is a source, too: here without a change, class names and all.
+    assert sharded("s3://made/set", tmp_path / "again", *words) == 0
+    again = open_dataset(str(tmp_path / "again"))
+    assert again.classes == ("cat", "dog")
+    assert sorted(rows(tmp_path / "again", "train")["image"].to_pylist()) == sorted(
+        rows(tmp_path / "local", "train")["image"].to_pylist()
+    )
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["demo", "d", "imagse=3"], r"the word 'imagse=3': imagse: unknown setting, .*nearest"),
+        (["demo", "d", "images=0"], "images: got 0, wanted greater than or equal to 1"),
+        (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', wanted .*nearest"),
+        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', wanted shape or texture"),
+        (["s", "d", "images=3"], "images: a setting of the demo source alone; the source here is s"),
+        (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
+        (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
+        (["s", "s/inside"], "lies within the source"),
+        (["s", "full"], "full: holds other files, such as diary.txt: wanted a new or empty folder"),
+        (["mixed", "d"], "could be tar or folder: say kind=, one of folder, index"),
+        (["words", "d"], "its 1 files are of no kind known"),
+        (["s", "d", "--index-only"], "--index-only: wanted Parquet with images in it; s is of kind folder"),
+        (["s", "d", "--split", "val=1.5"], "--split val=1.5: wanted each NAME once, or NAME=SHARE"),
+        (["s", "d", "--split", "a=0.5", "--split", "b=0.5"], "the shares leave nothing to train"),
+    ],
+)
+def test_bad_words_end_with_one_message(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    class_folders(tmp_path / "s", {"cat": 1})
+    class_folders(tmp_path / "mixed", {"cat": 1})
+    write(tmp_path / "mixed/a.tar", b"")
+    write(tmp_path / "words/a.txt", b"")
+    write(tmp_path / "full/diary.txt", b"")
+    assert run_verb(shard.main, words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.search(said, told.err), told.err
+    assert not (tmp_path / "d/dataset.json").exists()
+
+
+@pytest.mark.ray
+def test_a_finished_dataset_is_left_alone(ray_cluster, tmp_path, capsys):
+    source = class_folders(tmp_path / "s", {"cat": 2})
+    assert sharded(source, tmp_path / "d") == 0
+    before = tree(tmp_path / "d")
+    assert sharded(source, tmp_path / "d", "workers=1") == 0
+    assert "already complete, nothing done" in capsys.readouterr().err
+    assert sharded(source, tmp_path / "d", "seed=1") == 2
+    assert "holds another dataset" in capsys.readouterr().err
+    assert tree(tmp_path / "d") == before
+    changed = json.loads((tmp_path / "d/dataset.json").read_text())
+    write(tmp_path / "d/dataset.json", json.dumps(changed | {"format": 2}).encode())
+    with pytest.raises(ConfigError, match=r"dataset\.json: format: got 2, wanted 1: written by another vitray"):
+        open_dataset(str(tmp_path / "d"))
+    write(tmp_path / "d/dataset.json", json.dumps(changed | {"splts": {}}).encode())
+    with pytest.raises(ConfigError, match=r"dataset\.json: splts: unknown setting, .*nearest"):
+        open_dataset(str(tmp_path / "d"))
+
+
+# ---- duplicates ------------------------------------------------------------------------------------------------------
+
+
+def found_of(images: list[tuple[str, bytes]]) -> pa.Table:
+    looks = [look(shown(content), fingerprint=True) for _, content in images]
+    return pa.table(
+        {
+            "split": [split for split, _ in images],
+            "sha256": [str(hash(content)) for _, content in images],
+            **{
+                field: [getattr(one, field) for one in looks] for field in ("width", "height", "moments", "fingerprint")
+            },
+        }
+    )
+
+
+def test_near_duplicates_are_found_by_eye():
+    pictures = [shown(demo_item(number, 0, 96, "shape")[0]) for number in range(60)]
+    again = encoded(pictures[7].resize((64, 64), Image.Resampling.BICUBIC), quality=80)
+    images = [("train", encoded(picture, quality=95)) for picture in pictures]
+    images += [
+        ("val", again),
+        ("val", flat(Image.new("RGB", (9, 9), "white"))),
+        ("train", flat(Image.new("RGB", (9, 9)))),
+    ]
+    counts, in_train = find_duplicates(found_of(images), "perceptual")
+    assert in_train == {7: 60}
+    assert counts.model_dump() == {"within": {"train": 0, "val": 0}, "across": 1, "removed": 1}
+    assert find_duplicates(found_of(images), "exact")[1] == {}
+
+
+def test_duplicates_within_a_split_stay_and_are_counted():
+    images = [(split, encoded(photo(number))) for split, number in [*[("train", 0)] * 3, ("val", 1), ("test", 1)]]
+    counts, in_train = find_duplicates(found_of(images), "exact")
+    assert in_train == {}
+    assert counts.model_dump() == {"within": {"train": 2, "val": 0, "test": 0}, "across": 1, "removed": 0}
+    assert find_duplicates(found_of(images), "off")[0].across == 0
+
+
+def test_the_progress_line_is_rewritten_on_a_terminal_alone(capsys, monkeypatch):
+    for live in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda live=live: live)
+        progress = Progress("read", 2000)
+        progress.add(1500)
+        progress.end()
+        told = capsys.readouterr().err
+        assert "read 1,500/2,000 images, " in told
+        assert told.startswith("\r") is live
+
+
+def test_every_setting_says_what_it_is():
+    assert all(field.description for name, field in Settings.model_fields.items())
