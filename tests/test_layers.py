@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"vitray.model.names"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
-    {"vitray.model", "vitray.storage"},
-    {"vitray.weights"},
+    {"vitray.model", "vitray.storage", "vitray.augment"},
+    {"vitray.weights", "vitray.shards"},
+    {"vitray.stream"},
     {"vitray.bench"},
     {"vitray"},
     {"pipelines"},
@@ -23,13 +24,15 @@ LAYERS = (
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": set(),
-    "ray.data": set(),
+    "ray.data": {"vitray.stream"},
     "ray.train": set(),
     "ray.tune": set(),
     "boto3": {"vitray.storage"},
     "botocore": {"vitray.storage"},
     "pyarrow.fs": {"vitray.storage"},
     "matplotlib": {"vitray.bench"},
+    "simplejpeg": {"vitray.augment"},
+    "torchvision": {"vitray.augment", "vitray.bench"},  # the bench: what we compare with
 }
 
 # A recipe loads at once.

@@ -89,3 +89,22 @@ def progress(text: str) -> None:
     """One line of progress on stderr, over the last one on a terminal."""
     end = "\r" if sys.stderr.isatty() else "\n"
     print(f"{text:<79}", end=end, file=sys.stderr, flush=True)
+
+
+def draw_bars(path: Path, names: Sequence[str], values: Sequence[float], unit: str, title: str) -> None:
+    """One bar a name, its value written at its end."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display is asked for
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1.4), layout="constrained")
+    bars = axis.barh(list(names), list(values), color="tab:blue", alpha=0.8)
+    axis.bar_label(bars, fmt="%.0f", padding=3)
+    axis.invert_yaxis()
+    axis.set(xlabel=unit)
+    axis.margins(x=0.12)
+    axis.set_title(title, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
