@@ -20,15 +20,18 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("source", help="a path, an s3:// address, or demo")
     parser.add_argument("dest", help="a new folder, or that of a job to finish")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="how; see below for the names")
-    parser.add_argument(
-        "--split",
-        action="append",
-        metavar="NAME[=SHARE]",
-        help="take this split alone (may be repeated); with a SHARE, draw it out of train",
-    )
+    split = "take this split alone (may be repeated); with a SHARE, draw it out of train"
+    parser.add_argument("--split", action="append", metavar="NAME[=SHARE]", help=split)
     parser.add_argument("--index-only", action="store_true", help="leave Parquet files in place: only describe them")
+    parser.add_argument(
+        "--look", action="store_true", help="draw augmented images of the dataset SOURCE to DEST (a PNG)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON: url, identity, splits, ...")
     args = parser.parse_intermixed_args(words)
+    if args.look:
+        from vitray.stream.looking import draw_look
+
+        return draw_look(args.source, args.dest, args.settings)
     dataset = write_dataset(read_job(args.source, args.dest, args.split or (), args.settings, args.index_only))
     print(summary(dataset))
     return {
@@ -47,12 +50,9 @@ def summary(dataset: Dataset) -> str:
         megabytes = sum(shard.bytes for shard in split.shards) / 1e6
         lines.append(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
     lines.append(f"  mean {dataset.mean}, std {dataset.std}")
-    lines.append(
-        f"  set aside {dataset.rejects.count}; repeated {sum(dataset.duplicates.within.values())} within a split"
-    )
-    lines.append(
-        f"  shared between splits {dataset.duplicates.across}, {dataset.duplicates.removed} removed from train"
-    )
+    repeats = dataset.duplicates
+    lines.append(f"  set aside {dataset.rejects.count}; repeated within a split {sum(repeats.within.values())}")
+    lines.append(f"  shared between splits {repeats.across}, {repeats.removed} removed from train")
     return "\n".join(lines)
 
 

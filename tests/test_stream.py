@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 
 import numpy as np
 import psutil
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from pipelines.__main__ import main
 from vitray.config import ConfigError
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
@@ -296,6 +298,30 @@ def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ra
         for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, batch.images, strict=True)
     }
     assert hashes == undisturbed
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the loader forks, as usual
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")  # what we compare with
+def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path, capsys):
+    words = ["--image-size", "16", "--images", "256", "--rounds", "1", "--workers", "1", "--out", str(tmp_path)]
+    assert main(["bench", "ingest", dataset.url, *words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["pipeline"] for row in result["rows"]][:2] == ["plain loop", "stream"]
+    assert all(row["cpu_us"] >= 0 and row["images_per_second"] > 0 for row in result["rows"])
+    assert (tmp_path / "ingest.png").stat().st_size > 1000
+
+
+def test_a_look_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
+    target = tmp_path / "look.png"
+    words = ["shard", "--look", dataset.url, str(target), "size=32", "samples=3", "copies=2"]
+    assert main([*words, "augment.policy=three_augment", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 3
+    with Image.open(target) as sheet:
+        assert sheet.width > 3 * 144
+    for word, message in (("augment.flp=1", "nearest: flip"), ("split=trian", "nearest: train")):
+        assert main([*words, word]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_missing_split_names_the_nearest(dataset):

@@ -163,8 +163,9 @@ def _loader(stream: Stream, epoch: int, images: int, settings: Settings, decode:
 
 
 def _ours(positions: np.ndarray, rows: Rows, order: Order, view: View) -> tuple[torch.Tensor, torch.Tensor]:
-    block = next(decode_rows(positions, rows, order, view))
-    return torch.from_numpy(block["image"]), torch.from_numpy(block["label"])
+    blocks = list(decode_rows(positions, rows, order, view))
+    image, label = (np.concatenate([block[name] for block in blocks]) for name in ("image", "label"))
+    return torch.from_numpy(image), torch.from_numpy(label)
 
 
 def _torchvision_v2(positions: np.ndarray, rows: Rows, order: Order, view: View) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ One level is seed 000's eq. (2):  y = x + sum_p attn_p(x),  z = y + sum_p ffn_p(
 Shapes: B images, N tokens, D width, H heads, P parallel branches, K channels inside a branch.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,20 +122,17 @@ class Block(nn.Module):
     # ---- one by one --------------------------------------------------------------------------------------------------
 
     def _attend_loop(self, x_BND: Tensor, trace: Trace | None, key: str) -> Tensor:
-        keep = self._keep(x_BND)
-        y_BND = x_BND
-        for index, branch in enumerate(self.attentions):
-            h_BND = branch(x_BND, self.dropout, trace, f"{key}.attn{index + 1}")
-            y_BND = y_BND + (h_BND if keep is None else h_BND * keep[:, index, None, None])
-        return y_BND
+        named = enumerate(self.attentions, start=1)
+        return self._sum(x_BND, (branch(x_BND, self.dropout, trace, f"{key}.attn{index}") for index, branch in named))
 
     def _feed_loop(self, x_BND: Tensor) -> Tensor:
+        return self._sum(x_BND, (branch(x_BND, self.dropout) for branch in self.feedforwards))
+
+    def _sum(self, x_BND: Tensor, outputs: Iterator[Tensor]) -> Tensor:
         keep = self._keep(x_BND)
-        y_BND = x_BND
-        for index, branch in enumerate(self.feedforwards):
-            h_BND = branch(x_BND, self.dropout)
-            y_BND = y_BND + (h_BND if keep is None else h_BND * keep[:, index, None, None])
-        return y_BND
+        for index, h_BND in enumerate(outputs):
+            x_BND = x_BND + (h_BND if keep is None else h_BND * keep[:, index, None, None])
+        return x_BND
 
     def _keep(self, x_BND: Tensor) -> Tensor | None:
         """Drop path's factor per sample and branch (BP): 0 for a branch left out, else 1 / (1 - rate)."""
@@ -176,10 +174,7 @@ class Block(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BND.dtype
         # `_parameters` is read directly: this runs twice a block in the regime where each microsecond counts.
         tables = [module._parameters for branch in branches for module in branch.modules()]
-        state = (
-            dtype,
-            [(p.data_ptr(), p._version) for table in tables for p in table.values() if p is not None],
-        )
+        state = dtype, [(p.data_ptr(), p._version) for table in tables for p in table.values() if p is not None]
         known = self._joint.get(type(branches[0]))
         if known is None or known[0] != state:
             joint = Joint(*(tensor.to(dtype) for tensor in join(branches)))
@@ -230,5 +225,11 @@ FUSING_PAYS_UP_TO = {"cpu": 50_000, "cuda": 1_250_000}
 
 
 def fusing_pays(elements: int, device: str) -> bool:
-    """The rule of `auto`, for branches * rows * width elements; a compiled model starts few operations: not there."""
-    return elements <= FUSING_PAYS_UP_TO.get(device, 0) and not torch.compiler.is_compiling()
+    """The rule of `auto`, for branches * rows * width elements.
+
+    Not where gradients are asked for: joint weights would be made anew for every step, which costs more than they save
+    (LOG). Not where the model is compiled: it starts few operations as it is.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return elements <= FUSING_PAYS_UP_TO.get(device, 0)

@@ -17,7 +17,7 @@ from vitray.config.augmentation import Augment, CentreCrop
 from vitray.shards.manifest import Columns, Dataset
 
 # A block is what moves through the object store at once; a task never holds more decoded pixels than this.
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 16 * 2**20
 
 
 class Rows(NamedTuple):

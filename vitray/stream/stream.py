@@ -18,7 +18,7 @@ from vitray.config import ConfigError
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.model.names import nearest
 from vitray.shards.manifest import Dataset
-from vitray.stream.decoding import Block, Order, View, decode_rows, empty_block, rows_of
+from vitray.stream.decoding import BLOCK_BYTES, Block, Order, View, decode_rows, empty_block, rows_of
 from vitray.stream.plan import Cursor, epoch_order, evaluation_positions, positions_of, repeated
 
 # A line for each epoch of each worker, which DataContext cannot turn off.
@@ -126,6 +126,8 @@ class Stream:
         )
         images = items.map_batches(partial(_decode_item, plan=plan), batch_size=1)  # pyright: ignore[reportArgumentType]
         images.context.execution_options.preserve_order = True
+        # A block leaves its task when it is full; Ray would gather 128 MiB, a second or two of waiting for the first.
+        images.context.target_max_block_size = BLOCK_BYTES
         if self.memory is not None:
             images.context.execution_options.resource_limits = ExecutionResources(object_store_memory=self.memory)
         images.context.enable_progress_bars = False

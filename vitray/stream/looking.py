@@ -1,0 +1,55 @@
+"""A picture of what training sees: some images of a dataset, and their augmented views, as the stream makes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from vitray import storage
+from vitray.augment import Sample, contact_sheet, decode_image
+from vitray.config import ConfigError
+from vitray.config.augmentation import Augment
+from vitray.config.reading import apply_changes, parse_words
+from vitray.config.refusals import refusal
+from vitray.config.sections import Section, Size
+from vitray.model.names import nearest
+from vitray.shards.manifest import open_dataset
+from vitray.stream.decoding import read_rows, rows_of
+
+
+class Look(Section):
+    """What to look at."""
+
+    split: str = "train"
+    size: Size = 224
+    """Pixels a side of a view."""
+    samples: Size = 8
+    """Images, a row each."""
+    copies: Size = 7
+    """Views of an image, one an epoch."""
+    seed: int = 0
+    augment: Augment = Augment()
+
+
+def draw_look(url: str, target: str, words: Sequence[str]) -> dict[str, Any]:
+    """Write a contact sheet (PNG) of a dataset; the words are `Look`'s settings."""
+    tree: dict[str, Any] = {}
+    apply_changes(parse_words(words), tree)
+    try:
+        look = Look.model_validate(tree)
+    except ValidationError as invalid:
+        places = {word.partition("=")[0]: f"the word {word!r}" for word in words}
+        raise refusal(invalid, Look, places, "look") from None
+    dataset = open_dataset(url)
+    if look.split not in dataset.splits:
+        known = ", ".join(dataset.splits)
+        raise ConfigError(f"{url}: no split {look.split!r}, wanted one of {known}{nearest(look.split, dataset.splits)}")
+    rows = rows_of(dataset, look.split)
+    total = int(rows.starts[-1])
+    # Spread over the split; its stored order is shuffled already.
+    found = read_rows(np.linspace(0, total - 1, min(look.samples, total)).astype(np.int64), rows)
+    samples = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in found.values()]
+    side = (look.size, look.size)
+    storage.write_bytes(target, contact_sheet(samples, look.augment, side, copies=look.copies, seed=look.seed))
+    return {"look": target, "samples": len(samples), "copies": look.copies}
