@@ -64,3 +64,13 @@ def ray_cluster(s3_server) -> Iterator[str]:
     context = ray.init("local", num_cpus=2, object_store_memory=500 * 10**6, include_dashboard=False)
     yield context.address_info["gcs_address"]
     ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A machine without a GPU says of the tests that need one that they did not run."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and this machine has none"))

@@ -22,10 +22,11 @@ from PIL import Image
 
 from pipelines import shard
 from pipelines.__main__ import run_verb
+from vitray.augment.decode import UndecodableImage, shown
 from vitray.config import ConfigError
-from vitray.shards import Settings, open_dataset, read_job, shown, write_dataset
+from vitray.shards import Settings, open_dataset, read_job, write_dataset
 from vitray.shards.demo import demo_classes, demo_item
-from vitray.shards.images import BadImageError, look, png
+from vitray.shards.images import look, png
 from vitray.shards.plan import find_duplicates
 from vitray.shards.sources import Listing, list_source, read_items, recognise
 from vitray.shards.tasks import Progress
@@ -366,16 +367,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_shown_is_refused_with_a_reason(name):
     content, reason = REFUSED[name]
-    with pytest.raises(BadImageError, match=reason) as refused:
+    with pytest.raises(UndecodableImage, match=reason) as refused:
         shown(content)
-    with pytest.raises(BadImageError) as again:
+    with pytest.raises(UndecodableImage) as again:
         shown(content)
     assert str(refused.value) == str(again.value)
 
 
 def test_the_pixel_limit_is_a_setting():
     assert shown(encoded(photo(1)), 24 * 16).size == (24, 16)
-    with pytest.raises(BadImageError, match="too large: 24x16, max_pixels=383"):
+    with pytest.raises(UndecodableImage, match="too large: 24x16, max_pixels=383"):
         shown(encoded(photo(1)), 383)
 
 

@@ -1,10 +1,9 @@
 """Datasets as shards: any source of labelled images written once as Parquet, shuffled, checked and counted.
 
-`write_dataset(read_job(source, dest))` makes one, `open_dataset(url)` opens it, `shown(content)` decodes an image as a
-viewer shows it. A dataset is its dataset.json, written last; without one there is no dataset.
+`write_dataset(read_job(source, dest))` makes one, `open_dataset(url)` opens it. A dataset is its dataset.json, written
+last; without one there is no dataset.
 """
 
-from vitray.shards.images import shown as shown
 from vitray.shards.job import Job as Job
 from vitray.shards.job import Settings as Settings
 from vitray.shards.job import read_job as read_job

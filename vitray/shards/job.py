@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from vitray import storage
+from vitray.augment.decode import MAX_PIXELS
 from vitray.config import ConfigError
 from vitray.config.reading import apply_changes, parse_words
 from vitray.config.refusals import refusal
 from vitray.config.sections import Fraction, Section, Size
-from vitray.shards.images import MAX_PIXELS
 
 Kind = Literal["folder", "index", "tar", "parquet", "cifar", "idx", "demo"]
 

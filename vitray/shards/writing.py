@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitray import storage
+from vitray.augment.decode import UndecodableImage, shown
 from vitray.config import ConfigError
-from vitray.shards.images import BadImageError, jpeg, look, shown, shrunk
+from vitray.shards.images import jpeg, look, shrunk
 from vitray.shards.job import Job
 from vitray.shards.manifest import (
     MANIFEST,
@@ -156,7 +157,7 @@ def inspect_chunk(job: Job, kind: Kind, items: Sequence[Item], name: str) -> Non
         rows.append(row)
         try:
             image = shown(content, words.max_pixels)
-        except BadImageError as bad:
+        except UndecodableImage as bad:
             row["reason"] = str(bad)
             continue
         place = (item.file, item.place, len(content))

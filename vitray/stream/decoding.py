@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import torch
 
 from vitray import storage
-from vitray.augment import UndecodableImage, augment_image, crop_centre, decode_image, generator
+from vitray.augment.decode import UndecodableImage, decode_image
+from vitray.augment.draws import generator
+from vitray.augment.sample import augment_image, crop_centre
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.shards.manifest import Columns, Dataset
 

@@ -7,7 +7,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from vitray import storage
-from vitray.augment import Sample, contact_sheet, decode_image
+from vitray.augment.decode import decode_image
+from vitray.augment.look import Sample, contact_sheet
 from vitray.config import ConfigError
 from vitray.config.augmentation import Augment
 from vitray.config.reading import apply_changes, parse_words
