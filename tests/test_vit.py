@@ -47,8 +47,7 @@ def test_without_a_class_token_all_tokens_are_patches():
 
 
 def test_positions_are_added_before_the_class_token():
-    made = vit(depth_free := "vit_u1x1_8")
-    assert depth_free
+    made = vit("vit_u1x1_8")
     with torch.no_grad():
         made.positions.table.fill_(100.0)
         seen = []
@@ -81,7 +80,6 @@ def test_initial_weights_are_the_recipes():
     made = vit("vit_s4x1_16", image_size=224)
     weights = torch.cat([block.attn1.qkv.weight.flatten() for block in made.blocks])
     assert abs(weights.std().item() - 0.02) < 0.001
-    assert weights.abs().max() <= 0.04 + 1e-6 or weights.abs().max() <= 2.0  # truncated at +-2, as timm does
     assert not any(block.ffn1.up.bias.any() for block in made.blocks)
     assert abs(made.positions.table.std().item() - 0.02) < 0.002
 
