@@ -5,7 +5,7 @@ Shapes: B images, N tokens, D width, H heads, P parallel branches, K channels in
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -180,6 +180,11 @@ class Block(nn.Module):
             joint = Joint(*(tensor.to(dtype) for tensor in join(branches)))
             self._joint[type(branches[0])] = known = state, joint
         return known[1]
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; joint weights are forgotten, because a write through `.data` is a change they cannot see."""
+        self._joint.clear()
+        return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be computed again is neither copied nor pickled.
