@@ -35,6 +35,55 @@ _TIMM_ENDS: Names = {
     "hidden": ("pre_logits.fc.{p}",),
 }
 
+# Files of Hugging Face; transformers 5 reads and writes these names and uses hf5's in memory.
+_HF = Layout(
+    mark="vit.encoder.layer.0.attention.attention.query.weight",
+    names={
+        "class_token": ("vit.embeddings.cls_token",),
+        "positions": ("vit.embeddings.position_embeddings",),
+        "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
+        "attn.norm": ("vit.encoder.layer.{i}.layernorm_before.{p}",),
+        "attn.qkv": (
+            "vit.encoder.layer.{i}.attention.attention.query.{p}",
+            "vit.encoder.layer.{i}.attention.attention.key.{p}",
+            "vit.encoder.layer.{i}.attention.attention.value.{p}",
+        ),
+        "attn.out": ("vit.encoder.layer.{i}.attention.output.dense.{p}",),
+        "ffn.norm": ("vit.encoder.layer.{i}.layernorm_after.{p}",),
+        "ffn.up": ("vit.encoder.layer.{i}.intermediate.dense.{p}",),
+        "ffn.down": ("vit.encoder.layer.{i}.output.dense.{p}",),
+        "norm": ("vit.layernorm.{p}",),
+        "head": ("classifier.{p}",),
+    },
+    resample="deit",
+    norm_eps=1e-12,
+)
+
+_GOOGLE = Layout(
+    mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
+    names={
+        "class_token": ("cls",),
+        "positions": ("Transformer/posembed_input/pos_embedding",),
+        "stem": ("embedding/{p}",),
+        "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
+        "attn.qkv": (
+            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/query/{p}",
+            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/key/{p}",
+            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/value/{p}",
+        ),
+        "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/out/{p}",),
+        "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_2/{p}",),
+        "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_0/{p}",),
+        "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_1/{p}",),
+        "norm": ("Transformer/encoder_norm/{p}",),
+        "head": ("head/{p}",),
+        "hidden": ("pre_logits/{p}",),
+    },
+    resample="google",
+    activation="gelu_tanh",
+    words=("kernel", "bias", "scale"),
+)
+
 LAYOUTS: dict[str, Layout] = {
     "timm": Layout(
         mark="blocks.0.attn.qkv.weight",
@@ -100,35 +149,11 @@ LAYOUTS: dict[str, Layout] = {
         },
         resample="torchvision",
     ),
-    # Files of Hugging Face; transformers 5 reads and writes these and uses hf5's names in memory.
-    "hf": Layout(
-        mark="vit.encoder.layer.0.attention.attention.query.weight",
-        names={
-            "class_token": ("vit.embeddings.cls_token",),
-            "positions": ("vit.embeddings.position_embeddings",),
-            "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
-            "attn.norm": ("vit.encoder.layer.{i}.layernorm_before.{p}",),
-            "attn.qkv": (
-                "vit.encoder.layer.{i}.attention.attention.query.{p}",
-                "vit.encoder.layer.{i}.attention.attention.key.{p}",
-                "vit.encoder.layer.{i}.attention.attention.value.{p}",
-            ),
-            "attn.out": ("vit.encoder.layer.{i}.attention.output.dense.{p}",),
-            "ffn.norm": ("vit.encoder.layer.{i}.layernorm_after.{p}",),
-            "ffn.up": ("vit.encoder.layer.{i}.intermediate.dense.{p}",),
-            "ffn.down": ("vit.encoder.layer.{i}.output.dense.{p}",),
-            "norm": ("vit.layernorm.{p}",),
-            "head": ("classifier.{p}",),
-        },
-        resample="deit",
-        norm_eps=1e-12,
-    ),
-    "hf5": Layout(
+    "hf": _HF,
+    "hf5": _HF._replace(
         mark="vit.layers.0.attention.q_proj.weight",
-        names={
-            "class_token": ("vit.embeddings.cls_token",),
-            "positions": ("vit.embeddings.position_embeddings",),
-            "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
+        names=_HF.names
+        | {
             "attn.norm": ("vit.layers.{i}.layernorm_before.{p}",),
             "attn.qkv": (
                 "vit.layers.{i}.attention.q_proj.{p}",
@@ -139,43 +164,14 @@ LAYOUTS: dict[str, Layout] = {
             "ffn.norm": ("vit.layers.{i}.layernorm_after.{p}",),
             "ffn.up": ("vit.layers.{i}.mlp.fc1.{p}",),
             "ffn.down": ("vit.layers.{i}.mlp.fc2.{p}",),
-            "norm": ("vit.layernorm.{p}",),
-            "head": ("classifier.{p}",),
         },
-        resample="deit",
-        norm_eps=1e-12,
     ),
-    "google": Layout(
-        mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
-        names={
-            "class_token": ("cls",),
-            "positions": ("Transformer/posembed_input/pos_embedding",),
-            "stem": ("embedding/{p}",),
-            "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
-            "attn.qkv": (
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/query/{p}",
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/key/{p}",
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/value/{p}",
-            ),
-            "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/out/{p}",),
-            "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_2/{p}",),
-            "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_0/{p}",),
-            "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_1/{p}",),
-            "norm": ("Transformer/encoder_norm/{p}",),
-            "head": ("head/{p}",),
-            "hidden": ("pre_logits/{p}",),
-        },
-        resample="google",
-        activation="gelu_tanh",
-        words=("kernel", "bias", "scale"),
-    ),
-    "big_vision": Layout(
+    "google": _GOOGLE,
+    "big_vision": _GOOGLE._replace(
         mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
-        names={
-            "class_token": ("cls",),
+        names=_GOOGLE.names
+        | {
             "positions": ("pos_embedding",),
-            "stem": ("embedding/{p}",),
-            "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
             "attn.qkv": (
                 "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/query/{p}",
                 "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/key/{p}",
@@ -185,13 +181,7 @@ LAYOUTS: dict[str, Layout] = {
             "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_1/{p}",),
             "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_0/{p}",),
             "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_1/{p}",),
-            "norm": ("Transformer/encoder_norm/{p}",),
-            "head": ("head/{p}",),
-            "hidden": ("pre_logits/{p}",),
         },
-        resample="google",
-        activation="gelu_tanh",
-        words=("kernel", "bias", "scale"),
     ),
 }
 
