@@ -35,6 +35,8 @@ def main(words: list[str]) -> dict[str, Any]:
     for each in (parser, branches, ingest):
         each.add_argument("--json", action="store_true", help="the result as JSON on the last line")
     args = parser.parse_args(words)
+    if args.rounds < 1 or args.image_size < 1:
+        parser.error(f"--rounds {args.rounds}, --image-size {args.image_size}: wanted whole numbers from 1 on")
     if args.what == "ingest":
         from vitray.bench import ingest as measuring  # torch and Ray take seconds to load
 
@@ -44,8 +46,8 @@ def main(words: list[str]) -> dict[str, Any]:
     models = [load_run(None, [f"model.name={name}"]).model.name for name in args.models.split(",")]
     for name in models:
         load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])
-    if not all(batch.isdecimal() and int(batch) for batch in args.batches.split(",")) or args.rounds < 1:
-        parser.error(f"--batches {args.batches}, --rounds {args.rounds}: wanted whole numbers from 1 on")
+    if not all(batch.isdecimal() and int(batch) for batch in args.batches.split(",")):
+        parser.error(f"--batches {args.batches}: wanted whole numbers from 1 on")
 
     from vitray.bench.branches import Settings, measure_branches
 

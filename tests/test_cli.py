@@ -92,6 +92,8 @@ def test_weights_are_described_saved_and_exported(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "vit_u2x1_8"
     same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab"]
     assert same[0] == same[1]
+    assert main(["model", str(tmp_path / "a"), "image_size=64"]) == 2
+    assert "a model folder says its own settings; got image_size" in capsys.readouterr().err
     assert main(["model", str(tmp_path / "absent.pth")]) == 2
     assert "absent.pth: no such file" in capsys.readouterr().err
 

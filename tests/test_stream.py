@@ -324,6 +324,17 @@ def test_a_look_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.ray
+def test_a_batch_larger_than_the_split_is_refused(dataset, capsys, ray_cluster):
+    with pytest.raises(ConfigError, match="a global batch of 2501, wanted at most the 2500 images"):
+        next(train_stream(dataset, batch=2501).train(Cursor(0, 0), Share(0, 1)))
+    assert main(["bench", "ingest", dataset.url, "--images", "10", "--image-size", "16"]) == 2
+    assert "--batch 64: wanted at most the 10 images of an epoch" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", "ingest", dataset.url, "--rounds", "0"])
+    assert leaving.value.code == 2
+
+
 def test_a_missing_split_names_the_nearest(dataset):
     with pytest.raises(ConfigError, match=r"no split 'trian', wanted one of train; nearest: train"):
         Stream(dataset, "trian", batch=8, size=(16, 16), crop=CentreCrop())

@@ -322,6 +322,9 @@ def test_import_of_an_export_is_the_same_to_the_last_bit(tmp_path):
         ({"name": "vit_u3x2_8"}, "hf", "blocks.0.attn1"),
         ({"layerscale": 0.1}, "torchvision", "blocks.0.attn1.scale"),
         ({}, "jax", "wanted timm, torchvision or hf"),
+        ({"pool": "mean"}, "hf", "hf reads the class token, and this model's pool is mean"),
+        ({"pool": "mean_then_norm"}, "torchvision", "torchvision reads the class token"),
+        ({"activation": "gelu_tanh"}, "torchvision", "torchvision computes the exact gelu"),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(settings, layout, named):

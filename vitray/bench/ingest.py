@@ -22,6 +22,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from vitray.bench.measure import circumstances, draw_bars, progress, ratio_of, spread_of, write_csv
+from vitray.config import ConfigError
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.shards import open_dataset
 from vitray.stream import Cursor, Share, Stream
@@ -78,6 +79,10 @@ def _measure(settings: Settings) -> dict[str, Any]:
     size = (settings.image_size, settings.image_size)
     stream = Stream(dataset, settings.split, batch=settings.batch, size=size, crop=CROP)
     images = min(stream.images, settings.images or stream.images) // settings.batch * settings.batch
+    if not images:
+        raise ConfigError(
+            f"--batch {settings.batch}: wanted at most the {settings.images or stream.images} images of an epoch"
+        )
     # Where fewer images are asked for, the stream gives the last part of its epoch.
     skipped = stream.steps - images // settings.batch
     pipelines: dict[str, Callable[[int], Iterator[int]]] = {
@@ -98,16 +103,19 @@ def _measure(settings: Settings) -> dict[str, Any]:
 
 
 def _timed(batches: Iterator[int], images: int) -> Timing:
-    cpu, start = tree_cpu_seconds(), time.perf_counter()
+    before, start = tree_cpu_seconds(), time.perf_counter()
     count = next(batches)
     first = time.perf_counter() - start
     count += sum(batches)
     assert count == images, f"{count} images came, {images} were asked for"
-    return Timing(first, (time.perf_counter() - start) / images, (tree_cpu_seconds() - cpu) / images)
+    wall = time.perf_counter() - start
+    # Process by process: an idle worker of Ray that ended meanwhile takes its past with it.
+    cpu = sum(seconds - before.get(pid, 0.0) for pid, seconds in tree_cpu_seconds().items())
+    return Timing(first, wall / images, cpu / images)
 
 
-def tree_cpu_seconds() -> float:
-    """CPU time of this process and every descendant, ended ones included."""
+def tree_cpu_seconds() -> dict[int, float]:
+    """CPU time of this process and each living descendant, with that of the children each has waited for."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -120,7 +128,7 @@ def tree_cpu_seconds() -> float:
     mine = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
         mine |= more
-    return sum(ticks.get(pid, 0) for pid in mine) / os.sysconf("SC_CLK_TCK")
+    return {pid: ticks[pid] / os.sysconf("SC_CLK_TCK") for pid in mine & ticks.keys()}
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------

@@ -95,6 +95,10 @@ class Stream:
 
     def train(self, cursor: Cursor, share: Share) -> Iterator[HostBatch]:
         """A worker's batches from the cursor to the end of its epoch."""
+        if not self.steps:
+            raise ConfigError(
+                f"{self.dataset.url}: got a global batch of {self.batch}, wanted at most the {self.images} images"
+            )
         steps = range(cursor.step, self.steps)
         positions = [positions_of(step, self.batch, *share) for step in steps]
         if positions:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitray import storage
-from vitray.config import ConfigError, Run
+from vitray.config import ConfigError, Model, Run
 from vitray.model.names import WIDTHS, nearest
 from vitray.model.vit import ViT
 from vitray.weights.layouts import LAYOUTS, Layout, names_in
@@ -49,6 +49,7 @@ def export_weights(vit: ViT, layout: str) -> State:
     """The network's tensors as another library names and shapes them: timm, torchvision or hf."""
     if layout not in ("timm", "torchvision", "hf"):
         raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
+    _check_computes_the_same(vit.model, layout)
     names = LAYOUTS["timm_parallel" if layout == "timm" and vit.model.shape.branches > 1 else layout]
     theirs: State = {}
     homeless = []
@@ -61,13 +62,21 @@ def export_weights(vit: ViT, layout: str) -> State:
     if homeless:
         raise ConfigError(f"{vit.model.name}: the {layout} layout has no place for {_few(homeless)}")
     width, grid = vit.model.shape.size, vit.model.grid
-    table = getattr(vit.positions, "table", torch.zeros(grid[0] * grid[1], width)).detach()
+    table = getattr(vit.positions, "table", vit.norm.weight.new_zeros(grid[0] * grid[1], width)).detach()
     if vit.class_token is not None:
         # These libraries add a position to the class token as well; ours is part of the token.
-        table = torch.cat([torch.zeros(1, width), table])
+        table = torch.cat([table.new_zeros(1, width), table])
         theirs[names.names["class_token"][0]] = vit.class_token.detach().reshape(1, 1, width)
     theirs[names.names["positions"][0]] = table[None]
     return {key: tensor.contiguous() for key, tensor in theirs.items()}
+
+
+def _check_computes_the_same(model: Model, layout: str) -> None:
+    """Tensors that fit are not enough: torchvision and Hugging Face fix what their networks compute."""
+    if layout in ("torchvision", "hf") and model.pool != "token":
+        raise ConfigError(f"{model.name}: {layout} reads the class token, and this model's pool is {model.pool}")
+    if layout == "torchvision" and model.activation != "gelu":
+        raise ConfigError(f"{model.name}: {layout} computes the exact gelu, and this model {model.activation}")
 
 
 def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None = None) -> str:
@@ -80,7 +89,8 @@ def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None 
     if layout == "hf":
         storage.write_bytes(storage.join(url, "config.json"), json.dumps(_hf_config(vit, classes), indent=2).encode())
         return f"transformers.ViTForImageClassification.from_pretrained({url!r})"
-    return f"model.load_state_dict(safetensors.torch.load_file({url!r}))"
+    built = f"pool {vit.model.pool}, {vit.model.activation}, norm eps {vit.model.norm_eps:g}"
+    return f"model.load_state_dict(safetensors.torch.load_file({url!r})), the model built there with {built}"
 
 
 def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:

@@ -61,6 +61,8 @@ def load_model(url: str) -> Loaded:
 def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> Loaded:
     """What is at an address: a model folder, or a weights file of another library."""
     if storage.exists(storage.join(url, RUN)):
+        if settings:
+            raise ConfigError(f"{url}: a model folder says its own settings; got {', '.join(settings)}, wanted none")
         return load_model(url)
     run, vit = import_weights(url, settings=settings)
     return Loaded(run, vit, None)
