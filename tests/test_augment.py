@@ -29,9 +29,9 @@ from vitray.augment.batch import (
     draw_rectangles,
     mix_images,
     normalised,
+    one_hot,
     partners,
     prepare_batch,
-    soft_targets,
 )
 from vitray.augment.decode import UndecodableImage, decode_image
 from vitray.augment.draws import generator, raw_draws, step_generator
@@ -156,7 +156,6 @@ def test_published_recipes_are_spelled():
         ("data.augment.crop.interpolation=cubic", "; nearest: bicubic"),
         ("data.augment.policy={kind: randaugment, magnitude: 15}", "magnitude 15.0 is above its limit 10.0"),
         ("data.augment.policy={kind: randaugment_torchvision, magnitude: 31}", "off the scale of 31 bins, 0 to 30"),
-        ("mix.smoothing=1", "mix.smoothing: got 1, wanted less than 1"),
         ("mix.mixup=-0.1", "mix.mixup: got -0.1, wanted greater than or equal to 0"),
         ("data.normalise.std=[1, 0, 1]", "data.normalise.std"),
         ("data.eval.crop_ration=0.9", "; nearest: crop_ratio"),
@@ -595,13 +594,12 @@ def test_normalising_is_totensor_and_normalize():
     assert torch.equal(half, ours.bfloat16())
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_mixed_targets_are_timms(smoothing):
+def test_mixed_targets_are_timms():
     labels = torch.tensor([1, 4, 4, 9])
-    soft = soft_targets(labels, 10, smoothing)
+    soft = one_hot(labels, 10)
     reverse = torch.tensor([3, 2, 1, 0])
     ours = torch.lerp(soft[reverse], soft, 0.3)
-    torch.testing.assert_close(ours, timm_mixup.mixup_target(labels, 10, 0.3, smoothing))
+    torch.testing.assert_close(ours, timm_mixup.mixup_target(labels, 10, 0.3))
 
 
 @settings(max_examples=200, deadline=None)
@@ -626,7 +624,7 @@ def test_blending_is_timms():
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.sampled_from([Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0, smoothing=0.1), Mix(smoothing=0.2)]),
+    st.sampled_from([Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0), Mix()]),
     st.integers(1, 9),
     st.integers(0, 1000),
 )
@@ -638,12 +636,11 @@ def test_targets_tell_what_was_mixed(mix, count, step):
         images, torch.arange(count), augment=Augment(), mix=mix, normalise=plain, num_classes=10, seed=0, step=step
     )
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
-    sharp = (targets - mix.smoothing / 10) / (1 - mix.smoothing)
     colours = torch.arange(10) * 20 / 255
-    torch.testing.assert_close(mixed.mean((1, 2, 3)), sharp @ colours, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ colours, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.8, cutmix=1.0, smoothing=0.1)])
+@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.8, cutmix=1.0)])
 @pytest.mark.parametrize("workers", [2, 4, 12])
 def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
     images, labels = batch(24)
@@ -679,7 +676,7 @@ def test_a_share_that_parts_a_pair_is_refused(places, total):
     with pytest.raises(ValueError, match="is without its partner: choose a batch"):
         partners(rows)
     # Without mixing nothing is paired.
-    prepared(*batch(count), Mix(smoothing=0.1), rows=rows, erase=0.5)
+    prepared(*batch(count), Mix(), rows=rows, erase=0.5)
 
 
 def test_draws_are_distributed_as_timm_says():
@@ -731,7 +728,7 @@ def test_what_is_erased_is_noise_and_the_rest_is_untouched():
 def test_a_gpu_prepares_the_same_batch():
     images, labels = batch(24)
     for step in range(6):
-        mix = Mix(mixup=0.8, cutmix=1.0, smoothing=0.1)
+        mix = Mix(mixup=0.8, cutmix=1.0)
         ours = prepared(images, labels, mix, step, erase=0.5)
         theirs = prepared(images.cuda(), labels.cuda(), mix, step, erase=0.5)
         for here, there in zip(ours, theirs, strict=True):

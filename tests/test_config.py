@@ -13,7 +13,7 @@ from vitray.config import ConfigError, Model, Run, load_run
 
 BAD_WORDS = [
     ("model.drop_pth=0.1", ["model.drop_pth: unknown setting", "wanted one of name, image_size", "nearest: drop_path"]),
-    ("modle.pool=mean", ["modle: unknown setting, wanted one of seed, model; nearest: model"]),
+    ("modle.pool=mean", ["modle: unknown setting, wanted one of seed, model, task", "nearest: model"]),
     ("model.positions.resampel=timm", ["model.positions.resampel: unknown setting", "nearest: resample"]),
     ("model.pool=tokn", ["model.pool: got 'tokn', wanted 'token', 'mean'", "nearest: token"]),
     ("model.head=mpl", ["model.head: got 'mpl', wanted 'linear', 'mlp'; nearest: mlp"]),

@@ -1,4 +1,4 @@
-"""One batch on the device: floats, erasing, mixup, cutmix and soft targets, whatever the number of workers.
+"""One batch on the device: floats, erasing, mixup, cutmix and mixed targets, whatever the number of workers.
 
 A worker holds some rows of the global batch (`Rows`). Everything random is drawn for the whole global batch from a
 generator keyed by (seed, step), and a row's partner is its neighbour (places 2i and 2i + 1; the last of an odd batch
@@ -52,10 +52,10 @@ def prepare_batch(
     rows: Rows | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Training images (BCHW, float) and their soft targets (BK); `rows` None says that this is the whole batch."""
+    """Training images (BCHW, float) and their targets (BK), mixed alike; `rows` None says that this is the whole batch."""
     rows = rows or Rows(np.arange(len(images_BHWC)), len(images_BHWC))
     images_BCHW = normalised(images_BHWC, normalise, dtype)
-    targets_BK = soft_targets(labels_B, num_classes, mix.smoothing)
+    targets_BK = one_hot(labels_B, num_classes)
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
     if mix.is_mixing:
@@ -76,12 +76,10 @@ def normalised(images_BHWC: Tensor, normalise: Normalise, dtype: torch.dtype = t
     return floats_BCHW.sub_(mean.to(images_BHWC.device)).div_(std.to(images_BHWC.device)).to(dtype)
 
 
-def soft_targets(labels_B: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Rows of 1 at the label and 0 elsewhere, `smoothing` of it spread evenly over all classes."""
-    off = smoothing / num_classes
-    # Not `one_hot`, which reads the labels back from the device to check them.
-    targets_BK = torch.full((len(labels_B), num_classes), off, device=labels_B.device)
-    return targets_BK.scatter_(1, labels_B.long()[:, None], 1 - smoothing + off)
+def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
+    """Rows of 1 at the label and 0 elsewhere; torch's own reads the labels back from the device to check them."""
+    targets_BK = torch.zeros((len(labels_B), num_classes), device=labels_B.device)
+    return targets_BK.scatter_(1, labels_B.long()[:, None], 1.0)
 
 
 # ---- mixup and cutmix ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vitray.config.sections import Fraction, Positive, Section, Size, one_of
+from vitray.config.sections import Positive, Section, Size, one_of
 
 
 def _rising(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -130,7 +130,7 @@ class Augment(Section):
 
 
 class Mix(Section):
-    """How a training batch is mixed and its labels softened, on the device: timm's rules, one draw per batch."""
+    """How a training batch is mixed, on the device: timm's rules, one draw per batch."""
 
     mixup: NotNegative = 0.0
     """Alpha of the Beta distribution of the share that an image keeps when two are blended; 0 is no mixup."""
@@ -140,8 +140,6 @@ class Mix(Section):
     """Chance that a batch is cut rather than blended, where both are on."""
     chance: Chance = 1.0
     """Chance that a batch is mixed at all."""
-    smoothing: Fraction = 0.0
-    """Share of the label spread evenly over all classes."""
 
     @property
     def is_mixing(self) -> bool:

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError
 from vitray.config.reading import apply_changes, flatten, parse_words, read_recipe
 from vitray.config.refusals import refusal
 from vitray.config.sections import Model, Section
+from vitray.config.training import Checkpoint, Compute, Data, Evaluate, Guard, Optim, Supervised, Tracking
 
 
 class Run(Section):
@@ -17,6 +18,14 @@ class Run(Section):
 
     seed: Annotated[int, Field(ge=0)] = 0
     model: Model = Model()
+    task: Supervised = Supervised()
+    data: Data = Data()
+    optim: Optim = Optim()
+    compute: Compute = Compute()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
+    tracking: Tracking = Tracking()
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Another run that differs in these dotted settings."""
