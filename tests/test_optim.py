@@ -1,0 +1,546 @@
+"""Descending: durations, learning rates, groups, LAMB, clipping and averages, each beside an independent reference."""
+
+import io
+import math
+from copy import deepcopy
+
+import pytest
+import timm.optim
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from vitray.config import ConfigError, Model
+from vitray.config.training import Ema, Optim
+from vitray.model.vit import ViT
+from vitray.optim import (
+    Average,
+    Lamb,
+    average_decay,
+    build_optimizer,
+    clip_gradients,
+    in_steps,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+    total_steps,
+)
+
+CPU = torch.device("cpu")
+
+
+class Task(nn.Module):
+    """As a task: a ViT, and perhaps something beside it."""
+
+    def __init__(self, name="vit_u2x1_8", beside=None, **settings):
+        super().__init__()
+        torch.manual_seed(0)
+        self.vit = ViT(Model(name=name, **({"image_size": 32, "num_classes": 7} | settings)))
+        if beside is not None:
+            self.beside = beside
+
+
+def optim(**settings) -> Optim:
+    return Optim.model_validate({"duration": "40 steps", "warmup": "8 steps", "lr": 0.1} | settings)
+
+
+def images(seed=1) -> torch.Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- durations and the learning rate ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("3 epochs", 30), ("0.25 epochs", 2), ("1 epoch", 10), ("7 steps", 7), ("0 epochs", 0)]
+)
+def test_durations_become_steps(text, steps):
+    assert in_steps(text, steps_per_epoch=10) == steps
+
+
+def test_minutes_are_no_steps():
+    with pytest.raises(ValueError, match="got '10 minutes', wanted epochs or steps"):
+        in_steps("10 minutes", 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"duration": "40 steps", "warmup": "5 epochs"},
+            "optim.warmup: got '5 epochs', which is 50 steps, wanted at most the 40 steps of optim.duration,"
+            " '40 steps'; an epoch has 10 steps",
+        ),
+        (
+            {"duration": "0.01 epochs", "warmup": "0 steps"},
+            "optim.duration: got '0.01 epochs', wanted at least one step",
+        ),
+        ({"warmup_from": 0.2}, "optim.warmup_from: got 0.2, wanted at most optim.lr, 0.1"),
+        ({"schedule": {"kind": "linear", "floor": 0.2}}, "optim.schedule.floor: got 0.2, wanted at most optim.lr, 0.1"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ConfigError) as error:
+        total_steps(optim(**settings), steps_per_epoch=10)
+    assert message in str(error.value)
+
+
+def test_a_warmup_may_fill_the_run():
+    whole = optim(duration="4 epochs", warmup="40 steps")
+    assert total_steps(whole, 10) == 40
+    assert [learning_rate(whole, step, 10) for step in (0, 20, 40)] == pytest.approx([0, 0.05, 0.1])
+
+
+@pytest.mark.parametrize("during_warmup", [True, False])
+@pytest.mark.parametrize("warmup", [0, 8])
+def test_the_cosine_is_timms(during_warmup, warmup):
+    ours = optim(warmup=f"{warmup} steps", warmup_from=1e-3, schedule={"floor": 1e-2, "during_warmup": during_warmup})
+    theirs = CosineLRScheduler(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),
+        t_initial=40 if during_warmup else 40 - warmup,
+        lr_min=1e-2,
+        warmup_t=warmup,
+        warmup_lr_init=1e-3,
+        warmup_prefix=not during_warmup,
+        t_in_epochs=False,
+    )
+    for step in range(41):
+        theirs.step_update(step)
+        assert learning_rate(ours, step, 10) == pytest.approx(theirs.optimizer.param_groups[0]["lr"], rel=1e-12)
+
+
+def test_the_line_is_torchs():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    theirs = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.2, total_iters=40)
+    ours = optim(warmup="0 steps", schedule={"kind": "linear", "floor": 0.02})
+    for step in range(41):
+        assert learning_rate(ours, step, 10) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["cosine", "linear"]), "floor": st.floats(0, 0.1)}
+) | st.just({"kind": "constant"})
+
+
+@given(total=st.integers(1, 60), share=st.floats(0, 1), start=st.floats(0, 0.1), schedule=SCHEDULES)
+def test_it_rises_from_the_start_to_lr_and_falls_to_the_floor(total, share, start, schedule):
+    warmup = round(share * total)
+    settings = optim(duration=f"{total} steps", warmup=f"{warmup} steps", warmup_from=start, schedule=schedule)
+    rates = [learning_rate(settings, step, 7) for step in range(total + 1)]
+    rising, falling = rates[: warmup + 1], rates[warmup:]
+    assert rising == pytest.approx(sorted(rising))
+    assert falling == pytest.approx(sorted(falling, reverse=True))
+    assert rates[warmup] == pytest.approx(0.1)
+    if warmup:
+        assert rates[0] == start
+    if warmup < total:
+        assert rates[total] == pytest.approx(schedule.get("floor", 0.1))
+
+
+# ---- parameter groups ------------------------------------------------------------------------------------------------
+
+
+def by_name(task: nn.Module, settings: Optim) -> dict[str, tuple[float, float]]:
+    """{parameter: (lr_scale, weight_decay)}; each parameter is in one group, once."""
+    groups = parameter_groups(task, settings)
+    listed = [id(parameter) for group in groups for parameter in group["params"]]
+    assert len(listed) == len(set(listed))
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    names = {name: found.pop(id(parameter)) for name, parameter in task.named_parameters() if id(parameter) in found}
+    assert not found
+    return names
+
+
+def test_matrices_and_kernels_alone_decay():
+    names = by_name(Task(layerscale=1e-4), optim(weight_decay=0.3))
+    branches = [f"vit.blocks.{block}.{branch}" for block in (0, 1) for branch in ("attn1", "ffn1")]
+    layers = {"attn1": ("qkv", "out"), "ffn1": ("up", "down")}
+    still = {"vit.class_token", "vit.positions.table", "vit.stem.proj.0.bias"}
+    still |= {"vit.norm.weight", "vit.norm.bias", "vit.head.bias"}
+    for branch in branches:
+        still |= {f"{branch}.scale", f"{branch}.norm.weight", f"{branch}.norm.bias"}
+        still |= {f"{branch}.{layer}.bias" for layer in layers[branch.rpartition(".")[2]]}
+    assert {name for name, (_, decay) in names.items() if decay == 0} == still
+    decaying = {"vit.stem.proj.0.weight", "vit.head.weight"}
+    decaying |= {f"{branch}.{layer}.weight" for branch in branches for layer in layers[branch.rpartition(".")[2]]}
+    assert {name for name, (_, decay) in names.items() if decay == 0.3} == decaying
+
+
+@pytest.mark.parametrize("norm", ["bn", "ln"])
+def test_of_an_hmlp_stem_the_kernels_decay(norm):
+    names = by_name(Task(f"vit_u1x2_8_hmlp_{norm}", positions="sincos2d"), optim(weight_decay=0.3))
+    stem = {name.removeprefix("vit.stem.proj."): decay for name, (_, decay) in names.items() if ".stem." in name}
+    still = {"0.bias": 0, "1.weight": 0, "1.bias": 0, "3.bias": 0, "4.weight": 0, "4.bias": 0}
+    assert stem == still | {"0.weight": 0.3, "3.weight": 0.3}
+
+
+def test_frozen_parameters_are_left_out_and_shared_ones_counted_once():
+    task = Task(beside=nn.Linear(64, 7))
+    task.beside.weight = task.vit.head.weight
+    task.vit.stem.requires_grad_(False)
+    names = by_name(task, optim())
+    assert set(names) == {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    assert not any(".stem." in name for name in names)
+
+
+def test_a_level_is_a_row_of_branches():
+    beside = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    names = by_name(Task("vit_u3x2_8", beside=beside), optim(layer_decay=0.5))
+    scales = {name: scale for name, (scale, _) in names.items()}
+    assert {scales[name] for name in scales if name.startswith("beside.")} == {1.0}
+    assert {scales[name] for name in scales if name.startswith(("vit.norm.", "vit.head."))} == {1.0}
+    for level, scale in enumerate([1 / 8, 1 / 4, 1 / 2]):
+        assert {scales[name] for name in scales if name.startswith(f"vit.blocks.{level}.")} == {scale}
+    below = ("vit.stem.", "vit.positions.", "vit.class_token")
+    assert {scales[name] for name in scales if name.startswith(below)} == {1 / 16}
+
+
+def test_layer_decay_is_timms_but_for_the_last_norm():
+    theirs = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=64, depth=3, num_heads=2, num_classes=7, no_embed_class=True
+    )
+    # timm counts the last norm to the last block; ours goes with the head, as MAE's and BEiT's does.
+    theirs.norm.requires_grad_(False)
+    task = Task("vit_u3x1_8")
+    norm = by_name(task, optim(layer_decay=0.7))["vit.norm.weight"]
+    assert norm == (1.0, 0.0)
+    task.vit.norm.requires_grad_(False)
+
+    def sizes(groups):
+        return {
+            (round(group["lr_scale"], 9), group["weight_decay"]): sum(p.numel() for p in group["params"])
+            for group in groups
+        }
+
+    made = param_groups_layer_decay(theirs, 0.1, theirs.no_weight_decay(), layer_decay=0.7)
+    assert sizes(parameter_groups(task, optim(weight_decay=0.1, layer_decay=0.7))) == sizes(made)
+
+
+def test_without_layer_decay_there_are_two_groups():
+    assert len(parameter_groups(Task("vit_u3x2_8"), optim())) == 2
+    assert len(parameter_groups(Task("vit_u3x2_8"), optim(weight_decay=0.0))) == 1
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [{"kind": "adamw"}, {"kind": "sgd", "momentum": 0.0}])
+def test_without_gradients_what_decays_shrinks_by_lr(rule):
+    task = Task()
+    settings = optim(rule=rule, weight_decay=0.3, layer_decay=0.5)
+    optimizer = build_optimizer(task, settings, CPU)
+    set_learning_rate(optimizer, 0.02)
+    before = deepcopy(dict(task.named_parameters()))
+    for parameter in task.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, (scale, decay) in by_name(task, settings).items():
+        shrunk = before[name] * (1 - 0.02 * scale * decay)
+        torch.testing.assert_close(task.get_parameter(name), shrunk, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reference"),
+    [
+        ({"kind": "adamw", "betas": [0.9, 0.95], "eps": 1e-6}, torch.optim.AdamW),
+        ({"kind": "sgd", "momentum": 0.8, "nesterov": True}, torch.optim.SGD),
+        ({"kind": "lamb", "betas": [0.8, 0.99], "eps": 1e-5}, Lamb),
+    ],
+)
+def test_a_rule_builds_its_optimizer(rule, reference):
+    optimizer = build_optimizer(Task(), optim(rule=rule, layer_decay=0.5), CPU)
+    assert type(optimizer) is reference
+    for group in optimizer.param_groups:
+        assert {key: group[key] for key in rule if key != "kind"} == {
+            key: tuple(value) if isinstance(value, list) else value for key, value in rule.items() if key != "kind"
+        }
+        assert group["lr"] == 0.1 * group["lr_scale"]
+
+
+def test_nesterov_needs_momentum():
+    rule = {"kind": "sgd", "momentum": 0.0, "nesterov": True}
+    with pytest.raises(ConfigError, match=r"optim.rule.nesterov: got true, wanted false where"):
+        build_optimizer(Task(), optim(rule=rule), CPU)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
+def test_every_optimizer_learns_and_resumes_bit_equal(kind):
+    settings = optim(rule=kind if kind != "adamw" else {"kind": kind}, weight_decay=0.05, layer_decay=0.8)
+
+    def descend(task, optimizer, steps):
+        losses = []
+        for step in steps:
+            set_learning_rate(optimizer, 0.02 / (1 + step))
+            loss = nn.functional.cross_entropy(task.vit(images()), torch.tensor([0, 1, 2, 3]))
+            optimizer.zero_grad()
+            loss.backward()
+            clip_gradients(task.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    task = Task("vit_u1x1_8")
+    optimizer = build_optimizer(task, settings, CPU)
+    losses = descend(task, optimizer, range(4))
+    assert losses[-1] < losses[0]
+    stored = io.BytesIO()
+    torch.save({"task": task.state_dict(), "optimizer": optimizer.state_dict()}, stored)
+    stored.seek(0)
+    state = torch.load(stored, weights_only=True)
+    other = Task("vit_u1x1_8")
+    other.load_state_dict(state["task"])
+    resumed = build_optimizer(other, settings, CPU)
+    resumed.load_state_dict(state["optimizer"])
+    assert descend(task, optimizer, range(4, 7)) == descend(other, resumed, range(4, 7))
+    for name, parameter in task.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+SHAPES = [(5, 3), (4,), (2, 3, 2, 2), (3, 3)]
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    made[3].zero_()  # a length of 0, whose ratio is 1
+    return [nn.Parameter(tensor) for tensor in made]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def lamb_groups(parameters, decays):
+    return [
+        {"params": [parameter], "weight_decay": decay, "lr_scale": 1.0}
+        for parameter, decay in zip(parameters, decays, strict=True)
+    ]
+
+
+DECAYS = [(0.0,) * 4, (0.3,) * 4, (0.3, 0.0, 0.1, 0.3)]
+
+
+@pytest.mark.parametrize("decays", DECAYS)
+def test_lamb_is_timms(decays):
+    ours, theirs = weights(), weights()
+    mine = Lamb(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
+    reference = timm.optim.Lamb(lamb_groups(theirs, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=None)
+    for step in range(6):
+        for optimizer, parameters in ((mine, ours), (reference, theirs)):
+            set_learning_rate(optimizer, 0.1 / (1 + step))
+            for parameter, gradient in zip(parameters, gradients(step), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        for parameter, reference_parameter in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(parameter, reference_parameter, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("decays", DECAYS)
+def test_lamb_is_its_formula(decays):
+    parameters = weights()
+    optimizer = Lamb(lamb_groups(parameters, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
+    slow = [[float(value) for value in parameter.detach().flatten()] for parameter in parameters]
+    m = [[0.0] * len(values) for values in slow]
+    v = [[0.0] * len(values) for values in slow]
+    for step in range(1, 6):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for index, gradient in enumerate(gradients(step)):
+            update = []
+            for place, slope in enumerate(gradient.flatten().tolist()):
+                m[index][place] = 0.8 * m[index][place] + 0.2 * slope
+                v[index][place] = 0.9 * v[index][place] + 0.1 * slope**2
+                direction = m[index][place] / (1 - 0.8**step)
+                direction /= math.sqrt(v[index][place] / (1 - 0.9**step)) + 1e-3
+                update.append(direction + decays[index] * slow[index][place])
+            lengths = math.hypot(*slow[index]), math.hypot(*update)
+            ratio = lengths[0] / lengths[1] if decays[index] and all(lengths) else 1.0
+            slow[index] = [w - 0.1 * ratio * u for w, u in zip(slow[index], update, strict=True)]
+            wanted = torch.tensor(slow[index], dtype=torch.float64).view(SHAPES[index])
+            torch.testing.assert_close(parameters[index].detach(), wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_lamb_stays_where_gradient_and_decay_cancel():
+    parameter = nn.Parameter(torch.full((3,), -0.5, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    Lamb([{"params": [parameter], "weight_decay": 1.0}], lr=0.1, eps=1.0).step()  # u = 1 / (1 + 1) - 1 * 0.5
+    assert parameter.tolist() == [-0.5] * 3
+
+
+def test_lamb_takes_tensors_of_one_group_each_by_itself():
+    apart, together = weights(), weights()
+    one_each = Lamb(lamb_groups(apart, (0.3,) * 4), lr=0.1)
+    one = Lamb([{"params": together, "weight_decay": 0.3}], lr=0.1)
+    for optimizer, parameters in ((one_each, apart), (one, together)):
+        for parameter, gradient in zip(parameters, gradients(0), strict=True):
+            parameter.grad = gradient.clone()
+        parameters[1].grad = None
+        optimizer.step()
+    assert torch.equal(together[1], weights()[1])
+    for left, right in zip(apart, together, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-14, atol=0)
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [None, 0.5, 1e6])
+def test_clipping_shortens_what_is_too_long(longest):
+    parameters = weights()
+    for parameter, gradient in zip(parameters, gradients(0), strict=True):
+        parameter.grad = gradient.clone()
+    parameters[1].grad = None
+    kept = [gradient for index, gradient in enumerate(gradients(0)) if index != 1]
+    length = math.sqrt(sum(float((gradient**2).sum()) for gradient in kept))
+    assert float(clip_gradients(iter(parameters), longest)) == pytest.approx(length, rel=1e-12)
+    factor = min(1.0, (longest or math.inf) / length)
+    for parameter, gradient in zip([p for p in parameters if p.grad is not None], kept, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient * factor, rtol=1e-6, atol=0)
+
+
+def test_a_step_never_waits_for_the_device():
+    # A meta tensor has no values: reading one, as waiting for a GPU does, raises.
+    with torch.device("meta"):
+        task = Task("vit_u1x2_8_hmlp_bn")
+    optimizer = build_optimizer(task, optim(rule="lamb", layer_decay=0.5), torch.device("meta"))
+    average = Average(task, Ema())
+    for parameter in task.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    assert clip_gradients(task.parameters(), 1.0).is_meta
+    optimizer.step()
+    average.update(task, 0)
+
+
+# ---- the average -----------------------------------------------------------------------------------------------------
+
+
+def shaken(module: nn.Module, seed: int) -> None:
+    """Other weights and other batch statistics, as a step leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn(parameter.shape, generator=generator)
+    module.train()(images(seed))
+
+
+def test_the_young_average_forgets_faster():
+    assert [average_decay(Ema(decay=0.5), step) for step in (0, 1, 8, 1000)] == [0.1, 2 / 11, 0.5, 0.5]
+    assert average_decay(Ema(decay=0.5, warmup=False), 0) == 0.5
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_is_the_slow_sum(warmup):
+    task = Task("vit_u1x1_8_hmlp_bn").vit
+    average = Average(task, Ema(decay=0.7, warmup=warmup))
+    slow = {name: tensor.double() for name, tensor in task.state_dict().items()}
+    for step in range(6):
+        shaken(task, step)
+        average.update(task, step)
+        decay = min(0.7, (1 + step) / (10 + step)) if warmup else 0.7
+        for name, tensor in task.state_dict().items():
+            slow[name] = decay * slow[name] + (1 - decay) * tensor.double()
+    counts = [name for name in slow if name.endswith("num_batches_tracked")]
+    assert len(counts) == 2
+    assert any(name.endswith("running_var") for name in average.state())
+    for name, tensor in average.state().items():
+        if name in counts:
+            assert tensor == 6
+        else:
+            torch.testing.assert_close(tensor, slow[name].float(), rtol=1e-5, atol=1e-6)
+    assert set(average.state()) == set(slow)
+
+
+def test_the_average_is_timms():
+    task = Task("vit_u1x1_8_hmlp_bn").vit
+    average, reference = Average(task, Ema(decay=0.9, warmup=False)), ModelEmaV3(task, decay=0.9)
+    for step in range(4):
+        shaken(task, step)
+        average.update(task, step)
+        reference.update(task)
+    for name, tensor in reference.module.state_dict().items():
+        torch.testing.assert_close(average.state()[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("execution", ["loop", "fused"])
+def test_the_average_is_applied_and_taken_back_bit_by_bit(execution):
+    task = Task("vit_u1x2_8_hmlp_bn", execution=execution, layerscale=0.1).vit
+    average = Average(task, Ema(decay=0.5))
+    shaken(task, 1)
+    average.update(task, 100)
+    task.eval()
+    copy = deepcopy(task)
+    copy.load_state_dict(average.state())
+
+    def evaluate_until_interrupted():
+        with average.applied_to(task):
+            assert torch.equal(task(images()), copy(images()))
+            assert not torch.equal(task(images()), own)
+            raise KeyboardInterrupt
+
+    with torch.no_grad():
+        own, before = task(images()), deepcopy(task.state_dict())
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_until_interrupted()
+        assert torch.equal(task(images()), own)
+    for name, tensor in task.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_frozen_parameters_and_constants_have_no_average():
+    task = Task(positions="sincos2d")
+    task.vit.stem.requires_grad_(False)
+    names = set(Average(task, Ema()).state())
+    assert names == {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    assert "vit.stem.proj.0.weight" not in names
+
+
+def test_the_average_is_kept_in_float32():
+    task = Task().to(torch.bfloat16)
+    average = Average(task, Ema(decay=0.999, warmup=False))
+    assert {tensor.dtype for tensor in average.state().values()} == {torch.float32}
+    start = task.vit.head.weight.float()
+    with torch.no_grad():
+        task.vit.head.weight += 1
+    for step in range(10):
+        average.update(task, step)
+    # In bfloat16 every one of these steps would round to nothing.
+    wanted = start + (1 - 0.999**10) * (task.vit.head.weight.float() - start)
+    torch.testing.assert_close(average.state()["vit.head.weight"], wanted, rtol=1e-4, atol=1e-6)
+    with average.applied_to(task):
+        assert task.vit.head.weight.dtype == torch.bfloat16
+
+
+def test_a_resumed_average_goes_on_bit_equal():
+    task = Task("vit_u1x1_8_hmlp_bn").vit
+    average = Average(task, Ema())
+    shaken(task, 0)
+    average.update(task, 0)
+    other = Average(Task("vit_u1x1_8_hmlp_bn").vit, Ema())
+    other.load(deepcopy(average.state()))
+    for step in (1, 2):
+        shaken(task, step)
+        average.update(task, step)
+        other.update(task, step)
+    for name, tensor in average.state().items():
+        assert torch.equal(tensor, other.state()[name]), name
+
+
+def test_a_state_of_another_module_is_refused():
+    average = Average(Task(), Ema())
+    state = average.state()
+    with pytest.raises(ValueError, match=r"the average of vit.class_token is missing"):
+        average.load({name: tensor for name, tensor in state.items() if name != "vit.class_token"})
+    with pytest.raises(ValueError, match="the average of other is not followed here"):
+        average.load(state | {"other": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"vit.head.bias: got a tensor of shape \(8,\), wanted \(7,\)"):
+        average.load(state | {"vit.head.bias": torch.zeros(8)})

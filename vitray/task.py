@@ -1,0 +1,85 @@
+"""What a run learns: a module whose forward is the loss, and which owns exactly the parameters that are trained.
+
+Shapes: B images, C colours, H x W pixels, N tokens, D width, K classes.
+"""
+
+from functools import partial
+from typing import assert_never
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitray.config import ConfigError, Run
+from vitray.config.training import Supervised as Settings
+from vitray.model.blocks import Block, Trace
+from vitray.model.vit import ViT
+
+
+class Supervised(nn.Module):
+    """Classes, learned from labels."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.settings = run.task
+        self.vit = ViT(run.model)
+
+    def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
+        """The mean loss over the batch."""
+        logits_BK = self.vit(images_BCHW)
+        match self.settings.loss:
+            case "softmax":
+                return soft_cross_entropy(logits_BK, targets_BK, self.settings.smoothing)
+            case "bce":
+                return binary_cross_entropy(logits_BK, targets_BK, self.settings.smoothing)
+            case _:
+                assert_never(self.settings.loss)
+
+
+def build_task(run: Run) -> Supervised:
+    """The task that a run describes, with new weights."""
+    match run.task:
+        case Settings():
+            if run.model.num_classes is None:
+                raise ConfigError("model.num_classes: got null, wanted how many classes task supervised learns")
+            return Supervised(run)
+        case _:
+            assert_never(run.task)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def soft_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy with a distribution as target, in float32: the mean over the batch."""
+    return F.cross_entropy(logits_BK.float(), targets_BK.float(), label_smoothing=smoothing)
+
+
+def binary_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of each class by itself, in float32: the mean over the batch and the classes.
+
+    A class is present wherever a mixed target has a share of it. Smoothing comes after that question: DeiT's code asks
+    it of smoothed targets, in which every class has a share (`--bce-loss --smoothing 0.1`).
+    """
+    present_BK = (targets_BK > 0).float()
+    smoothed_BK = (1 - smoothing) * present_BK + smoothing / present_BK.shape[1]
+    return F.binary_cross_entropy_with_logits(logits_BK.float(), smoothed_BK)
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+def recompute_blocks(task: nn.Module) -> None:
+    """Let every block of a task keep its input alone, and compute itself again in the backward pass."""
+    for block in task.modules():
+        if isinstance(block, Block):
+            # On the instance: a wrapper module would rename the parameters.
+            block.forward = partial(_recomputed, block)
+
+
+def _recomputed(block: Block, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
+    # A trace keeps what the block computes anyway.
+    if trace is not None or not torch.is_grad_enabled():
+        return Block.forward(block, x_BND, trace, key)
+    return checkpoint(partial(Block.forward, block), x_BND, use_reentrant=False, preserve_rng_state=True)
