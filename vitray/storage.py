@@ -27,6 +27,11 @@ def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
+def absolute(url: str) -> str:
+    """The address as it reads in every folder: Ray's workers run in folders of their own."""
+    return url if "://" in url else str(Path(url).expanduser().absolute())
+
+
 def filesystem(url: str) -> tuple[fs.FileSystem, str]:
     """The file system of an address, and the path on it."""
     if is_remote(url):
