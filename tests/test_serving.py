@@ -1,0 +1,400 @@
+"""A logged model answers for itself: from MLflow alone, without vitray or Ray installed, what the network computes."""
+
+import ast
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc import load_model as load_logged
+from PIL import Image
+from torchvision.transforms.v2 import functional as vision
+
+from vitray import storage
+from vitray.config import ConfigError, Run
+from vitray.model.vit import ViT
+from vitray.tracking.model import REQUIREMENTS, log_model
+from vitray.weights import save_model
+
+CLASSES = ["ant", "bee", "cat", "dog", "eel"]
+RUN = Run().replace(
+    {
+        "model.name": "vit_u2x2_8",
+        "model.image_size": [32, 48],
+        "model.num_classes": 5,
+        "data.eval_crop": {"crop_ratio": 0.8, "interpolation": "bilinear"},
+        "data.normalise": {"mean": [0.4, 0.5, 0.6], "std": [0.1, 0.2, 0.3]},
+    }
+)
+CENSUS = """
+import importlib.util, json, sys
+from pathlib import Path
+
+sys.path = [folder for folder in sys.path if not (Path(folder) / "vitray").is_dir()]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+assert importlib.util.find_spec("vitray") is None
+sys.modules["ray"] = None  # any import of it fails
+import mlflow, numpy
+
+model = mlflow.pyfunc.load_model(sys.argv[1])
+files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "vitray"]
+files += [module.__file__ for name, module in sys.modules.items() if name.startswith("code_model_")]
+png = Path("image.png").read_bytes()
+told = {"records": model.predict([{"image": png}]), "tensor": model.predict(numpy.load("tensor.npy")), "files": files}
+Path("told.json").write_text(json.dumps(told))
+"""
+
+
+@cache
+def network(run: Run = RUN) -> ViT:
+    """A network whose answers differ from image to image, the same in each call."""
+    generator = torch.Generator().manual_seed(3)
+    vit = ViT(run.model).eval()
+    for tensor in vit.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+    return vit
+
+
+def pictures(count: int) -> np.ndarray:
+    """Coarse coloured noise: some images of 50 x 70 pixels."""
+    coarse = np.random.default_rng(0).integers(0, 256, (count, 5, 7, 3), dtype=np.uint8)
+    return coarse.repeat(10, axis=1).repeat(10, axis=2)
+
+
+def encoded(image: np.ndarray, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, kind)
+    return file.getvalue()
+
+
+def text(image: np.ndarray) -> str:
+    return base64.b64encode(encoded(image)).decode()
+
+
+def computed(images: np.ndarray) -> np.ndarray:
+    """The probabilities, straight from the definition of the settings above."""
+    rows = []
+    for image in images:
+        whole = vision.resize(torch.from_numpy(image).permute(2, 0, 1), [42, 60], antialias=True)
+        view = vision.center_crop(whole, [32, 48]).double() / 255
+        for colour, (mean, std) in enumerate([(0.4, 0.1), (0.5, 0.2), (0.6, 0.3)]):
+            view[colour] = (view[colour] - mean) / std
+        rows.append(network()(view.float()[None])[0])
+    return torch.stack(rows).detach().softmax(dim=1).numpy()
+
+
+def said(answers: list[dict]) -> np.ndarray:
+    """The probabilities of some answers, which name the likeliest class."""
+    for answer in answers:
+        assert answer["label"] == int(np.argmax(answer["probabilities"]))
+        assert answer["class"] == CLASSES[answer["label"]]
+        assert answer["probability"] == max(answer["probabilities"])
+    return np.array([answer["probabilities"] for answer in answers])
+
+
+def agree(answers: list[dict], images: np.ndarray) -> bool:
+    return np.allclose(said(answers), computed(images), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Iterator[MlflowClient]:
+    """MLflow on a database of its own, which this process and those it starts talk to."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        patch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+        client = MlflowClient()
+        client.create_experiment("serving", artifact_location=str(folder / "artifacts"))
+        yield client
+        mlflow.set_tracking_uri(None)
+
+
+def new_run(store: MlflowClient) -> str:
+    return store.create_run(store.get_experiment_by_name("serving").experiment_id).info.run_id
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    url = str(tmp_path_factory.mktemp("weights") / "model")
+    save_model(url, RUN, network(), CLASSES)
+    return url
+
+
+@pytest.fixture(scope="module")
+def uri(store, folder) -> str:
+    return log_model(new_run(store), folder)
+
+
+@pytest.fixture(scope="module")
+def model(uri):
+    return load_logged(uri)
+
+
+class Server(NamedTuple):
+    """A `mlflow models serve` that has been started."""
+
+    address: str
+    process: subprocess.Popen
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def starting(uri, tmp_path_factory) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("server")
+    words = ["-m", "mlflow", "models", "serve", "-m", uri, "--env-manager", "local", "--port", str(port)]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield Server(f"http://127.0.0.1:{port}", process, folder / "log")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(starting) -> str:
+    """The address of a server that answers."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert starting.process.poll() is None, starting.log.read_text()
+        try:
+            with urllib.request.urlopen(f"{starting.address}/ping", timeout=5):
+                return starting.address
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"no server within three minutes: {starting.log.read_text()}")
+
+
+def test_every_way_to_ask_gets_what_the_network_computes(model):
+    images = pictures(3)
+    texts, contents = [text(image) for image in images], [encoded(image) for image in images]
+    asked = {
+        "tensor": images,
+        "whole numbers": images.astype(np.int64),
+        "texts in a frame": pd.DataFrame({"image": texts}),
+        "bytes in a frame": pd.DataFrame({"image": contents}),
+        "pixels in a frame": pd.DataFrame({"image": list(images)}),
+        "records": [{"image": content} for content in contents],
+        "records as the server reads them": [{"image": np.array(content)} for content in texts],
+        "columns": {"image": np.array(texts)},
+        "columns of pixels": {"image": images},
+        "texts": texts,
+    }
+    assert [name for name, question in asked.items() if not agree(model.predict(question), images)] == []
+
+
+def test_images_of_one_request_may_differ_in_size_and_one_may_come_alone(model):
+    large, small = pictures(2)[0], pictures(2)[1][:40, :45]
+    for question in (
+        [large, small],
+        {"image": [large.tolist(), small.tolist()]},
+        pd.DataFrame({"image": [large, small]}),
+    ):
+        answers = model.predict(question)
+        assert agree(answers[:1], large[None])
+        assert np.allclose(said(answers[1:]), said(model.predict(small[None])), rtol=0, atol=1e-5)
+    for alone in (np.array(text(large)), {"image": text(large)}, [{"image": encoded(large)}]):
+        assert agree(model.predict(alone), large[None])
+
+
+def test_a_request_may_be_longer_than_a_batch(model):
+    images = pictures(70)
+    answers, some = model.predict(images), [0, 63, 64, 69]
+    assert len(answers) == 70
+    assert agree([answers[place] for place in some], images[some])
+    assert model.predict(images[:0]) == []
+
+
+def test_jpegs_are_taken_too(model):
+    jpeg = encoded(pictures(1)[0], "JPEG")
+    with Image.open(io.BytesIO(jpeg)) as opened:
+        pixels = np.array(opened)
+    assert agree(model.predict([{"image": jpeg}]), pixels[None])
+
+
+def test_top_k_stands_for_the_whole_list(model):
+    images = pictures(2)
+    for answer, shares in zip(model.predict(images, params={"top_k": 3}), computed(images), strict=True):
+        order = np.argsort(-shares)[:3]
+        assert [one["label"] for one in answer["top"]] == order.tolist()
+        assert [one["class"] for one in answer["top"]] == [CLASSES[label] for label in order]
+        assert np.allclose([one["probability"] for one in answer["top"]], shares[order], rtol=0, atol=1e-5)
+        assert {name: answer[name] for name in ("label", "class", "probability")} == answer["top"][0]
+        assert "probabilities" not in answer
+
+
+@pytest.mark.parametrize(
+    ("second", "fault"),
+    [
+        (b"hello", "image 1: not an image"),
+        ("no base64!", "image 1: not base64"),
+        (b"", "image 1: empty file"),
+        (None, "image 1: got NoneType of shape (), wanted base64 or height x width x 3"),
+        (np.zeros((4, 4, 4), np.uint8), "image 1: got ndarray of shape (4, 4, 4)"),
+        (np.full((4, 4, 3), 0.5), "image 1: got float64 from 0.5 to 0.5, wanted whole numbers 0 to 255"),
+        (np.full((4, 4, 3), 256), "image 1: got int64 from 256 to 256"),
+    ],
+)
+def test_a_bad_image_is_named_by_its_place(model, second, fault):
+    with pytest.raises(MlflowException) as refused:
+        model.predict([{"image": encoded(pictures(1)[0])}, {"image": second}])
+    assert fault in str(refused.value)
+
+
+def test_bad_questions_are_refused_by_name(model):
+    with pytest.raises(MlflowException, match="got the columns picture; wanted image"):
+        model.predict(pd.DataFrame({"picture": ["x"]}))
+    with pytest.raises(MlflowException, match="top_k: got 6, wanted 1 to 5"):
+        model.predict(pictures(1), params={"top_k": 6})
+    with pytest.raises(MlflowException, match=r"image 0: got ndarray of shape \(70, 3\)"):
+        model.predict(pictures(1)[0])
+
+
+def test_bce_asks_of_each_class_by_itself_and_classes_without_names_are_numbers(store, tmp_path):
+    save_model(str(tmp_path / "model"), RUN.replace({"task.loss": "bce"}), network())
+    [answer] = load_logged(log_model(new_run(store), str(tmp_path / "model"))).predict(pictures(1))
+    # Softmax keeps the differences of logits: sigmoid read back gives the same ones.
+    shares = np.array(answer["probabilities"])
+    logits = np.log(shares / (1 - shares))
+    assert np.allclose(np.exp(logits) / np.exp(logits).sum(), computed(pictures(1))[0], rtol=0, atol=1e-5)
+    assert abs(shares.sum() - 1) > 0.01
+    assert answer["class"] == str(answer["label"])
+
+
+def test_logging_changes_nothing_but_the_run(store, folder):
+    aside, run_id = new_run(store), new_run(store)
+    store.log_param(run_id, "optim.lr", "3e-4")
+    with mlflow.start_run(aside):
+        uri = log_model(run_id, folder)
+        assert mlflow.active_run().info.run_id == aside
+        assert mlflow.get_active_model_id() is None
+        assert mlflow.last_logged_model() is None
+    logged = store.get_logged_model(uri.removeprefix("models:/"))
+    assert (logged.source_run_id, logged.name, logged.status.value) == (run_id, "vit_u2x2_8", "READY")
+    assert logged.experiment_id == store.get_run(run_id).info.experiment_id
+    assert logged.params == {"optim.lr": "3e-4"}
+    assert [output.model_id for output in store.get_run(run_id).outputs.model_outputs] == [logged.model_id]
+    assert store.get_run(aside).outputs is None or not store.get_run(aside).outputs.model_outputs
+
+
+def test_nothing_logged_is_a_pickle(uri, tmp_path):
+    root = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(tmp_path)))
+    files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    assert {"artifacts/model/model.safetensors", "code/vitray/storage.py", "serving.py", "MLmodel"} <= set(files)
+    kinds = {Path(name).suffix for name in files}
+    assert kinds <= {".safetensors", ".py", ".yaml", ".json", ".txt", ""}
+    assert {name for name in files if not Path(name).suffix} <= {"MLmodel", "registered_model_meta"}
+    # 0x80 begins a pickle, PK the archive that torch.save makes of one.
+    assert [name for name, path in files.items() if path.read_bytes()[:2] in (b"\x80\x04", b"\x80\x05", b"PK")] == []
+
+
+def test_a_model_without_a_head_is_refused(store, tmp_path):
+    run = RUN.replace({"model.num_classes": None})
+    save_model(str(tmp_path / "model"), run, network(run))
+    before = len(store.search_logged_models([store.get_experiment_by_name("serving").experiment_id]))
+    with pytest.raises(ConfigError, match="has no head, so it names no class"):
+        log_model(new_run(store), str(tmp_path / "model"))
+    assert len(store.search_logged_models([store.get_experiment_by_name("serving").experiment_id])) == before
+
+
+def test_a_folder_on_s3_is_logged_alike(store, folder, s3_server):
+    for name in storage.list_files(folder):
+        storage.write_bytes(storage.join("s3://bucket/served", name), storage.read_bytes(storage.join(folder, name)))
+    images = pictures(1)
+    assert agree(load_logged(log_model(new_run(store), "s3://bucket/served")).predict(images), images)
+
+
+def test_a_registered_model_is_loaded_by_its_alias(store, uri):
+    registered = mlflow.register_model(uri, "vit")
+    store.set_registered_model_alias("vit", "champion", registered.version)
+    images = pictures(1)
+    assert agree(load_logged("models:/vit@champion").predict(images), images)
+
+
+def test_it_loads_without_vitray_and_ray_and_requires_what_it_imports(uri, starting, tmp_path):
+    # The server starts meanwhile.
+    images = pictures(2)
+    (tmp_path / "image.png").write_bytes(encoded(images[0]))
+    np.save(tmp_path / "tensor.npy", images)
+    command = [sys.executable, "-c", CENSUS, uri]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert agree(told["records"], images[:1])
+    assert agree(told["tensor"], images)
+    ours = str(Path(__file__).parents[1] / "vitray")
+    assert [file for file in told["files"] if file.startswith(ours)] == []
+    loaded = {name for file in told["files"] for name in imported(ast.parse(Path(file).read_text()))}
+    # pydantic pins its own core.
+    needed = loaded - sys.stdlib_module_names - {"vitray", "pydantic_core"}
+    owners = {name: {owner.lower() for owner in packages_distributions()[name]} for name in needed}
+    assert [name for name, those in owners.items() if not those & set(REQUIREMENTS)] == []
+    assert set(REQUIREMENTS) <= set().union(*owners.values())
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The packages that a module imports when it is loaded."""
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def post(address: str, question: dict) -> list[dict]:
+    content = json.dumps(question).encode()
+    request = urllib.request.Request(f"{address}/invocations", content, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answered:
+        return json.load(answered)["predictions"]
+
+
+def test_the_server_answers_images_and_tensors(server):
+    images = pictures(2)
+    records = [{"image": text(image)} for image in images]
+    for question in (
+        {"dataframe_records": records},
+        {"dataframe_split": {"columns": ["image"], "data": [[record["image"]] for record in records]}},
+        {"inputs": records},
+        {"instances": records},
+        {"inputs": images.tolist()},
+        {"instances": images.tolist()},
+    ):
+        assert agree(post(server, question), images)
+    [answer] = post(server, {"dataframe_records": records[:1], "params": {"top_k": 2}})
+    assert [one["label"] for one in answer["top"]] == np.argsort(-computed(images[:1])[0])[:2].tolist()
+
+
+def test_the_server_names_a_bad_image(server):
+    good, bad = {"image": text(pictures(1)[0])}, {"image": base64.b64encode(b"hello").decode()}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(server, {"dataframe_records": [good, bad]})
+    with refused.value as answer:
+        assert answer.code == 400
+        assert json.load(answer)["message"].endswith("Error: image 1: not an image")
