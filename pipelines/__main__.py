@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vitray.config import ConfigError
+from vitray.config import ConfigError, RunError
 from vitray.model.names import nearest
 
 VERBS = {
+    "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
     "model": "say what a network costs and draw it; convert weights between layouts",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
+    "ui": "show the runs of this folder in a browser",
+    "track": "complete in MLflow what runs recorded while it was away",
     "bench": "measure vitray against a named alternative on this machine",
 }
 
@@ -46,6 +49,9 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], words: Sequence[str]) 
     except ConfigError as error:
         print(f"vitray: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"vitray: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("vitray: stopped", file=sys.stderr)
         return 130

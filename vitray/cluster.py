@@ -1,0 +1,69 @@
+"""A running Ray: the caller's, the cluster at RAY_ADDRESS, or one of this machine that ends with the work."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What every process of ours says to Ray before it is imported; what the user has set stands.
+ENVIRONMENT = {
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    # Starved of CPUs, Ray Data would wait half an hour before it says so.
+    "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S": "300",
+    # A lost worker is noticed within a second; every two seconds is Ray's default.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise a worker's print appears twice
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+# A cluster of this machine alone, which nobody else is to reach.
+LOCAL = {
+    "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away, and its absence logs an error
+}
+
+
+def prepare_environment() -> None:
+    """Set what Ray reads when it is imported."""
+    is_local = "RAY_ADDRESS" not in os.environ
+    for name, value in (ENVIRONMENT | LOCAL if is_local else ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def running(cpus: int | None = None, store: int | None = None) -> Iterator[None]:
+    """Ray, for as long as the block lasts.
+
+    Of a cluster of this machine: how many tasks run at a time, and the bytes of its object store; None is Ray's choice.
+    """
+    prepare_environment()
+    import ray  # takes a second, which a refused word must not
+
+    ours = not ray.is_initialized()
+    if ours:
+        _start(cpus, store)
+    try:
+        yield
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _start(cpus: int | None, store: int | None) -> None:
+    import ray
+
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level=logging.WARNING)
+        return
+    # Ray's own helpers look the address up, and give up where several clusters run on a machine: it is known before.
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
+    try:
+        # Two CPUs at least, which are only numbers to Ray: where workers take all there are, nothing decodes images.
+        cpus = max(2, cpus or os.cpu_count() or 1)
+        ray.init("local", num_cpus=cpus, object_store_memory=store, logging_level=logging.WARNING)
+    finally:
+        del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
