@@ -14,7 +14,7 @@ Unit = Literal["epochs", "steps", "minutes"]
 class Duration(NamedTuple):
     """So many of a unit."""
 
-    count: float
+    number: float
     unit: Unit
 
 
@@ -66,6 +66,8 @@ class Data(Section):
     eval_crop: CentreCrop = CentreCrop()
     max_corrupt: Fraction = 0.001
     """Share of a split's images that may turn out corrupt while streaming before the run stops."""
+    cache: Literal["none", "decoded"] = "none"
+    """decoded keeps a split's pixels in the object store, decoded once for all epochs and runs on the Ray cluster."""
 
 
 class Supervised(Section):

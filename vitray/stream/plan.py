@@ -6,7 +6,8 @@ time. So an image's neighbours come from 16 or more groups far apart, while a wo
 only the groups of its own lanes.
 
 A position counts the images of an epoch. Step k of a global batch of B takes positions k * B to (k + 1) * B, and each
-worker takes every n-th pair of them: pairs stay together because mixup and cutmix pair neighbours.
+worker takes every n-th pair of them: pairs stay together because mixup and cutmix pair neighbours. Where the workers do
+not divide the pairs, as in elastic training, some take a pair more than others.
 """
 
 from typing import NamedTuple
@@ -57,17 +58,25 @@ def repeated(order: np.ndarray, copies: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def positions_of(step: int, batch: int, rank: int, workers: int) -> np.ndarray:
-    """The positions that a worker takes of a step, in order; single images are dealt where a share is odd."""
-    if batch % workers:
-        raise ValueError(f"a global batch of {batch} does not divide among {workers} workers")
-    unit = PAIR if (batch // workers) % PAIR == 0 else 1
-    return step * batch + np.arange(batch).reshape(-1, workers, unit)[:, rank].ravel()
+    """The positions that a worker takes of a step, in order: as many in every step, and of all workers the whole batch.
+
+    Pairs are dealt; single images where equal shares are odd, or where there are fewer pairs than workers.
+    """
+    _refuse_empty_share(batch, workers)
+    odd = batch % workers == 0 and batch // workers % PAIR
+    unit = 1 if odd or batch // PAIR < workers else PAIR
+    within = np.arange(batch)
+    return step * batch + within[within // unit % workers == rank]
 
 
 def evaluation_positions(images: int, batch: int, rank: int, workers: int) -> np.ndarray:
     """The positions that a worker takes of an evaluation in the stored order, a row a step; -1 pads the last step."""
-    if batch % workers:
-        raise ValueError(f"a global batch of {batch} does not divide among {workers} workers")
+    _refuse_empty_share(batch, workers)
     padded = np.full(-(-images // batch) * batch, -1)
     padded[:images] = np.arange(images)
-    return padded.reshape(-1, workers, batch // workers)[:, rank]
+    return padded.reshape(-1, batch)[:, rank * batch // workers : (rank + 1) * batch // workers]
+
+
+def _refuse_empty_share(batch: int, workers: int) -> None:
+    if batch < workers:
+        raise ValueError(f"got a global batch of {batch}, wanted at least an image for each of {workers} workers")

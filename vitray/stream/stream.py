@@ -7,7 +7,7 @@ map_batches(read, decode, augment). Nothing is split by Ray, so nothing is dropp
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import ray
@@ -18,15 +18,20 @@ from vitray.config import ConfigError
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.model.names import nearest
 from vitray.shards.manifest import Dataset
+from vitray.stream.cache import decoded_split
 from vitray.stream.decoding import BLOCK_BYTES, Block, Order, View, decode_rows, empty_block, rows_of
 from vitray.stream.plan import Cursor, epoch_order, evaluation_positions, positions_of, repeated
 
 # A line for each epoch of each worker, which DataContext cannot turn off.
 logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
 logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+# Two streams at once, as an evaluation beside training is, log to one file only.
+logging.getLogger("ray.data._internal.logging").setLevel(logging.ERROR)
 
-# About a second of decoding: enough to hide what starting a task costs, little enough to share out.
+# About a second of decoding: enough to hide what starting a task costs, little enough to share out. A power of two:
+# a task that begins and ends within the plan's regions reads fewer row groups twice.
 ROWS_PER_TASK = 1024
+TASK_BYTES = 160 * 2**20
 
 
 class Share(NamedTuple):
@@ -65,14 +70,18 @@ class Stream:
         copies: int = 1,
         max_corrupt: float = 0.001,
         memory: int | None = None,
+        cache: Literal["none", "decoded"] = "none",
     ) -> None:
-        """`batch` is the global one; `memory` bounds the object store that this worker's blocks may fill, in bytes."""
+        """`batch` is the global one; `memory` bounds the object store that this worker's blocks may fill, in bytes.
+
+        `cache="decoded"` takes pixels that are decoded once for the whole cluster; it changes no image.
+        """
         if split not in dataset.splits:
             known = ", ".join(dataset.splits)
             raise ConfigError(
                 f"{dataset.url}: no split {split!r}, wanted one of {known}{nearest(split, dataset.splits)}"
             )
-        self.dataset, self.rows = dataset, rows_of(dataset, split)
+        self.dataset, self.split, self.rows, self.cache = dataset, split, rows_of(dataset, split), cache
         self.batch, self.size, self.crop = batch, size, crop
         self.seed, self.copies, self.max_corrupt, self.memory = seed, copies, max_corrupt, memory
         self.corrupt: dict[str, int] = {}
@@ -123,8 +132,12 @@ class Stream:
 
     def _decoded(self, positions: np.ndarray, order: Order, view: View) -> Iterator[Block]:
         """Blocks of decoded images from Ray Data, in order."""
-        pieces = [positions[at : at + ROWS_PER_TASK] for at in range(0, len(positions), ROWS_PER_TASK)]
-        plan = ray.put((self.rows, order, view))  # once, not with every task
+        rows = self._rows_per_task()
+        pieces = [positions[at : at + rows] for at in range(0, len(positions), rows)]
+        source = self.rows
+        if self.cache == "decoded":
+            source = source._replace(decoded=decoded_split(self.dataset, self.split))
+        plan = ray.put((source, order, view))  # once, not with every task
         items = ray.data.from_items(
             [{"positions": piece.tobytes()} for piece in pieces], override_num_blocks=len(pieces)
         )
@@ -132,11 +145,27 @@ class Stream:
         images.context.execution_options.preserve_order = True
         # A block leaves its task when it is full; Ray would gather 128 MiB, a second or two of waiting for the first.
         images.context.target_max_block_size = BLOCK_BYTES
+        # Ray pauses a task that is two unread blocks ahead, and a paused task keeps its CPU: while a worker waits in an
+        # all-reduce, its paused task would keep the CPU that another needs to get there. So any task may end unread.
+        images.context._max_num_blocks_in_streaming_gen_buffer = 2 + 2 * rows * self._image_bytes // BLOCK_BYTES
         if self.memory is not None:
             images.context.execution_options.resource_limits = ExecutionResources(object_store_memory=self.memory)
         images.context.enable_progress_bars = False
         images.context.print_on_execution_start = False
         return iter(images.iter_batches(batch_size=None, batch_format="numpy"))  # pyright: ignore[reportReturnType]
+
+    @property
+    def _image_bytes(self) -> int:
+        return self.size[0] * self.size[1] * 3
+
+    def _rows_per_task(self) -> int:
+        """As many as fit the object store several times over, since a task may have to leave all its pixels there."""
+        # Of the object store Ray Data takes half.
+        memory = self.memory or int(ray.cluster_resources()["object_store_memory"]) // 2
+        rows = ROWS_PER_TASK
+        while rows > 1 and rows * self._image_bytes > min(TASK_BYTES, memory // 4):
+            rows //= 2
+        return rows
 
     def _count(self, corrupt: np.ndarray) -> None:
         for row in corrupt[corrupt >= 0]:
