@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help test test-full lint
+.PHONY: help demo ui test test-full lint
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,6 +15,13 @@ help:  ## this list
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
+
+demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the network (minutes)
+	@test -e data/demo/dataset.json || $(BIN)/vitray shard demo data/demo images=6000 image_size=64 workers=2
+	@$(BIN)/vitray train demo --json
+
+ui: .venv/.installed  ## MLflow's pages about the runs of this folder
+	@$(BIN)/vitray ui
 
 test: .venv/.installed  ## install what is missing and run the tests (CPU, a few minutes)
 	$(BIN)/python -m pytest

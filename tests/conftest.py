@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from vitray import cluster
+
+# Ray reads these when it is imported; here a lost worker is noticed sooner.
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+# At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
+cluster.prepare_environment()
+
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory) -> Iterator[Path]:
@@ -59,11 +67,10 @@ def _wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> Non
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server) -> Iterator[str]:
     """The address of one local Ray with two CPUs; its workers see the S3 server, so that starts first."""
-    import ray
+    with cluster.running(cpus=2, store=500 * 10**6):
+        import ray
 
-    context = ray.init("local", num_cpus=2, object_store_memory=500 * 10**6, include_dashboard=False)
-    yield context.address_info["gcs_address"]
-    ray.shutdown()
+        yield ray.get_runtime_context().gcs_address
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

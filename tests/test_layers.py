@@ -13,9 +13,11 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"vitray.model.names"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
-    {"vitray.model", "vitray.storage", "vitray.augment"},
-    {"vitray.weights", "vitray.shards"},
-    {"vitray.stream"},
+    {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.cluster"},
+    {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
+    {"vitray.stream", "vitray.tracking"},
+    {"vitray.evaluation", "vitray.plan"},
+    {"vitray.loop"},
     {"vitray.bench"},
     {"vitray"},
     {"pipelines"},
@@ -23,14 +25,14 @@ LAYERS = (
 
 # A platform enters only through its doors.
 DOORS = {
-    "mlflow": set(),
+    "mlflow": {"vitray.tracking"},
     "ray.data": {"vitray.stream"},
-    "ray.train": set(),
+    "ray.train": {"vitray.loop"},
     "ray.tune": set(),
     "boto3": {"vitray.storage"},
     "botocore": {"vitray.storage"},
     "pyarrow.fs": {"vitray.storage"},
-    "matplotlib": {"vitray.bench"},
+    "matplotlib": {"vitray.bench", "vitray.tracking"},
     "simplejpeg": {"vitray.augment"},
     "torchvision": {"vitray.augment", "vitray.bench"},  # the bench: what we compare with
 }

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from vitray.config import Model as Model
     from vitray.config import Run as Run
     from vitray.config import load_run as load_run
+    from vitray.loop.driver import train as train
     from vitray.model.counts import count as count
     from vitray.model.names import parse_name as parse_name
     from vitray.model.vit import ViT as ViT
@@ -24,6 +25,7 @@ PUBLIC = {
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",
+    "train": "vitray.loop.driver",
     "count": "vitray.model.counts",
     "parse_name": "vitray.model.names",
     "ViT": "vitray.model.vit",

@@ -52,7 +52,7 @@ def prepare_batch(
     rows: Rows | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Training images (BCHW, float) and their targets (BK), mixed alike; `rows` None says that this is the whole batch."""
+    """Training images (BCHW, float) and their targets (BK), mixed alike; `rows` None: the whole batch."""
     rows = rows or Rows(np.arange(len(images_BHWC)), len(images_BHWC))
     images_BCHW = normalised(images_BHWC, normalise, dtype)
     targets_BK = one_hot(labels_B, num_classes)

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """What the user gave cannot be used; the text says where, what it got, what it wanted and the nearest word."""
 
 
+class RunError(RuntimeError):
+    """What was asked for was begun and could not be finished; the text says why."""
+
+
 def parse_words(words: Sequence[str]) -> dict[str, Any]:
     """`a.b=c` words as {dotted path: value}, the value read as YAML."""
     changes: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from vitray.config.reading import apply_changes, parse_words
 from vitray.config.refusals import refusal
 from vitray.config.sections import Section, Size
 from vitray.model.names import nearest
-from vitray.shards.manifest import open_dataset
+from vitray.shards.manifest import Dataset, open_dataset
 from vitray.stream.decoding import read_rows, rows_of
 
 
@@ -46,11 +46,25 @@ def draw_look(url: str, target: str, words: Sequence[str]) -> dict[str, Any]:
     if look.split not in dataset.splits:
         known = ", ".join(dataset.splits)
         raise ConfigError(f"{url}: no split {look.split!r}, wanted one of {known}{nearest(look.split, dataset.splits)}")
-    rows = rows_of(dataset, look.split)
+    side = (look.size, look.size)
+    sheet = sample_sheet(dataset, look.split, look.augment, side, look.samples, look.copies, look.seed)
+    storage.write_bytes(target, sheet)
+    return {"look": target, "samples": look.samples, "copies": look.copies}
+
+
+def sample_sheet(
+    dataset: Dataset,
+    split: str,
+    augment: Augment,
+    size: tuple[int, int],
+    samples: int = 8,
+    copies: int = 7,
+    seed: int = 0,
+) -> bytes:
+    """A contact sheet (PNG) of some images of a split and their views."""
+    rows = rows_of(dataset, split)
     total = int(rows.starts[-1])
     # Spread over the split; its stored order is shuffled already.
-    found = read_rows(np.linspace(0, total - 1, min(look.samples, total)).astype(np.int64), rows)
-    samples = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in found.values()]
-    side = (look.size, look.size)
-    storage.write_bytes(target, contact_sheet(samples, look.augment, side, copies=look.copies, seed=look.seed))
-    return {"look": target, "samples": len(samples), "copies": look.copies}
+    found = read_rows(np.linspace(0, total - 1, min(samples, total)).astype(np.int64), rows)
+    shown = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in found.values()]
+    return contact_sheet(shown, augment, size, copies=copies, seed=seed)

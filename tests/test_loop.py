@@ -1,0 +1,280 @@
+"""Training end to end on a real Ray with a real MLflow: exact resume, whatever is killed, and nothing lost."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import mlflow
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vitray import checkpoints
+from vitray.config import ConfigError, RunError, load_run
+from vitray.loop.driver import train
+from vitray.shards import read_job, write_dataset
+from vitray.weights import load_model
+
+pytestmark = pytest.mark.ray
+
+# Everything that draws at random is on: drop path, dropout, mixing, erasing, repeated augmentation.
+RECIPE = [
+    "model.name=vit_u2x2_8",
+    "model.image_size=32",
+    "model.num_classes=10",
+    "model.drop_path=0.1",
+    "model.dropout=0.1",
+    "data.augment.erase=0.25",
+    "data.mix={mixup: 0.8, cutmix: 1.0}",
+    "data.copies=2",
+    "task={loss: bce}",
+    "optim.batch=16",
+    "optim.duration=20 steps",
+    "optim.warmup=4 steps",
+    "optim.rule=lamb",
+    "optim.ema.decay=0.9",
+    "compute.workers=2",
+    "checkpoint={every: 6 steps, keep: 9}",
+    "evaluate.every=10 steps",
+    "tracking.every=1 step",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, ray_cluster):
+    """A folder with a small dataset, a tracking store and a spool of its own."""
+    folder = tmp_path_factory.mktemp("loop")
+    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=32"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
+        patch.setenv("VITRAY_HOME", str(folder / "home"))
+        yield folder
+
+
+def recipe(place, *words):
+    changed = [word.partition("=")[0] for word in words]
+    kept = [word for word in RECIPE if word.partition("=")[0] not in changed]
+    return load_run(None, [*kept, f"data.url={place / 'demo'}", *words])
+
+
+def losses(run_id):
+    """{step: loss} as MLflow has them."""
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    points = client.get_metric_history(run_id, "train/loss")
+    assert len({point.step for point in points}) == len(points), "a step arrived twice"
+    return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
+
+
+def weights(home):
+    """Every tensor that the run ended with: weights, their average, the optimizer's."""
+    last = checkpoints.read_checkpoint(str(home), checkpoints.complete_steps(str(home))[-1])
+    return {f"{part}.{name}": tensor for part, tensors in last.parts.items() for name, tensor in tensors.items()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """A run that nothing disturbed."""
+    outcome = train(recipe(place), "whole", str(place / "runs"))
+    return outcome, weights(outcome.home), losses(outcome.mlflow_run)
+
+
+def test_a_run_ends_with_its_model_and_its_numbers(place, whole):
+    outcome, _, found = whole
+    assert outcome.steps == 20
+    assert list(found) == list(range(1, 21))
+    assert checkpoints.complete_steps(outcome.home) == [6, 12, 18, 20]
+    run = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim.rule.kind"] == "lamb"
+    assert run.data.params["plan.dataset_identity"]
+    assert "git.commit" in run.data.tags
+    assert run.data.metrics["val/top1_ema"] == outcome.val_top1
+    assert {
+        "train/lr",
+        "train/images_per_second",
+        "train/data_wait_share",
+        "train/grad_norm",
+    } <= run.data.metrics.keys()
+    assert {"val/top1", "val/top5", "best/val_top1", "cost/device_seconds", "cost/flops"} <= run.data.metrics.keys()
+    assert any(name.startswith("system/node0/") for name in run.data.metrics)
+    names = {
+        item.path for item in mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).list_artifacts(outcome.mlflow_run)
+    }
+    assert {"augmented.png", "curves.png", "confusion.png", "mistakes.png", "run.yaml"} <= names
+    assert load_model(outcome.model).vit.model.name == "vit_u2x2_8"
+
+
+def test_the_model_folder_holds_the_averaged_weights(whole):
+    outcome, ended, _ = whole
+    for name, tensor in load_file(Path(outcome.model) / "model.safetensors").items():
+        assert torch.equal(tensor, ended[f"average.vit.{name}"])
+
+
+def interrupted(place, whole, name, step):
+    """The folder of a run that ended right after the checkpoint of a step."""
+    home = place / "runs" / name
+    shutil.copytree(whole[0].home, home)
+    shutil.rmtree(home / "model")
+    for saved in checkpoints.complete_steps(str(home)):
+        if saved > step:
+            shutil.rmtree(checkpoints.folder_of(str(home), saved))
+    # A later one that was being written when the power failed.
+    (home / "checkpoints" / "step-00000019").mkdir()
+    (home / "checkpoints" / "step-00000019" / "model.safetensors").write_bytes(b"half")
+    (home / "run.json").write_text((home / "run.json").read_text().replace(whole_uid(home), f"{name:0<32}"))
+    return home
+
+
+def whole_uid(home):
+    return json.loads((home / "run.json").read_text())["uid"]
+
+
+@pytest.mark.parametrize("step", [6, pytest.param(18, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_bit_equal(place, whole, step):
+    interrupted(place, whole, f"resumed{step}", step)
+    outcome = train(recipe(place), f"resumed{step}", str(place / "runs"))
+    assert same(weights(outcome.home), whole[1])
+    assert losses(outcome.mlflow_run) == {at: loss for at, loss in whole[2].items() if at > step}
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_agrees_but_for_rounding(place):
+    # Dropout draws per worker; all else is a function of the step.
+    steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=8 steps"]
+    found = {}
+    for workers in (1, 2):
+        outcome = train(recipe(place, *steady, f"compute.workers={workers}"), f"workers{workers}", str(place / "runs"))
+        found[workers] = losses(outcome.mlflow_run), weights(outcome.home)
+    assert found[1][0] == pytest.approx(found[2][0], rel=1e-5)
+    for name, tensor in found[1][1].items():
+        torch.testing.assert_close(found[2][1][name], tensor, rtol=1e-3, atol=1e-5)
+    # The same in passes of four images: accumulation.
+    run = recipe(place, *steady, "compute.workers=1", "compute.local_batch=4")
+    outcome = train(run, "accumulated", str(place / "runs"))
+    assert losses(outcome.mlflow_run) == pytest.approx(found[1][0], rel=1e-5)
+
+
+def test_a_killed_worker_changes_nothing(place, whole):
+    killed = []
+
+    def kill(home):
+        while not killed:
+            if checkpoints.complete_steps(str(home)):
+                workers = [each for each in psutil.process_iter(["cmdline"]) if is_worker(each)]
+                for each in workers[:1]:
+                    each.kill()
+                    killed.append(each.pid)
+            time.sleep(0.01)
+
+    threading.Thread(target=kill, args=(place / "runs" / "killed",), daemon=True).start()
+    outcome = train(recipe(place), "killed", str(place / "runs"))
+    assert killed
+    assert same(weights(outcome.home), whole[1])
+    assert losses(outcome.mlflow_run) == whole[2]
+
+
+def is_worker(process):
+    """Whether it is a worker of Ray Train, started by this test run."""
+    words = " ".join(process.info["cmdline"] or ())
+    return "RayTrainWorker" in words and psutil.Process().pid in {each.pid for each in process.parents()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "number", "status"), [("terminated", signal.SIGTERM, 143), ("shot", signal.SIGKILL, -9)]
+)
+def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name, number, status):
+    run = recipe(place, "evaluate.every=2 steps")  # so that there is time to stop it
+    (place / f"{name}.yaml").write_text(run.to_yaml())
+    words = [sys.executable, "-m", "pipelines.train", str(place / f"{name}.yaml"), "--name", name]
+    home = place / "runs" / name
+    driver = subprocess.Popen(
+        [*words, "--out", str(place / "runs")], env=os.environ | {"RAY_ADDRESS": ray_cluster}, stderr=subprocess.PIPE
+    )
+    while not checkpoints.complete_steps(str(home)):
+        assert driver.poll() is None, driver.stderr.read().decode()
+        time.sleep(0.01)
+    driver.send_signal(number)
+    driver.stderr.read()
+    assert driver.wait() == status
+    while any(is_worker(each) for each in psutil.process_iter(["cmdline"])):
+        time.sleep(0.1)
+    steps = checkpoints.complete_steps(str(home))
+    assert steps[-1] < 20
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    found = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    assert [each.info.status for each in found] == ["KILLED" if number == signal.SIGTERM else "RUNNING"]
+    outcome = train(run, name, str(place / "runs"))
+    assert same(weights(outcome.home), whole[1])
+    assert losses(outcome.mlflow_run) == whole[2]
+    if found:
+        assert outcome.mlflow_run == found[0].info.run_id
+
+
+def test_the_same_name_for_another_experiment_is_refused(place, whole):
+    with pytest.raises(ConfigError) as error:
+        train(recipe(place, "optim.lr=0.5"), "whole", str(place / "runs"))
+    assert "optim.lr: 0.001 -> 0.5" in str(error.value)
+    assert "--fork whole" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_fork_starts_from_the_last_weights(place, whole):
+    run = recipe(
+        place,
+        "optim.lr=1e-30",
+        "optim.rule=sgd",
+        "optim.weight_decay=0",
+        "optim.duration=1 step",
+        "optim.warmup=0 steps",
+    )
+    outcome = train(run, "forked", str(place / "runs"), fork="whole")
+    ended = weights(outcome.home)
+    assert all(
+        torch.equal(ended[f"model.{name.removeprefix('average.')}"], tensor)
+        for name, tensor in whole[1].items()
+        if name.startswith("average.")
+    )
+    tags = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags
+    assert tags["vitray.forked_from"] == "whole"
+
+
+def test_a_broken_loss_stops_the_run_and_says_where(place):
+    run = recipe(place, "optim.lr=1e30", "optim.rule=sgd", "optim.clip=null", "checkpoint.every=1 step")
+    with pytest.raises(RunError) as error:
+        train(run, "broken", str(place / "runs"))
+    for part in ("broken: loss nan at step", "learning rate", "images ", "last good checkpoint: "):
+        assert part in str(error.value)
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    (found,) = client.search_runs(["1"], "attributes.run_name = 'broken'")
+    assert found.info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_rewound_run_leaves_the_broken_step_out(place):
+    # Whatever is above the median of the losses before counts as broken, which is soon the case.
+    words = ["optim.duration=100 steps", "optim.ema=null", "checkpoint={every: 5 steps, keep: 1}"]
+    guard = "guard={on_nan: rewind, spike: 1.0001, max_rewinds: 2}"
+    with pytest.raises(RunError, match=r"rewound: loss .* at step"):
+        train(recipe(place, *words, guard, "evaluate.every=100 steps"), "rewound", str(place / "runs"))
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    (found,) = client.search_runs(["1"], "attributes.run_name = 'rewound'")
+    told = re.search(r"at step (\d+), .*; back at step (\d+), step (\d+) is left out", found.data.tags["vitray.note"])
+    assert told, found.data.tags["vitray.note"]
+    broken, back, left_out = map(int, told.groups())
+    assert broken == left_out >= 50
+    assert back % 5 == 0
+    assert back < broken

@@ -1,0 +1,105 @@
+"""The plan: what follows from a recipe and its data, and one message for what does not fit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitray.config import ConfigError, load_run
+from vitray.plan import check_storage, difference, make_plan
+from vitray.shards import open_dataset, read_job, write_dataset
+
+ROOT = Path(__file__).parent.parent
+TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", "optim.batch=16"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory, ray_cluster):
+    url = str(tmp_path_factory.mktemp("data") / "demo")
+    write_dataset(read_job("demo", url, words=["images=100", "image_size=32"]))
+    return url
+
+
+def run(dataset, *words):
+    return load_run(None, [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch", *words])
+
+
+@pytest.mark.ray
+def test_the_plan_follows_from_recipe_and_data(dataset):
+    plan, _ = make_plan(run(dataset))
+    assert (plan.images, plan.classes) == (100, 10)
+    assert plan.val_images == open_dataset(dataset).splits["val"].rows
+    assert (plan.steps_per_epoch, plan.steps, plan.warmup_steps) == (6, 18, 6)
+    assert plan.trainable_share == 1.0
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["data.train=trian"], ["data.train: got 'trian'", "nearest: train"]),
+        (["model.num_classes=1000"], ["model.num_classes: got 1000, wanted 10"]),
+        (["optim.batch=101"], ["optim.batch: got 101, wanted at most the 100 images"]),
+        (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, wanted an even number"]),
+        (["optim.batch=4", "compute.workers=2..8"], ["optim.batch: got 4, too few for 8 workers"]),
+        (["optim.warmup=4 epochs"], ["optim.warmup"]),
+        (["data.url=null"], ["data.url: got null", "vitray shard"]),
+        (["data.url=nowhere"], ["nowhere: no dataset here"]),
+    ],
+)
+def test_what_does_not_fit_gets_one_message(dataset, words, parts):
+    changed = {word.partition("=")[0] for word in words}
+    base = [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch"]
+    kept = [word for word in base if word.partition("=")[0] not in changed]
+    with pytest.raises(ConfigError) as error:
+        make_plan(load_run(None, [*kept, *words]))
+    assert len(str(error.value).splitlines()) == 1
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.ray
+def test_a_shard_that_is_missing_or_cut_short_is_named(dataset, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in Path(dataset).iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    shard = next(copy.glob("val-*.parquet"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-7])
+    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(whole) - 7} bytes, dataset.json says {len(whole)}"):
+        make_plan(run(copy))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"{shard.name}: is missing"):
+        make_plan(run(copy))
+
+
+@pytest.mark.ray
+def test_a_dry_run_prints_the_plan_as_json_without_ray(dataset, tmp_path):
+    code = (
+        "import sys; from pipelines.__main__ import main; status = main(sys.argv[1:]);"
+        " print('ray' in sys.modules, file=sys.stderr); sys.exit(status)"
+    )
+    words = ["train", "demo", f"data.url={dataset}", "optim.duration=3 epochs", "--dry-run", "--json"]
+    command = [sys.executable, "-c", code, *words, "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert {"trainable_share", "params", "steps", "global_batch", "workers"} <= plan.keys()
+    assert plan["steps"] == 9
+    assert done.stderr.splitlines()[-1] == "False"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_storage_that_may_not_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        check_storage(str(tmp_path / "file" / "runs"))
+
+
+def test_only_settings_that_decide_what_is_learned_make_another_experiment():
+    base = load_run(None, ["optim.lr=1e-3"])
+    free = ["compute.workers=4", "data.url=elsewhere", "checkpoint.every=7 steps", "guard.on_nan=rewind"]
+    assert difference(base, load_run(None, free)) == []
+    assert difference(base, load_run(None, ["optim.lr=2e-3", "seed=1"])) == ["seed: 0 -> 1", "optim.lr: 0.001 -> 0.002"]

@@ -1,0 +1,22 @@
+"""Where workers leave what they have to tell; a module of its own, so that its process loads nothing heavy."""
+
+from typing import Any
+
+import ray
+
+
+@ray.remote(num_cpus=0)
+class Desk:
+    """Takes what workers tell until the driver fetches it, so that no worker ever waits for the driver."""
+
+    def __init__(self) -> None:
+        self._records: list[dict[str, Any]] = []
+
+    def put(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        self._records.append(record)
+
+    def take(self) -> list[dict[str, Any]]:
+        """All records since the last call."""
+        records, self._records = self._records, []
+        return records

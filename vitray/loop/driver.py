@@ -1,0 +1,210 @@
+"""A run from its recipe to its registered model, seen from the driver: plan, folder, cluster, tracking, workers."""
+
+import contextlib
+import json
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vitray import checkpoints, cluster, storage
+from vitray.config import ConfigError, Run, RunError, load_run
+from vitray.loop.display import Display
+from vitray.plan import Plan, check_storage, difference, make_plan
+from vitray.shards.manifest import Dataset
+
+RUN, HOME = "run.yaml", "run.json"
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    name: str
+    home: str
+    model: str
+    """Its model folder."""
+    val_top1: float | None
+    """Of the weights in the model folder."""
+    mlflow_run: str | None
+    """None where the tracking server was away."""
+    steps: int
+    seconds: float
+    """Spent training, without start and evaluations."""
+    images_per_second: float | None
+    """The median of the records, the first of which holds the start, left out."""
+    start: dict[str, float]
+    """Seconds from the call to: ray, workers, first step."""
+
+
+class Layout(NamedTuple):
+    """Where the workers run."""
+
+    workers: tuple[int, int]
+    use_gpu: bool
+    cpus: float
+    """Reserved by a worker."""
+    threads: int
+    """Of a worker on a CPU."""
+
+
+def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) -> Outcome:
+    """Train to the end: a new run, or one of this name that was interrupted."""
+    called = time.monotonic()
+    plan, dataset = make_plan(run)
+    dataset = dataset.model_copy(update={"url": storage.absolute(dataset.url)})
+    out = storage.absolute(out)
+    home = storage.join(out, name)
+    uid = open_home(home, name, run, plan, fork)
+    cluster.prepare_environment()
+    with _terminable(), cluster.running():
+        from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
+
+        layout = lay_out(run)
+        display = Display(plan)
+        initial = storage.join(out, fork) if fork else None
+        with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork) as reporting:
+            ended = _fit(run, dataset, home, layout, reporting.desk, initial)
+            if "failed" in ended:
+                raise RunError(f"{name}: {ended['failed']}")
+            return reporting.finish(ended)
+
+
+def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initial: str | None) -> dict[str, Any]:
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    from vitray.loop.standing import Job
+    from vitray.loop.training import worker
+
+    job = Job(run, dataset, home, uuid.uuid4().hex[:12], layout.threads, desk, initial)
+    lowest, highest = layout.workers
+    files, path = storage.filesystem(storage.join(home, "ray"))
+    trainer = TorchTrainer(
+        worker,
+        train_loop_config={"job": job},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=highest if lowest == highest else (lowest, highest),
+            use_gpu=layout.use_gpu,
+            resources_per_worker={"CPU": layout.cpus} | ({"GPU": 1} if layout.use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name=job.attempt,  # ours are the checkpoints; Ray's own folder is of this attempt alone
+            storage_path=path,
+            storage_filesystem=files,
+            failure_config=ray.train.FailureConfig(max_failures=run.compute.max_failures, controller_failure_limit=2),
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
+        ),
+    )
+    try:
+        return trainer.fit().return_value or {}
+    except ray.train.TrainingFailedError as error:
+        if storage.exists(job.given_up):
+            raise RunError(storage.read_bytes(job.given_up).decode()) from None
+        raise RunError(
+            f"the workers failed {run.compute.max_failures + 1} times, at last by: {_cause(error)}"
+        ) from error
+    finally:
+        storage.remove(job.given_up)
+        storage.remove(storage.join(home, "ray"))
+
+
+def _cause(error: BaseException) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+# ---- the run's folder ------------------------------------------------------------------------------------------------
+
+
+def open_home(home: str, name: str, run: Run, plan: Plan, fork: str | None) -> str:
+    """The identity of the run in a folder: that of the interrupted one, or a new one."""
+    check_storage(home)
+    if storage.exists(storage.join(home, HOME)):
+        known = json.loads(storage.read_bytes(storage.join(home, HOME)))
+        _check_same(home, name, run, plan, known)
+        return known["uid"]
+    if fork:
+        _check_fork(storage.join(home.rpartition("/")[0], fork), run)
+    uid = uuid.uuid4().hex
+    content = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
+    storage.write_bytes(storage.join(home, RUN), run.to_yaml().encode())
+    storage.write_bytes(storage.join(home, HOME), json.dumps(content).encode())
+    return uid
+
+
+def stored_run(home: str, words: Sequence[str] = ()) -> Run:
+    """The settings of the run in a folder, with `a.b=c` words laid over them."""
+    if not storage.exists(storage.join(home, HOME)):
+        folder, _, name = home.rpartition("/")
+        known = {path.partition("/")[0] for path in storage.list_files(folder) if path.endswith(f"/{HOME}")}
+        from vitray.model.names import nearest
+
+        raise ConfigError(f"{home}: no run here to go on with{nearest(name, known)}")
+    with storage.local_copy(storage.join(home, RUN)) as path:
+        return load_run(path, words)
+
+
+def _check_same(home: str, name: str, run: Run, plan: Plan, known: dict[str, Any]) -> None:
+    differing = difference(stored_run(home), run)
+    if known["dataset_identity"] != plan.dataset_identity:
+        differing.append(f"{plan.dataset}: other images than the run was begun with")
+    if differing:
+        raise ConfigError(
+            f"{name}: a run of this name is another experiment: {'; '.join(differing)}. Choose another --name, or"
+            f" start from the weights of that one: --name NEW --fork {name}"
+        )
+
+
+def _check_fork(old: str, run: Run) -> None:
+    steps = checkpoints.complete_steps(old)
+    if not steps:
+        raise ConfigError(f"--fork {old.rpartition('/')[2]}: {old} has no checkpoint to start from")
+    before, now = stored_run(old).model, run.model
+    if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
+        raise ConfigError(f"--fork: the weights of {before.name} do not fit {now.name}; wanted the same network")
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+def lay_out(run: Run) -> Layout:
+    """Where the workers run, or one message: what does not fit would be waited for without end."""
+    import ray
+
+    resources, compute = ray.cluster_resources(), run.compute
+    gpus, cpus = int(resources.get("GPU", 0)), resources.get("CPU", 0.0)
+    use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
+    lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
+    if (use_gpu and lowest > gpus) or (use_gpu and not gpus):
+        raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs")
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
+    per_node = -(-highest // max(1, len(nodes)))
+    # One CPU of the cluster at least decodes images.
+    fair = 1.0 if use_gpu else min((cpus - 1) / highest, min(nodes) / per_node)
+    each = compute.cpus or (fair if fair < 1 else float(int(fair)))
+    if each <= 0 or lowest * each + 1 > cpus:
+        raise ConfigError(
+            f"compute.workers: {lowest} workers of {each:g} CPUs and one CPU to decode images need"
+            f" {lowest * each + 1:g}, the cluster has {cpus:g}"
+        )
+    return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // per_node)))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: tracking hears of it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: Any) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

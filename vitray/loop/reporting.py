@@ -1,0 +1,237 @@
+"""What the workers tell, passed on to MLflow and to the screen by a thread of the driver."""
+
+import platform
+import threading
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vitray import storage
+from vitray.augment.decode import decode_image
+from vitray.config import Run
+from vitray.evaluation import Score
+from vitray.loop.desk import Desk
+from vitray.loop.display import Display, clock
+from vitray.loop.driver import Layout, Outcome
+from vitray.plan import Plan
+from vitray.shards.manifest import Dataset
+from vitray.stream.decoding import read_rows, rows_of
+from vitray.stream.looking import sample_sheet
+from vitray.tracking import Tracker, figures, machine, shown, tracking_uri
+
+# Multiply-adds per second of a device times two, dense, by the makers' data sheets: fp32 with TF32 products, and bf16.
+PEAK_FLOPS = {
+    "A100": {"fp32": 156e12, "bf16": 312e12},
+    "H100": {"fp32": 494e12, "bf16": 989e12},
+    "H200": {"fp32": 494e12, "bf16": 989e12},
+    "L4": {"fp32": 60e12, "bf16": 121e12},
+    "A10G": {"fp32": 35e12, "bf16": 70e12},
+}
+
+
+class Reporting:
+    """The story of one run, told to MLflow and to the person who waits for it, from start to end."""
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Plan,
+        dataset: Dataset,
+        name: str,
+        home: str,
+        uid: str,
+        display: Display,
+        layout: Layout,
+        called: float,
+        fork: str | None,
+    ) -> None:
+        self.run, self.plan, self.dataset, self.name, self.home = run, plan, dataset, name, home
+        self.display, self.layout, self.called = display, layout, called
+        self.stages: dict[str, float] = {"ray": time.monotonic() - called}
+        self.history: dict[str, list[tuple[int, float]]] = {}
+        self.device = "CPU"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.desk: Any = Desk.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="reporting", daemon=True)
+        tags = {"vitray.dataset": dataset.url, "vitray.home": home} | ({"vitray.forked_from": fork} if fork else {})
+        self.tracker = Tracker.begin(
+            uid=uid,
+            name=name,
+            experiment=run.tracking.experiment,
+            params=run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()},
+            tags=tags | machine.facts(),
+            description=describe(run, plan, layout),
+        )
+        self.tracker.text("run.yaml", run.to_yaml())
+
+    def __enter__(self) -> "Reporting":
+        self.tracker.__enter__()
+        self.display.start(start_block(self))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stop()
+        self.tracker.__exit__(*error)
+
+    def finish(self, ended: dict[str, Any]) -> Outcome:
+        """The last numbers and pictures, and the end block."""
+        self._stop()
+        model = storage.join(self.home, "model")
+        seconds, devices = ended["seconds"], ended["workers"]
+        images = ended["step"] * self.plan.global_batch
+        # Forward and backward are three times the forward, and a multiply-add is two operations.
+        flops = 6e9 * self.plan.gflops * images
+        values = {"cost/device_seconds": seconds * devices, "cost/images": float(images), "cost/flops": flops}
+        if peak := peak_flops(self.device, self.run.compute.precision):
+            values["cost/mfu"] = flops / (seconds * devices) / peak
+        values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
+        self.tracker.metrics(ended["step"], values)
+        self.tracker.figure("curves.png", figures.draw_curves(self.history))
+        self.tracker.model(model, register_as=self.run.tracking.register_as, top1=ended["val_top1"])
+        self.tracker.end("FINISHED")
+        speeds = [speed for _, speed in self.history.get("train/images_per_second", [])[1:]]
+        outcome = Outcome(
+            name=self.name,
+            home=self.home,
+            model=model,
+            val_top1=ended["val_top1"],
+            mlflow_run=self.tracker.run_id,
+            steps=ended["step"],
+            seconds=seconds,
+            images_per_second=median(speeds) if speeds else None,
+            start={stage: round(seconds, 2) for stage, seconds in self.stages.items()},
+        )
+        self.display.start(end_block(self, outcome, values, ended))
+        return outcome
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        sheet = sample_sheet(self.dataset, self.run.data.train, self.run.data.augment, self.run.model.image_shape)
+        self.tracker.figure("augmented.png", sheet)
+        while not self._ended.wait(0.25):
+            self._fetch()
+        self._fetch()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _fetch(self) -> None:
+        for record in ray.get(self.desk.take.remote()):
+            self._hear(record)
+
+    def _hear(self, record: dict[str, Any]) -> None:
+        match record["kind"]:
+            case "workers":
+                self.stages["workers"] = time.monotonic() - self.called
+                self.device = record["device"]
+                self.display.line(f"  {record['workers']} workers on {record['device']}")
+            case "resumed":
+                self.display.line(f"  resumed at step {record['step']:,}, saved by {record['workers']} workers")
+            case "progress":
+                self.stages.setdefault("first step", time.monotonic() - self.called)
+                self.display.progress(record["step"])
+            case "metrics":
+                step, values = record["step"], record["values"]
+                self.tracker.metrics(step, values)
+                for key, value in values.items():
+                    self.history.setdefault(key, []).append((step, value))
+                self.display.metrics(values, step)
+            case "score":
+                self._draw(record["score"])
+            case "note":
+                self.display.line(f"  {record['text']}")
+                self.tracker.tag("vitray.note", record["text"])
+            case "saved":
+                self.tracker.tag("vitray.checkpoint", str(record["step"]))
+            case other:
+                raise AssertionError(f"a worker said {other!r}, which nobody hears")
+
+    def _draw(self, score: Score) -> None:
+        """The confusion matrix and the surest mistakes."""
+        classes = self.dataset.classes
+        self.tracker.figure("confusion.png", figures.draw_confusion(score.confusion, classes))
+        if not score.mistakes or self.run.data.val is None:
+            return
+        found = read_rows(
+            np.array([mistake.row for mistake in score.mistakes]), rows_of(self.dataset, self.run.data.val)
+        )
+        shown_ones = []
+        for mistake in score.mistakes:
+            content, _, key = found[mistake.row]
+            true, predicted = classes[mistake.label], classes[mistake.predicted]
+            shown_ones.append(figures.Mistake(decode_image(content), true, predicted, mistake.probability, key))
+        self.tracker.figure("mistakes.png", figures.draw_mistakes(shown_ones))
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """The peak of a device by its name, where we know it."""
+    return next((peak[precision] for name, peak in PEAK_FLOPS.items() if name in device), None)
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def start_block(story: Reporting) -> dict[str, str]:
+    """What a person wants to know before waiting."""
+    plan, layout, run = story.plan, story.layout, story.run
+    lowest, highest = layout.workers
+    workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+    local = plan.global_batch // highest
+    passes = -(-local // (run.compute.local_batch or local))
+    return {
+        "run": story.name,
+        "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes; {plan.val_images:,} to validate on",
+        "workers": f"{workers} on {'GPU' if layout.use_gpu else 'CPU'}, each with {layout.cpus:g} CPUs",
+        "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
+        "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
+        "results": story.home,
+        "tracking": shown(tracking_uri()),
+    }
+
+
+def end_block(story: Reporting, outcome: Outcome, values: dict[str, float], ended: dict[str, Any]) -> dict[str, str]:
+    """How it went, what it cost, and what to type next."""
+    top1 = (
+        "not evaluated" if outcome.val_top1 is None else f"{outcome.val_top1:.2%} of {story.plan.val_images:,} images"
+    )
+    cost = f"{clock(values['cost/device_seconds'])} device-hours, {values['cost/flops']:.2e} FLOPs"
+    facts = {
+        "val top-1": top1,
+        "cost": cost + (f", MFU {values['cost/mfu']:.1%}" if "cost/mfu" in values else ""),
+        "model": outcome.model,
+        "tracking": story.tracker.run_url(),
+        "next": f"vitray ui        or: vitray model {outcome.model}",
+    }
+    if ended["corrupt"]:
+        facts["corrupt"] = f"{len(ended['corrupt'])} images gave way to their neighbours: {', '.join(ended['corrupt'])}"
+    if ended["skipped"]:
+        facts["left out"] = f"steps {', '.join(map(str, ended['skipped']))}, which broke the run"
+    return facts
+
+
+def describe(run: Run, plan: Plan, layout: Layout) -> str:
+    """The run in a few lines of Markdown."""
+    data, optim = run.data, run.optim
+    policy = f"{data.augment.crop.kind} crop, policy {data.augment.policy.kind}"
+    mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
+    rows = {
+        "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
+        "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
+        "Loss": f"{run.task.loss}, smoothing {run.task.smoothing:g}",
+        "Descent": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
+        "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",
+        "Where": f"{layout.workers[1]} {'GPU' if layout.use_gpu else 'CPU'} workers, {run.compute.precision},"
+        f" driver on {platform.node()}",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

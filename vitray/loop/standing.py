@@ -1,0 +1,121 @@
+"""What a run is between two steps: what every worker is told, where the run stands, and what is due next."""
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from vitray import storage
+from vitray.config import Run
+from vitray.config.training import parse_duration
+from vitray.evaluation import Score
+from vitray.optim import in_steps
+from vitray.shards.manifest import Dataset
+
+# Losses that a spike is measured against.
+RECENT = 100
+
+
+class Job(NamedTuple):
+    """What every worker gets."""
+
+    run: Run
+    dataset: Dataset
+    home: str
+    """The run's folder, which all workers reach."""
+    attempt: str
+    """Names this start of the driver: what one attempt gave up for, the next may try again."""
+    threads: int
+    """Of a worker on a CPU."""
+    desk: Any
+    """An actor that takes records for the driver; nobody waits for it."""
+    initial: str | None = None
+    """The folder of a run whose last weights a new one starts from."""
+
+    @property
+    def given_up(self) -> str:
+        """Where a worker leaves word why this attempt cannot go on: Ray would start it again all the same."""
+        return storage.join(self.home, f"given-up-{self.attempt}")
+
+
+@dataclass
+class Standing:
+    """Where a run stands: with the tensors, all that a checkpoint holds."""
+
+    step: int = 0
+    """Steps done."""
+    losses: list[float] = field(default_factory=list)
+    """Of the steps since the last record."""
+    recent: list[float] = field(default_factory=list)
+    best_top1: float | None = None
+    best_step: int | None = None
+    skipped: list[int] = field(default_factory=list)
+    """Steps that broke the run and are left out since."""
+    rewinds: int = 0
+    seconds: float = 0.0
+    """Spent training, without evaluations, over all parts of the run."""
+
+    def count(self, losses: list[float]) -> None:
+        """Add the losses of some steps."""
+        self.losses += losses
+        self.recent = (self.recent + losses)[-RECENT:]
+
+    def judge(self, scores: list[Score]) -> None:
+        """Remember the best; the averaged weights, which come last, speak where there are any."""
+        if self.best_top1 is None or scores[-1].top1 > self.best_top1:
+            self.best_top1, self.best_step = scores[-1].top1, self.step
+
+    def first_broken(self, losses: list[float], spike: float | None) -> int | None:
+        """The place of the first of these losses that is not finite, or that leaps."""
+        recent = list(self.recent)
+        for place, loss in enumerate(losses):
+            leaps = spike is not None and len(recent) >= RECENT // 2 and loss > spike * median(recent)
+            if not loss < float("inf") or leaps:
+                return place
+            recent = [*recent, loss][-RECENT:]
+        return None
+
+
+class Due:
+    """At which steps, counted as steps done, there is something to do besides training."""
+
+    def __init__(self, run: Run, steps_per_epoch: int, total: int) -> None:
+        every = in_steps(run.tracking.every, steps_per_epoch)
+        self.records = {*range(every, total + 1, every), total}
+        every = in_steps(run.evaluate.every, steps_per_epoch)
+        self.evaluations = {*range(every, total + 1, every), total}
+        count, unit = parse_duration(run.checkpoint.every)
+        self.minutes = count if unit == "minutes" else None
+        every = total if unit == "minutes" else in_steps(run.checkpoint.every, steps_per_epoch)
+        self.checkpoints = {*range(every, total + 1, every), total}
+        self._saved = time.monotonic()
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.records or step in self.evaluations or step in self.checkpoints
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due; one that is due by the clock waits for the next record."""
+        late = self.minutes is not None and time.monotonic() - self._saved >= self.minutes * 60
+        if step in self.checkpoints or late:
+            self._saved = time.monotonic()
+            return True
+        return False
+
+
+class Teller:
+    """What a worker tells the driver; only one of them is heard, so that all may speak."""
+
+    def __init__(self, desk: Any, is_heard: bool) -> None:
+        self._desk, self._is_heard = desk, is_heard
+        self._told = 0.0
+
+    def say(self, kind: str, fields: dict[str, Any]) -> None:
+        """Send a record, without waiting."""
+        if self._is_heard:
+            self._desk.put.remote({"kind": kind, **fields})
+
+    def progress(self, step: int) -> None:
+        """Say, about once a second, how far the run is."""
+        if time.monotonic() - self._told > 1:
+            self._told = time.monotonic()
+            self.say("progress", {"step": step})

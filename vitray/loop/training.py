@@ -1,0 +1,383 @@
+"""The loop on each device: a page to read from top to bottom.
+
+Images, augmentation, mixing, dropout and learning rate are all computed from (seed, step), so a checkpoint holds no
+random state, and a resumed run goes on as if nothing had been.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitray import checkpoints, storage
+from vitray.augment.batch import Rows, prepare_batch
+from vitray.augment.draws import step_generator
+from vitray.checkpoints import Checkpoint, Saver
+from vitray.config import ConfigError, Run
+from vitray.evaluation import Score, agree_on_buffers, evaluate
+from vitray.loop.standing import Due, Job, Standing, Teller
+from vitray.optim import Average, build_optimizer, clip_gradients, learning_rate, set_learning_rate, total_steps
+from vitray.stream import Cursor, HostBatch, Share, Stream
+from vitray.stream.decoding import read_rows
+from vitray.stream.feed import DeviceBatch, Feed
+from vitray.task import Supervised, build_task, recompute_blocks
+from vitray.tracking import machine
+from vitray.weights import save_model
+
+
+def worker(config: dict[str, Job]) -> dict[str, Any]:
+    """Train on this device among all; how it ended, which the driver reads."""
+    job = config["job"]
+    if storage.exists(job.given_up):
+        return {"failed": storage.read_bytes(job.given_up).decode()}
+    try:
+        return descend(job)
+    except ConfigError as error:
+        storage.write_bytes(job.given_up, str(error).encode())
+        raise
+
+
+def descend(job: Job) -> dict[str, Any]:
+    """Take every step from the last checkpoint to the end."""
+    run, context, device = job.run, ray.train.get_context(), ray.train.torch.get_device()
+    share = Share(context.get_world_rank(), context.get_world_size())
+    first, teller = share.rank == 0, Teller(job.desk, share.rank == 0)
+    teller.say("workers", {"device": describe(device), "workers": share.workers})
+    if device.type == "cpu":
+        torch.set_num_threads(job.threads)
+    torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+
+    # ---- what is trained ---------------------------------------------------------------------------------------------
+    torch.manual_seed(run.seed)  # the same first weights on every worker
+    task = build_task(run).to(device)
+    if run.compute.recompute:
+        recompute_blocks(task)
+    optimizer = build_optimizer(task, run.optim, device)
+    average = Average(task, run.optim.ema) if run.optim.ema else None
+    standing = resume(job, task, optimizer, average, teller)
+    model: nn.Module = ray.train.torch.prepare_model(task)  # wrapped where there are several workers
+    if run.compute.compile:
+        model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
+
+    # ---- what it is trained on ---------------------------------------------------------------------------------------
+    train = open_stream(job, run.data.train, run.optim.batch, share)
+    val = open_stream(job, run.data.val, run.evaluate.batch or run.optim.batch, share) if run.data.val else None
+    total = total_steps(run.optim, train.steps)
+    due = Due(run, train.steps, total)
+
+    def tell_saved(step: int) -> None:
+        teller.say("saved", {"step": step})
+
+    saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
+    feed = Feed(batches_from(train, standing.step, total, share), device)
+    scores: list[Score] = []
+    unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
+    since = time.perf_counter()
+
+    while standing.step < total:
+        step = standing.step
+        batch = next(feed)
+        if step not in standing.skipped:
+            unread[step] = take_step(run, step, batch, share, model, task, optimizer, average, train.steps)
+        standing.step += 1
+        teller.progress(standing.step)
+        if standing.step not in due:
+            continue
+
+        # ---- the numbers ---------------------------------------------------------------------------------------------
+        numbers = summed(unread, device)
+        seconds = time.perf_counter() - since
+        standing.seconds += seconds
+        # A gradient that is not finite has spoilt the weights, whatever the loss was.
+        losses = [loss if math.isfinite(norm) else norm for loss, norm in numbers]
+        broken = standing.first_broken(losses, run.guard.spike)
+        if broken is not None:
+            feed.close()
+            if saver:
+                saver.close()
+            bad_step = list(unread)[broken]
+            text = explain(job, train, bad_step, losses[broken])
+            if run.guard.on_nan == "stop" or standing.rewinds >= run.guard.max_rewinds:
+                return {"failed": text, "step": bad_step}
+            standing = rewind(job, task, optimizer, average, teller, standing, bad_step)
+            teller.say("note", {"text": f"{text}; back at step {standing.step}, step {bad_step} is left out"})
+            saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
+            feed = Feed(batches_from(train, standing.step, total, share), device)
+            unread, since = {}, time.perf_counter()
+            continue
+        standing.count(losses)
+        if standing.step in due.records and standing.losses:
+            values = {
+                "train/loss": sum(standing.losses) / len(standing.losses),
+                "train/lr": learning_rate(run.optim, step, train.steps),
+                "train/images_per_second": len(unread) * run.optim.batch / seconds,
+                "train/data_wait_share": min(1.0, feed.waited / seconds),
+                "train/grad_norm": numbers[-1][1] if numbers else 0.0,
+                "train/epoch": standing.step / train.steps,
+                "data/corrupt": float(len(train.corrupt)),
+            }
+            teller.say("metrics", {"step": standing.step, "values": values})
+            standing.losses = []
+            if context.get_local_rank() == 0:
+                node = f"system/node{context.get_node_rank()}"
+                system = {f"{node}/{name}": value for name, value in machine.sample().items()}
+                job.desk.put.remote({"kind": "metrics", "step": standing.step, "values": system})
+        unread, feed.waited = {}, 0.0
+
+        # ---- evaluation and checkpoint -------------------------------------------------------------------------------
+        if val is not None and standing.step in due.evaluations:
+            scores = validate(task, average, val, job, share, device)
+            standing.judge(scores)
+            teller.say("metrics", {"step": standing.step, "values": validation_metrics(scores, standing)})
+        since = time.perf_counter()
+        if saver and due.saves(standing.step):
+            saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.best_step)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+    if val is not None:
+        scores = scores or validate(task, average, val, job, share, device)  # where it was interrupted right here
+        teller.say("score", {"score": scores[-1]})
+    if saver:
+        saver.close()
+        with average.applied_to(task) if average else nullcontext():
+            storage.remove(storage.join(job.home, "model"))
+            save_model(storage.join(job.home, "model"), run, task.vit, job.dataset.classes)
+    return {
+        "step": standing.step,
+        "seconds": standing.seconds,
+        "val_top1": scores[-1].top1 if scores else None,
+        "best_top1": standing.best_top1,
+        "workers": share.workers,
+        "corrupt": train.corrupt,
+        "skipped": standing.skipped,
+    }
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------
+
+
+def take_step(
+    run: Run,
+    step: int,
+    batch: DeviceBatch,
+    share: Share,
+    model: nn.Module,
+    task: Supervised,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    steps_per_epoch: int,
+) -> Tensor:
+    """One descent of all workers; this worker's part of the loss and of the gradient's norm, still on the device."""
+    set_learning_rate(optimizer, learning_rate(run.optim, step, steps_per_epoch))
+    torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
+    loss = torch.zeros((), device=batch.images.device)
+    parts = slices(len(batch.images), run)
+    for part in parts:
+        images, targets = prepared(batch, part, run, step)
+        # The workers' gradients are averaged, so that each must count by its part of the global batch.
+        weight = len(images) * share.workers / run.optim.batch
+        is_last = part is parts[-1]
+        with nullcontext() if is_last or share.workers == 1 else model.no_sync():  # pyright: ignore[reportCallIssue]
+            with autocast(run, images.device):
+                part_loss = model(images, targets) * weight
+            part_loss.backward()
+        loss += part_loss.detach() / share.workers
+    norm = clip_gradients(task.parameters(), run.optim.clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if average is not None:
+        average.update(task, step)
+    return torch.stack([loss, norm / share.workers])
+
+
+def slices(images: int, run: Run) -> list[slice]:
+    """A worker's share of a step, cut into as few even passes as fit on the device."""
+    most = run.compute.local_batch or images
+    passes = -(-images // most)
+    pairs = 2 if images % 2 == 0 else 1
+    size = -(-images // pairs // passes) * pairs
+    return [slice(start, min(start + size, images)) for start in range(0, images, size)]
+
+
+def prepared(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """A part of the batch as the network wants it."""
+    places = batch.positions[part] % run.optim.batch
+    return prepare_batch(
+        batch.images[part],
+        batch.labels[part],
+        augment=run.data.augment,
+        mix=run.data.mix,
+        normalise=run.data.normalise,
+        num_classes=run.model.num_classes or 0,
+        seed=run.seed,
+        step=step,
+        rows=Rows(places, run.optim.batch),
+    )
+
+
+def autocast(run: Run, device: torch.device) -> torch.autocast:
+    """The precision of a forward pass."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16")
+
+
+def summed(unread: dict[int, Tensor], device: torch.device) -> list[list[float]]:
+    """Loss and gradient norm of each step over all workers, on the host: the one place that waits for the device."""
+    numbers = torch.stack([torch.zeros(2, device=device), *unread.values()]).double()
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+    return numbers[1:].tolist()
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+def open_stream(job: Job, split: str, batch: int, share: Share) -> Stream:
+    """A split as this run sees it."""
+    data, is_train = job.run.data, split == job.run.data.train
+    store = ray.cluster_resources()["object_store_memory"]
+    return Stream(
+        job.dataset,
+        split,
+        batch=batch,
+        size=job.run.model.image_shape,
+        crop=data.augment if is_train else data.eval_crop,
+        seed=job.run.seed,
+        copies=data.copies if is_train else 1,
+        max_corrupt=data.max_corrupt,
+        # All streams of all workers together keep to half of the object store: what is beyond it goes to disk.
+        memory=int(store / 4 / share.workers),
+        cache=data.cache,
+    )
+
+
+def batches_from(stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
+    """A worker's batches from a step of the run to its end, one epoch after another."""
+    while step < total:
+        epoch, within = divmod(step, stream.steps)
+        for batch in stream.train(Cursor(epoch, within), share):
+            yield batch
+            step += 1
+            if step == total:
+                return
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(
+    run: Run,
+    task: Supervised,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    standing: Standing,
+    share: Share,
+) -> Checkpoint:
+    """All that the next step depends on."""
+    tensors, rest = checkpoints.split_state(optimizer.state_dict())
+    parts = {"model": dict(task.state_dict()), "optimizer": tensors}
+    if average is not None:
+        parts["average"] = average.state()
+    state = {
+        "standing": asdict(standing),
+        "optimizer": rest,
+        "workers": share.workers,
+        "run": run.model_dump(mode="json"),
+    }
+    return Checkpoint(standing.step, parts, state)
+
+
+def resume(
+    job: Job, task: Supervised, optimizer: torch.optim.Optimizer, average: Average | None, teller: Teller
+) -> Standing:
+    """Load the last whole checkpoint, where there is one, into what is trained."""
+    steps = [checkpoints.complete_steps(job.home)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(steps, 0)  # one worker decides: another may already see the next
+    if not steps[0]:
+        if job.initial:
+            old = checkpoints.read_checkpoint(job.initial, checkpoints.complete_steps(job.initial)[-1])
+            task.load_state_dict(old.parts.get("average", old.parts["model"]))
+        return Standing()
+    checkpoint = checkpoints.read_checkpoint(job.home, steps[0][-1])
+    task.load_state_dict(checkpoint.parts["model"])
+    optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts["optimizer"], checkpoint.state["optimizer"]))
+    if average is not None:
+        average.load(checkpoint.parts["average"])
+    teller.say("resumed", {"step": checkpoint.step, "workers": checkpoint.state["workers"]})
+    return Standing(**checkpoint.state["standing"])
+
+
+def rewind(
+    job: Job,
+    task: Supervised,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None,
+    teller: Teller,
+    standing: Standing,
+    broken: int,
+) -> Standing:
+    """Back to the last checkpoint, with one more step to leave out."""
+    back = resume(job, task, optimizer, average, teller)
+    if back.step == 0:
+        raise ConfigError(f"the loss broke at step {broken}, before the first checkpoint: nothing to go back to")
+    back.skipped, back.rewinds = [*standing.skipped, broken], standing.rewinds + 1
+    return back
+
+
+def explain(job: Job, train: Stream, step: int, loss: float) -> str:
+    """What broke: the step, the learning rate, the images, and where one may go on from."""
+    epoch, within = divmod(step, train.steps)
+    rows = train.order(epoch).rows[within * train.batch : (within + 1) * train.batch]
+    keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
+    saved = checkpoints.complete_steps(job.home)
+    last = checkpoints.folder_of(job.home, saved[-1]) if saved else "none"
+    lr = learning_rate(job.run.optim, step, train.steps)
+    images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
+    return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def validate(
+    task: Supervised, average: Average | None, val: Stream, job: Job, share: Share, device: torch.device
+) -> list[Score]:
+    """The scores of the weights, and of their average where there is one."""
+    scores = []
+    for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
+        with weights:
+            agree_on_buffers(task)
+            scores.append(
+                evaluate(
+                    task.vit,
+                    Feed(val.evaluate(share), device),
+                    job.run.data.normalise,
+                    images=val.images,
+                    num_classes=job.run.model.num_classes or 0,
+                    device=device,
+                    autocast=autocast(job.run, device),
+                )
+            )
+    return scores
+
+
+def validation_metrics(scores: list[Score], standing: Standing) -> dict[str, float]:
+    """The scores by name."""
+    values = {"best/val_top1": standing.best_top1 or 0.0}
+    for score, suffix in zip(scores, ("", "_ema"), strict=False):
+        values |= {f"val/top1{suffix}": score.top1, f"val/top5{suffix}": score.top5, f"val/loss{suffix}": score.loss}
+    return values
+
+
+def describe(device: torch.device) -> str:
+    """The device's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

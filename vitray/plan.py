@@ -1,0 +1,145 @@
+"""What a run will do, checked against its data and its storage before anything is started. No Ray."""
+
+from typing import NamedTuple
+
+from vitray import storage
+from vitray.config import ConfigError, Run
+from vitray.model.counts import count
+from vitray.model.names import nearest
+from vitray.optim import in_steps, total_steps
+from vitray.shards import open_dataset
+from vitray.shards.manifest import Dataset
+
+
+class Plan(NamedTuple):
+    """The numbers of a run that follow from its settings and its data."""
+
+    model: str
+    params: int
+    trainable_params: int
+    trainable_share: float
+    gflops: float
+    """Of one image, forward, multiply-adds counted once."""
+    dataset: str
+    dataset_identity: str
+    images: int
+    val_images: int
+    classes: int
+    global_batch: int
+    workers: int | str
+    steps_per_epoch: int
+    steps: int
+    warmup_steps: int
+    evaluate_every: int | None
+    """In steps; None evaluates nothing."""
+    record_every: int
+
+
+def make_plan(run: Run) -> tuple[Plan, Dataset]:
+    """The plan of a run and its dataset, or one message about what does not fit."""
+    if run.data.url is None:
+        raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
+    dataset = open_dataset(run.data.url)
+    images = _images(dataset, "data.train", run.data.train)
+    val_images = _images(dataset, "data.val", run.data.val) if run.data.val else 0
+    _check_classes(run, dataset)
+    _check_batch(run, images)
+    check_shards(dataset, [run.data.train, *([run.data.val] if run.data.val else [])])
+    steps_per_epoch = images // run.optim.batch
+    counts = count(run.model)
+    plan = Plan(
+        model=run.model.name,
+        params=counts.params,
+        trainable_params=counts.params,
+        trainable_share=1.0,
+        gflops=counts.gflops,
+        dataset=dataset.url,
+        dataset_identity=dataset.identity,
+        images=images,
+        val_images=val_images,
+        classes=len(dataset.classes),
+        global_batch=run.optim.batch,
+        workers=run.compute.workers,
+        steps_per_epoch=steps_per_epoch,
+        steps=total_steps(run.optim, steps_per_epoch),
+        warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
+        evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.val else None,
+        record_every=in_steps(run.tracking.every, steps_per_epoch),
+    )
+    return plan, dataset
+
+
+def check_storage(url: str) -> None:
+    """Write and remove a small file where the results will go."""
+    probe = storage.join(url, ".vitray-probe")
+    storage.write_bytes(probe, b"written by vitray to see whether it may\n")
+    storage.remove(probe)
+
+
+def check_shards(dataset: Dataset, splits: list[str]) -> None:
+    """Whether the shards that dataset.json lists lie where they should, as long as they should be."""
+    found = storage.file_sizes(dataset.url)
+    for split in splits:
+        for shard in dataset.splits[split].shards:
+            if dataset.address(shard) == shard.name:  # left in place: elsewhere, and opened when it is read
+                continue
+            got = found.get(shard.name)
+            if got != shard.bytes:
+                state = "is missing" if got is None else f"has {got} bytes"
+                raise ConfigError(f"{dataset.address(shard)}: {state}, dataset.json says {shard.bytes} bytes")
+
+
+def difference(old: Run, new: Run) -> list[str]:
+    """The settings in which two runs are different experiments, as `path: old -> new`."""
+    before, after = old.dotted(), new.dotted()
+    return [
+        f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path) and not path.startswith(FREE)
+    ]
+
+
+# Settings that may differ between the parts of one run: none of them decides what is learned.
+FREE = (
+    "compute.workers",
+    "compute.device",
+    "compute.cpus",
+    "compute.local_batch",
+    "compute.compile",
+    "compute.recompute",
+    "compute.max_failures",
+    "checkpoint.",
+    "data.url",  # the dataset's identity is compared instead: it may have been moved
+    "data.cache",
+    "evaluate.batch",
+    "guard.",
+    "model.execution",
+    "tracking.register_as",
+)
+
+
+def _images(dataset: Dataset, setting: str, split: str) -> int:
+    if split not in dataset.splits:
+        known = ", ".join(dataset.splits)
+        raise ConfigError(
+            f"{setting}: got {split!r}, wanted a split of {dataset.url}: {known}{nearest(split, dataset.splits)}"
+        )
+    return dataset.splits[split].rows
+
+
+def _check_classes(run: Run, dataset: Dataset) -> None:
+    if run.model.num_classes != len(dataset.classes):
+        raise ConfigError(
+            f"model.num_classes: got {run.model.num_classes}, wanted {len(dataset.classes)} as in {dataset.url}"
+        )
+
+
+def _check_batch(run: Run, images: int) -> None:
+    batch = run.optim.batch
+    if batch > images:
+        raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
+    if run.data.mix.is_mixing and batch % 2:
+        raise ConfigError(f"optim.batch: got {batch}, wanted an even number, as mixup and cutmix pair images")
+    highest = (run.compute.worker_range or (1, 1))[1]
+    if batch < highest * (2 if run.data.mix.is_mixing else 1):
+        raise ConfigError(f"optim.batch: got {batch}, too few for {highest} workers")
