@@ -420,7 +420,8 @@ def test_a_full_disk_stops_nothing(monkeypatch, caplog):
 
 
 def test_a_store_that_cannot_be_used_stops_nothing(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/no/such/folder/mlruns.db")
+    (tmp_path / "file").touch()  # a folder that is missing MLflow would make
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/file/mlruns.db")
     monkeypatch.setattr(tracker, "PATIENCE", {"FINISHED": (1, 1)})
     with begin() as run:
         run.metrics(1, {"loss": 1})
