@@ -119,7 +119,6 @@ def test_a_head_says_what_to_expect_and_who_says_so(path):
     assert f"# Data, once: vitray shard ILSVRC2012 {loaded(path).data.url}" in head(path)
 
 
-@pytest.mark.xfail(strict=True, reason="the demo's result is still to be measured; remove this mark with it")
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_a_head_says_what_we_measured(name):
     lines = [*head(recipes.path_of(name)), ""]

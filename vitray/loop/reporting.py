@@ -204,7 +204,7 @@ def end_block(story: Reporting, outcome: Outcome, values: dict[str, float], ende
     top1 = (
         "not evaluated" if outcome.val_top1 is None else f"{outcome.val_top1:.2%} of {story.plan.val_images:,} images"
     )
-    cost = f"{clock(values['cost/device_seconds'])} device-hours, {values['cost/flops']:.2e} FLOPs"
+    cost = f"{clock(values['cost/device_seconds'])} of device time, {values['cost/flops']:.2e} FLOPs"
     facts = {
         "val top-1": top1,
         "cost": cost + (f", MFU {values['cost/mfu']:.1%}" if "cost/mfu" in values else ""),

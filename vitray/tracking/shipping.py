@@ -45,8 +45,8 @@ def import_mlflow() -> None:
         warnings.simplefilter("ignore")  # MLflow 3.17 uses what SQLAlchemy 2.1 deprecates
         import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in ("mlflow.store.db.utils", "mlflow.pyfunc", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def open_client(uri: str) -> "MlflowClient":
