@@ -147,7 +147,8 @@ def test_a_resumed_run_is_bit_equal(place, whole, step):
     interrupted(place, whole, f"resumed{step}", step)
     outcome = train(recipe(place), f"resumed{step}", str(place / "runs"))
     assert same(weights(outcome.home), whole[1])
-    assert losses(outcome.mlflow_run) == {at: loss for at, loss in whole[2].items() if at > step}
+    # Another run to MLflow, which hears the last records again that the checkpoint holds: here, all.
+    assert losses(outcome.mlflow_run) == whole[2]
 
 
 @pytest.mark.slow
@@ -205,11 +206,11 @@ def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name,
         [*words, "--out", str(place / "runs")], env=os.environ | {"RAY_ADDRESS": ray_cluster}, stderr=subprocess.PIPE
     )
     while not checkpoints.complete_steps(str(home)):
-        assert driver.poll() is None, driver.stderr.read().decode()
+        assert driver.poll() is None, driver.communicate()[1].decode()
         time.sleep(0.01)
     driver.send_signal(number)
-    driver.stderr.read()
-    assert driver.wait() == status
+    told = driver.communicate()[1].decode()
+    assert driver.returncode == status, told
     while any(is_worker(each) for each in psutil.process_iter(["cmdline"])):
         time.sleep(0.1)
     steps = checkpoints.complete_steps(str(home))

@@ -58,7 +58,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) ->
     home = storage.join(out, name)
     uid = open_home(home, name, run, plan, fork)
     cluster.prepare_environment()
-    with _terminable(), cluster.running():
+    with cluster.running(), _terminable():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
         layout = lay_out(run)
@@ -99,6 +99,8 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
     )
     try:
         return trainer.fit().return_value or {}
+    except SystemExit:
+        raise SystemExit(128 + signal.SIGTERM) from None  # Ray Train's handler, set meanwhile, says 1
     except ray.train.TrainingFailedError as error:
         if storage.exists(job.given_up):
             raise RunError(storage.read_bytes(job.given_up).decode()) from None
@@ -195,7 +197,7 @@ def lay_out(run: Run) -> Layout:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: tracking hears of it."""
+    """SIGTERM ends a run as Ctrl-C does, so that tracking hears of it; Ray's own handler, set at its start, aborts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -77,6 +77,8 @@ class Reporting:
 
     def __exit__(self, *error: Any) -> None:
         self._stop()
+        if isinstance(error[1], KeyboardInterrupt | SystemExit):
+            self.display.line(f"  stopped; `vitray train --resume {self.name}` goes on from the last checkpoint")
         self.tracker.__exit__(*error)
 
     def finish(self, ended: dict[str, Any]) -> Outcome:
@@ -139,12 +141,15 @@ class Reporting:
             case "progress":
                 self.stages.setdefault("first step", time.monotonic() - self.called)
                 self.display.progress(record["step"])
-            case "metrics":
+            case "metrics" | "metrics again":  # what has arrived already, tracking leaves out
                 step, values = record["step"], record["values"]
                 self.tracker.metrics(step, values)
                 for key, value in values.items():
-                    self.history.setdefault(key, []).append((step, value))
-                self.display.metrics(values, step)
+                    points = self.history.setdefault(key, [])
+                    if not points or points[-1][0] < step:
+                        points.append((step, value))
+                if record["kind"] == "metrics":
+                    self.display.metrics(values, step)
             case "score":
                 self._draw(record["score"])
             case "note":

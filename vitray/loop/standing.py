@@ -12,7 +12,7 @@ from vitray.evaluation import Score
 from vitray.optim import in_steps
 from vitray.shards.manifest import Dataset
 
-# Losses that a spike is measured against.
+# Losses that a spike is measured against, and records that a checkpoint repeats.
 RECENT = 100
 
 
@@ -51,6 +51,8 @@ class Standing:
     best_step: int | None = None
     skipped: list[int] = field(default_factory=list)
     """Steps that broke the run and are left out since."""
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """The last records: told again after a resume, since those of the last moment may have died with the driver."""
     rewinds: int = 0
     seconds: float = 0.0
     """Spent training, without evaluations, over all parts of the run."""
@@ -113,6 +115,12 @@ class Teller:
         """Send a record, without waiting."""
         if self._is_heard:
             self._desk.put.remote({"kind": kind, **fields})
+
+    def metrics(self, standing: Standing, values: dict[str, float]) -> None:
+        """Tell the numbers of a step, and remember to have told them."""
+        record = {"step": standing.step, "values": values}
+        standing.told = [*standing.told, record][-RECENT:]
+        self.say("metrics", record)
 
     def progress(self, step: int) -> None:
         """Say, about once a second, how far the run is."""

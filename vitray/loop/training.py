@@ -125,7 +125,7 @@ def descend(job: Job) -> dict[str, Any]:
                 "train/epoch": standing.step / train.steps,
                 "data/corrupt": float(len(train.corrupt)),
             }
-            teller.say("metrics", {"step": standing.step, "values": values})
+            teller.metrics(standing, values)
             standing.losses = []
             if context.get_local_rank() == 0:
                 node = f"system/node{context.get_node_rank()}"
@@ -137,7 +137,7 @@ def descend(job: Job) -> dict[str, Any]:
         if val is not None and standing.step in due.evaluations:
             scores = validate(task, average, val, job, share, device)
             standing.judge(scores)
-            teller.say("metrics", {"step": standing.step, "values": validation_metrics(scores, standing)})
+            teller.metrics(standing, validation_metrics(scores, standing))
         since = time.perf_counter()
         if saver and due.saves(standing.step):
             saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.best_step)
@@ -313,7 +313,10 @@ def resume(
     if average is not None:
         average.load(checkpoint.parts["average"])
     teller.say("resumed", {"step": checkpoint.step, "workers": checkpoint.state["workers"]})
-    return Standing(**checkpoint.state["standing"])
+    standing = Standing(**checkpoint.state["standing"])
+    for record in standing.told:
+        teller.say("metrics again", record)
+    return standing
 
 
 def rewind(
