@@ -233,6 +233,19 @@ def test_the_same_name_for_another_experiment_is_refused(place, whole):
 
 
 @pytest.mark.slow
+def test_a_run_lives_on_s3_as_on_a_path(place, whole, s3_server):
+    outcome = train(recipe(place), "remote", "s3://bucket/runs")
+    assert same(weights(outcome.home), whole[1])
+    assert load_model("s3://bucket/runs/remote/model").vit.model.name == "vit_u2x2_8"
+    assert {path.name for path in (s3_server / "bucket/runs/remote").iterdir()} == {
+        "checkpoints",
+        "model",
+        "run.json",
+        "run.yaml",
+    }
+
+
+@pytest.mark.slow
 def test_a_fork_starts_from_the_last_weights(place, whole):
     run = recipe(
         place,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -80,7 +81,8 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
 
     job = Job(run, dataset, home, uuid.uuid4().hex[:12], layout.threads, desk, initial)
     lowest, highest = layout.workers
-    files, path = storage.filesystem(storage.join(home, "ray"))
+    # Ray Train's own storage, of which nothing is used: beside the driver, so that no outage of the run's can end it.
+    aside = tempfile.TemporaryDirectory(prefix="vitray-")
     trainer = TorchTrainer(
         worker,
         train_loop_config={"job": job},
@@ -90,9 +92,8 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
             resources_per_worker={"CPU": layout.cpus} | ({"GPU": 1} if layout.use_gpu else {}),
         ),
         run_config=ray.train.RunConfig(
-            name=job.attempt,  # ours are the checkpoints; Ray's own folder is of this attempt alone
-            storage_path=path,
-            storage_filesystem=files,
+            name=job.attempt,
+            storage_path=aside.name,
             failure_config=ray.train.FailureConfig(max_failures=run.compute.max_failures, controller_failure_limit=2),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
@@ -109,7 +110,7 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
         ) from error
     finally:
         storage.remove(job.given_up)
-        storage.remove(storage.join(home, "ray"))
+        aside.cleanup()
 
 
 def _cause(error: BaseException) -> str:

@@ -190,7 +190,8 @@ def open_shard(url: str) -> pq.ParquetFile:
     """A shard, opened once a process: its footer is not read again for every task."""
     if storage.is_remote(url):
         return pq.ParquetFile(_remote_file(url), pre_buffer=True)
-    return pq.ParquetFile(storage.filesystem(url)[1], memory_map=True)
+    # Mapped, it has no use for a buffer of what comes next, which threads that read at once would spoil for each other.
+    return pq.ParquetFile(storage.filesystem(url)[1], memory_map=True, pre_buffer=False)
 
 
 @lru_cache(maxsize=16)
