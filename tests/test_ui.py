@@ -57,6 +57,7 @@ def pages(tmp_path_factory):
         finally:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait()
+            log.close()
 
 
 def _wait_until_up(port, server, log):
