@@ -5,6 +5,7 @@ import torch
 
 from vitray.config import Model
 from vitray.model.counts import count, picture
+from vitray.model.sizes import sizes_of
 from vitray.model.vit import ViT
 
 LS = {"layerscale": 1e-4}
@@ -95,3 +96,21 @@ def test_the_picture_shows_every_branch():
         "scale 0.1",
     ):
         assert part in drawn
+
+
+ODD = [
+    ("vit_ti2x3_16", {"layerscale": 1e-4, "positions": "sincos2d", "pool": "mean", "class_token": False}),
+    ("vit_u2x2_8_hmlp_ln", {"image_size": [32, 48], "pool": "mean_then_norm"}),
+    ("vit_u2x1_8", {"image_size": 32, "head": "mlp", "num_classes": 7}),
+    ("vit_u2x1_8", {"image_size": 32, "head": {"kind": "mlp", "hidden": 5}, "positions": "none", "pool": "mean"}),
+    ("vit_u2x1_32_hmlp_bn", {"image_size": 64, "num_classes": None}),
+    ("vit_s2x1_16_conv_ln", {"image_size": 96}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), [*((name, settings) for name, settings, *_ in PAPERS), *ODD])
+def test_arithmetic_agrees_with_the_network(name, settings):
+    model = Model(name=name, **settings)
+    sizes, counts = sizes_of(model), count(model)
+    assert sizes.params == counts.params
+    assert sizes.gflops == pytest.approx(counts.gflops, rel=1e-12)

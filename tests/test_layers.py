@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"vitray.model.names"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
-    {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.cluster"},
+    {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
+    {"vitray.tuning"},
     {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
     {"vitray.stream", "vitray.tracking"},
     {"vitray.evaluation", "vitray.plan"},
@@ -38,7 +39,7 @@ DOORS = {
 }
 
 # A recipe loads at once.
-LIGHT = ("vitray", "vitray.config", "vitray.model", "vitray.model.names")
+LIGHT = ("vitray", "vitray.config", "vitray.model", "vitray.model.names", "vitray.model.sizes", "vitray.schedule")
 
 
 def modules(root: Path) -> dict[str, ast.Module]:

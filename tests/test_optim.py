@@ -1,4 +1,4 @@
-"""Descending: durations, learning rates, groups, LAMB, clipping and averages, each beside an independent reference."""
+"""Descending: groups, LAMB, clipping and averages, each beside an independent reference."""
 
 import io
 import math
@@ -7,11 +7,8 @@ from copy import deepcopy
 import pytest
 import timm.optim
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
-from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -24,11 +21,8 @@ from vitray.optim import (
     average_decay,
     build_optimizer,
     clip_gradients,
-    in_steps,
-    learning_rate,
     parameter_groups,
     set_learning_rate,
-    total_steps,
 )
 
 CPU = torch.device("cpu")
@@ -51,97 +45,6 @@ def optim(**settings) -> Optim:
 
 def images(seed=1) -> torch.Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- durations and the learning rate ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "steps"), [("3 epochs", 30), ("0.25 epochs", 2), ("1 epoch", 10), ("7 steps", 7), ("0 epochs", 0)]
-)
-def test_durations_become_steps(text, steps):
-    assert in_steps(text, steps_per_epoch=10) == steps
-
-
-def test_minutes_are_no_steps():
-    with pytest.raises(ValueError, match="got '10 minutes', wanted epochs or steps"):
-        in_steps("10 minutes", 10)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"duration": "40 steps", "warmup": "5 epochs"},
-            "optim.warmup: got '5 epochs', which is 50 steps, wanted at most the 40 steps of optim.duration,"
-            " '40 steps'; an epoch has 10 steps",
-        ),
-        (
-            {"duration": "0.01 epochs", "warmup": "0 steps"},
-            "optim.duration: got '0.01 epochs', wanted at least one step",
-        ),
-        ({"warmup_from": 0.2}, "optim.warmup_from: got 0.2, wanted at most optim.lr, 0.1"),
-        ({"schedule": {"kind": "linear", "floor": 0.2}}, "optim.schedule.floor: got 0.2, wanted at most optim.lr, 0.1"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_is_refused(settings, message):
-    with pytest.raises(ConfigError) as error:
-        total_steps(optim(**settings), steps_per_epoch=10)
-    assert message in str(error.value)
-
-
-def test_a_warmup_may_fill_the_run():
-    whole = optim(duration="4 epochs", warmup="40 steps")
-    assert total_steps(whole, 10) == 40
-    assert [learning_rate(whole, step, 10) for step in (0, 20, 40)] == pytest.approx([0, 0.05, 0.1])
-
-
-@pytest.mark.parametrize("during_warmup", [True, False])
-@pytest.mark.parametrize("warmup", [0, 8])
-def test_the_cosine_is_timms(during_warmup, warmup):
-    ours = optim(warmup=f"{warmup} steps", warmup_from=1e-3, schedule={"floor": 1e-2, "during_warmup": during_warmup})
-    theirs = CosineLRScheduler(
-        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),
-        t_initial=40 if during_warmup else 40 - warmup,
-        lr_min=1e-2,
-        warmup_t=warmup,
-        warmup_lr_init=1e-3,
-        warmup_prefix=not during_warmup,
-        t_in_epochs=False,
-    )
-    for step in range(41):
-        theirs.step_update(step)
-        assert learning_rate(ours, step, 10) == pytest.approx(theirs.optimizer.param_groups[0]["lr"], rel=1e-12)
-
-
-def test_the_line_is_torchs():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    theirs = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.2, total_iters=40)
-    ours = optim(warmup="0 steps", schedule={"kind": "linear", "floor": 0.02})
-    for step in range(41):
-        assert learning_rate(ours, step, 10) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
-        optimizer.step()
-        theirs.step()
-
-
-SCHEDULES = st.fixed_dictionaries(
-    {"kind": st.sampled_from(["cosine", "linear"]), "floor": st.floats(0, 0.1)}
-) | st.just({"kind": "constant"})
-
-
-@given(total=st.integers(1, 60), share=st.floats(0, 1), start=st.floats(0, 0.1), schedule=SCHEDULES)
-def test_it_rises_from_the_start_to_lr_and_falls_to_the_floor(total, share, start, schedule):
-    warmup = round(share * total)
-    settings = optim(duration=f"{total} steps", warmup=f"{warmup} steps", warmup_from=start, schedule=schedule)
-    rates = [learning_rate(settings, step, 7) for step in range(total + 1)]
-    rising, falling = rates[: warmup + 1], rates[warmup:]
-    assert rising == pytest.approx(sorted(rising))
-    assert falling == pytest.approx(sorted(falling, reverse=True))
-    assert rates[warmup] == pytest.approx(0.1)
-    if warmup:
-        assert rates[0] == start
-    if warmup < total:
-        assert rates[total] == pytest.approx(schedule.get("floor", 0.1))
 
 
 # ---- parameter groups ------------------------------------------------------------------------------------------------

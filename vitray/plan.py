@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from vitray import storage
 from vitray.config import ConfigError, Run
-from vitray.model.counts import count
 from vitray.model.names import nearest
-from vitray.optim import in_steps, total_steps
+from vitray.model.sizes import sizes_of
+from vitray.schedule import in_steps, total_steps
 from vitray.shards import open_dataset
 from vitray.shards.manifest import Dataset
 
@@ -46,13 +46,13 @@ def make_plan(run: Run) -> tuple[Plan, Dataset]:
     _check_batch(run, images)
     check_shards(dataset, [run.data.train, *([run.data.val] if run.data.val else [])])
     steps_per_epoch = images // run.optim.batch
-    counts = count(run.model)
+    sizes = sizes_of(run.model)
     plan = Plan(
         model=run.model.name,
-        params=counts.params,
-        trainable_params=counts.params,
+        params=sizes.params,
+        trainable_params=sizes.params,
         trainable_share=1.0,
-        gflops=counts.gflops,
+        gflops=sizes.gflops,
         dataset=dataset.url,
         dataset_identity=dataset.identity,
         images=images,

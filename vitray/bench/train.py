@@ -26,7 +26,8 @@ from vitray.config import Run, load_run
 from vitray.loop.reporting import peak_flops
 from vitray.loop.training import take_step
 from vitray.model.counts import count
-from vitray.optim import build_optimizer, total_steps
+from vitray.optim import build_optimizer
+from vitray.schedule import total_steps
 from vitray.shards import open_dataset
 from vitray.shards.manifest import Dataset
 from vitray.stream import Share, Stream

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vitray import checkpoints, cluster, storage
+from vitray import cluster, storage
 from vitray.config import ConfigError, Run, RunError, load_run
 from vitray.loop.display import Display
 from vitray.plan import Plan, check_storage, difference, make_plan
@@ -162,6 +162,8 @@ def _check_same(home: str, name: str, run: Run, plan: Plan, known: dict[str, Any
 
 
 def _check_fork(old: str, run: Run) -> None:
+    from vitray import checkpoints  # torch takes seconds, which nobody else here needs
+
     steps = checkpoints.complete_steps(old)
     if not steps:
         raise ConfigError(f"--fork {old.rpartition('/')[2]}: {old} has no checkpoint to start from")

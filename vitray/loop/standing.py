@@ -9,7 +9,7 @@ from vitray import storage
 from vitray.config import Run
 from vitray.config.training import parse_duration
 from vitray.evaluation import Score
-from vitray.optim import in_steps
+from vitray.schedule import in_steps
 from vitray.shards.manifest import Dataset
 
 # Losses that a spike is measured against, and records that a checkpoint repeats.

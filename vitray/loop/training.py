@@ -25,7 +25,8 @@ from vitray.checkpoints import Checkpoint, Saver
 from vitray.config import ConfigError, Run
 from vitray.evaluation import Score, agree_on_buffers, evaluate
 from vitray.loop.standing import Due, Job, Standing, Teller
-from vitray.optim import Average, build_optimizer, clip_gradients, learning_rate, set_learning_rate, total_steps
+from vitray.optim import Average, build_optimizer, clip_gradients, set_learning_rate
+from vitray.schedule import learning_rate, total_steps
 from vitray.stream import Cursor, HostBatch, Share, Stream
 from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
