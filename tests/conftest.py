@@ -66,8 +66,8 @@ def _wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> Non
 
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server) -> Iterator[str]:
-    """The address of one local Ray with two CPUs; its workers see the S3 server, so that starts first."""
-    with cluster.running(cpus=2, store=500 * 10**6):
+    """The address of one local Ray with three CPUs; its workers see the S3 server, so that starts first."""
+    with cluster.running(cpus=3, store=500 * 10**6):
         import ray
 
         yield ray.get_runtime_context().gcs_address

@@ -28,7 +28,7 @@ def home(request, tmp_path):
 
 def write(home, checkpoint):
     saver = Saver(home, keep=9)
-    saver.save(checkpoint, None)
+    saver.save(checkpoint)
     saver.close()
 
 
@@ -68,7 +68,7 @@ def test_a_writer_that_dies_over_a_whole_checkpoint_leaves_none(tmp_path, monkey
 def test_the_latest_and_the_best_stay(home):
     saver = Saver(home, keep=2)
     for step in (10, 20, 30, 40, 50):
-        saver.save(made(step), best=20)
+        saver.save(made(step), spared={20})
     saver.close()
     assert checkpoints.complete_steps(home) == [20, 40, 50]
     assert all(name.startswith(("step-00000020", "step-0000004", "step-0000005")) for name in listed(home))
@@ -88,7 +88,7 @@ def test_a_checkpoint_holds_the_values_of_its_moment(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "upload", slow)
     weights = torch.ones(4)
     saver = Saver(str(tmp_path), keep=1)
-    saver.save(Checkpoint(1, {"model": {"w": weights}}, {}), None)
+    saver.save(Checkpoint(1, {"model": {"w": weights}}, {}))
     weights.add_(1)
     let_go.set()
     saver.close()
@@ -113,7 +113,7 @@ def test_what_the_storage_refuses_for_good_reaches_the_trainer(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "PAUSES", (0.01,))
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     saver = Saver(str(tmp_path), keep=1)
-    saver.save(made(1), None)
+    saver.save(made(1))
     with pytest.raises(ConfigError, match="step-00000001"):
         saver.close()
 

@@ -187,6 +187,27 @@ def test_a_killed_worker_changes_nothing(place, whole):
     assert losses(outcome.mlflow_run) == whole[2]
 
 
+def scores(run_id, key):
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    return {point.step: point.value for point in client.get_metric_history(run_id, key)}
+
+
+@pytest.mark.slow
+def test_evaluations_apart_count_the_same_and_outlive_an_interruption(place, whole):
+    home = interrupted(place, whole, "apart", 6)
+    saved = Path(checkpoints.folder_of(str(home), 6)) / "checkpoint.json"
+    content = json.loads(saved.read_text())
+    content["state"]["standing"]["pending"] = [6]  # an evaluation was under way when the power failed
+    saved.write_text(json.dumps(content))
+    outcome = train(recipe(place, "evaluate.where=cpu", "compute.cpus=0.5"), "apart", str(place / "runs"))
+    assert same(weights(outcome.home), whole[1])
+    for key in ("val/top1", "val/top5", "val/top1_ema", "val/loss"):
+        found, wanted = scores(outcome.mlflow_run, key), scores(whole[0].mlflow_run, key)
+        assert found.keys() == {6, 10, 20}
+        assert {step: found[step] for step in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert outcome.val_top1 == whole[0].val_top1
+
+
 def is_worker(process):
     """Whether it is a worker of Ray Train, started by this test run."""
     words = " ".join(process.info["cmdline"] or ())
@@ -223,6 +244,11 @@ def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name,
     assert losses(outcome.mlflow_run) == whole[2]
     if found:
         assert outcome.mlflow_run == found[0].info.run_id
+
+
+def test_what_does_not_fit_the_cluster_is_said_at_once(place):
+    with pytest.raises(ConfigError, match="2 workers of 1 CPUs beside one CPU to decode images, and one to evaluate apart, do"):
+        train(recipe(place, "evaluate.where=cpu", "compute.cpus=1"), "large", str(place / "runs"))
 
 
 def test_the_same_name_for_another_experiment_is_refused(place, whole):

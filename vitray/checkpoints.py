@@ -10,7 +10,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,11 +108,11 @@ def read_checkpoint(home: str, step: int) -> Checkpoint:
     return Checkpoint(step, parts, content["state"])
 
 
-def prune(home: str, keep: int, best: int | None) -> None:
-    """Remove all but the latest `keep` and the best; the JSON goes first, so that no half folder looks whole."""
+def prune(home: str, keep: int, spared: Collection[int]) -> None:
+    """Remove all but the latest `keep` and the spared; the JSON goes first, so that no half folder looks whole."""
     steps = complete_steps(home)
     for step in steps[:-keep]:
-        if step != best:
+        if step not in spared:
             storage.remove(storage.join(folder_of(home, step), LAST))
             storage.remove(folder_of(home, step))
 
@@ -124,18 +124,18 @@ class Saver:
         self.home, self.keep, self.saved = home, keep, saved
         self._error: BaseException | None = None
         # One waits while one is written: a third would only show that the storage cannot keep up.
-        self._waiting: queue.Queue[tuple[Checkpoint, int | None] | None] = queue.Queue(1)
+        self._waiting: queue.Queue[tuple[Checkpoint, Collection[int]] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._write, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def save(self, checkpoint: Checkpoint, best: int | None) -> None:
-        """Copy the tensors to host memory now, and write them soon; `best` is the step that stays whatever follows."""
+    def save(self, checkpoint: Checkpoint, spared: Collection[int] = ()) -> None:
+        """Copy the tensors to host memory now, and write them soon; the steps of `spared` stay whatever follows."""
         self._raise()
         parts = {
             part: {name: _host_copy(tensor) for name, tensor in tensors.items()}
             for part, tensors in checkpoint.parts.items()
         }
-        self._waiting.put((checkpoint._replace(parts=parts), best))
+        self._waiting.put((checkpoint._replace(parts=parts), spared))
 
     def close(self) -> None:
         """Wait until everything is written."""
@@ -145,12 +145,12 @@ class Saver:
 
     def _write(self) -> None:
         while (found := self._waiting.get()) is not None:
-            checkpoint, best = found
+            checkpoint, spared = found
             if self._error is not None:
                 continue
             try:
                 _write_patiently(self.home, checkpoint)
-                prune(self.home, self.keep, best)
+                prune(self.home, self.keep, spared)
                 self.saved(checkpoint.step)
             except BaseException as error:  # told to the trainer at its next save
                 self._error = error

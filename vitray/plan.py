@@ -112,6 +112,7 @@ FREE = (
     "data.url",  # the dataset's identity is compared instead: it may have been moved
     "data.cache",
     "evaluate.batch",
+    "evaluate.where",
     "guard.",
     "model.execution",
     "tracking.register_as",

@@ -199,6 +199,8 @@ class Evaluate(Section):
     """In epochs or in steps; the end is always evaluated."""
     batch: Size | None = None
     """Images of one step over all workers; None is that of training."""
+    where: Literal["workers", "cpu", "gpu"] = "workers"
+    """workers stop training for it; cpu or gpu is one device more, beside them, whose scores come some steps later."""
 
 
 class Checkpoint(Section):

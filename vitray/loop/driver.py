@@ -180,20 +180,25 @@ def lay_out(run: Run) -> Layout:
     import ray
 
     resources, compute = ray.cluster_resources(), run.compute
-    gpus, cpus = int(resources.get("GPU", 0)), resources.get("CPU", 0.0)
+    # Evaluations apart have a device of their own, and one CPU of the cluster at least decodes images.
+    apart = run.evaluate.where if run.data.val else "workers"
+    kept = 1 + (apart != "workers")
+    gpus, cpus = int(resources.get("GPU", 0)) - (apart == "gpu"), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
     lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
-    if (use_gpu and lowest > gpus) or (use_gpu and not gpus):
-        raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs")
+    if (use_gpu and lowest > gpus) or (use_gpu and not gpus) or gpus < 0:
+        beside = " beside the one that evaluates" if apart == "gpu" else ""
+        raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{beside}")
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
     per_node = -(-highest // max(1, len(nodes)))
-    # One CPU of the cluster at least decodes images.
-    fair = 1.0 if use_gpu else min((cpus - 1) / highest, min(nodes) / per_node)
+    fair = 1.0 if use_gpu else min((cpus - kept) / highest, min(nodes) / per_node)
     each = compute.cpus or (fair if fair < 1 else float(int(fair)))
-    if each <= 0 or lowest * each + 1 > cpus:
+    if each <= 0 or lowest * each + kept > cpus:
+        evaluating = ", and one to evaluate apart," if kept > 1 else ""
+        share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
-            f"compute.workers: {lowest} workers of {each:g} CPUs and one CPU to decode images need"
-            f" {lowest * each + 1:g}, the cluster has {cpus:g}"
+            f"compute.workers: {lowest} workers{share} beside one CPU to decode images{evaluating} do not fit into the"
+            f" {cpus:g} CPUs of the cluster"
         )
     return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // per_node)))
 

@@ -1,7 +1,7 @@
 """What a run is between two steps: what every worker is told, where the run stands, and what is due next."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -53,19 +53,33 @@ class Standing:
     """Steps that broke the run and are left out since."""
     told: list[dict[str, Any]] = field(default_factory=list)
     """The last records: told again after a resume, since those of the last moment may have died with the driver."""
+    pending: list[int] = field(default_factory=list)
+    """Steps whose evaluations are under way, apart from the workers."""
     rewinds: int = 0
     seconds: float = 0.0
     """Spent training, without evaluations, over all parts of the run."""
+    latest: Score | None = None
+    """Of the last evaluation that is done, and of this process alone: it is not saved."""
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return asdict(replace(self, latest=None))
+
+    @property
+    def spared(self) -> set[int]:
+        """Steps whose checkpoints stay whatever follows: the best, and those that may turn out to be."""
+        return {*self.pending, *([] if self.best_step is None else [self.best_step])}
 
     def count(self, losses: list[float]) -> None:
         """Add the losses of some steps."""
         self.losses += losses
         self.recent = (self.recent + losses)[-RECENT:]
 
-    def judge(self, scores: list[Score]) -> None:
+    def judge(self, step: int, scores: list[Score]) -> None:
         """Remember the best; the averaged weights, which come last, speak where there are any."""
-        if self.best_top1 is None or scores[-1].top1 > self.best_top1:
-            self.best_top1, self.best_step = scores[-1].top1, self.step
+        self.latest = scores[-1]
+        if self.best_top1 is None or self.latest.top1 > self.best_top1:
+            self.best_top1, self.best_step = self.latest.top1, step
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:
         """The place of the first of these losses that is not finite, or that leaps."""
@@ -116,9 +130,9 @@ class Teller:
         if self._is_heard:
             self._desk.put.remote({"kind": kind, **fields})
 
-    def metrics(self, standing: Standing, values: dict[str, float]) -> None:
+    def metrics(self, step: int, standing: Standing, values: dict[str, float]) -> None:
         """Tell the numbers of a step, and remember to have told them."""
-        record = {"step": standing.step, "values": values}
+        record = {"step": step, "values": values}
         standing.told = [*standing.told, record][-RECENT:]
         self.say("metrics", record)
 

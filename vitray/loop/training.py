@@ -6,9 +6,7 @@ random state, and a resumed run goes on as if nothing had been.
 
 import math
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -23,11 +21,12 @@ from vitray.augment.batch import Rows, prepare_batch
 from vitray.augment.draws import step_generator
 from vitray.checkpoints import Checkpoint, Saver
 from vitray.config import ConfigError, Run
-from vitray.evaluation import Score, agree_on_buffers, evaluate
+from vitray.loop.evaluating import Evaluations, autocast, judge
+from vitray.loop.reading import batches_from, open_stream
 from vitray.loop.standing import Due, Job, Standing, Teller
 from vitray.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.schedule import learning_rate, total_steps
-from vitray.stream import Cursor, HostBatch, Share, Stream
+from vitray.stream import Share, Stream
 from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
 from vitray.task import Supervised, build_task, recompute_blocks
@@ -71,7 +70,9 @@ def descend(job: Job) -> dict[str, Any]:
 
     # ---- what it is trained on ---------------------------------------------------------------------------------------
     train = open_stream(job, run.data.train, run.optim.batch, share)
-    val = open_stream(job, run.data.val, run.evaluate.batch or run.optim.batch, share) if run.data.val else None
+    evaluations = Evaluations(job, share, device) if run.data.val else None
+    if evaluations is not None and (lost := evaluations.begin_again(standing)):
+        teller.say("note", {"text": f"the evaluation at step {lost} was lost when the run was interrupted"})
     total = total_steps(run.optim, train.steps)
     due = Due(run, train.steps, total)
 
@@ -80,7 +81,6 @@ def descend(job: Job) -> dict[str, Any]:
 
     saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
     feed = Feed(batches_from(train, standing.step, total, share), device)
-    scores: list[Score] = []
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     since = time.perf_counter()
 
@@ -110,6 +110,8 @@ def descend(job: Job) -> dict[str, Any]:
             if run.guard.on_nan == "stop" or standing.rewinds >= run.guard.max_rewinds:
                 return {"failed": text, "step": bad_step}
             standing = rewind(job, task, optimizer, average, teller, standing, bad_step)
+            if evaluations is not None:
+                evaluations.forget(standing.step)
             teller.say("note", {"text": f"{text}; back at step {standing.step}, step {bad_step} is left out"})
             saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
             feed = Feed(batches_from(train, standing.step, total, share), device)
@@ -126,7 +128,7 @@ def descend(job: Job) -> dict[str, Any]:
                 "train/epoch": standing.step / train.steps,
                 "data/corrupt": float(len(train.corrupt)),
             }
-            teller.metrics(standing, values)
+            teller.metrics(standing.step, standing, values)
             standing.losses = []
             if context.get_local_rank() == 0:
                 node = f"system/node{context.get_node_rank()}"
@@ -135,18 +137,21 @@ def descend(job: Job) -> dict[str, Any]:
         unread, feed.waited = {}, 0.0
 
         # ---- evaluation and checkpoint -------------------------------------------------------------------------------
-        if val is not None and standing.step in due.evaluations:
-            scores = validate(task, average, val, job, share, device)
-            standing.judge(scores)
-            teller.metrics(standing, validation_metrics(scores, standing))
+        if evaluations is not None:
+            if standing.step in due.evaluations:
+                evaluations.begin(standing.step, task, average)
+            judge(evaluations.done(), standing, teller)
+            standing.pending = evaluations.pending
         since = time.perf_counter()
         if saver and due.saves(standing.step):
-            saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.best_step)
+            saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.spared)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    if val is not None:
-        scores = scores or validate(task, average, val, job, share, device)  # where it was interrupted right here
-        teller.say("score", {"score": scores[-1]})
+    if evaluations is not None:
+        if evaluations.latest != total:  # where it was interrupted right here
+            evaluations.begin(total, task, average)
+        judge(evaluations.done(wait=True), standing, teller)
+        teller.say("score", {"score": standing.latest})
     if saver:
         saver.close()
         with average.applied_to(task) if average else nullcontext():
@@ -155,7 +160,7 @@ def descend(job: Job) -> dict[str, Any]:
     return {
         "step": standing.step,
         "seconds": standing.seconds,
-        "val_top1": scores[-1].top1 if scores else None,
+        "val_top1": standing.latest.top1 if standing.latest else None,
         "best_top1": standing.best_top1,
         "workers": share.workers,
         "corrupt": train.corrupt,
@@ -225,50 +230,12 @@ def prepared(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tens
     )
 
 
-def autocast(run: Run, device: torch.device) -> torch.autocast:
-    """The precision of a forward pass."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16")
-
-
 def summed(unread: dict[int, Tensor], device: torch.device) -> list[list[float]]:
     """Loss and gradient norm of each step over all workers, on the host: the one place that waits for the device."""
     numbers = torch.stack([torch.zeros(2, device=device), *unread.values()]).double()
     if dist.is_initialized():
         dist.all_reduce(numbers)
     return numbers[1:].tolist()
-
-
-# ---- what is read ----------------------------------------------------------------------------------------------------
-
-
-def open_stream(job: Job, split: str, batch: int, share: Share) -> Stream:
-    """A split as this run sees it."""
-    data, is_train = job.run.data, split == job.run.data.train
-    store = ray.cluster_resources()["object_store_memory"]
-    return Stream(
-        job.dataset,
-        split,
-        batch=batch,
-        size=job.run.model.image_shape,
-        crop=data.augment if is_train else data.eval_crop,
-        seed=job.run.seed,
-        copies=data.copies if is_train else 1,
-        max_corrupt=data.max_corrupt,
-        # All streams of all workers together keep to half of the object store: what is beyond it goes to disk.
-        memory=int(store / 4 / share.workers),
-        cache=data.cache,
-    )
-
-
-def batches_from(stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
-    """A worker's batches from a step of the run to its end, one epoch after another."""
-    while step < total:
-        epoch, within = divmod(step, stream.steps)
-        for batch in stream.train(Cursor(epoch, within), share):
-            yield batch
-            step += 1
-            if step == total:
-                return
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -288,7 +255,7 @@ def checkpoint_of(
     if average is not None:
         parts["average"] = average.state()
     state = {
-        "standing": asdict(standing),
+        "standing": standing.saved(),
         "optimizer": rest,
         "workers": share.workers,
         "run": run.model_dump(mode="json"),
@@ -347,39 +314,6 @@ def explain(job: Job, train: Stream, step: int, loss: float) -> str:
     lr = learning_rate(job.run.optim, step, train.steps)
     images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
     return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
-
-
-# ---- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def validate(
-    task: Supervised, average: Average | None, val: Stream, job: Job, share: Share, device: torch.device
-) -> list[Score]:
-    """The scores of the weights, and of their average where there is one."""
-    scores = []
-    for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
-        with weights:
-            agree_on_buffers(task)
-            scores.append(
-                evaluate(
-                    task.vit,
-                    Feed(val.evaluate(share), device),
-                    job.run.data.normalise,
-                    images=val.images,
-                    num_classes=job.run.model.num_classes or 0,
-                    device=device,
-                    autocast=autocast(job.run, device),
-                )
-            )
-    return scores
-
-
-def validation_metrics(scores: list[Score], standing: Standing) -> dict[str, float]:
-    """The scores by name."""
-    values = {"best/val_top1": standing.best_top1 or 0.0}
-    for score, suffix in zip(scores, ("", "_ema"), strict=False):
-        values |= {f"val/top1{suffix}": score.top1, f"val/top5{suffix}": score.top5, f"val/loss{suffix}": score.loss}
-    return values
 
 
 def describe(device: torch.device) -> str:
