@@ -49,7 +49,7 @@ def main(words: list[str]) -> dict[str, Any]:
         run = load_run(recipes.path_of(given[0]), settings)
         name = args.name or f"{Path(given[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if args.dry_run:
-        plan, _ = make_plan(run)
+        plan = make_plan(run).plan
         check_storage(args.out)
         print("\n".join(f"  {key:<18} {value}" for key, value in plan._asdict().items()), file=sys.stderr)
         return plan._asdict()

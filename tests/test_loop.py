@@ -247,7 +247,9 @@ def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name,
 
 
 def test_what_does_not_fit_the_cluster_is_said_at_once(place):
-    with pytest.raises(ConfigError, match="2 workers of 1 CPUs beside one CPU to decode images, and one to evaluate apart, do"):
+    with pytest.raises(
+        ConfigError, match="2 workers of 1 CPUs beside one CPU to decode images, and one to evaluate apart, do"
+    ):
         train(recipe(place, "evaluate.where=cpu", "compute.cpus=1"), "large", str(place / "runs"))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from vitray.config import ConfigError, load_run
 from vitray.plan import check_storage, difference, make_plan
-from vitray.shards import open_dataset, read_job, write_dataset
+from vitray.shards import open_dataset, read_job, set_aside, write_dataset
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", "optim.batch=16"]
@@ -28,7 +28,7 @@ def run(dataset, *words):
 
 @pytest.mark.ray
 def test_the_plan_follows_from_recipe_and_data(dataset):
-    plan, _ = make_plan(run(dataset))
+    plan = make_plan(run(dataset)).plan
     assert (plan.images, plan.classes) == (100, 10)
     assert plan.val_images == open_dataset(dataset).splits["val"].rows
     assert (plan.steps_per_epoch, plan.steps, plan.warmup_steps) == (6, 18, 6)
@@ -58,6 +58,22 @@ def test_what_does_not_fit_gets_one_message(dataset, words, parts):
     assert len(str(error.value).splitlines()) == 1
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.ray
+def test_a_development_part_is_evaluated_and_not_trained_on(dataset):
+    opened = open_dataset(dataset)
+    parts = {share: set_aside(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
+    assert not parts[0.0].any()
+    assert (parts[0.1] <= parts[0.4]).all()
+    assert 0 < parts[0.1].sum() < parts[0.4].sum() < 70
+    planned = make_plan(run(dataset, "data.development=0.4"))
+    assert (planned.aside == parts[0.4]).all()
+    assert planned.plan.val_images == parts[0.4].sum()
+    assert planned.plan.images == 100 - parts[0.4].sum()
+    assert planned.plan.steps_per_epoch == planned.plan.images // 16
+    with pytest.raises(ConfigError, match="sets none of 100 images aside"):
+        make_plan(run(dataset, "data.development=1e-9"))
 
 
 @pytest.mark.ray

@@ -20,6 +20,7 @@ from vitray.config.augmentation import Augment, CentreCrop
 from vitray.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.stream import Cursor, Share, Stream, forget_decoded
 from vitray.stream.cache import decoded_split
+from vitray.stream.decoding import rows_of
 from vitray.stream.plan import DEAL, LANES, REGION, epoch_order, evaluation_positions, positions_of, repeated
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
@@ -271,6 +272,19 @@ def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, wo
             rows += batch.rows[batch.weights == 1].tolist()
     assert steps == {20}
     assert sorted(rows) == list(range(2500))
+
+
+@pytest.mark.ray
+def test_rows_that_take_no_part_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
+    only = np.arange(int(rows_of(dataset, "train").starts[-1])) % 3 == 0
+    few = train_stream(dataset, only=only)
+    assert few.images == only.sum()
+    found = [row for rank in range(2) for batch in few.train(START, Share(rank, 2)) for row in batch.rows]
+    assert len(found) == len(set(found)) == few.steps * few.batch
+    assert only[found].all()
+    batches = [batch for rank in range(2) for batch in few.evaluate(Share(rank, 2))]
+    counted = np.concatenate([batch.rows[batch.weights > 0] for batch in batches])
+    assert np.array_equal(np.sort(counted), np.flatnonzero(only))
 
 
 @pytest.mark.ray

@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from vitray import storage
 from vitray.config import ConfigError, Run
 from vitray.model.names import nearest
 from vitray.model.sizes import sizes_of
 from vitray.schedule import in_steps, total_steps
-from vitray.shards import open_dataset
+from vitray.shards import open_dataset, set_aside
 from vitray.shards.manifest import Dataset
 
 
@@ -35,16 +37,34 @@ class Plan(NamedTuple):
     record_every: int
 
 
-def make_plan(run: Run) -> tuple[Plan, Dataset]:
+class Planned(NamedTuple):
+    """A plan and what it was made from."""
+
+    plan: Plan
+    dataset: Dataset
+    aside: np.ndarray | None
+    """For each row of train whether data.development sets it aside; None where it sets none aside."""
+
+
+def make_plan(run: Run) -> Planned:
     """The plan of a run and its dataset, or one message about what does not fit."""
     if run.data.url is None:
         raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
     dataset = open_dataset(run.data.url)
     images = _images(dataset, "data.train", run.data.train)
-    val_images = _images(dataset, "data.val", run.data.val) if run.data.val else 0
+    aside = None
+    if run.data.development:
+        aside = set_aside(dataset, run.data.train, run.data.development)
+        val_images, images = int(aside.sum()), int((~aside).sum())
+        if not val_images:
+            raise ConfigError(
+                f"data.development: got {run.data.development:g}, which sets none of {images} images aside, wanted more"
+            )
+    else:
+        val_images = _images(dataset, "data.val", run.data.val) if run.data.val else 0
     _check_classes(run, dataset)
     _check_batch(run, images)
-    check_shards(dataset, [run.data.train, *([run.data.val] if run.data.val else [])])
+    check_shards(dataset, list(dict.fromkeys([run.data.train, *([run.data.evaluated] if run.data.evaluated else [])])))
     steps_per_epoch = images // run.optim.batch
     sizes = sizes_of(run.model)
     plan = Plan(
@@ -63,10 +83,10 @@ def make_plan(run: Run) -> tuple[Plan, Dataset]:
         steps_per_epoch=steps_per_epoch,
         steps=total_steps(run.optim, steps_per_epoch),
         warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
-        evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.val else None,
+        evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
     )
-    return plan, dataset
+    return Planned(plan, dataset, aside)
 
 
 def check_storage(url: str) -> None:

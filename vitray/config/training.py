@@ -58,6 +58,9 @@ class Data(Section):
     """The split that is trained on."""
     val: str | None = "val"
     """The split that is evaluated; None evaluates nothing."""
+    development: Fraction = 0.0
+    """Share of train, by a hash of each image's key, that is evaluated in place of val and not trained on: to find
+    settings with. The final run, on all of train, leaves it 0."""
     augment: Augment = Augment()
     copies: Size = 1
     """Repeated augmentation: views of an image in one epoch, which then meets the images / copies."""
@@ -68,6 +71,11 @@ class Data(Section):
     """Share of a split's images that may turn out corrupt while streaming before the run stops."""
     cache: Literal["none", "decoded"] = "none"
     """decoded keeps a split's pixels in the object store, decoded once for all epochs and runs on the Ray cluster."""
+
+    @property
+    def evaluated(self) -> str | None:
+        """The split whose images, or some of them, are evaluated."""
+        return self.train if self.development else self.val
 
 
 class Supervised(Section):

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vitray import cluster, storage
 from vitray.config import ConfigError, Run, RunError, load_run
 from vitray.loop.display import Display
@@ -53,7 +55,7 @@ class Layout(NamedTuple):
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) -> Outcome:
     """Train to the end: a new run, or one of this name that was interrupted."""
     called = time.monotonic()
-    plan, dataset = make_plan(run)
+    plan, dataset, aside = make_plan(run)
     dataset = dataset.model_copy(update={"url": storage.absolute(dataset.url)})
     out = storage.absolute(out)
     home = storage.join(out, name)
@@ -66,23 +68,31 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) ->
         display = Display(plan)
         initial = storage.join(out, fork) if fork else None
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork) as reporting:
-            ended = _fit(run, dataset, home, layout, reporting.desk, initial)
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, initial)
             if "failed" in ended:
                 raise RunError(f"{name}: {ended['failed']}")
             return reporting.finish(ended)
 
 
-def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initial: str | None) -> dict[str, Any]:
+def _fit(
+    run: Run,
+    dataset: Dataset,
+    aside: np.ndarray | None,
+    home: str,
+    layout: Layout,
+    desk: Any,
+    initial: str | None,
+) -> dict[str, Any]:
     import ray.train
     from ray.train.torch import TorchTrainer
 
     from vitray.loop.standing import Job
     from vitray.loop.training import worker
 
-    job = Job(run, dataset, home, uuid.uuid4().hex[:12], layout.threads, desk, initial)
+    job = Job(run, dataset, aside, home, uuid.uuid4().hex[:12], layout.threads, desk, initial)
     lowest, highest = layout.workers
     # Ray Train's own storage, of which nothing is used: beside the driver, so that no outage of the run's can end it.
-    aside = tempfile.TemporaryDirectory(prefix="vitray-")
+    beside = tempfile.TemporaryDirectory(prefix="vitray-")
     trainer = TorchTrainer(
         worker,
         train_loop_config={"job": job},
@@ -93,7 +103,7 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
         ),
         run_config=ray.train.RunConfig(
             name=job.attempt,
-            storage_path=aside.name,
+            storage_path=beside.name,
             failure_config=ray.train.FailureConfig(max_failures=run.compute.max_failures, controller_failure_limit=2),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
@@ -110,7 +120,7 @@ def _fit(run: Run, dataset: Dataset, home: str, layout: Layout, desk: Any, initi
         ) from error
     finally:
         storage.remove(job.given_up)
-        aside.cleanup()
+        beside.cleanup()
 
 
 def _cause(error: BaseException) -> str:
@@ -181,7 +191,7 @@ def lay_out(run: Run) -> Layout:
 
     resources, compute = ray.cluster_resources(), run.compute
     # Evaluations apart have a device of their own, and one CPU of the cluster at least decodes images.
-    apart = run.evaluate.where if run.data.val else "workers"
+    apart = run.evaluate.where if run.data.evaluated else "workers"
     kept = 1 + (apart != "workers")
     gpus, cpus = int(resources.get("GPU", 0)) - (apart == "gpu"), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitray import checkpoints
 from vitray.config import Run
 from vitray.evaluation import Score, agree_on_buffers, evaluate
-from vitray.loop.reading import open_stream
+from vitray.loop.reading import open_evaluation
 from vitray.loop.standing import Job, Standing, Teller
 from vitray.model.vit import ViT
 from vitray.optim import Average
@@ -103,8 +103,7 @@ def score_apart(job: Job, networks: list[State], _before: Any = None) -> list[Sc
 def score_split(job: Job, vit: ViT, share: Share, device: torch.device) -> Score:
     """The score of a network on the val split, with all who have a share in it."""
     run = job.run
-    assert run.data.val is not None
-    val = open_stream(job, run.data.val, run.evaluate.batch or run.optim.batch, share)
+    val = open_evaluation(job, share)
     return evaluate(
         vit,
         Feed(val.evaluate(share), device),

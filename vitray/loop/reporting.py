@@ -164,10 +164,10 @@ class Reporting:
         """The confusion matrix and the surest mistakes."""
         classes = self.dataset.classes
         self.tracker.figure("confusion.png", figures.draw_confusion(score.confusion, classes))
-        if not score.mistakes or self.run.data.val is None:
+        if not score.mistakes or self.run.data.evaluated is None:
             return
         found = read_rows(
-            np.array([mistake.row for mistake in score.mistakes]), rows_of(self.dataset, self.run.data.val)
+            np.array([mistake.row for mistake in score.mistakes]), rows_of(self.dataset, self.run.data.evaluated)
         )
         shown_ones = []
         for mistake in score.mistakes:
@@ -195,7 +195,8 @@ def start_block(story: Reporting) -> dict[str, str]:
     return {
         "run": story.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
-        "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes; {plan.val_images:,} to validate on",
+        "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes; {plan.val_images:,} to validate on"
+        + (f", {run.data.development:.0%} of train" if run.data.development else ""),
         "workers": f"{workers} on {'GPU' if layout.use_gpu else 'CPU'}, each with {layout.cpus:g} CPUs",
         "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vitray import storage
 from vitray.config import Run
 from vitray.config.training import parse_duration
@@ -21,6 +23,8 @@ class Job(NamedTuple):
 
     run: Run
     dataset: Dataset
+    aside: np.ndarray | None
+    """For each row of train whether it is evaluated instead of trained on."""
     home: str
     """The run's folder, which all workers reach."""
     attempt: str

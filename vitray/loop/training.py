@@ -22,7 +22,7 @@ from vitray.augment.draws import step_generator
 from vitray.checkpoints import Checkpoint, Saver
 from vitray.config import ConfigError, Run
 from vitray.loop.evaluating import Evaluations, autocast, judge
-from vitray.loop.reading import batches_from, open_stream
+from vitray.loop.reading import batches_from, open_training
 from vitray.loop.standing import Due, Job, Standing, Teller
 from vitray.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.schedule import learning_rate, total_steps
@@ -69,8 +69,8 @@ def descend(job: Job) -> dict[str, Any]:
         model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
 
     # ---- what it is trained on ---------------------------------------------------------------------------------------
-    train = open_stream(job, run.data.train, run.optim.batch, share)
-    evaluations = Evaluations(job, share, device) if run.data.val else None
+    train = open_training(job, share)
+    evaluations = Evaluations(job, share, device) if run.data.evaluated else None
     if evaluations is not None and (lost := evaluations.begin_again(standing)):
         teller.say("note", {"text": f"the evaluation at step {lost} was lost when the run was interrupted"})
     total = total_steps(run.optim, train.steps)

@@ -4,6 +4,7 @@
 last; without one there is no dataset.
 """
 
+from vitray.shards.development import set_aside as set_aside
 from vitray.shards.job import Job as Job
 from vitray.shards.job import Settings as Settings
 from vitray.shards.job import read_job as read_job

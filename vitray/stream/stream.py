@@ -71,9 +71,11 @@ class Stream:
         max_corrupt: float = 0.001,
         memory: int | None = None,
         cache: Literal["none", "decoded"] = "none",
+        only: np.ndarray | None = None,
     ) -> None:
         """`batch` is the global one; `memory` bounds the object store that this worker's blocks may fill, in bytes.
 
+        `only` says of each row of the split whether it takes part; the others are neither read nor counted.
         `cache="decoded"` takes pixels that are decoded once for the whole cluster; it changes no image.
         """
         if split not in dataset.splits:
@@ -84,13 +86,14 @@ class Stream:
         self.dataset, self.split, self.rows, self.cache = dataset, split, rows_of(dataset, split), cache
         self.batch, self.size, self.crop = batch, size, crop
         self.seed, self.copies, self.max_corrupt, self.memory = seed, copies, max_corrupt, memory
+        self.only = only
         self.corrupt: dict[str, int] = {}
         """`shard:row` of each image that could not be decoded, and how often the next of the order took its place."""
 
     @property
     def images(self) -> int:
-        """Images in the split."""
-        return int(self.rows.starts[-1])
+        """Images that take part."""
+        return int(self.rows.starts[-1] if self.only is None else self.only.sum())
 
     @property
     def steps(self) -> int:
@@ -100,6 +103,8 @@ class Stream:
     def order(self, epoch: int) -> Order:
         """The rows of an epoch by position, and which copy of its image each is, without reading an image."""
         rows = epoch_order(self.rows.groups, self.seed, epoch, self.dataset.identity)
+        if self.only is not None:
+            rows = rows[self.only[rows]]
         return Order(*repeated(rows, self.copies))
 
     def train(self, cursor: Cursor, share: Share) -> Iterator[HostBatch]:
@@ -115,7 +120,7 @@ class Stream:
 
     def evaluate(self, share: Share) -> Iterator[HostBatch]:
         """A worker's batches of every image once, in the stored order; all workers get the same number of them."""
-        everything = np.arange(self.images)
+        everything = np.arange(self.images) if self.only is None else np.flatnonzero(self.only)
         positions = evaluation_positions(self.images, self.batch, *share)
         yield from self._batches(positions, Order(everything, np.zeros_like(everything)), 0)
 

@@ -81,10 +81,10 @@ def _write_tars(stream: Stream, images: int, folder: Path, workers: int) -> list
 
 
 def _webdataset(tars: Sequence[str], stream: Stream, epoch: int, workers: int) -> Iterator[int]:
-    import webdataset  # pyright: ignore[reportMissingImports] - of the bench extra
+    from webdataset import WebDataset  # pyright: ignore[reportAttributeAccessIssue] - exported when it is asked for
 
     view = View(stream.size, stream.crop, stream.seed, epoch)
-    dataset = webdataset.WebDataset(list(tars), shardshuffle=len(tars), detshuffle=True, seed=epoch, empty_check=False)
+    dataset = WebDataset(list(tars), shardshuffle=len(tars), detshuffle=True, seed=epoch, empty_check=False)
     dataset = dataset.shuffle(SHUFFLED, seed=epoch).map(partial(_from_tar, view=view))
     dataset = dataset.batched(stream.batch, collation_fn=default_collate, partial=True)
     for pixels, _ in DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork"):
