@@ -13,6 +13,7 @@ from vitray.model.names import nearest
 VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
     "model": "say what a network costs and draw it; convert weights between layouts",
+    "weights": "say what a model folder holds; write a delta as a whole model",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
     "ui": "show the runs of this folder in a browser",
     "track": "complete in MLflow what runs recorded while it was away",

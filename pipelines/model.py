@@ -26,7 +26,8 @@ def main(words: list[str]) -> dict[str, Any]:
         "--json", action="store_true", help="print the result as JSON: params, gflops, activation_bytes"
     )
     args = parser.parse_args(words)
-    is_weights = args.name.startswith("s3://") or Path(args.name).suffix != "" or Path(args.name).is_dir()
+    remote = args.name.startswith(("s3://", "models:/", "runs:/"))
+    is_weights = remote or Path(args.name).suffix != "" or Path(args.name).is_dir()
     if (args.save or args.export) and not is_weights:
         parser.error(
             f"--save and --export write weights, and {args.name} is a name; wanted a file or folder of weights"

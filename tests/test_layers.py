@@ -15,6 +15,7 @@ LAYERS = (
     {"vitray.config"},
     {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
     {"vitray.tuning"},
+    {"vitray.registry"},
     {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
     {"vitray.stream", "vitray.tracking"},
     {"vitray.evaluation", "vitray.plan"},
@@ -26,7 +27,7 @@ LAYERS = (
 
 # A platform enters only through its doors.
 DOORS = {
-    "mlflow": {"vitray.tracking"},
+    "mlflow": {"vitray.registry", "vitray.tracking"},
     "ray.data": {"vitray.stream"},
     "ray.train": {"vitray.loop"},
     "ray.tune": set(),

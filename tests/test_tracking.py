@@ -21,9 +21,10 @@ import pytest
 from pipelines import track, ui
 from vitray import tracking
 from vitray.config import ConfigError
+from vitray.registry import import_mlflow, open_client, without_credentials
 from vitray.tracking import Tracker, close_orphans, facts, flush_all, machine, sample, shown, tracker, tracking_uri
-from vitray.tracking.journal import Journal, now, spool, without_credentials
-from vitray.tracking.shipping import Delivery, import_mlflow, open_client
+from vitray.tracking.journal import Journal, now, spool
+from vitray.tracking.shipping import Delivery
 
 EXPERIMENT = "vitray"
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from vitray.model.vit import ViT as ViT
     from vitray.model.vit import regroup as regroup
     from vitray.weights import export_weights as export_weights
+    from vitray.weights import flatten_model as flatten_model
     from vitray.weights import import_weights as import_weights
+    from vitray.weights import load_deltas as load_deltas
     from vitray.weights import load_model as load_model
     from vitray.weights import open_weights as open_weights
     from vitray.weights import save_model as save_model
@@ -31,7 +33,9 @@ PUBLIC = {
     "ViT": "vitray.model.vit",
     "regroup": "vitray.model.vit",
     "export_weights": "vitray.weights",
+    "flatten_model": "vitray.weights",
     "import_weights": "vitray.weights",
+    "load_deltas": "vitray.weights",
     "load_model": "vitray.weights",
     "open_weights": "vitray.weights",
     "save_model": "vitray.weights",

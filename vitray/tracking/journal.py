@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -11,6 +10,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vitray.registry import home, without_credentials
 
 RECORDS = "records.jsonl"
 LOCK = "lock"
@@ -42,20 +43,12 @@ class Last(NamedTuple):
 
 def spool() -> Path:
     """The folder of all journals of this user."""
-    return Path(os.environ.get("VITRAY_HOME", "~/.vitray")).expanduser() / "spool"
+    return home() / "spool"
 
 
 def now() -> int:
     """Milliseconds since 1970, as MLflow counts."""
     return int(time.time() * 1000)
-
-
-def without_credentials(text: str) -> str:
-    """The text, less what addresses in it say about user, password or token."""
-    return re.sub(r"([?&](?:password|passwd|token|secret)=)[^&\s\"']*", r"\1...", re.sub(_USER, "://", text))
-
-
-_USER = re.compile(r"://[^/\s\"'<>]*@")
 
 
 class Journal:

@@ -19,7 +19,9 @@ from PIL import Image
 
 from vitray import storage
 from vitray.config import ConfigError, Run
-from vitray.weights.folder import CLASSES, RUN, WEIGHTS, load_model
+from vitray.registry import BASE, BASE_IDENTITY
+from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta
+from vitray.weights.folder import load_model
 
 PACKAGE = Path(__file__).parents[1]
 SERVING = Path(__file__).with_name("serving.py")
@@ -31,16 +33,21 @@ REQUIREMENTS = ("mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "s
 def log_model(run_id: str, folder: str) -> str:
     """Log the model folder at an address as a model of this run, and return its uri, `models:/m-...`.
 
-    The run need not be the active one, and whichever is stays so.
+    A delta is logged as one, and its tags say where its base lies, which serving reads too. The run need not be the
+    active one, and whichever is stays so.
     """
     client = MlflowClient()
     tracked = client.get_run(run_id)
     with tempfile.TemporaryDirectory(prefix="vitray-") as name:
         copy, built = Path(name) / "model", Path(name) / "built"
-        run = _fetch(folder, copy)
+        run, delta = _fetch(folder, copy)
         # mlflow.pyfunc.log_model would put the model into the active experiment rather than into the run's.
         logged = client.create_logged_model(
-            tracked.info.experiment_id, name=run.model.name, source_run_id=run_id, params=tracked.data.params
+            tracked.info.experiment_id,
+            name=run.model.name,
+            source_run_id=run_id,
+            tags=None if delta is None else {BASE: delta.base.url, BASE_IDENTITY: delta.base.identity},
+            params=tracked.data.params,
         )
         entry = Model(logged.artifact_location, run_id, model_uuid=logged.model_id, model_id=logged.model_id)
         try:
@@ -53,16 +60,17 @@ def log_model(run_id: str, folder: str) -> str:
     return client.finalize_logged_model(logged.model_id, "READY").model_uri
 
 
-def _fetch(folder: str, copy: Path) -> Run:
+def _fetch(folder: str, copy: Path) -> tuple[Run, Delta | None]:
     """Copy a model folder, and nothing that lies beside it, having checked that it can be served."""
     copy.mkdir()
-    for name in (WEIGHTS, CLASSES, RUN):
+    delta = read_delta(folder)
+    for name in (WEIGHTS, CLASSES, RUN, *([] if delta is None else [DELTA])):
         with storage.local_copy(storage.join(folder, name)) as path:
             shutil.copyfile(path, copy / name)
     run = load_model(str(copy)).run
     if run.model.num_classes is None:
         raise ConfigError(f"{folder}: {run.model.name} has no head, so it names no class; wanted model.num_classes")
-    return run
+    return run, delta
 
 
 def _build(path: Path, folder: Path, model: Model) -> None:

@@ -2,15 +2,11 @@
 
 import functools
 import logging
-import os
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitray.tracking.journal import Entry, Journal, Mark, spool, without_credentials
+from vitray.registry import BASE, BASE_IDENTITY, ambient, open_client, said_by
+from vitray.tracking.journal import Entry, Journal, Mark, spool
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,36 +21,6 @@ REASON = "vitray.reason"
 # What MLflow takes in one call.
 MOST_METRICS, MOST_PARAMS = 1000, 100
 MOST_VALUE, MOST_TAG = 6000, 8000
-
-# MLflow keeps the address of a store, and what it reads from the environment, for the whole process.
-_AMBIENT = threading.RLock()
-
-
-def import_mlflow() -> None:
-    """Load MLflow, quiet and with bounded time-outs, unless the environment says otherwise.
-
-    In the caller's thread: modules that two threads import at once may see each other half made.
-    """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # MLflow's own 7 retries of 120 s would hold a thread for a quarter of an hour, and may make a run twice.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MLflow 3.17 uses what SQLAlchemy 2.1 deprecates
-        import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-
-    for name in ("mlflow.store.db.utils", "mlflow.pyfunc", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def open_client(uri: str) -> "MlflowClient":
-    """A client of the store at `uri`, made and migrated by one thread at a time."""
-    from mlflow import MlflowClient
-
-    with _AMBIENT:
-        return MlflowClient(uri)
 
 
 class Delivery:
@@ -306,7 +272,8 @@ class Delivery:
 def register(client: "MlflowClient", model_uri: str, name: str, top1: float | None) -> None:
     """Make a logged model the next version of a registered one, and `champion` where its val/top1 is the best so far.
 
-    A version without val/top1 never becomes champion; one that equals the champion leaves it.
+    A version without val/top1 never becomes champion; one that equals the champion leaves it. A delta's version says of
+    which network it is one.
     """
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -316,8 +283,13 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
     except MlflowException:
         versions = []
     same = [version for version in versions if version.tags.get("vitray.model") == model_uri]
-    tags = {"vitray.model": model_uri} | ({} if top1 is None else {"val/top1": repr(top1)})
+    logged = client.get_logged_model(model_uri.removeprefix("models:/")).tags
+    base = {key: logged[key] for key in (BASE, BASE_IDENTITY) if key in logged}
+    tags = {"vitray.model": model_uri} | base | ({} if top1 is None else {"val/top1": repr(top1)})
     version = same[0] if same else mlflow.register_model(model_uri, name, tags=tags)
+    if base:
+        said = f"A delta of {base[BASE]} (identity {base[BASE_IDENTITY][:12]}), which must be there to load it."
+        client.update_model_version(name, version.version, said)
     if top1 is None:
         return
     try:
@@ -330,30 +302,10 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
         client.set_registered_model_alias(name, "champion", version.version)
 
 
-@contextmanager
-def ambient(uri: str) -> Iterator[None]:
-    """`uri` as the address that MLflow's functions without one use, in this process, for as long as the block."""
-    with _AMBIENT:
-        before = os.environ.get("MLFLOW_TRACKING_URI")
-        os.environ["MLFLOW_TRACKING_URI"] = uri
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["MLFLOW_TRACKING_URI"]
-            else:
-                os.environ["MLFLOW_TRACKING_URI"] = before
-
-
 def artifacts_beside(uri: str) -> str | None:
     """Where a database in a file keeps its artifacts: in `mlruns` beside it; None leaves it to the server."""
     path = uri.removeprefix("sqlite:///")
     return str(Path(path).absolute().with_name("mlruns")) if path != uri else None
-
-
-def said_by(error: BaseException) -> str:
-    """An error in one line, without credentials."""
-    return without_credentials(" ".join(f"{type(error).__name__}: {error}".split())[:2000])
 
 
 def _is_refused(error: Exception) -> bool:

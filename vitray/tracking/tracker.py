@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from vitray.config import ConfigError
-from vitray.tracking.journal import RECORDS, Journal, now, spool, without_credentials
+from vitray.registry import import_mlflow, open_client, said_by, shown, tracking_uri, without_credentials
+from vitray.tracking.journal import RECORDS, Journal, now, spool
 from vitray.tracking.machine import has_died, identity
-from vitray.tracking.shipping import REASON, UID, Delivery, import_mlflow, open_client, said_by
+from vitray.tracking.shipping import REASON, UID, Delivery
 
 LOG = logging.getLogger("vitray.tracking")
 
@@ -30,16 +31,6 @@ JOURNAL_PATIENCE = 30.0
 
 # Pauses in seconds: between portions, so that points travel together, and the longest while the server is away.
 PAUSE, LONGEST_PAUSE = 1.0, 30.0
-
-
-def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, or else the embedded store `mlruns.db` of the working folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlruns.db'}"
-
-
-def shown(uri: str) -> str:
-    """An address as it may be printed: without credentials, and without a query, which may hold some."""
-    return without_credentials(uri).partition("?")[0]
 
 
 class Tracker:

@@ -1,9 +1,14 @@
-"""Model folders, and weights read from and written to other libraries' layouts."""
+"""Model folders, whole or as deltas, and weights read from and written to other libraries' layouts."""
 
 from vitray.weights.convert import export_weights as export_weights
 from vitray.weights.convert import import_weights as import_weights
 from vitray.weights.convert import write_export as write_export
+from vitray.weights.delta import identity_of as identity_of
+from vitray.weights.delta import read_delta as read_delta
 from vitray.weights.folder import Loaded as Loaded
+from vitray.weights.folder import Saved as Saved
+from vitray.weights.folder import flatten_model as flatten_model
+from vitray.weights.folder import load_deltas as load_deltas
 from vitray.weights.folder import load_model as load_model
 from vitray.weights.folder import open_weights as open_weights
 from vitray.weights.folder import save_model as save_model

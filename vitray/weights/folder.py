@@ -1,4 +1,7 @@
-"""A model folder: model.safetensors + run.yaml + classes.json, at a path or on S3. No pickle, so no code."""
+"""A model folder: model.safetensors + run.yaml + classes.json, at a path or on S3. No pickle, so no code.
+
+With a delta.json it is a delta, and another network is needed to read it.
+"""
 
 import json
 import tempfile
@@ -6,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from vitray import storage
 from vitray.config import ConfigError, Run, load_run
 from vitray.model.vit import ViT
-from vitray.weights.convert import import_weights
-
-WEIGHTS, CLASSES, RUN = "model.safetensors", "classes.json", "run.yaml"
+from vitray.registry import located
+from vitray.weights.convert import State, import_weights
+from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, compose, identity_of, make_delta, read_chain, read_state
 
 
 class Loaded(NamedTuple):
@@ -26,49 +27,109 @@ class Loaded(NamedTuple):
     classes: list[str] | None
 
 
-def save_model(url: str, run: Run, vit: ViT, classes: Sequence[str] | None = None) -> None:
-    """Write a model folder; `run.yaml` comes last, and without it there is no model."""
+class Saved(NamedTuple):
+    """What a model folder costs."""
+
+    bytes: int
+    """Of the tensors that were written."""
+    whole: int
+    """Of all the network's tensors."""
+
+    @property
+    def share(self) -> float:
+        """How much of the network was written: 1 of a whole one, less of a delta."""
+        return self.bytes / self.whole
+
+
+def save_model(
+    url: str, run: Run, vit: ViT, classes: Sequence[str] | None = None, relative_to: str | None = None
+) -> Saved:
+    """Write a model folder; `run.yaml` comes last, and without it there is no model.
+
+    `relative_to` is the address of another network, of which this one is written as a delta.
+    """
     if storage.exists(storage.join(url, RUN)):
         raise ConfigError(f"{url}: a model is there already; wanted a new folder")
     if classes is not None and len(classes) != run.model.num_classes:
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
+    state = vit.state_dict()
+    delta = None if relative_to is None else make_delta(url, state, relative_to)
+    own = {name: tensor.contiguous() for name, tensor in state.items() if delta is None or name not in delta.taken}
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file({key: tensor.contiguous() for key, tensor in vit.state_dict().items()}, Path(folder) / WEIGHTS)
+        save_file(own, Path(folder) / WEIGHTS)
         storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
+    if delta is not None:
+        storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
+    elif storage.exists(storage.join(url, DELTA)):
+        storage.remove(storage.join(url, DELTA))  # a delta's writer was interrupted here
     storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
     storage.write_bytes(
         storage.join(url, RUN), run.replace({"model": vit.model.model_dump(mode="json")}).to_yaml().encode()
     )
+    return Saved(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
 
 
 def load_model(url: str) -> Loaded:
     """Read a model folder; the network is in evaluation mode."""
-    if not storage.exists(storage.join(url, RUN)):
-        raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
-    with storage.local_copy(storage.join(url, RUN)) as path:
-        run = load_run(path)
-    vit = ViT(run.model)
-    with storage.local_copy(storage.join(url, WEIGHTS)) as path:
-        try:
-            state = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{url}: {WEIGHTS} cannot be read: {error}") from None
-    _check_fit(url, vit, state)
-    vit.load_state_dict(state, assign=True)
-    return Loaded(run, vit.eval(), json.loads(storage.read_bytes(storage.join(url, CLASSES))))
+    place = _folder_at(url)
+    return _build(place, read_state(place))
+
+
+def load_deltas(base_url: str, urls: Sequence[str]) -> list[Loaded]:
+    """The networks of some deltas of one base, which is in memory once: what they take from it is one and the same.
+
+    They are there to answer: training one would change them all, so none of their parameters takes a gradient.
+    """
+    base = read_state(base_url)
+    identity = identity_of(base)
+    networks = []
+    for url in urls:
+        links, root = read_chain(_folder_at(url), until=identity)
+        if not links or links[-1].delta.base.identity != identity:
+            bases = [f"{link.delta.base.url} ({link.delta.base.identity[:12]})" for link in links]
+            got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
+            raise ConfigError(f"{url}: it is {got}; wanted a delta of {base_url} ({identity[:12]})")
+        network = _build(links[0].place, compose(links, base))
+        network.vit.requires_grad_(False)
+        networks.append(network)
+    return networks
+
+
+def flatten_model(url: str, target: str) -> Saved:
+    """Write a delta as a whole model folder, which needs no base."""
+    run, vit, classes = load_model(url)
+    return save_model(target, run, vit, classes)
 
 
 def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> Loaded:
     """What is at an address: a model folder, or a weights file of another library."""
-    if storage.exists(storage.join(url, RUN)):
+    place = located(url)
+    if storage.exists(storage.join(place, RUN)):
         if settings:
             raise ConfigError(f"{url}: a model folder says its own settings; got {', '.join(settings)}, wanted none")
-        return load_model(url)
-    run, vit = import_weights(url, settings=settings)
+        return load_model(place)
+    run, vit = import_weights(place, settings=settings)
     return Loaded(run, vit, None)
 
 
-def _check_fit(url: str, vit: ViT, state: dict[str, torch.Tensor]) -> None:
+def _folder_at(url: str) -> str:
+    place = located(url)
+    if not storage.exists(storage.join(place, RUN)):
+        raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
+    return place
+
+
+def _build(place: str, state: State) -> Loaded:
+    """The network that a folder describes, of these tensors themselves."""
+    with storage.local_copy(storage.join(place, RUN)) as path:
+        run = load_run(path)
+    vit = ViT(run.model)
+    _check_fit(place, vit, state)
+    vit.load_state_dict(state, assign=True)
+    return Loaded(run, vit.eval(), json.loads(storage.read_bytes(storage.join(place, CLASSES))))
+
+
+def _check_fit(url: str, vit: ViT, state: State) -> None:
     wanted = vit.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]

@@ -1,0 +1,553 @@
+"""A delta and its base are the network, to the last bit; without exactly that base there is none."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from mlflow import MlflowClient
+from mlflow.pyfunc import load_model as load_logged
+from safetensors.torch import load_file, save_file
+from test_serving import encoded, pictures
+from test_tracking import Server
+
+from pipelines.__main__ import main
+from vitray import load_deltas, storage
+from vitray.config import ConfigError, Model, Run
+from vitray.model.vit import ViT
+from vitray.registry import located
+from vitray.tracking.model import log_model
+from vitray.tracking.shipping import register
+from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
+
+Changed = Callable[[str], bool]
+SMALL = Model(name="vit_u2x2_8", image_size=32, num_classes=5)
+
+
+def is_attention(name: str) -> bool:
+    return ".attn" in name
+
+
+def fresh(model: Model = SMALL, seed: int = 0) -> ViT:
+    vit = ViT(model).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in vit.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator).abs() * 0.2)
+    return vit
+
+
+def tuned(base: ViT, changed: Changed = is_attention, seed: int = 1, **settings) -> ViT:
+    """Another network that keeps every tensor of `base` but those changed or of another shape."""
+    vit = fresh(Model.model_validate(base.model.model_dump() | settings), seed)
+    old = base.state_dict()
+    for name, tensor in vit.state_dict().items():
+        if name in old and old[name].shape == tensor.shape and not changed(name):
+            tensor.copy_(old[name])
+    return vit
+
+
+def save(place: Path, vit: ViT, base: Path | str | None = None, classes: list[str] | None = None) -> str:
+    save_model(str(place), Run(model=vit.model), vit, classes, relative_to=None if base is None else str(base))
+    return str(place)
+
+
+def is_same(one: ViT, other: ViT) -> bool:
+    """Whether two networks are the same to the last bit."""
+    return one.model == other.model and identity_of(one.state_dict()) == identity_of(other.state_dict())
+
+
+def answer(vit: ViT) -> torch.Tensor:
+    with torch.inference_mode():
+        return vit(torch.randn(2, 3, *vit.model.image_shape, generator=torch.Generator().manual_seed(9)))
+
+
+@pytest.fixture
+def base(tmp_path) -> ViT:
+    """A network that is saved at `base`."""
+    save(tmp_path / "base", vit := fresh())
+    return vit
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_an_identity_is_of_the_tensors_and_of_nothing_else(tmp_path):
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3), "c": torch.empty(0)}
+    identity = identity_of(state)
+    save_file(state, tmp_path / "w.safetensors", metadata={"any": "thing"})
+    again = load_file(tmp_path / "w.safetensors")
+    assert identity == identity_of(again) == identity_of(dict(reversed(state.items())))
+    assert identity == identity_of(state | {"a": state["a"].T.contiguous().T})
+    others = [
+        state | {"a": state["a"] + 1e-6},
+        state | {"a": -state["a"]},  # -0.0 where 0.0 was
+        state | {"a": state["a"].reshape(3, 2)},
+        state | {"b": torch.tensor(3, dtype=torch.int32)},
+        {"a": state["a"], "d": state["b"], "c": state["c"]},
+        {"a": state["a"], "b": state["b"]},
+    ]
+    assert len({identity, *map(identity_of, others)}) == 1 + len(others)
+    assert identity_of({"x": torch.ones(4, dtype=torch.bfloat16)}) != identity_of({"x": torch.ones(4).half()})
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings"),
+    [
+        (is_attention, {}),
+        (lambda name: ".attn" in name or name.startswith(("head", "positions")), {"num_classes": 3, "image_size": 48}),
+        (lambda name: False, {}),
+        (lambda name: True, {}),
+        (lambda name: False, {"num_classes": None}),
+        (lambda name: name.endswith("running_var"), {}),
+        (is_attention, {"layerscale": 0.1, "head": {"kind": "mlp", "hidden": 8}}),
+    ],
+)
+def test_a_delta_is_the_network_to_the_last_bit_and_holds_only_what_differs(tmp_path, changed, settings):
+    base = fresh(SMALL.model_copy(update={"name": "vit_u2x2_8_hmlp_bn"}))
+    vit = tuned(base, changed, **settings)
+    save(tmp_path / "base", base)
+    classes = None if vit.model.num_classes is None else [f"c{label}" for label in range(vit.model.num_classes)]
+    run = Run(seed=7, model=vit.model)
+    saved = save_model(str(tmp_path / "d"), run, vit, classes, relative_to=str(tmp_path / "base"))
+    loaded = load_model(str(tmp_path / "d"))
+    assert (loaded.run, loaded.classes) == (run, classes)
+    assert is_same(loaded.vit, vit)
+    assert torch.equal(answer(loaded.vit), answer(vit))
+
+    own = load_file(tmp_path / "d" / "model.safetensors")
+    old, new = base.state_dict(), vit.state_dict()
+    assert set(own) == {name for name in new if name not in old or not torch.equal(new[name], old[name])}
+    assert saved == (sum(t.nbytes for t in own.values()), sum(t.nbytes for t in new.values()))
+    assert saved.share == saved.bytes / saved.whole
+
+
+def test_bits_are_compared_and_not_numbers(tmp_path):
+    base = fresh()
+    base.norm.bias.data[:] = torch.nan
+    base.norm.weight.data[:] = 0.0
+    vit = tuned(base, lambda name: False)
+    vit.norm.weight.data[:] = -0.0
+    save(tmp_path / "base", base)
+    save(tmp_path / "d", vit, tmp_path / "base")
+    assert set(load_file(tmp_path / "d" / "model.safetensors")) == {"norm.weight"}
+    assert is_same(load_model(str(tmp_path / "d")).vit, vit)
+
+
+def test_a_whole_model_says_so_even_where_a_delta_was_begun(tmp_path, base):
+    save(tmp_path / "d", tuned(base), tmp_path / "base")
+    (tmp_path / "d" / "run.yaml").unlink()  # as an interrupted writer leaves it
+    saved = save_model(str(tmp_path / "d"), Run(model=base.model), base)
+    assert saved.share == 1
+    assert not (tmp_path / "d" / "delta.json").exists()
+    assert is_same(load_model(str(tmp_path / "d")).vit, base)
+
+
+def test_fine_tuning_only_attention_stores_a_third_of_a_vit_b16(tmp_path):
+    def filled(model: Model, value: Callable[[str], float]) -> ViT:
+        with torch.device("meta"):
+            vit = ViT(model)
+        state = {name: torch.full(tensor.shape, value(name)) for name, tensor in vit.state_dict().items()}
+        vit.load_state_dict(state, assign=True)
+        return vit
+
+    def is_tuned(name: str) -> bool:
+        return ".attn" in name or name.startswith(("head", "positions"))
+
+    small, large = (Model(name="vit_b12x1_16", image_size=size) for size in (224, 384))
+    save(tmp_path / "base", filled(small, lambda name: 0.0))
+    vit = filled(large, lambda name: float(is_tuned(name)))
+    saved = save_model(str(tmp_path / "d"), Run(model=large), vit, relative_to=str(tmp_path / "base"))
+    size, whole = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("d", "base"))
+    print(f"384: {size:,} of {whole:,} bytes, {size / whole:.2%}; of its own whole file {saved.share:.2%}")
+    assert size / whole < 0.345
+    assert saved.share < 0.345
+    # At 224 the positions are fewer; with the head and the positions of the base, attention alone is left.
+    sizes = {name: tensor.nbytes for name, tensor in vit.state_dict().items() if is_tuned(name)}
+    fewer = sizes["positions.table"] * (1 - 14**2 / 24**2)
+    attention = sum(size for name, size in sizes.items() if ".attn" in name)
+    print(f"224: {(size - fewer) / whole:.2%}; attention alone {attention / whole:.2%}")
+    assert (size - fewer) / whole < 0.340
+    assert attention / whole < 0.330
+
+
+# ---- chains, and bases that are not what they were -------------------------------------------------------------------
+
+
+@pytest.fixture
+def chain(tmp_path, base) -> list[ViT]:
+    """Networks saved at `base`, at `d1` as a delta of it and at `d2` as a delta of that."""
+    first = tuned(base, num_classes=3)
+    second = tuned(first, lambda name: name.startswith(("head", "blocks.1.ffn")), seed=2)
+    save(tmp_path / "d1", first, tmp_path / "base")
+    save(tmp_path / "d2", second, tmp_path / "d1")
+    return [base, first, second]
+
+
+def test_deltas_of_deltas_compose(tmp_path, chain):
+    assert [is_same(load_model(str(tmp_path / n)).vit, vit) for n, vit in zip(("base", "d1", "d2"), chain, strict=True)]
+    assert all(".attn" not in name for name in load_file(tmp_path / "d2" / "model.safetensors"))
+    # Against the first network, the middle one's tensors are the second's own.
+    save(tmp_path / "d3", chain[2], tmp_path / "base")
+    assert is_same(load_model(str(tmp_path / "d3")).vit, chain[2])
+
+
+def test_a_changed_base_is_refused(tmp_path, chain):
+    for place, other in (("base", chain[2]), ("d1", chain[1])):
+        shutil.rmtree(tmp_path / place)
+        save(tmp_path / place, tuned(other, lambda name: name == "norm.bias", seed=5))
+        wanted = json.loads((tmp_path / "d2" / "delta.json").read_text())["base"]
+        got = identity_of(load_model(str(tmp_path / place)).vit.state_dict())
+        with pytest.raises(ConfigError) as refused:
+            load_model(str(tmp_path / ("d1" if place == "base" else "d2")))
+        assert f"a delta of {tmp_path / place}, which has changed: got identity {got[:12]}, wanted" in str(
+            refused.value
+        )
+    assert wanted["identity"][:12] in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["base", "d1"])
+def test_a_missing_base_is_refused_by_name(tmp_path, chain, missing):
+    (tmp_path / missing).rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        ConfigError, match=rf"a delta of {tmp_path / missing} \(identity \w{{12}}\), which is not there;"
+    ):
+        load_model(str(tmp_path / "d2"))
+    (tmp_path / "elsewhere").rename(tmp_path / missing)
+    assert is_same(load_model(str(tmp_path / "d2")).vit, chain[2])
+
+
+def test_what_is_moved_together_stays_together(tmp_path, chain, monkeypatch):
+    (tmp_path / "new").mkdir()
+    for place in ("base", "d1", "d2"):
+        (tmp_path / place).rename(tmp_path / "new" / place)
+    assert is_same(load_model(str(tmp_path / "new" / "d2")).vit, chain[2])
+    monkeypatch.chdir(tmp_path / "new" / "d1")
+    assert is_same(load_model("../d2").vit, chain[2])
+
+
+def test_a_base_named_from_one_folder_is_found_from_another(tmp_path, base, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_model("d", Run(model=base.model), tuned(base), relative_to="base")
+    (tmp_path / "other" / "place").mkdir(parents=True)
+    (tmp_path / "d").rename(tmp_path / "other" / "place" / "d")
+    monkeypatch.chdir(tmp_path / "other")
+    assert is_same(load_model("place/d").vit, tuned(base))
+
+
+def test_a_circle_is_refused(tmp_path, chain):
+    told = json.loads((tmp_path / "d1" / "delta.json").read_text())
+    told["base"]["url"] = str(tmp_path / "d2")
+    (tmp_path / "d1" / "delta.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"d2: a delta of itself, .*d2 -> .*d1 -> .*d2; wanted a whole network"):
+        load_model(str(tmp_path / "d2"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{", "delta.json: not a delta.json: wanted a JSON object with a format"),
+        ("[]", "delta.json: not a delta.json"),
+        ("\xff", "delta.json: not a delta.json"),
+        ('{"format": 2}', "delta.json: format: got 2, wanted 1: written by another vitray"),
+        ('{"format": 1, "taken": []}', "delta.json.*base"),
+        ('{"format": 1, "base": {"url": "x", "identity": "12"}, "taken": []}', "delta.json.*identity"),
+        ('{"format": 1, "base": {"url": "x", "identify": "12"}, "taken": []}', "delta.json.*identify"),
+    ],
+)
+def test_a_corrupt_delta_is_refused(tmp_path, base, text, fault):
+    save(tmp_path / "d", tuned(base), tmp_path / "base")
+    (tmp_path / "d" / "delta.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=fault):
+        load_model(str(tmp_path / "d"))
+
+
+def test_tensors_that_delta_json_cannot_mean_are_refused(tmp_path, base):
+    save(tmp_path / "d", tuned(base), tmp_path / "base")
+    told = json.loads((tmp_path / "d" / "delta.json").read_text())
+    for taken, fault in (
+        ([*told["taken"], "blocks.9.attn1.qkv.weight"], "takes blocks.9.attn1.qkv.weight from the base"),
+        ([*told["taken"], "blocks.0.attn1.qkv.weight"], "takes blocks.0.attn1.qkv.weight from the base"),
+        ([name for name in told["taken"] if name != "norm.bias"], "norm.bias is missing"),
+    ):
+        (tmp_path / "d" / "delta.json").write_text(json.dumps(told | {"taken": taken}))
+        with pytest.raises(ConfigError, match=fault):
+            load_model(str(tmp_path / "d"))
+
+
+def test_a_base_may_be_another_library_s_file(tmp_path):
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+    save_file(theirs.state_dict(), tmp_path / "w.safetensors")
+    _, vit, _ = open_weights(str(tmp_path / "w.safetensors"))
+    save(tmp_path / "d", other := tuned(vit), tmp_path / "w.safetensors")
+    assert all(map(is_attention, load_file(tmp_path / "d" / "model.safetensors")))
+    assert is_same(open_weights(str(tmp_path / "d")).vit, other)
+    (tmp_path / "w.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"w.safetensors .*, which is not there"):
+        load_model(str(tmp_path / "d"))
+
+
+def test_a_delta_of_nothing_is_not_begun(tmp_path, base):
+    with pytest.raises(ConfigError, match="absent: no such file"):
+        save(tmp_path / "d", base, tmp_path / "absent")
+    assert not (tmp_path / "d").exists()
+
+
+def test_deltas_lie_on_s3_too(tmp_path, base, s3_server):
+    home = f"s3://bucket/{tmp_path.name}"
+    for name in storage.list_files(str(tmp_path / "base")):
+        storage.upload(tmp_path / "base" / name, storage.join(home, "base", name))
+    vit = tuned(base)
+    save_model(f"{home}/d", Run(model=vit.model), vit, relative_to=f"{home}/base")
+    assert is_same(load_model(f"{home}/d").vit, vit)
+    flatten_model(f"{home}/d", f"{home}/whole")
+    storage.remove(f"{home}/base")
+    assert is_same(load_model(f"{home}/whole").vit, vit)
+    with pytest.raises(ConfigError, match=f"a delta of {home}/base .*, which is not there"):
+        load_model(f"{home}/d")
+    told = storage.read_bytes(f"{home}/d/delta.json")
+    assert b"KEY" not in told
+    assert b"SECRET" not in told
+
+
+# ---- many at once, and whole again -----------------------------------------------------------------------------------
+
+
+def test_deltas_of_one_base_share_its_tensors_and_answer_as_before(tmp_path, chain):
+    base, first, second = chain
+    third = tuned(base, lambda name: name.startswith("stem"), seed=3)
+    save(tmp_path / "d3", third, tmp_path / "base")
+    places = [str(tmp_path / name) for name in ("d1", "d2", "d3")]
+    loaded = [network.vit for network in load_deltas(str(tmp_path / "base"), places)]
+    for vit, alone, place in zip(loaded, (first, second, third), places, strict=True):
+        assert is_same(vit, alone)
+        assert torch.equal(answer(vit), answer(load_model(place).vit))
+        assert not any(parameter.requires_grad for parameter in vit.parameters())
+    places = [{name: tensor.untyped_storage().data_ptr() for name, tensor in v.state_dict().items()} for v in loaded]
+    old = base.state_dict()
+    for name in old:
+        users = [
+            place[name]
+            for place, vit in zip(places, (first, second, third), strict=True)
+            if vit.state_dict()[name].shape == old[name].shape and torch.equal(vit.state_dict()[name], old[name])
+        ]
+        assert len(set(users)) <= 1, name
+        others = [place[name] for place in places if place[name] not in users]
+        assert len(set(others)) == len(others) == 3 - len(users), name
+
+
+def test_deltas_of_one_base_need_it_alone(tmp_path, chain):
+    (tmp_path / "base").rename(tmp_path / "moved")
+    (tmp_path / "d1").rename(tmp_path / "again")
+    [network] = load_deltas(str(tmp_path / "moved"), [str(tmp_path / "again")])
+    assert is_same(network.vit, chain[1])
+
+
+def test_a_delta_of_another_base_is_refused_by_name(tmp_path, chain):
+    save(tmp_path / "other", fresh(seed=8))
+    save(tmp_path / "stranger", tuned(fresh(seed=8)), tmp_path / "other")
+    names = [str(tmp_path / name) for name in ("d1", "stranger")]
+    with pytest.raises(
+        ConfigError, match=r"stranger: it is a delta of .*other \(\w{12}\); wanted a delta of .*base \("
+    ):
+        load_deltas(str(tmp_path / "base"), names)
+    with pytest.raises(ConfigError, match=r"other: it is whole \(.*other\); wanted a delta of .*base"):
+        load_deltas(str(tmp_path / "base"), [str(tmp_path / "other")])
+    with pytest.raises(ConfigError, match=r"d1: it is a delta of .*base \(\w{12}\); wanted a delta of .*d2"):
+        load_deltas(str(tmp_path / "d2"), [str(tmp_path / "d1")])
+    with pytest.raises(ConfigError, match=r"absent: no run.yaml, so no model folder"):
+        load_deltas(str(tmp_path / "base"), [str(tmp_path / "absent")])
+
+
+def test_a_flat_delta_is_the_folder_that_was_never_one(tmp_path, chain):
+    names = [f"c{label}" for label in range(3)]
+    save(tmp_path / "whole", chain[2], classes=names)
+    save(tmp_path / "d", chain[2], tmp_path / "d1", classes=names)
+    saved = flatten_model(str(tmp_path / "d"), str(tmp_path / "flat"))
+    assert saved.share == 1
+    flat, whole = tmp_path / "flat", tmp_path / "whole"
+    assert storage.list_files(str(flat)) == storage.list_files(str(whole))
+    assert [
+        name for name in storage.list_files(str(flat)) if (flat / name).read_bytes() != (whole / name).read_bytes()
+    ] == []
+
+
+def test_the_verb_shows_and_flattens(tmp_path, chain, capsys):
+    def told(*words: str) -> dict:
+        assert main(["weights", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    delta, whole = told("show", str(tmp_path / "d1")), told("show", str(tmp_path / "base"))
+    sizes = {name: tensor.nbytes for name, tensor in chain[1].state_dict().items()}
+    own = load_file(tmp_path / "d1" / "model.safetensors")
+    assert delta == {
+        "url": str(tmp_path / "d1"),
+        "model": "vit_u2x2_8",
+        "kind": "delta",
+        "base": str(tmp_path / "base"),
+        "base_identity": identity_of(chain[0].state_dict()),
+        "taken": len(sizes) - len(own),
+        "kept": len(own),
+        "bytes": sum(tensor.nbytes for tensor in own.values()),
+        "whole": sum(sizes.values()),
+        "share": sum(tensor.nbytes for tensor in own.values()) / sum(sizes.values()),
+    }
+    assert (whole["kind"], whole["base"], whole["taken"], whole["share"]) == ("whole", None, 0, 1)
+    flat = told("flatten", str(tmp_path / "d2"), str(tmp_path / "flat"))
+    assert (flat["kind"], flat["url"]) == ("whole", str(tmp_path / "flat"))
+    assert is_same(load_model(str(tmp_path / "flat")).vit, chain[2])
+    for words in (["show", "a", "b"], ["flatten", "a"]):
+        with pytest.raises(SystemExit):
+            main(["weights", *words])
+        assert "wanted" in capsys.readouterr().err
+    assert main(["weights", "show", str(tmp_path / "absent")]) == 2
+
+
+# ---- MLflow's addresses ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Iterator[MlflowClient]:
+    """MLflow on a database of its own, with an experiment whose artifacts lie beside it."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        client = MlflowClient()
+        client.create_experiment("deltas", artifact_location=str(folder / "artifacts"))
+        yield client
+
+
+def new_run(store: MlflowClient, experiment: str = "deltas") -> str:
+    return store.create_run(store.get_experiment_by_name(experiment).experiment_id).info.run_id
+
+
+@pytest.fixture(scope="module")
+def logged(store, tmp_path_factory) -> dict[str, str]:
+    """A network that is logged and registered as `vit`, whose first version is `champion`, and a delta of it."""
+    folder = tmp_path_factory.mktemp("models")
+    run_id = new_run(store)
+    whole = log_model(run_id, save(folder / "base", fresh(), classes=list("abcde")))
+    register(store, whole, "vit", 0.5)
+    delta = log_model(new_run(store), save(folder / "d", tuned(fresh()), "models:/vit@champion", list("abcde")))
+    register(store, delta, "vit", 0.25)
+    return {"run": run_id, "whole": whole, "delta": delta}
+
+
+def test_models_are_read_by_every_mlflow_address(store, logged, tmp_path):
+    store.log_artifacts(logged["run"], str(Path(located(logged["whole"]))), "weights/model")
+    addresses = ["models:/vit@champion", "models:/vit/1", logged["whole"]]
+    addresses += [f"runs:/{logged['run']}/{path}" for path in ("vit_u2x2_8", "weights/model", "weights/model/")]
+    for number, address in enumerate(addresses):
+        for loaded in (load_model(address), open_weights(address)):
+            assert is_same(loaded.vit, fresh()), address
+        save(tmp_path / str(number), tuned(fresh()), address)
+        assert is_same(load_model(str(tmp_path / str(number))).vit, tuned(fresh())), address
+    [network] = load_deltas("models:/vit@champion", ["models:/vit/2"])
+    assert is_same(network.vit, tuned(fresh()))
+    assert located("models") == "models"
+    assert Path(located("models:/vit/1")).is_dir()  # no copy
+    assert main(["model", "models:/vit/1"]) == 0
+
+
+def test_a_base_named_by_its_alias_stays_the_base_when_the_alias_moves(store, logged, tmp_path):
+    save(tmp_path / "d", tuned(fresh()), "models:/vit@champion")
+    assert json.loads((tmp_path / "d" / "delta.json").read_text())["base"]["url"] == "models:/vit/1"
+    store.set_registered_model_alias("vit", "champion", "2")
+    try:
+        assert is_same(load_model(str(tmp_path / "d")).vit, tuned(fresh()))
+    finally:
+        store.set_registered_model_alias("vit", "champion", "1")
+
+
+def test_a_logged_delta_is_one_and_says_of_what(store, logged):
+    place = Path(located(logged["delta"]))
+    assert sorted(file.name for file in place.iterdir()) == [
+        "classes.json",
+        "delta.json",
+        "model.safetensors",
+        "run.yaml",
+    ]
+    assert all(map(is_attention, load_file(place / "model.safetensors")))
+    tags = {"vitray.base": "models:/vit/1", "vitray.base_identity": identity_of(fresh().state_dict())}
+    assert tags.items() <= store.get_logged_model(logged["delta"].removeprefix("models:/")).tags.items()
+    version = store.get_model_version("vit", "2")
+    assert {name: version.tags[name] for name in tags} == tags
+    assert version.description.startswith(f"A delta of models:/vit/1 (identity {tags['vitray.base_identity'][:12]})")
+    whole = store.get_model_version("vit", "1")
+    assert not whole.description
+    assert "vitray.base" not in whole.tags
+    assert "vitray.base" not in store.get_logged_model(logged["whole"].removeprefix("models:/")).tags
+
+
+def test_a_served_delta_answers_with_its_base(logged, tmp_path):
+    save(tmp_path / "whole", tuned(fresh()), classes=list("abcde"))
+    question = [{"image": encoded(image)} for image in pictures(2)]
+    answers = load_logged(logged["delta"]).predict(question)
+    alone = load_logged(log_model(new_run(MlflowClient()), str(tmp_path / "whole"))).predict(question)
+    assert answers == alone
+
+
+@pytest.mark.parametrize(
+    ("address", "fault"),
+    [
+        ("models:/vit@champoin", r"vit has no alias champoin; it has champion \(version 1\); nearest: champion"),
+        ("models:/vti@champion", "no model is registered as vti; registered are vit; nearest: vit"),
+        ("models:/vit/7", "vit has no version 7; it has 1, 2"),
+        ("models:/m-0", "there is no model m-0; registered are vit"),
+        ("runs:/0123/model", "there is no run 0123"),
+        (
+            "models:/vit",
+            "not an address of a model; wanted models:/name@alias, models:/name/3, models:/m-<id> or runs:/",
+        ),
+    ],
+)
+def test_what_is_not_in_mlflow_is_said_with_what_is(logged, tmp_path, address, fault):
+    with pytest.raises(ConfigError, match=f"{address}: .*{fault}"):
+        load_model(address)
+    with pytest.raises(ConfigError, match=fault):
+        save(tmp_path / "d", fresh(), address)
+
+
+def test_a_path_of_a_run_without_a_model_is_refused(logged):
+    with pytest.raises(ConfigError, match=r"runs:/\w+/nothing: no run.yaml, so no model folder"):
+        load_model(f"runs:/{logged['run']}/nothing")
+
+
+def test_an_mlflow_that_does_not_answer_is_one_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:geheim@127.0.0.1:9")
+    assert main(["weights", "show", "models:/vit/1"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("vitray: models:/vit/1: MLflow at http://127.0.0.1:9 cannot say where it lies")
+    assert "geheim" not in told
+    assert told.count("\n") == 1
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"models:/vit/1: no .*mlruns.db; wanted the folder that training ran in"):
+        load_model("models:/vit/1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_a_server_has_is_fetched_once(tmp_path, store, monkeypatch):
+    server = Server(tmp_path)
+    monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri.replace("://", "://somebody:geheim@"))
+    server.start()
+    try:
+        client = MlflowClient()
+        run_id = client.create_run(client.create_experiment("served")).info.run_id
+        uri = log_model(run_id, save(tmp_path / "base", fresh(), classes=list("abcde")))
+        assert client.get_logged_model(uri.removeprefix("models:/")).artifact_location.startswith("mlflow-artifacts:/")
+        save(tmp_path / "d", tuned(fresh()), uri)
+        assert is_same(load_model(str(tmp_path / "d")).vit, tuned(fresh()))
+        client.log_artifacts(run_id, str(tmp_path / "base"), "weights")
+        assert is_same(load_model(f"runs:/{run_id}/weights").vit, fresh())
+        assert is_same(load_model(f"runs:/{run_id}/vit_u2x2_8").vit, fresh())
+        shutil.rmtree(tmp_path / "artifacts")
+        assert located(uri) == str(tmp_path / "home" / "models" / uri.removeprefix("models:/") / "artifacts" / "model")
+        assert is_same(load_model(str(tmp_path / "d")).vit, tuned(fresh()))
+        assert "geheim" not in (tmp_path / "d" / "delta.json").read_text()
+    finally:
+        server.kill()
