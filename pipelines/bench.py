@@ -19,6 +19,12 @@ def main(words: list[str]) -> dict[str, Any]:
         names = ("image_size", "batch", "workers", "images", "slow_consumer", "object_store", "rounds", "out")
         chosen = {name: vars(args)[name] for name in names} | {"latency": args.simulate_object_store_latency}
         return measuring.measure_ingest(measuring.Settings(args.dataset, **chosen))
+    if args.what == "finetune":
+        from vitray.bench import finetune
+
+        names = ("model", "batch", "image_size", "dtype", "rounds", "seconds", "out")
+        chosen = {name: vars(args)[name] for name in names} | {"modes": args.modes.split(",")}
+        return finetune.measure_finetune(finetune.Settings(**chosen))
     models = [load_run(None, [f"model.name={name}"]).model.name for name in args.models.split(",")]
     for name in models:
         load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])

@@ -37,6 +37,32 @@ BAD_WORDS = [
     ("seed=@", ["the word 'seed=@': not YAML"]),
     ("model.execution=fused model.dropout=0.1", ["execution fused is not exact with dropout 0.1"]),
     ("model.class_token=false", ["pool token needs class_token: true"]),
+    (
+        "task.kind=finetune",
+        ["task.weights: got nothing, wanted a vitray model folder (a path, s3://, ", ") or a weights file of another"],
+    ),
+    ("task=finetune", ["task.weights: got nothing, wanted a vitray model folder"]),
+    ("task.kind=finetun", ["task: got 'finetun', wanted 'supervised', 'finetune'; nearest: finetune"]),
+    ("task=finetune task.weights=a task.mode=atn", ["task.mode: got 'atn', wanted 'full', 'attn'", "nearest: attn"]),
+    ("task=finetune task.weights=a task.also=norms", ["task.also: got 'norms', wanted a list"]),
+    ("task=finetune task.weights=a task.mode=attn task.also=[stam]", ["task.also: got 'stam'", "nearest: stem"]),
+    (
+        "task=finetune task.weights=a task.also=[stem]",
+        ["task: also names stem, which mode full trains anyway; wanted no"],
+    ),
+    (
+        "task=finetune task.weights=a task.mode=norm task.also=[stem,head]",
+        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or positions or attn"],
+    ),
+    (
+        "task=finetune task.weights=a task.mode=ffn task.first_branch=true",
+        ["task: first_branch true is about mode attn alone; wanted false in mode ffn"],
+    ),
+    (
+        "compute.recompute=feedforwards",
+        ["compute.recompute: got 'feedforwards', wanted 'none'", "nearest: feedforward"],
+    ),
+    ("compute.recompute=1", ["compute.recompute: got 1, wanted 'none', 'feedforward' or 'blocks'"]),
     ("seed=1 seed=2", ["the word 'seed=2': seed is given twice"]),
 ]
 
@@ -102,6 +128,22 @@ def test_words_are_laid_over_the_recipe(tmp_path):
     # Another kind starts afresh, in whatever order the words come.
     other = run.replace({"model.positions.frequencies": "big_vision", "model.positions.kind": "sincos2d"})
     assert other.model.positions.model_dump() == {"kind": "sincos2d", "frequencies": "big_vision"}
+
+
+def test_recomputation_was_once_true_or_false():
+    spelled = {"true": "blocks", "false": "none", "feedforward": "feedforward", "none": "none"}
+    for word, meant in spelled.items():
+        assert load_run(None, [f"compute.recompute={word}"]).compute.recompute == meant
+
+
+def test_a_finetuning_run_survives_its_yaml(tmp_path):
+    words = ["task=finetune", "task.weights=models:/vit@champion", "task.mode=attn", "task.also=[norms, stem]"]
+    run = load_run(None, words)
+    assert run.task.trained == {"attn", "positions", "head", "norms", "stem"}
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert load_run(tmp_path / "run.yaml") == run == Run().replace(run.dotted())
+    # Another kind starts afresh.
+    assert run.replace({"task.kind": "supervised"}) == Run()
 
 
 def test_a_run_is_frozen_and_replaced():

@@ -1,4 +1,4 @@
-"""Tasks: a forward that is the loss, what the losses are, and blocks that compute themselves again."""
+"""Tasks: a forward that is the loss, what the losses are, what is kept for the backward pass, and what runs again."""
 
 import pickle
 from copy import deepcopy
@@ -6,12 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from vitray.config import ConfigError, Run
-from vitray.task import Supervised, binary_cross_entropy, build_task, recompute_blocks, soft_cross_entropy
+from vitray.task import Supervised, binary_cross_entropy, build_task, recompute_activations, soft_cross_entropy
 
 
 def run(**settings) -> Run:
@@ -22,6 +22,10 @@ def run(**settings) -> Run:
 def task(**settings) -> Supervised:
     torch.manual_seed(0)
     return build_task(run(**settings))
+
+
+def tuned(mode: str, **settings) -> Supervised:
+    return task(task={"kind": "finetune", "weights": "unread", "mode": mode}, **settings)
 
 
 def images() -> torch.Tensor:
@@ -73,6 +77,7 @@ def test_every_class_is_a_question_of_its_own(smoothing):
     assert float(binary_cross_entropy(logits(), mixed(), smoothing)) == pytest.approx(float(wanted), rel=1e-6)
 
 
+@settings(deadline=None)  # a process's first backward pass takes long
 @given(smoothing=st.floats(0, 0.99), share=st.floats(0.01, 0.99))
 def test_smoothing_turns_no_class_on(smoothing, share):
     asked = torch.zeros(4, 7, requires_grad=True)
@@ -112,6 +117,17 @@ def test_forward_is_the_loss(kind, loss):
     assert {name.partition(".")[0] for name in made.state_dict()} == {"vit"}
 
 
+@pytest.mark.parametrize("loss", ["softmax", "bce"])
+def test_finetuning_learns_by_the_same_loss(loss):
+    settings = {"loss": loss, "smoothing": 0.1}
+    whole, part = task(task=settings), task(task={"kind": "finetune", "weights": "unread", "mode": "attn", **settings})
+    assert torch.equal(whole(images(), mixed()), part(images(), mixed()))
+    assert list(whole.state_dict()) == list(part.state_dict())
+    plain, tuned_gradients = gradients(whole), gradients(part)
+    assert 0 < len(tuned_gradients) < len(plain)
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in tuned_gradients.items())
+
+
 def test_equal_parts_of_a_batch_average_to_the_whole():
     made = task()
     parts = [made(images()[part], mixed()[part]) for part in (slice(0, 2), slice(2, 4))]
@@ -121,6 +137,54 @@ def test_equal_parts_of_a_batch_average_to_the_whole():
 def test_a_task_needs_classes():
     with pytest.raises(ConfigError, match=r"^model.num_classes: got null, wanted how many classes"):
         build_task(run(model__num_classes=None))
+    with pytest.raises(ConfigError, match=r"how many classes task finetune learns$"):
+        build_task(run(model__num_classes=None, task={"kind": "finetune", "weights": "unread"}))
+
+
+# ---- what is kept for the backward pass ------------------------------------------------------------------------------
+
+
+def gradients(made: Supervised) -> dict[str, torch.Tensor]:
+    made.zero_grad()
+    torch.manual_seed(5)
+    made.train()(images(), mixed()).backward()
+    return {name: parameter.grad.clone() for name, parameter in made.named_parameters() if parameter.requires_grad}
+
+
+def kept_between(made: Supervised) -> int:
+    """How many numbers the forward pass keeps for the backward pass, weights left out."""
+    weights = {parameter.data_ptr() for parameter in made.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # held, so that no two have one address
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = made(images(), mixed())
+    del loss
+    return sum(tensor.numel() for tensor in kept.values())
+
+
+TOKENS, WIDTH, BRANCHES = 4 * 17, 64, 4  # of `images` in two levels of two branches
+
+
+@pytest.mark.parametrize("layerscale", [None, 0.1])
+def test_a_frozen_feed_forward_keeps_no_input_of_its_products(layerscale):
+    kept = {mode: kept_between(tuned(mode, model__layerscale=layerscale)) for mode in ("full", "attn", "ffn")}
+    # The stem's input, the inputs of up and down, and where there is LayerScale what it scales in both kinds of branch.
+    scaled = 0 if layerscale is None else 2
+    assert kept["full"] - kept["attn"] == images().numel() + BRANCHES * TOKENS * WIDTH * (1 + 4 + scaled)
+    # Of an attention, the input of qkv alone: that of the output product is kept by attention itself.
+    assert kept["full"] - kept["ffn"] == images().numel() + BRANCHES * TOKENS * WIDTH * (1 + scaled)
+
+
+def test_below_a_head_that_trains_alone_nothing_is_kept():
+    made = tuned("head", model__layerscale=0.1)
+    # Its input, and the loss's few numbers per class.
+    assert kept_between(made) <= 4 * WIDTH + 3 * 4 * 7
+    assert kept_between(made) < kept_between(tuned("full")) / 500
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
@@ -128,41 +192,27 @@ def test_a_task_needs_classes():
 DROPPING = [{}, {"model__drop_path": 0.4}, {"model__drop_path": 0.4, "model__dropout": 0.2, "model__layerscale": 0.1}]
 
 
-def gradients(made: Supervised) -> dict[str, torch.Tensor]:
-    made.zero_grad()
-    torch.manual_seed(5)
-    made.train()(images(), mixed()).backward()
-    return {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
-
-
+@pytest.mark.parametrize("what", ["feedforward", "blocks"])
+@pytest.mark.parametrize("mode", ["full", "attn", "head"])
 @pytest.mark.parametrize("execution", ["loop", "auto", "fused"])
 @pytest.mark.parametrize("settings", DROPPING)
-def test_recomputed_gradients_are_equal(settings, execution):
+def test_recomputed_gradients_are_equal(settings, execution, mode, what):
     if execution == "fused" and "model__dropout" in settings:
         return  # which the configuration refuses
-    made = task(model__execution=execution, **settings)
+    made = tuned(mode, model__execution=execution, **settings)
     plain = gradients(made)
     names = list(made.state_dict())
-    recompute_blocks(made)
+    recompute_activations(made, what)
     again = gradients(made)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert list(made.state_dict()) == names
 
 
-def kept_between(made: Supervised) -> int:
-    """How many numbers the forward pass keeps for the backward pass, weights left out."""
-    weights = {parameter.data_ptr() for parameter in made.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor):
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = made(images(), mixed())
-    del loss
-    return sum(kept.values())
+def test_nothing_recomputed_is_nothing_changed():
+    made = task()
+    before = kept_between(made)
+    recompute_activations(made, "none")
+    assert kept_between(made) == before
 
 
 def test_recomputed_blocks_keep_little_and_run_twice():
@@ -171,19 +221,37 @@ def test_recomputed_blocks_keep_little_and_run_twice():
     made.vit.blocks[1].attn1.register_forward_hook(lambda *_: calls.append(1))
     plain = kept_between(made)
     assert len(calls) == 1
-    recompute_blocks(made)
-    recompute_blocks(made)  # twice is once
+    recompute_activations(made, "blocks")
+    recompute_activations(made, "blocks")  # twice is once
     assert kept_between(made) < plain / 4
     calls.clear()
     gradients(made)
     assert len(calls) == 2
 
 
-def test_recomputed_blocks_show_their_attention_and_evaluate():
+@pytest.mark.parametrize("mode", ["full", "attn"])
+def test_recomputed_feed_forwards_give_up_their_widest_activations(mode):
+    made = tuned(mode)
+    runs = {"attn1": [], "ffn1": []}
+    for branch, calls in runs.items():
+        made.vit.blocks[1].get_submodule(branch).norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+    plain = kept_between(made)
+    recompute_activations(made, "feedforward")
+    recompute_activations(made, "feedforward")  # twice is once
+    # What gelu reads, and with trained weights what up and down read.
+    assert plain - kept_between(made) >= BRANCHES * TOKENS * WIDTH * (4 + (1 + 4) * (mode == "full"))
+    for calls in runs.values():
+        calls.clear()
+    gradients(made)
+    assert {branch: len(calls) for branch, calls in runs.items()} == {"attn1": 1, "ffn1": 2}
+
+
+@pytest.mark.parametrize("what", ["feedforward", "blocks"])
+def test_what_is_recomputed_shows_its_attention_and_evaluates(what):
     made = task().eval()
     with torch.no_grad():
         plain = made.vit(images())
-    recompute_blocks(made)
+    recompute_activations(made, what)
     with torch.no_grad():
         assert torch.equal(made.vit(images()), plain)
     trace: dict[str, torch.Tensor] = {}
@@ -191,10 +259,11 @@ def test_recomputed_blocks_show_their_attention_and_evaluate():
     assert list(trace) == [f"block{level:02d}.attn{branch}" for level in (0, 1) for branch in (1, 2)]
 
 
+@pytest.mark.parametrize("what", ["feedforward", "blocks"])
 @pytest.mark.parametrize("copied", [deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
-def test_a_copy_recomputes_itself(copied):
+def test_a_copy_recomputes_itself(copied, what):
     made = task(model__drop_path=0.4)
-    recompute_blocks(made)
+    recompute_activations(made, what)
     plain, other = gradients(made), copied(made)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -202,11 +271,12 @@ def test_a_copy_recomputes_itself(copied):
     assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(other).items())
 
 
-def test_a_compiled_task_recomputes():
+@pytest.mark.parametrize("what", ["feedforward", "blocks"])
+def test_a_compiled_task_recomputes(what):
     torch.compiler.reset()
     made = task(model__name="vit_u1x2_8")
     plain = gradients(made)
-    recompute_blocks(made)
+    recompute_activations(made, what)
     compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
     made.zero_grad()
     compiled(images(), mixed()).backward()

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitray.config import ConfigError, Run
-from vitray.config.training import Supervised as Settings
+from vitray.config.training import Finetune, Recompute
+from vitray.config.training import Supervised as FromScratch
 from vitray.model.blocks import Block, Trace
 from vitray.model.vit import ViT
+from vitray.tuning import freeze
 
 
 class Supervised(nn.Module):
-    """Classes, learned from labels."""
+    """Classes, learned from labels, by all of a network or by some of its parts."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -38,14 +40,18 @@ class Supervised(nn.Module):
 
 
 def build_task(run: Run) -> Supervised:
-    """The task that a run describes, with new weights."""
+    """The task that a run describes, with new weights, and with those frozen that are not to be trained."""
+    if run.model.num_classes is None:
+        raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
+    task = Supervised(run)
     match run.task:
-        case Settings():
-            if run.model.num_classes is None:
-                raise ConfigError("model.num_classes: got null, wanted how many classes task supervised learns")
-            return Supervised(run)
+        case FromScratch():
+            pass
+        case Finetune():
+            freeze(task.vit, run.task)
         case _:
             assert_never(run.task)
+    return task
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -70,16 +76,30 @@ def binary_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
 
 
-def recompute_blocks(task: nn.Module) -> None:
-    """Let every block of a task keep its input alone, and compute itself again in the backward pass."""
+def recompute_activations(task: nn.Module, what: Recompute) -> None:
+    """Let every block of a task, or its feed-forward half, keep its input alone and run again in the backward pass."""
     for block in task.modules():
         if isinstance(block, Block):
             # On the instance: a wrapper module would rename the parameters.
-            block.forward = partial(_recomputed, block)
+            match what:
+                case "none":
+                    pass
+                case "feedforward":
+                    block.feed = partial(_feed_again, block)
+                case "blocks":
+                    block.forward = partial(_run_again, block)
+                case _:
+                    assert_never(what)
 
 
-def _recomputed(block: Block, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
+def _run_again(block: Block, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
     # A trace keeps what the block computes anyway.
     if trace is not None or not torch.is_grad_enabled():
         return Block.forward(block, x_BND, trace, key)
     return checkpoint(partial(Block.forward, block), x_BND, use_reentrant=False, preserve_rng_state=True)
+
+
+def _feed_again(block: Block, x_BND: Tensor, fused: bool) -> Tensor:
+    if not torch.is_grad_enabled():
+        return Block.feed(block, x_BND, fused)
+    return checkpoint(partial(Block.feed, block), x_BND, fused, use_reentrant=False, preserve_rng_state=True)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 EXAMPLES = (
     "examples: vitray bench branches --models vit_s18x2_16 --batches 1,8; vitray bench ingest data/demo; "
-    "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; vitray bench train --dataset data/demo"
+    "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; "
+    "vitray bench train --dataset data/demo; "
+    "vitray bench finetune --model vit_b12x1_16 --image-size 384 --batch 1 --rounds 3"
 )
 
 
@@ -31,17 +33,26 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     train = what.add_parser("train", help="a training step against a bare loop, or a whole run against a DataLoader")
     train.add_argument("--dataset", help="measure whole runs on this dataset, of the first model, instead of the step")
     train.add_argument("--steps", type=int, default=200, help="of a whole run (%(default)s)")
+    finetune = what.add_parser("finetune", help="steps that train all, attn, ffn or head: time and memory")
+    finetune.add_argument("--model", default="vit_ti12x1_16", help="a name (%(default)s)")
+    finetune.add_argument(
+        "--modes",
+        default="full,attn,ffn,head,attn+feedforward",
+        help="task.mode, or task.mode+compute.recompute, separated by commas; the first is compared with (%(default)s)",
+    )
+    finetune.add_argument("--batch", type=int, default=8, help="images in a batch (%(default)s)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="names, separated by commas (%(default)s)")
-        each.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (%(default)s)")
         each.add_argument("--compile", action="store_true", help="through torch.compile")
+    for each in (branches, train, finetune):
+        each.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (%(default)s)")
         each.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn (%(default)s)")
     for each in (ingest, train):
         each.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, train):
+    for each in (branches, ingest, train, finetune):
         each.add_argument("--image-size", type=int, default=224, help="pixels a side (%(default)s)")
         each.add_argument("--rounds", type=int, default=7, help="turns each variant gets (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the CSV and PNG (%(default)s)")
-    for each in (parser, branches, ingest, train):
+    for each in (parser, branches, ingest, train, finetune):
         each.add_argument("--json", action="store_true", help="the result as JSON on the last line")
     return parser

@@ -33,8 +33,17 @@ def refusal(invalid: ValidationError, root: type[Section], places: Mapping[str, 
     wrong: dict[str, list[ErrorDetails]] = {}
     for error in invalid.errors(include_url=False):
         wrong.setdefault(_locate(error["loc"], root)[0], []).append(error)
-    lines = [f"{_place(path, places, source)}: {_explain(path, errors, root)}" for path, errors in wrong.items()]
+    lines = []
+    for path, errors in wrong.items():
+        # What was not given has no place; its section has.
+        given = path.rpartition(".")[0] if _is_absent(errors[0]) else path
+        lines.append(f"{_place(given, places, source)}: {_explain(path, errors, root)}")
     return ConfigError("\n".join(lines))
+
+
+def _is_absent(error: ErrorDetails) -> bool:
+    """Whether a setting that has no default was not given; pydantic says the same of a list that is too short."""
+    return error["type"] == "missing" and isinstance(error["loc"][-1], str)
 
 
 def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section]]:
@@ -76,6 +85,9 @@ def _explain(path: str, errors: list[ErrorDetails], root: type[Section]) -> str:
             known = _locate(first["loc"], root)[1].model_fields
             close = nearest(path.rpartition(".")[2], known)
             return f"{path}: unknown setting, wanted one of {', '.join(known)}{close}"
+        case "missing" if _is_absent(first):
+            wanted = _locate(first["loc"], root)[1].model_fields[path.rpartition(".")[2]].description or "a value"
+            return f"{path}: got nothing, wanted {wanted[0].lower()}{wanted[1:].rstrip('.')}"
         case "value_error":
             return f"{path}: {context['error']}".removeprefix(": ")
         case "literal_error" | "union_tag_invalid":

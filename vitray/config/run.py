@@ -9,8 +9,18 @@ from pydantic import Field, ValidationError
 
 from vitray.config.reading import apply_changes, flatten, parse_words, read_recipe
 from vitray.config.refusals import refusal
-from vitray.config.sections import Model, Section
-from vitray.config.training import Checkpoint, Compute, Data, Evaluate, Guard, Optim, Supervised, Tracking
+from vitray.config.sections import Model, Section, one_of
+from vitray.config.training import (
+    Checkpoint,
+    Compute,
+    Data,
+    Evaluate,
+    Finetune,
+    Guard,
+    Optim,
+    Supervised,
+    Tracking,
+)
 
 
 class Run(Section):
@@ -18,7 +28,7 @@ class Run(Section):
 
     seed: Annotated[int, Field(ge=0)] = 0
     model: Model = Model()
-    task: Supervised = Supervised()
+    task: Annotated[Supervised | Finetune, Field(discriminator="kind"), one_of("supervised")] = Supervised()
     data: Data = Data()
     optim: Optim = Optim()
     compute: Compute = Compute()

@@ -1,9 +1,9 @@
 """The settings of a training run: its data, its loss, how it descends, where it computes, what it keeps."""
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, NotNegative, Share
 from vitray.config.sections import Fraction, Positive, Section, Size, one_of
@@ -49,6 +49,14 @@ def _countable(workers: int | str) -> int | str:
     return workers
 
 
+Recompute = Literal["none", "feedforward", "blocks"]
+
+
+def _spelled_out(recompute: Any) -> Any:
+    """A bool, which is how older runs say it, as a word."""
+    return ("blocks" if recompute else "none") if isinstance(recompute, bool) else recompute
+
+
 class Data(Section):
     """The images, and what happens to them on their way."""
 
@@ -86,6 +94,55 @@ class Supervised(Section):
     """Cross-entropy with soft targets; or binary cross-entropy, where each class of a mixed image is present."""
     smoothing: Fraction = 0.0
     """Share of the target spread evenly over all classes, after mixing (and after bce has made targets 0 and 1)."""
+
+
+Part = Literal["stem", "class_token", "positions", "norms", "attn", "ffn", "layerscale", "head"]
+Mode = Literal["full", "attn", "ffn", "head", "norm"]
+
+# What trains in each mode. Seed 000's code trains the positions with the attention, because a finer grid has new ones.
+TRAINED: dict[Mode, tuple[Part, ...]] = {
+    "full": get_args(Part),
+    "attn": ("attn", "positions", "head"),
+    "ffn": ("ffn", "positions", "head"),
+    "head": ("head",),
+    "norm": ("norms", "head"),
+}
+
+
+class Finetune(Section):
+    """Classes, learned from labels by a network that starts from trained weights and may keep some of them."""
+
+    kind: Literal["finetune"] = "finetune"
+    weights: str
+    """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
+    mode: Mode = "full"
+    """What trains: all; attn or ffn (every branch's matrices) with positions and head; the head; norms and head."""
+    also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    """Parts that train besides."""
+    first_branch: bool = False
+    """Whether of parallel attentions only the first trains, as by seed 000's code, which goes by the name `attn`."""
+    loss: Literal["softmax", "bce"] = "softmax"
+    """As the supervised task's."""
+    smoothing: Fraction = 0.0
+    """As the supervised task's."""
+
+    @model_validator(mode="after")
+    def _parts_differ(self) -> Self:
+        trained = TRAINED[self.mode]
+        if twice := [part for part in self.also if part in trained]:
+            rest = [part for part in get_args(Part) if part not in trained]
+            raise ValueError(
+                f"also names {', '.join(twice)}, which mode {self.mode} trains anyway;"
+                f" wanted {' or '.join(rest) if rest else 'nothing'}"
+            )
+        if self.first_branch and self.mode != "attn":
+            raise ValueError(f"first_branch true is about mode attn alone; wanted false in mode {self.mode}")
+        return self
+
+    @property
+    def trained(self) -> frozenset[Part]:
+        """The parts that train, whether the network has them or not."""
+        return frozenset((*TRAINED[self.mode], *self.also))
 
 
 class AdamW(Section):
@@ -186,8 +243,9 @@ class Compute(Section):
     """Whether fp32 products on a GPU may use TF32."""
     compile: bool = False
     """Through torch.compile."""
-    recompute: bool = False
-    """Activation checkpointing: blocks run again in the backward pass instead of keeping what they computed."""
+    recompute: Annotated[Recompute, BeforeValidator(_spelled_out)] = "none"
+    """Activation checkpointing: what runs again in the backward pass instead of keeping what it computed. feedforward
+    gives up the widest activations for one product a block; blocks (or true) gives up all but a block's input."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Times that lost workers are started anew, from the last checkpoint."""
 

@@ -29,7 +29,7 @@ from vitray.schedule import learning_rate, total_steps
 from vitray.stream import Share, Stream
 from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
-from vitray.task import Supervised, build_task, recompute_blocks
+from vitray.task import Supervised, build_task, recompute_activations
 from vitray.tracking import machine
 from vitray.weights import save_model
 
@@ -59,8 +59,7 @@ def descend(job: Job) -> dict[str, Any]:
     # ---- what is trained ---------------------------------------------------------------------------------------------
     torch.manual_seed(run.seed)  # the same first weights on every worker
     task = build_task(run).to(device)
-    if run.compute.recompute:
-        recompute_blocks(task)
+    recompute_activations(task, run.compute.recompute)
     optimizer = build_optimizer(task, run.optim, device)
     average = Average(task, run.optim.ema) if run.optim.ema else None
     standing = resume(job, task, optimizer, average, teller)

@@ -108,8 +108,12 @@ class Block(nn.Module):
     def forward(self, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
         # Looking at attention is not the hot path: a trace runs branch by branch.
         if trace is None and self._is_fused(x_BND):
-            return self._feed_fused(self._attend_fused(x_BND))
-        return self._feed_loop(self._attend_loop(x_BND, trace, key))
+            return self.feed(self._attend_fused(x_BND), fused=True)
+        return self.feed(self._attend_loop(x_BND, trace, key), fused=False)
+
+    def feed(self, x_BND: Tensor, fused: bool) -> Tensor:
+        """The level's second half: the feed-forwards' outputs added."""
+        return self._feed_fused(x_BND) if fused else self._feed_loop(x_BND)
 
     def _is_fused(self, x_BND: Tensor) -> bool:
         dropping = self.training and self.dropout > 0
