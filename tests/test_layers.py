@@ -17,7 +17,7 @@ LAYERS = (
     {"vitray.tuning"},
     {"vitray.registry"},
     {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
-    {"vitray.stream", "vitray.tracking"},
+    {"vitray.stream", "vitray.tracking", "vitray.start"},
     {"vitray.evaluation", "vitray.plan"},
     {"vitray.loop"},
     {"vitray.bench"},

@@ -28,15 +28,8 @@ from vitray.augment.draws import generator
 from vitray.augment.sample import augment_image
 from vitray.config import Run, load_run
 from vitray.model.counts import count
-from vitray.optim import (
-    Average,
-    build_optimizer,
-    clip_gradients,
-    in_steps,
-    learning_rate,
-    set_learning_rate,
-    total_steps,
-)
+from vitray.optim import Average, build_optimizer, clip_gradients, set_learning_rate
+from vitray.schedule import in_steps, learning_rate, total_steps
 from vitray.task import build_task
 
 FOUND = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))

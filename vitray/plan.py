@@ -1,16 +1,20 @@
 """What a run will do, checked against its data and its storage before anything is started. No Ray."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vitray import storage
 from vitray.config import ConfigError, Run
+from vitray.config.training import Finetune
 from vitray.model.names import nearest
 from vitray.model.sizes import sizes_of
 from vitray.schedule import in_steps, total_steps
 from vitray.shards import open_dataset, set_aside
 from vitray.shards.manifest import Dataset
+
+if TYPE_CHECKING:
+    from vitray.start import Start
 
 
 class Plan(NamedTuple):
@@ -27,6 +31,9 @@ class Plan(NamedTuple):
     images: int
     val_images: int
     classes: int
+    weights: str | None
+    """What a fine-tuning starts from; None starts from nothing."""
+    weights_identity: str | None
     global_batch: int
     workers: int | str
     steps_per_epoch: int
@@ -40,10 +47,14 @@ class Plan(NamedTuple):
 class Planned(NamedTuple):
     """A plan and what it was made from."""
 
+    run: Run
+    """With what a fine-tuning leaves open as its weights have it."""
     plan: Plan
     dataset: Dataset
     aside: np.ndarray | None
     """For each row of train whether data.development sets it aside; None where it sets none aside."""
+    start: "Start | None"
+    """What a fine-tuning starts from."""
 
 
 def make_plan(run: Run) -> Planned:
@@ -51,6 +62,11 @@ def make_plan(run: Run) -> Planned:
     if run.data.url is None:
         raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
     dataset = open_dataset(run.data.url)
+    start = None
+    if isinstance(run.task, Finetune):
+        from vitray.start import open_start  # torch takes seconds, which a plan from scratch has no need of
+
+        run, start = open_start(run, run.task, dataset)
     images = _images(dataset, "data.train", run.data.train)
     aside = None
     if run.data.development:
@@ -70,14 +86,16 @@ def make_plan(run: Run) -> Planned:
     plan = Plan(
         model=run.model.name,
         params=sizes.params,
-        trainable_params=sizes.params,
-        trainable_share=1.0,
+        trainable_params=start.audit.trained if start else sizes.params,
+        trainable_share=start.audit.share if start else 1.0,
         gflops=sizes.gflops,
         dataset=dataset.url,
         dataset_identity=dataset.identity,
         images=images,
         val_images=val_images,
         classes=len(dataset.classes),
+        weights=start.url if start else None,
+        weights_identity=start.identity if start else None,
         global_batch=run.optim.batch,
         workers=run.compute.workers,
         steps_per_epoch=steps_per_epoch,
@@ -86,7 +104,7 @@ def make_plan(run: Run) -> Planned:
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
     )
-    return Planned(plan, dataset, aside)
+    return Planned(run, plan, dataset, aside, start)
 
 
 def check_storage(url: str) -> None:
@@ -135,6 +153,8 @@ FREE = (
     "evaluate.where",
     "guard.",
     "model.execution",
+    "task.delta",
+    "task.weights",  # their identity is compared instead
     "tracking.register_as",
 )
 

@@ -119,6 +119,8 @@ class Finetune(Section):
     """What trains: all; attn or ffn (every branch's matrices) with positions and head; the head; norms and head."""
     also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
     """Parts that train besides."""
+    delta: bool = True
+    """Whether the model folder holds only what differs from the weights; mode full changes all, so it is whole."""
     first_branch: bool = False
     """Whether of parallel attentions only the first trains, as by seed 000's code, which goes by the name `attn`."""
     loss: Literal["softmax", "bce"] = "softmax"

@@ -8,15 +8,22 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vitray import cluster, storage
 from vitray.config import ConfigError, Run, RunError, load_run
+from vitray.config.training import Finetune
 from vitray.loop.display import Display
 from vitray.plan import Plan, check_storage, difference, make_plan
 from vitray.shards.manifest import Dataset
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitray.start import Start
+    from vitray.weights import Saved
 
 RUN, HOME = "run.yaml", "run.json"
 
@@ -28,6 +35,8 @@ class Outcome(NamedTuple):
     home: str
     model: str
     """Its model folder."""
+    model_bytes: int
+    """Of the tensors in it: of a delta, those that it does not take from its base."""
     val_top1: float | None
     """Of the weights in the model folder."""
     mlflow_run: str | None
@@ -55,7 +64,7 @@ class Layout(NamedTuple):
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) -> Outcome:
     """Train to the end: a new run, or one of this name that was interrupted."""
     called = time.monotonic()
-    plan, dataset, aside = make_plan(run)
+    run, plan, dataset, aside, start = make_plan(run)
     dataset = dataset.model_copy(update={"url": storage.absolute(dataset.url)})
     out = storage.absolute(out)
     home = storage.join(out, name)
@@ -66,12 +75,12 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) ->
 
         layout = lay_out(run)
         display = Display(plan)
-        initial = storage.join(out, fork) if fork else None
-        with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork) as reporting:
-            ended = _fit(run, dataset, aside, home, layout, reporting.desk, initial)
+        first = start.task_state if start else _last_weights(storage.join(out, fork)) if fork else None
+        with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start) as reporting:
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, first)
             if "failed" in ended:
                 raise RunError(f"{name}: {ended['failed']}")
-            return reporting.finish(ended)
+            return reporting.finish(ended, save_weights(run, home, dataset.classes, start))
 
 
 def _fit(
@@ -81,15 +90,25 @@ def _fit(
     home: str,
     layout: Layout,
     desk: Any,
-    initial: str | None,
+    first: "dict[str, Tensor] | None",
 ) -> dict[str, Any]:
+    import ray
     import ray.train
     from ray.train.torch import TorchTrainer
 
     from vitray.loop.standing import Job
     from vitray.loop.training import worker
 
-    job = Job(run, dataset, aside, home, uuid.uuid4().hex[:12], layout.threads, desk, initial)
+    job = Job(
+        run,
+        dataset,
+        aside,
+        home,
+        uuid.uuid4().hex[:12],
+        layout.threads,
+        desk,
+        None if first is None else ray.put(first),
+    )
     lowest, highest = layout.workers
     # Ray Train's own storage, of which nothing is used: beside the driver, so that no outage of the run's can end it.
     beside = tempfile.TemporaryDirectory(prefix="vitray-")
@@ -129,6 +148,28 @@ def _cause(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _last_weights(home: str) -> "dict[str, Tensor]":
+    """What a run ended with, or has come to: averaged where it averages."""
+    from vitray import checkpoints
+
+    parts = checkpoints.read_checkpoint(home, checkpoints.complete_steps(home)[-1]).parts
+    return parts["model"] | parts.get("average", {})  # what is not trained has no average
+
+
+def save_weights(run: Run, home: str, classes: Sequence[str], start: "Start | None") -> "Saved":
+    """Write the model folder of a run that has ended; a fine-tuning of some parts as a delta."""
+    from vitray.model.vit import ViT
+    from vitray.weights import save_model
+
+    vit, weights = ViT(run.model), _last_weights(home)
+    vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
+    base = None
+    if start and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full":
+        base = start.url
+    storage.remove(storage.join(home, "model"))
+    return save_model(storage.join(home, "model"), run, vit, classes, relative_to=base)
+
+
 # ---- the run's folder ------------------------------------------------------------------------------------------------
 
 
@@ -139,10 +180,13 @@ def open_home(home: str, name: str, run: Run, plan: Plan, fork: str | None) -> s
         known = json.loads(storage.read_bytes(storage.join(home, HOME)))
         _check_same(home, name, run, plan, known)
         return known["uid"]
+    if fork and isinstance(run.task, Finetune):
+        raise ConfigError("--fork: task finetune starts from task.weights; wanted one of them")
     if fork:
         _check_fork(storage.join(home.rpartition("/")[0], fork), run)
     uid = uuid.uuid4().hex
     content = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
+    content["weights_identity"] = plan.weights_identity
     storage.write_bytes(storage.join(home, RUN), run.to_yaml().encode())
     storage.write_bytes(storage.join(home, HOME), json.dumps(content).encode())
     return uid
@@ -164,6 +208,8 @@ def _check_same(home: str, name: str, run: Run, plan: Plan, known: dict[str, Any
     differing = difference(stored_run(home), run)
     if known["dataset_identity"] != plan.dataset_identity:
         differing.append(f"{plan.dataset}: other images than the run was begun with")
+    if known.get("weights_identity") != plan.weights_identity:
+        differing.append(f"{plan.weights}: other weights than the run was begun with")
     if differing:
         raise ConfigError(
             f"{name}: a run of this name is another experiment: {'; '.join(differing)}. Choose another --name, or"
@@ -179,7 +225,10 @@ def _check_fork(old: str, run: Run) -> None:
         raise ConfigError(f"--fork {old.rpartition('/')[2]}: {old} has no checkpoint to start from")
     before, now = stored_run(old).model, run.model
     if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
-        raise ConfigError(f"--fork: the weights of {before.name} do not fit {now.name}; wanted the same network")
+        raise ConfigError(
+            f"--fork: the weights of {before.name} at {before.image_size} px do not fit {now.name} at {now.image_size};"
+            f" wanted the same network, or task.kind=finetune task.weights={old}/model"
+        )
 
 
 # ---- the cluster -----------------------------------------------------------------------------------------------------

@@ -18,10 +18,14 @@ from vitray.loop.desk import Desk
 from vitray.loop.display import Display, clock
 from vitray.loop.driver import Layout, Outcome
 from vitray.plan import Plan
+from vitray.registry import BASE, BASE_IDENTITY
 from vitray.shards.manifest import Dataset
+from vitray.start import Start
 from vitray.stream.decoding import read_rows, rows_of
 from vitray.stream.looking import sample_sheet
 from vitray.tracking import Tracker, figures, machine, shown, tracking_uri
+from vitray.tuning import audit_table
+from vitray.weights import Saved
 
 # Multiply-adds per second of a device times two, dense, by the makers' data sheets: fp32 with TF32 products, and bf16.
 PEAK_FLOPS = {
@@ -48,9 +52,10 @@ class Reporting:
         layout: Layout,
         called: float,
         fork: str | None,
+        start: Start | None,
     ) -> None:
         self.run, self.plan, self.dataset, self.name, self.home = run, plan, dataset, name, home
-        self.display, self.layout, self.called = display, layout, called
+        self.display, self.layout, self.called, self.start = display, layout, called, start
         self.stages: dict[str, float] = {"ray": time.monotonic() - called}
         self.history: dict[str, list[tuple[int, float]]] = {}
         self.device = "CPU"
@@ -59,6 +64,8 @@ class Reporting:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="reporting", daemon=True)
         tags = {"vitray.dataset": dataset.url, "vitray.home": home} | ({"vitray.forked_from": fork} if fork else {})
+        if start:
+            tags |= {BASE: start.url, BASE_IDENTITY: start.identity}
         self.tracker = Tracker.begin(
             uid=uid,
             name=name,
@@ -68,10 +75,14 @@ class Reporting:
             description=describe(run, plan, layout),
         )
         self.tracker.text("run.yaml", run.to_yaml())
+        if start:
+            self.tracker.text("audit.md", audit_table(start.audit))
 
     def __enter__(self) -> "Reporting":
         self.tracker.__enter__()
         self.display.start(start_block(self))
+        if self.start:
+            self.display.line("\n".join(f"  {line}" for line in audit_table(self.start.audit).splitlines()) + "\n")
         self._thread.start()
         return self
 
@@ -81,15 +92,16 @@ class Reporting:
             self.display.line(f"  stopped; `vitray train --resume {self.name}` goes on from the last checkpoint")
         self.tracker.__exit__(*error)
 
-    def finish(self, ended: dict[str, Any]) -> Outcome:
+    def finish(self, ended: dict[str, Any], saved: Saved) -> Outcome:
         """The last numbers and pictures, and the end block."""
         self._stop()
         model = storage.join(self.home, "model")
         seconds, devices = ended["seconds"], ended["workers"]
         images = ended["step"] * self.plan.global_batch
-        # Forward and backward are three times the forward, and a multiply-add is two operations.
-        flops = 6e9 * self.plan.gflops * images
+        # A multiply-add is two operations.
+        flops = 2e9 * self.plan.gflops * passes(self.start) * images
         values = {"cost/device_seconds": seconds * devices, "cost/images": float(images), "cost/flops": flops}
+        values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
         if peak := peak_flops(self.device, self.run.compute.precision):
             values["cost/mfu"] = flops / (seconds * devices) / peak
         values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
@@ -102,6 +114,7 @@ class Reporting:
             name=self.name,
             home=self.home,
             model=model,
+            model_bytes=saved.bytes,
             val_top1=ended["val_top1"],
             mlflow_run=self.tracker.run_id,
             steps=ended["step"],
@@ -109,7 +122,7 @@ class Reporting:
             images_per_second=median(speeds) if speeds else None,
             start={stage: round(seconds, 2) for stage, seconds in self.stages.items()},
         )
-        self.display.start(end_block(self, outcome, values, ended))
+        self.display.start(end_block(self, outcome, values, ended, saved))
         return outcome
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -177,6 +190,14 @@ class Reporting:
         self.tracker.figure("mistakes.png", figures.draw_mistakes(shown_ones))
 
 
+def passes(start: Start | None) -> float:
+    """The cost of a step in forward passes: the forward one, the way back, and the gradients of what trains."""
+    if start is None:
+        return 3.0
+    is_head_alone = all(row.part == "head" for row in start.audit.rows if row.trained)
+    return 1 + (start.audit.share if is_head_alone else 1) + start.audit.share
+
+
 def peak_flops(device: str, precision: str) -> float | None:
     """The peak of a device by its name, where we know it."""
     return next((peak[precision] for name, peak in PEAK_FLOPS.items() if name in device), None)
@@ -195,6 +216,7 @@ def start_block(story: Reporting) -> dict[str, str]:
     return {
         "run": story.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        **({"start": f"{story.start.url}: {story.start.adapted}"} if story.start else {}),
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes; {plan.val_images:,} to validate on"
         + (f", {run.data.development:.0%} of train" if run.data.development else ""),
         "workers": f"{workers} on {'GPU' if layout.use_gpu else 'CPU'}, each with {layout.cpus:g} CPUs",
@@ -205,7 +227,9 @@ def start_block(story: Reporting) -> dict[str, str]:
     }
 
 
-def end_block(story: Reporting, outcome: Outcome, values: dict[str, float], ended: dict[str, Any]) -> dict[str, str]:
+def end_block(
+    story: Reporting, outcome: Outcome, values: dict[str, float], ended: dict[str, Any], saved: Saved
+) -> dict[str, str]:
     """How it went, what it cost, and what to type next."""
     top1 = (
         "not evaluated" if outcome.val_top1 is None else f"{outcome.val_top1:.2%} of {story.plan.val_images:,} images"
@@ -214,7 +238,8 @@ def end_block(story: Reporting, outcome: Outcome, values: dict[str, float], ende
     facts = {
         "val top-1": top1,
         "cost": cost + (f", MFU {values['cost/mfu']:.1%}" if "cost/mfu" in values else ""),
-        "model": outcome.model,
+        "model": outcome.model
+        + ("" if saved.share == 1 else f", a delta: {saved.bytes / 1e6:.3g} MB, {saved.share:.1%} of the network"),
         "tracking": story.tracker.run_url(),
         "next": f"vitray ui        or: vitray model {outcome.model}",
     }
@@ -234,6 +259,7 @@ def describe(run: Run, plan: Plan, layout: Layout) -> str:
         "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
         "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
+        **({} if plan.weights is None else {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}),
         "Loss": f"{run.task.loss}, smoothing {run.task.smoothing:g}",
         "Descent": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",

@@ -33,8 +33,8 @@ class Job(NamedTuple):
     """Of a worker on a CPU."""
     desk: Any
     """An actor that takes records for the driver; nobody waits for it."""
-    initial: str | None = None
-    """The folder of a run whose last weights a new one starts from."""
+    first: Any = None
+    """A promise of the weights that a new run starts from; None starts from random ones."""
 
     @property
     def given_up(self) -> str:

@@ -31,7 +31,6 @@ from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
 from vitray.task import Supervised, build_task, recompute_activations
 from vitray.tracking import machine
-from vitray.weights import save_model
 
 
 def worker(config: dict[str, Job]) -> dict[str, Any]:
@@ -59,6 +58,8 @@ def descend(job: Job) -> dict[str, Any]:
     # ---- what is trained ---------------------------------------------------------------------------------------------
     torch.manual_seed(run.seed)  # the same first weights on every worker
     task = build_task(run).to(device)
+    if job.first is not None:
+        task.load_state_dict(ray.get(job.first))
     recompute_activations(task, run.compute.recompute)
     optimizer = build_optimizer(task, run.optim, device)
     average = Average(task, run.optim.ema) if run.optim.ema else None
@@ -153,9 +154,6 @@ def descend(job: Job) -> dict[str, Any]:
         teller.say("score", {"score": standing.latest})
     if saver:
         saver.close()
-        with average.applied_to(task) if average else nullcontext():
-            storage.remove(storage.join(job.home, "model"))
-            save_model(storage.join(job.home, "model"), run, task.vit, job.dataset.classes)
     return {
         "step": standing.step,
         "seconds": standing.seconds,
@@ -270,9 +268,6 @@ def resume(
     if dist.is_initialized():
         dist.broadcast_object_list(steps, 0)  # one worker decides: another may already see the next
     if not steps[0]:
-        if job.initial:
-            old = checkpoints.read_checkpoint(job.initial, checkpoints.complete_steps(job.initial)[-1])
-            task.load_state_dict(old.parts.get("average", old.parts["model"]))
         return Standing()
     checkpoint = checkpoints.read_checkpoint(job.home, steps[0][-1])
     task.load_state_dict(checkpoint.parts["model"])

@@ -6,9 +6,8 @@ D width, N tokens, K classes. `counts` measures the same on the network itself, 
 from typing import Literal, NamedTuple
 
 from vitray.config import Model
+from vitray.config.training import Part
 from vitray.model.names import Name
-
-Part = Literal["stem", "class_token", "positions", "norms", "attn", "ffn", "layerscale", "head"]
 
 
 class Sizes(NamedTuple):

@@ -1,0 +1,166 @@
+"""Fine-tuning end to end on a real Ray with a real MLflow: from a model to its delta, at another size, interrupted."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vitray import checkpoints
+from vitray.config import ConfigError, Model, Run, load_run
+from vitray.loop.driver import train
+from vitray.model.vit import ViT
+from vitray.plan import make_plan
+from vitray.shards import open_dataset, read_job, write_dataset
+from vitray.tuning import part_of
+from vitray.weights import load_model, save_model
+
+pytestmark = pytest.mark.ray
+
+SETTINGS = [
+    "task.kind=finetune",
+    "task.mode=attn",
+    "optim.batch=16",
+    "optim.duration=12 steps",
+    "optim.warmup=0 steps",
+    "optim.rule=sgd",
+    "optim.lr=0.03",
+    "optim.weight_decay=0",
+    "optim.ema.decay=0.9",
+    "compute.workers=2",
+    "checkpoint={every: 5 steps, keep: 9}",
+    "evaluate.every=12 steps",
+    "tracking.every=1 step",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, ray_cluster):
+    """A folder with a dataset, a model of its classes at 32 px, a tracking store and a spool of its own."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=48"]))
+    torch.manual_seed(0)
+    model = Model(name="vit_u2x2_8_hmlp_bn", image_size=32, num_classes=10, layerscale=0.1, pool="mean")
+    run = Run().replace({"model": model.model_dump(mode="json"), "data.normalise.mean": [0.4, 0.5, 0.6]})
+    save_model(str(folder / "base"), run, ViT(model), open_dataset(str(folder / "demo")).classes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
+        patch.setenv("VITRAY_HOME", str(folder / "home"))
+        yield folder
+
+
+def recipe(place, *words):
+    changed = {word.partition("=")[0] for word in words}
+    kept = [word for word in SETTINGS if word.partition("=")[0] not in changed]
+    first = [f"data.url={place / 'demo'}", f"task.weights={place / 'base'}"]
+    return load_run(None, [*kept, *(word for word in first if word.partition("=")[0] not in changed), *words])
+
+
+@pytest.fixture(scope="module")
+def tuned(place):
+    return train(recipe(place, "model.image_size=48", "tracking.register_as=tuned"), "tuned", str(place / "runs"))
+
+
+def test_what_is_left_open_is_as_the_weights_have_it(place):
+    run = make_plan(recipe(place)).run
+    assert (run.model.name, run.model.image_size, run.model.pool) == ("vit_u2x2_8_hmlp_bn", 32, "mean")
+    assert run.model.layerscale == 0.1
+    assert run.data.normalise.mean == (0.4, 0.5, 0.6)
+    assert make_plan(recipe(place, "model.image_size=48", "model.drop_path=0.1")).run.model.drop_path == 0.1
+    assert make_plan(recipe(place, "data.normalise.mean=[0.5, 0.5, 0.5]")).run.data.normalise.mean == (0.5, 0.5, 0.5)
+    again = make_plan(run).run
+    assert again == run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.name=vit_ti2x2_8"], "task.weights .*base: not the network of this run: model.name: got"),
+        (["model.num_classes=7"], "model.num_classes: got 7, wanted 10 as in"),
+        (["task.weights=nowhere"], "nowhere"),
+        (["task.weights=models:/nothing@champion"], "models:/nothing@champion"),
+    ],
+)
+def test_weights_that_do_not_fit_get_one_message(place, words, said):
+    with pytest.raises(ConfigError, match=said):
+        make_plan(recipe(place, *words))
+
+
+def test_other_classes_get_a_new_head_and_the_same_keep_theirs(place, tmp_path):
+    start = make_plan(recipe(place)).start
+    assert start.adapted == "as it is"
+    base = load_model(str(place / "base"))
+    save_model(str(tmp_path / "other"), base.run, base.vit, [f"other {index}" for index in range(10)])
+    start = make_plan(recipe(place, f"task.weights={tmp_path / 'other'}")).start
+    assert start.adapted == "a new head of zeros for 10 classes"
+    assert not start.state["head.weight"].any()
+
+
+def test_a_fine_tuning_moves_its_parts_alone_and_ends_as_a_delta(place, tuned):
+    base, ended = load_model(str(place / "base")).vit, load_model(tuned.model).vit
+    assert ended.model.image_size == 48
+    for name, tensor in ended.state_dict().items():
+        before = base.state_dict()[name]
+        if before.shape != tensor.shape:
+            assert name == "positions.table"
+        elif part_of(name) in ("attn", "head"):
+            assert not torch.equal(tensor, before), name
+        else:  # the batch norm's statistics too
+            assert torch.equal(tensor, before), name
+    stored = load_file(Path(tuned.model) / "model.safetensors")
+    assert {part_of(name) for name in stored} == {"attn", "positions", "head"}
+    assert tuned.model_bytes == sum(tensor.nbytes for tensor in stored.values())
+
+
+def test_the_optimizer_holds_nothing_of_what_is_frozen(tuned):
+    last = checkpoints.read_checkpoint(tuned.home, 12)
+    trained = {
+        name for name in last.parts["model"] if part_of(name.removeprefix("vit.")) in ("attn", "positions", "head")
+    }
+    assert len(last.parts["optimizer"]) == len(trained)
+    statistics = {name for name in last.parts["model"] if "running" in name or "tracked" in name}
+    assert set(last.parts["average"]) == trained | statistics
+
+
+def test_mlflow_has_the_audit_the_delta_and_its_base(place, tuned):
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    run = client.get_run(tuned.mlflow_run)
+    assert run.data.tags["vitray.base"] == str(place / "base")
+    assert run.data.params["task.mode"] == "attn"
+    assert 0 < float(run.data.params["plan.trainable_share"]) < 0.5
+    assert run.data.metrics["model/bytes"] == tuned.model_bytes
+    assert run.data.metrics["model/share"] < 0.5
+    audit = Path(client.download_artifacts(tuned.mlflow_run, "audit.md")).read_text()
+    assert "| attn " in audit
+    assert "| total " in audit
+    version = client.get_model_version_by_alias("tuned", "champion")
+    assert version.tags["vitray.base"] == str(place / "base")
+    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(load_model("models:/tuned@champion").vit(images), load_model(tuned.model).vit(images))
+
+
+def test_an_interrupted_fine_tuning_ends_bit_equal(place, tuned):
+    home = place / "runs" / "again"
+    shutil.copytree(tuned.home, home)
+    shutil.rmtree(home / "model")
+    for step in (10, 12):
+        shutil.rmtree(checkpoints.folder_of(str(home), step))
+    content = json.loads((home / "run.json").read_text())
+    (home / "run.json").write_text(json.dumps(content | {"uid": "again"}))
+    outcome = train(recipe(place, "model.image_size=48", "tracking.register_as=null"), "again", str(place / "runs"))
+    one, other = (load_file(Path(each.model) / "model.safetensors") for each in (outcome, tuned))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_other_weights_under_the_same_name_are_refused(place, tuned):
+    torch.manual_seed(1)
+    base = load_model(str(place / "base"))
+    save_model(str(place / "changed"), base.run, ViT(base.vit.model), base.classes)
+    with pytest.raises(ConfigError, match="changed: other weights than the run was begun with"):
+        train(recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}"), "tuned", str(place / "runs"))
