@@ -12,6 +12,7 @@ from vitray.model.names import nearest
 
 VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
+    "sweep": "train many that differ in what a space says: depth x branches, learning rate, fine-tuning mode",
     "model": "say what a network costs and draw it; convert weights between layouts",
     "weights": "say what a model folder holds; write a delta as a whole model",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",

@@ -41,7 +41,7 @@ def main(words: list[str]) -> dict[str, Any]:
         raise ConfigError(f"got {' and '.join(given) or 'no recipe'}, wanted {wanted}")
 
     from vitray.loop.driver import stored_run, train
-    from vitray.plan import check_storage, make_plan
+    from vitray.plan import check_storage, make_plan, plan_text
 
     if args.resume:
         name, run = args.resume, stored_run(storage.join(args.out, args.resume), settings)
@@ -49,10 +49,10 @@ def main(words: list[str]) -> dict[str, Any]:
         run = load_run(recipes.path_of(given[0]), settings)
         name = args.name or f"{Path(given[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if args.dry_run:
-        plan = make_plan(run).plan
+        planned = make_plan(run)
         check_storage(args.out)
-        print("\n".join(f"  {key:<18} {value}" for key, value in plan._asdict().items()), file=sys.stderr)
-        return plan._asdict()
+        print(plan_text(planned), file=sys.stderr)
+        return planned.plan._asdict()
     return train(run, name, args.out, fork=args.fork)._asdict()
 
 

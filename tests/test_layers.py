@@ -14,13 +14,14 @@ LAYERS = (
     {"vitray.model.names"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
     {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
-    {"vitray.tuning"},
+    {"vitray.tuning", "vitray.admission", "vitray.expressions", "vitray.report"},
+    {"vitray.space"},
     {"vitray.registry"},
     {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
     {"vitray.stream", "vitray.tracking", "vitray.start"},
     {"vitray.evaluation", "vitray.plan"},
     {"vitray.loop"},
-    {"vitray.bench"},
+    {"vitray.bench", "vitray.search"},
     {"vitray"},
     {"pipelines"},
 )
@@ -30,17 +31,26 @@ DOORS = {
     "mlflow": {"vitray.registry", "vitray.tracking"},
     "ray.data": {"vitray.stream"},
     "ray.train": {"vitray.loop"},
-    "ray.tune": set(),
+    "ray.tune": {"vitray.search"},
     "boto3": {"vitray.storage"},
     "botocore": {"vitray.storage"},
     "pyarrow.fs": {"vitray.storage"},
-    "matplotlib": {"vitray.bench", "vitray.tracking"},
+    "matplotlib": {"vitray.bench", "vitray.report", "vitray.tracking"},
     "simplejpeg": {"vitray.augment"},
     "torchvision": {"vitray.augment", "vitray.bench"},  # the bench: what we compare with
 }
 
 # A recipe loads at once.
-LIGHT = ("vitray", "vitray.config", "vitray.model", "vitray.model.names", "vitray.model.sizes", "vitray.schedule")
+LIGHT = (
+    "vitray",
+    "vitray.config",
+    "vitray.model",
+    "vitray.model.names",
+    "vitray.model.sizes",
+    "vitray.schedule",
+    "vitray.space",
+    "vitray.admission",
+)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:

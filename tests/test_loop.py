@@ -117,6 +117,11 @@ def test_a_run_ends_with_its_model_and_its_numbers(place, whole):
     assert load_model(outcome.model).vit.model.name == "vit_u2x2_8"
 
 
+def test_a_finished_run_is_not_run_again(place, whole, capsys):
+    assert train(recipe(place), "whole", str(place / "runs")) == whole[0]
+    assert "whole is finished" in capsys.readouterr().err
+
+
 def test_the_model_folder_holds_the_averaged_weights(whole):
     outcome, ended, _ = whole
     for name, tensor in load_file(Path(outcome.model) / "model.safetensors").items():
@@ -128,6 +133,7 @@ def interrupted(place, whole, name, step):
     home = place / "runs" / name
     shutil.copytree(whole[0].home, home)
     shutil.rmtree(home / "model")
+    (home / "outcome.json").unlink()
     for saved in checkpoints.complete_steps(str(home)):
         if saved > step:
             shutil.rmtree(checkpoints.folder_of(str(home), saved))
@@ -261,6 +267,18 @@ def test_the_same_name_for_another_experiment_is_refused(place, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["feedforward", "blocks"])
+def test_compiled_in_bf16_and_recomputed_it_learns_the_same(place, recompute):
+    steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
+    plain = train(recipe(place, *steady), f"plain-{recompute}", str(place / "runs"))
+    how = ["compute.compile=true", "compute.precision=bf16", f"compute.recompute={recompute}"]
+    outcome = train(recipe(place, *steady, *how), f"compiled-{recompute}", str(place / "runs"))
+    assert losses(outcome.mlflow_run) == pytest.approx(losses(plain.mlflow_run), rel=0.02)
+    names = {name for name in weights(outcome.home) if name.startswith("model.")}
+    assert names == {name for name in weights(plain.home) if name.startswith("model.")}  # no wrapper's names
+
+
+@pytest.mark.slow
 def test_a_run_lives_on_s3_as_on_a_path(place, whole, s3_server):
     outcome = train(recipe(place), "remote", "s3://bucket/runs")
     assert same(weights(outcome.home), whole[1])
@@ -268,6 +286,7 @@ def test_a_run_lives_on_s3_as_on_a_path(place, whole, s3_server):
     assert {path.name for path in (s3_server / "bucket/runs/remote").iterdir()} == {
         "checkpoints",
         "model",
+        "outcome.json",
         "run.json",
         "run.yaml",
     }

@@ -6,6 +6,12 @@ A head is the comment above the settings. Its lines of this form are checked, th
     # vitray train RECIPE [setting=value ...]
     #   expected: RESULT with a %; PLACE in the source; N M parameters, N steps
 
+Of a fine-tuning, which takes any network, the line ends in the learning rates that are to be tried instead:
+
+    # vitray train RECIPE [setting=value ...] \\
+    #     [setting=value ...]
+    #   expected: RESULT with a %; PLACE in the source; N steps; optim.lr of RATE, RATE, ...
+
 Where the number is our own, the line after a command is instead
 
     #   expected: RESULT with a %; measured by us on HARDWARE, YYYY-MM-DD
@@ -34,7 +40,7 @@ from vitray.task import build_task
 
 FOUND = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-OURS = {"demo"}  # recipes of no paper
+OURS = {"demo", "finetune_demo"}  # recipes of no paper
 
 
 class Promise(NamedTuple):
@@ -71,7 +77,8 @@ def loaded(path: Path, words: tuple[str, ...] = ()) -> Run:
     return load_run(path, words)
 
 
-PUBLISHED = [path for path in FOUND if path.stem not in OURS]
+FINETUNED = [path for path in FOUND if path.stem.startswith("finetune") and path.stem not in OURS]
+PUBLISHED = [path for path in FOUND if path.stem not in OURS and path not in FINETUNED]
 PROMISES = [
     pytest.param(path, promise, id=" ".join((path.stem, *promise.words)))
     for path in PUBLISHED
@@ -86,7 +93,7 @@ each_promise = pytest.mark.parametrize(("path", "promise"), PROMISES)
 
 
 def test_no_recipe_is_missed():
-    assert len(FOUND) == 11
+    assert len(FOUND) == 14
     assert len(PROMISES) == 36
     assert [path.stem for path in FOUND] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in FOUND)
@@ -95,9 +102,9 @@ def test_no_recipe_is_missed():
 @each_recipe
 def test_a_head_has_a_command_that_names_the_recipe(path):
     assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in head(path))
-    # A name of another recipe would be left over from a copy.
+    # A name of another recipe would be left over from a copy; only a fine-tuning says what it starts from.
     named = {name for line in head(path) for name in re.findall(r"\bvitray train (\S+)", line)}
-    assert named == {path.stem}
+    assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
 
 
 @each_published
@@ -110,6 +117,24 @@ def test_a_head_says_what_to_expect_and_who_says_so(path):
     assert len({first, *others}) == 1 + len(others)
     assert sum("expected:" in line for line in head(path)) == 1 + len(others)
     assert f"# Data, once: vitray shard ILSVRC2012 {loaded(path).data.url}" in head(path)
+
+
+@pytest.mark.parametrize(("name", "number"), [("finetune_sgd_imagenet", 5), ("finetune_adamw_imagenet", 3)])
+def test_a_fine_tuning_says_its_steps_and_its_rates(name, number):
+    path = recipes.path_of(name)
+    lines = "\n".join(head(path)).replace(" \\\n#    ", "").splitlines()
+    assert sum(line.startswith("# source: ") and line.endswith("; not measured by us") for line in lines) == 1
+    commands = [index for index, line in enumerate(lines) if line.startswith("# vitray train ")]
+    assert len(commands) == number
+    for index in commands:
+        words = shlex.split(lines[index].removeprefix(f"# vitray train {name} "))
+        run = loaded(path, tuple(words))
+        said = re.fullmatch(
+            r"#   expected: [^;]*\d %[^;]*; Table 5; ([\d,]+) steps; optim.lr of ([\de., -]+)", lines[index + 1]
+        )
+        assert said, lines[index + 1]
+        assert total_steps(run.optim, IMAGENET // run.optim.batch) == int(said[1].replace(",", ""))
+        assert run.optim.lr in [float(rate) for rate in said[2].split(", ")]
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
@@ -231,7 +256,7 @@ def test_a_step_changes_every_weight(path):
         for index in range(8)
     ]
     task = build_task(run).train()
-    before = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
+    before = {name: each.detach().clone() for name, each in task.named_parameters() if each.requires_grad}
     optimizer = build_optimizer(task, run.optim, torch.device("cpu"))
     average = Average(task, run.optim.ema) if run.optim.ema else None
     # The first step after the warm-up, where the rate is highest: the first of all may have a rate of 0.

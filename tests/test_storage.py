@@ -59,6 +59,13 @@ def test_other_addresses_are_refused():
         storage.read_bytes("gs://bucket/x")
 
 
+def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated():
+    for url in ("s3://key:canary@bucket/a", "s3://bucket/a?access_key=canary"):
+        with pytest.raises(ConfigError) as error:
+            storage.exists(url)
+        assert "canary" not in str(error.value)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "file"
     storage.write_bytes(str(target), b"old")

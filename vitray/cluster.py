@@ -50,6 +50,12 @@ def running(cpus: int | None = None, store: int | None = None) -> Iterator[None]
             ray.shutdown()
 
 
+def cpus_here() -> int:
+    """CPUs of a cluster that is started here."""
+    # Two at least, which are only numbers to Ray: where workers take all there are, nothing decodes images.
+    return max(2, os.cpu_count() or 1)
+
+
 def _start(cpus: int | None, store: int | None) -> None:
     import ray
 
@@ -62,8 +68,8 @@ def _start(cpus: int | None, store: int | None) -> None:
         port = free.getsockname()[1]
     os.environ |= {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
     try:
-        # Two CPUs at least, which are only numbers to Ray: where workers take all there are, nothing decodes images.
-        cpus = max(2, cpus or os.cpu_count() or 1)
-        ray.init("local", num_cpus=cpus, object_store_memory=store, logging_level=logging.WARNING)
+        ray.init(
+            "local", num_cpus=max(2, cpus or cpus_here()), object_store_memory=store, logging_level=logging.WARNING
+        )
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]

@@ -107,6 +107,16 @@ def make_plan(run: Run) -> Planned:
     return Planned(run, plan, dataset, aside, start)
 
 
+def plan_text(planned: Planned) -> str:
+    """The plan as a person reads it, with what trains of a network that is fine-tuned."""
+    lines = [f"  {key:<18} {value}" for key, value in planned.plan._asdict().items()]
+    if planned.start:
+        from vitray.tuning import audit_table
+
+        lines += ["", *(f"  {line}" for line in audit_table(planned.start.audit).splitlines())]
+    return "\n".join(lines)
+
+
 def check_storage(url: str) -> None:
     """Write and remove a small file where the results will go."""
     probe = storage.join(url, ".vitray-probe")

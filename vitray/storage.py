@@ -36,6 +36,10 @@ def filesystem(url: str) -> tuple[fs.FileSystem, str]:
     """The file system of an address, and the path on it."""
     if is_remote(url):
         bucket = url.removeprefix("s3://").partition("/")[0]
+        if "@" in bucket or "?" in url:  # not quoted: it would be in logs and plans
+            raise ConfigError(
+                "s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment"
+            )
         return _s3(bucket), url.removeprefix("s3://").rstrip("/")
     if "://" in url:
         raise ConfigError(f"{url}: wanted a path or s3://bucket/key")

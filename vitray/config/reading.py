@@ -98,6 +98,20 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
         loader.dispose()
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that `_Yaml`, or PyYAML, would read as something else."""
+
+
+for _first, _resolvers in _Yaml.yaml_implicit_resolvers.items():
+    for _tag, _pattern in _resolvers:
+        _Dumper.add_implicit_resolver(_tag, _pattern, [_first])
+
+
+def dump_yaml(tree: Any) -> str:
+    """Plain values as YAML text that reads as the same."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+
+
 def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
     """Lay dotted settings over a tree; another `kind` starts its section afresh."""
     for path in sorted(changes, key=lambda path: not path.endswith(".kind")):

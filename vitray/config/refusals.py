@@ -21,6 +21,7 @@ WANTED = {
     "string_type": "text",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "dict_type": "settings as `key: value`",
     "missing": "a longer list",
     "too_long": "a shorter list",
     "model_type": "settings as `key: value`",
@@ -48,19 +49,24 @@ def _is_absent(error: ErrorDetails) -> bool:
 
 def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section]]:
     """The dotted path of a pydantic location, which names union members too, and the section of its last word."""
-    path, holder, below = "", root, {"": root}
+    path, holder, below, keyed = "", root, {"": root}, False
     for step in loc:
-        if len(below) > 1 and step in below:
+        if keyed:
+            path, keyed = f"{path}.{step}", False
+        elif len(below) > 1 and step in below:
             below = {"": below[str(step)]}
         elif "" in below and isinstance(step, str):
             path, holder = f"{path}.{step}".lstrip("."), below[""]
             field = holder.model_fields.get(step)
-            below = _sections(field.annotation) if field else {}
+            below = sections_in(field.annotation) if field else {}
+            keyed = field is not None and get_origin(field.annotation) is dict
     return path, holder
 
 
-def _sections(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that a field may hold: {"": the only one}, or {kind: each}."""
+def sections_in(annotation: Any) -> dict[str, type[Section]]:
+    """The sections that a field, or each value of a mapping, may hold: {"": the only one}, or {kind: each}."""
+    if get_origin(annotation) is dict:
+        return sections_in(get_args(annotation)[1])
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     sections = [member for member in members if isinstance(member, type) and issubclass(member, Section)]
     if len(sections) == 1:

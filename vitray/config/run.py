@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
 
-from vitray.config.reading import apply_changes, flatten, parse_words, read_recipe
+from vitray.config.reading import apply_changes, dump_yaml, flatten, parse_words, read_recipe
 from vitray.config.refusals import refusal
 from vitray.config.sections import Model, Section, one_of
 from vitray.config.training import (
@@ -49,7 +48,7 @@ class Run(Section):
 
     def to_yaml(self) -> str:
         """The run as a recipe that loads to the same value."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return dump_yaml(self.model_dump(mode="json"))
 
 
 def load_run(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:

@@ -7,10 +7,11 @@ import ray
 
 @ray.remote(num_cpus=0)
 class Desk:
-    """Takes what workers tell until the driver fetches it, so that no worker ever waits for the driver."""
+    """Takes what workers tell until the driver fetches it, so that no worker waits for the driver unless it asks."""
 
     def __init__(self) -> None:
         self._records: list[dict[str, Any]] = []
+        self._decided: dict[int, bool] = {}
 
     def put(self, record: dict[str, Any]) -> None:
         """Add a record."""
@@ -20,3 +21,11 @@ class Desk:
         """All records since the last call."""
         records, self._records = self._records, []
         return records
+
+    def decide(self, step: int, stop: bool) -> None:
+        """The driver's answer to the scores of a step: whether training is to end there."""
+        self._decided[step] = stop
+
+    def decision(self, step: int) -> bool | None:
+        """The answer to the scores of a step; None until there is one."""
+        return self._decided.get(step)

@@ -14,8 +14,9 @@ PAUSE = 10.0
 class Display:
     """Prints a run as it goes; on a terminal the last line is rewritten."""
 
-    def __init__(self, plan: Plan, stream: TextIO | None = None) -> None:
-        self.plan, self.stream = plan, stream or sys.stderr
+    def __init__(self, plan: Plan, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        """A quiet one says nothing: somebody else tells of the run."""
+        self.plan, self.stream, self.quiet = plan, stream or sys.stderr, quiet
         self.live = self.stream.isatty()
         self._began: tuple[float, int] | None = None
         self._printed = 0.0
@@ -41,6 +42,8 @@ class Display:
         now = time.monotonic()
         if self._began is None:
             self._began = now, step
+        if self.quiet:
+            return
         if not whatever and now - self._printed < (0.2 if self.live else PAUSE):
             return
         self._printed = now
@@ -58,6 +61,8 @@ class Display:
 
     def line(self, text: str) -> None:
         """A line that stays, above the living one."""
+        if self.quiet:
+            return
         start = f"\r{'':<100}\r" if self.live else ""
         print(f"{start}{text}", file=self.stream, flush=True)
 

@@ -3,12 +3,13 @@
 import contextlib
 import json
 import signal
+import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vitray.start import Start
     from vitray.weights import Saved
 
-RUN, HOME = "run.yaml", "run.json"
+RUN, HOME, ENDED = "run.yaml", "run.json", "outcome.json"
 
 
 class Outcome(NamedTuple):
@@ -33,9 +34,10 @@ class Outcome(NamedTuple):
 
     name: str
     home: str
-    model: str
-    """Its model folder."""
-    model_bytes: int
+    state: Literal["finished", "stopped early"]
+    model: str | None
+    """Its model folder; None of a run that was stopped early."""
+    model_bytes: int | None
     """Of the tensors in it: of a delta, those that it does not take from its base."""
     val_top1: float | None
     """Of the weights in the model folder."""
@@ -50,6 +52,17 @@ class Outcome(NamedTuple):
     """Seconds from the call to: ray, workers, first step."""
 
 
+class Member(NamedTuple):
+    """What a run is told that belongs to a sweep."""
+
+    parent: str
+    """The uid of the run that it is shown below."""
+    is_enough: Callable[[int, Mapping[str, float]], bool]
+    """Given the scores of a step, whether the run ends there."""
+    asks: bool
+    """Whether training waits for that answer; if not, a run ends by itself alone."""
+
+
 class Layout(NamedTuple):
     """Where the workers run."""
 
@@ -61,7 +74,7 @@ class Layout(NamedTuple):
     """Of a worker on a CPU."""
 
 
-def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) -> Outcome:
+def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, member: Member | None = None) -> Outcome:
     """Train to the end: a new run, or one of this name that was interrupted."""
     called = time.monotonic()
     run, plan, dataset, aside, start = make_plan(run)
@@ -69,17 +82,23 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None) ->
     out = storage.absolute(out)
     home = storage.join(out, name)
     uid = open_home(home, name, run, plan, fork)
+    if over := finished(home):
+        print(f"vitray: {name} is finished: {home}", file=sys.stderr)
+        return over
     cluster.prepare_environment()
     with cluster.running(), _terminable():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
         layout = lay_out(run)
-        display = Display(plan)
+        display = Display(plan, quiet=member is not None)
         first = start.task_state if start else _last_weights(storage.join(out, fork)) if fork else None
-        with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start) as reporting:
-            ended = _fit(run, dataset, aside, home, layout, reporting.desk, first)
+        with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
+            asks = member is not None and member.asks
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first)
             if "failed" in ended:
                 raise RunError(f"{name}: {ended['failed']}")
+            if "stopped" in ended:
+                return reporting.finish(ended, None)
             return reporting.finish(ended, save_weights(run, home, dataset.classes, start))
 
 
@@ -90,6 +109,7 @@ def _fit(
     home: str,
     layout: Layout,
     desk: Any,
+    asks: bool,
     first: "dict[str, Tensor] | None",
 ) -> dict[str, Any]:
     import ray
@@ -107,6 +127,7 @@ def _fit(
         uuid.uuid4().hex[:12],
         layout.threads,
         desk,
+        asks,
         None if first is None else ray.put(first),
     )
     lowest, highest = layout.workers
@@ -190,6 +211,14 @@ def open_home(home: str, name: str, run: Run, plan: Plan, fork: str | None) -> s
     storage.write_bytes(storage.join(home, RUN), run.to_yaml().encode())
     storage.write_bytes(storage.join(home, HOME), json.dumps(content).encode())
     return uid
+
+
+def finished(home: str) -> Outcome | None:
+    """How the run in a folder ended, if it went to its end."""
+    if not storage.exists(where := storage.join(home, ENDED)):
+        return None
+    content = json.loads(storage.read_bytes(where))
+    return Outcome(*(content[field] for field in Outcome._fields)) if content["state"] == "finished" else None
 
 
 def stored_run(home: str, words: Sequence[str] = ()) -> Run:

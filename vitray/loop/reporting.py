@@ -1,5 +1,6 @@
 """What the workers tell, passed on to MLflow and to the screen by a thread of the driver."""
 
+import json
 import platform
 import threading
 import time
@@ -16,7 +17,7 @@ from vitray.config import Run
 from vitray.evaluation import Score
 from vitray.loop.desk import Desk
 from vitray.loop.display import Display, clock
-from vitray.loop.driver import Layout, Outcome
+from vitray.loop.driver import ENDED, Layout, Member, Outcome
 from vitray.plan import Plan
 from vitray.registry import BASE, BASE_IDENTITY
 from vitray.shards.manifest import Dataset
@@ -53,9 +54,10 @@ class Reporting:
         called: float,
         fork: str | None,
         start: Start | None,
+        member: Member | None,
     ) -> None:
         self.run, self.plan, self.dataset, self.name, self.home = run, plan, dataset, name, home
-        self.display, self.layout, self.called, self.start = display, layout, called, start
+        self.display, self.layout, self.called, self.start, self.member = display, layout, called, start, member
         self.stages: dict[str, float] = {"ray": time.monotonic() - called}
         self.history: dict[str, list[tuple[int, float]]] = {}
         self.device = "CPU"
@@ -73,6 +75,7 @@ class Reporting:
             params=run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()},
             tags=tags | machine.facts(),
             description=describe(run, plan, layout),
+            parent=member.parent if member else None,
         )
         self.tracker.text("run.yaml", run.to_yaml())
         if start:
@@ -92,29 +95,35 @@ class Reporting:
             self.display.line(f"  stopped; `vitray train --resume {self.name}` goes on from the last checkpoint")
         self.tracker.__exit__(*error)
 
-    def finish(self, ended: dict[str, Any], saved: Saved) -> Outcome:
-        """The last numbers and pictures, and the end block."""
+    def finish(self, ended: dict[str, Any], saved: Saved | None) -> Outcome:
+        """The last numbers and pictures, and the end block; a run that was stopped early has saved no model."""
         self._stop()
-        model = storage.join(self.home, "model")
+        model = storage.join(self.home, "model") if saved else None
         seconds, devices = ended["seconds"], ended["workers"]
         images = ended["step"] * self.plan.global_batch
         # A multiply-add is two operations.
         flops = 2e9 * self.plan.gflops * passes(self.start) * images
         values = {"cost/device_seconds": seconds * devices, "cost/images": float(images), "cost/flops": flops}
-        values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
+        if saved:
+            values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
         if peak := peak_flops(self.device, self.run.compute.precision):
             values["cost/mfu"] = flops / (seconds * devices) / peak
         values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
         self.tracker.metrics(ended["step"], values)
         self.tracker.figure("curves.png", figures.draw_curves(self.history))
-        self.tracker.model(model, register_as=self.run.tracking.register_as, top1=ended["val_top1"])
-        self.tracker.end("FINISHED")
+        if model:
+            self.tracker.model(model, register_as=self.run.tracking.register_as, top1=ended["val_top1"])
+            self.tracker.end("FINISHED")
+        else:
+            self.tracker.tag("vitray.stopped_early", f"at step {ended['step']}")
+            self.tracker.end("KILLED", f"stopped early at step {ended['step']}, by the scheduler of its sweep")
         speeds = [speed for _, speed in self.history.get("train/images_per_second", [])[1:]]
         outcome = Outcome(
             name=self.name,
             home=self.home,
+            state="finished" if saved else "stopped early",
             model=model,
-            model_bytes=saved.bytes,
+            model_bytes=saved.bytes if saved else None,
             val_top1=ended["val_top1"],
             mlflow_run=self.tracker.run_id,
             steps=ended["step"],
@@ -122,7 +131,11 @@ class Reporting:
             images_per_second=median(speeds) if speeds else None,
             start={stage: round(seconds, 2) for stage, seconds in self.stages.items()},
         )
-        self.display.start(end_block(self, outcome, values, ended, saved))
+        # Written last: a run that has it is over.
+        content = outcome._asdict() | {"curves": self.history, "device_seconds": seconds * devices}
+        storage.write_bytes(storage.join(self.home, ENDED), json.dumps(content).encode())
+        if saved:
+            self.display.start(end_block(self, outcome, values, ended, saved))
         return outcome
 
     # ---- the thread --------------------------------------------------------------------------------------------------
@@ -163,6 +176,8 @@ class Reporting:
                         points.append((step, value))
                 if record["kind"] == "metrics":
                     self.display.metrics(values, step)
+                if self.member and "val/top1" in values:
+                    self.desk.decide.remote(step, self.member.is_enough(step, values))
             case "score":
                 self._draw(record["score"])
             case "note":
@@ -238,7 +253,7 @@ def end_block(
     facts = {
         "val top-1": top1,
         "cost": cost + (f", MFU {values['cost/mfu']:.1%}" if "cost/mfu" in values else ""),
-        "model": outcome.model
+        "model": f"{outcome.model}"
         + ("" if saved.share == 1 else f", a delta: {saved.bytes / 1e6:.3g} MB, {saved.share:.1%} of the network"),
         "tracking": story.tracker.run_url(),
         "next": f"vitray ui        or: vitray model {outcome.model}",

@@ -6,6 +6,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
+import torch.distributed as dist
 
 from vitray import storage
 from vitray.config import Run
@@ -33,6 +35,8 @@ class Job(NamedTuple):
     """Of a worker on a CPU."""
     desk: Any
     """An actor that takes records for the driver; nobody waits for it."""
+    asks: bool = False
+    """Whether training asks after an evaluation if it is to go on."""
     first: Any = None
     """A promise of the weights that a new run starts from; None starts from random ones."""
 
@@ -139,6 +143,16 @@ class Teller:
         record = {"step": step, "values": values}
         standing.told = [*standing.told, record][-RECENT:]
         self.say("metrics", record)
+
+    def is_told_to_stop(self, step: int) -> bool:
+        """Whether training is to end after the scores of a step; waits for the driver."""
+        answer: list[bool | None] = [None]
+        while self._is_heard and answer[0] is None:
+            time.sleep(0.05)
+            answer = [ray.get(self._desk.decision.remote(step))]
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, 0)
+        return bool(answer[0])
 
     def progress(self, step: int) -> None:
         """Say, about once a second, how far the run is."""

@@ -145,6 +145,12 @@ def descend(job: Job) -> dict[str, Any]:
         since = time.perf_counter()
         if saver and due.saves(standing.step):
             saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.spared)
+        asks = job.asks and evaluations is not None and standing.step in due.evaluations and standing.step < total
+        if asks and teller.is_told_to_stop(standing.step):
+            feed.close()
+            if saver:
+                saver.close()
+            return outcome(standing, share, train) | {"stopped": True}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     if evaluations is not None:
@@ -154,6 +160,11 @@ def descend(job: Job) -> dict[str, Any]:
         teller.say("score", {"score": standing.latest})
     if saver:
         saver.close()
+    return outcome(standing, share, train)
+
+
+def outcome(standing: Standing, share: Share, train: Stream) -> dict[str, Any]:
+    """What the driver learns of how it ended."""
     return {
         "step": standing.step,
         "seconds": standing.seconds,
@@ -256,6 +267,7 @@ def checkpoint_of(
         "optimizer": rest,
         "workers": share.workers,
         "run": run.model_dump(mode="json"),
+        "versions": machine.versions(),
     }
     return Checkpoint(standing.step, parts, state)
 

@@ -57,7 +57,7 @@ def _gpu_sample() -> dict[str, float]:
 
 def facts() -> dict[str, str]:
     """What a number belongs with: the code's commit, versions and hardware; what cannot be found is left out."""
-    return {**_git(), **_versions(), **_hardware()}
+    return {**_git(), **versions(), **_hardware()}
 
 
 def _git() -> dict[str, str]:
@@ -69,7 +69,8 @@ def _git() -> dict[str, str]:
     return {"git.commit": commit} | ({} if changes is None else {"git.dirty": str(bool(changes)).lower()})
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that numbers depend on."""
     found = {"version.python": platform.python_version()}
     for package in ("torch", "ray", "mlflow", "vitray"):
         try:

@@ -1,0 +1,763 @@
+"""The report of a sweep: its statistics against scipy, its page in a real browser, and nothing said that is not so."""
+
+import csv
+import html
+import io
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+from PIL import Image, ImageColor
+from scipy import stats
+from test_layers import ROOT
+from test_recipes import PROMISES
+
+from vitray.config import load_run
+from vitray.config.reading import parse_words
+from vitray.model.names import parse_name
+from vitray.report import Point, Sweep, Trial, comparisons, dataset_of, point_of, write_report
+from vitray.report.drawing import DARK, LIGHT, Label, dressed, label_points, new_figure, png, spread_out
+from vitray.report.groups import grouped, pairs_of, pareto_front, results_of
+from vitray.report.intervals import interval_of, student_t, summary_of
+from vitray.report.markup import joined, link, tag
+from vitray.report.papers import DOSOVITSKIY, PAPER, TOUVRON, TOUVRON_START
+from vitray.report.trends import smooth
+from vitray.report.trials import Measure, leader
+from vitray.report.writing import drawings_of, table_of
+
+HOSTILE = "<script>alert(1)</script> $x_{ \"quoted\" & 'single' 猫\n" + "x" * 200
+
+
+def trial(name="a", goal: float | None = 0.5, state="finished", **other) -> Trial:
+    rest = {"settings": {}, "reason": None, "curves": {}, "device_seconds": None, "params": None, "gflops": None}
+    return Trial(**{"name": name, "state": state, "goal": goal, "command": "vitray train demo", **rest, **other})
+
+
+def sweep(trials, **other) -> Sweep:
+    texts = dict.fromkeys(("name", "recipe", "space_text", "plan", "began", "command"), "said")
+    return Sweep(**{"goal": "val/top1", "mode": "max", "circumstances": {}, **texts, **other}, trials=trials)
+
+
+def cell(name, mode, lr, seed, top, state="finished", reason=None) -> Trial:
+    """A trial of the example: what varies is what people vary first."""
+    shape, rng = parse_name(name), random.Random(f"{name} {mode} {lr} {seed}")
+    last = {"finished": 1500, "stopped early": 450, "failed": 300, "running": 750, "waiting": 0}[state]
+    behind = [(step, 0.75 * (math.exp(-step / 330) - math.exp(-1500 / 330))) for step in range(150, last + 1, 150)]
+    top1 = [(step, top * (1 - share)) for step, share in behind]
+    loss = [(step, 2 * math.exp(-step / 470) + 0.3 + 0.03 * rng.random()) for step in range(10, last + 1, 10)]
+    blocks = shape.depth * shape.branches
+    return trial(
+        f"{shape.depth}x{shape.branches} {mode} lr={lr:g} seed={seed}",
+        max((value for _, value in top1), default=None) if state != "failed" else None,
+        state,
+        reason=reason,
+        settings={"model.name": name, "task.mode": mode, "optim.lr": lr, "seed": seed},
+        curves={"val/top1": top1, "train/loss": loss},
+        device_seconds=last * blocks * (0.8 if mode == "attn" else 1) * (0.1 + 0.005 * rng.random()),
+        params=50_000 * blocks,
+        gflops=0.002 * blocks,
+        command=f"vitray train finetune_demo model.name={name} task.mode={mode} optim.lr={lr:g} seed={seed}",
+        run_url=f"http://127.0.0.1:5000/#/experiments/1/runs/{rng.getrandbits(128):032x}",
+    )
+
+
+def example() -> Sweep:
+    """Four networks with two seeds, the learning rate of the best by mode, one failure and one early stop."""
+    tops = {"vit_u12x1_8": 0.823, "vit_u6x2_8": 0.829, "vit_u24x1_8": 0.842, "vit_u12x2_8": 0.858}
+    trials = [cell(name, "full", 3e-3, 0, top) for name, top in tops.items()]
+    trials += [cell(name, "full", 3e-3, 1, top + 0.002 + 0.001 * ("x2" in name)) for name, top in tops.items()]
+    trials += [cell("vit_u12x2_8", "full", lr, 0, top) for lr, top in ((3e-4, 0.801), (1e-3, 0.836), (1e-2, 0.817))]
+    trials += [cell("vit_u12x2_8", "attn", lr, 0, top) for lr, top in ((1e-3, 0.811), (3e-3, 0.839), (1e-2, 0.847))]
+    trials += [cell("vit_u12x2_8", "full", 3e-2, 0, 0.6, "failed", "Traceback\n  in worker\nRunError: the loss is nan")]
+    trials += [cell("vit_u24x1_8", "full", 3e-4, 0, 0.76, "stopped early", "in the lower half of 9 at step 500")]
+    return sweep(trials, name="depth-branches", space_text="seed: [0, 1]\n", circumstances={"hardware": "2 CPUs"})
+
+
+def hostile() -> Sweep:
+    trials = [
+        trial(
+            HOSTILE,
+            0.1 * place,
+            settings={HOSTILE: f"{HOSTILE}{place // 2}", "model.name": HOSTILE, "seed": place % 2},
+            curves={"val/top1": [(1, 0.1), (2, 0.2)]},
+            device_seconds=place + 1.0,
+            run_url="javascript:alert(1)",
+        )
+        for place in range(4)
+    ]
+    trials.append(trial(HOSTILE, float("nan"), "failed", reason=f"{HOSTILE}\n{HOSTILE}", command=HOSTILE))
+    texts = dict.fromkeys(("name", "recipe", "space_text", "plan", "began", "command"), HOSTILE)
+    return sweep(trials, **texts, circumstances={HOSTILE: HOSTILE})
+
+
+def figure_1() -> Sweep:
+    """Two sizes in all splits into branches, of two widths, with three seeds."""
+    trials = []
+    for width, blocks in (("s", 36), ("s", 60), ("b", 36)):
+        for branches, gain in ((1, 0.0), (2, 0.006), (3, 0.004), (4, -0.003)):
+            name = f"vit_{width}{blocks // branches}x{branches}_16"
+            for seed in range(3):
+                top = 0.8 + 0.02 * (width == "b") + blocks / 6000 + gain + 0.0007 * ((seed + branches) % 3)
+                settings = {"model.name": name, "seed": seed}
+                paper = Point(name, "300 epochs", "ImageNet")
+                trials.append(trial(f"{name} {seed}", top, settings=settings, paper=paper, gflops=float(blocks)))
+    return sweep(trials)
+
+
+SWEEPS = {"example": example, "hostile": hostile, "figure 1": figure_1}
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.95, 0.99])
+def test_student_t_is_scipys(share):
+    for freedom in [*range(1, 60), 199, 200, 10_000]:
+        assert student_t(share, freedom) == pytest.approx(stats.t.ppf(0.5 + share / 2, freedom), rel=1e-9)
+
+
+VALUES = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=2, max_size=9)
+
+
+@given(VALUES, st.randoms(use_true_random=False))
+def test_an_interval_is_that_of_the_paired_t_test(one, rng):
+    other = [value + rng.randint(-9, 9) for value in one]
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    found = interval_of(differences)
+    if max(differences) - min(differences) > 1e-6:  # scipy warns of differences without spread
+        wanted = stats.ttest_rel(one, other).confidence_interval(0.95)
+        assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), rel=1e-6, abs=1e-9)
+        assert found.is_clear == (not wanted.low <= 0 <= wanted.high)
+    else:
+        assert not found.is_clear
+    assert found.mean == pytest.approx(np.mean(differences))
+    assert found.n == len(one)
+
+
+@given(VALUES)
+def test_a_summary_is_numpys(values):
+    assert summary_of(values) == pytest.approx((np.mean(values), np.std(values, ddof=1), len(values)), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("differences", "mode", "verdict"),
+    [
+        ([1.0, 1.1], "max", "better"),
+        ([1.0, 1.1], "min", "worse"),
+        ([-1.0, -1.1], "min", "better"),
+        ([-1.0, 1.1], "max", "not told apart"),
+        ([0.3 - 0.2, 0.4 - 0.3], "max", "not told apart"),  # the same twice
+        ([0.0, 0.0, 0.0], "max", "not told apart"),
+    ],
+)
+def test_a_verdict_needs_an_interval_on_one_side_of_zero(differences, mode, verdict):
+    assert Measure("val/loss", mode).verdict(interval_of(differences)) == verdict
+
+
+def test_one_value_has_no_spread():
+    assert summary_of([0.5]) == (0.5, None, 1)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+RATES, NAMES = st.sampled_from([1e-3, 3e-3, 0.0030000001]), st.sampled_from(["s12x1", "s6x2"])
+SETTINGS = st.fixed_dictionaries({"seed": st.integers(0, 2)}, optional={"optim.lr": RATES, "model.name": NAMES})
+
+
+@given(st.lists(st.builds(lambda settings, goal: trial("", goal, settings=settings), SETTINGS, st.floats(0, 1))))
+def test_a_group_is_all_trials_with_its_settings(trials):
+    groups = grouped(trials)
+    assert sorted(id(each) for group in groups for each in group.trials) == sorted(map(id, trials))
+    for group in groups:
+        assert all({**each.settings, "seed": 0} == {**group.settings, "seed": 0} for each in group.trials)
+    assert len({group.label for group in groups}) == len(groups)
+    assert len({json.dumps(group.settings, sort_keys=True) for group in groups}) == len(groups)
+
+
+def test_only_seeds_that_finished_count_and_each_once():
+    settings = [{"optim.lr": 0.1, "seed": seed} for seed in (0, 1, 1, 2, 3, 4)]
+    states = ["finished", "finished", "finished", "failed", "stopped early", "finished"]
+    goals = [0.2, 0.4, 0.6, 0.9, 0.9, float("nan")]
+    trials = [trial("", goal, state, settings=each) for goal, state, each in zip(goals, states, settings, strict=True)]
+    [group] = grouped(trials)
+    assert list(group.scores.values()) == [0.2, 0.5]
+    assert group.summary == pytest.approx((0.35, np.std([0.2, 0.5], ddof=1), 2))
+
+
+def test_what_only_reads_alike_stays_apart():
+    trials = [
+        trial("", 0.1, settings={"a": value, "optim.lr": lr}, gflops=lr) for value in (True, "yes") for lr in (1, 2)
+    ]
+    results = results_of(sweep(trials))
+    assert [group.label for group in results.groups] == ["a yes, lr 1", "a yes, lr 2"] * 2
+    [axis] = drawings_of(results)["lr"][0].draw(LIGHT).axes
+    assert [text.get_text() for text in axis.texts] == ["a yes"] * 2
+
+
+def test_groups_come_best_first_in_both_modes():
+    trials = [trial(str(goal), goal, settings={"optim.lr": goal}) for goal in (0.3, 0.1, 0.2)]
+    trials.append(trial("failed", 0.9, "failed", settings={"optim.lr": 0.9}))
+    for mode, order in (("max", [0.3, 0.2, 0.1, 0.9]), ("min", [0.1, 0.2, 0.3, 0.9])):
+        groups = results_of(sweep(trials, goal="val/loss", mode=mode)).groups
+        assert [group.settings["optim.lr"] for group in groups] == order
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        (["vit_s36x1_16", "vit_s18x2_16"], ["36x1", "18x2"]),
+        (["vit_s36x1_16", "vit_b18x2_16_hmlp"], ["ViT-S36x1/16", "ViT-B18x2/16 hmlp_bn"]),
+        (["vit_s36x1_16", "mine"], ["vit_s36x1_16", "mine"]),
+    ],
+)
+def test_networks_are_called_by_what_differs(settings, labels):
+    assert [group.label for group in grouped([trial(settings={"model.name": name}) for name in settings])] == labels
+
+
+def test_a_label_says_what_varies_and_nothing_else():
+    paths = ("task.mode", "optim.lr", "optim.rule.kind", "model.drop", "data.url", "seed")
+    values = [("attn", 1e-5, "sgd", None, "data/demo", 0), ("full", 3e-3, "lamb", 0.1, "data/demo", 1)]
+    settings = [dict(zip(paths, each, strict=True)) for each in values]
+    labels = [group.label for group in grouped([trial(settings=each) for each in settings])]
+    assert labels == ["attn, lr 1e-05, rule sgd, drop none", "full, lr 0.003, rule lamb, drop 0.1"]
+
+
+def test_differences_are_over_the_seeds_that_both_finished():
+    scores = {"a": {0: 0.9, 1: 0.8, 2: 0.7}, "b": {1: 0.5, 2: 0.6, 3: 0.1}, "c": {0: 0.1}}
+    trials = [
+        trial("", goal, settings={"optim.rule.kind": rule, "seed": seed})
+        for rule, goals in scores.items()
+        for seed, goal in goals.items()
+    ]
+    [pair] = pairs_of(results_of(sweep(trials)))
+    assert (pair.one.label, pair.other.label) == ("rule a", "rule b")
+    assert pair.difference == pytest.approx(interval_of([0.3, 0.1]))
+
+
+@pytest.mark.parametrize(("groups", "pairs"), [(2, 1), (5, 10), (6, 5), (20, 19)])
+def test_many_groups_are_compared_with_the_best_alone(groups, pairs):
+    settings = [{"optim.lr": lr, "seed": seed} for lr in range(groups) for seed in (0, 1)]
+    trials = [trial("", each["optim.lr"] + 0.1 * each["seed"], settings=each) for each in settings]
+    found = pairs_of(results_of(sweep(trials)))
+    assert len(found) == pairs
+    assert all(pair.difference.mean > 0 for pair in found)
+
+
+COORDINATE = st.integers(0, 6)
+
+
+@given(st.lists(st.tuples(COORDINATE, COORDINATE), max_size=12), st.sampled_from(["max", "min"]))
+def test_the_front_is_what_nothing_dominates(points, mode):
+    def dominates(one, other):
+        better = one[1] >= other[1] if mode == "max" else one[1] <= other[1]
+        return one[0] <= other[0] and better and one != other
+
+    wanted = [place for place, point in enumerate(points) if not any(dominates(other, point) for other in points)]
+    found = pareto_front([cost for cost, _ in points], [value for _, value in points], mode)
+    assert sorted(found) == wanted
+    assert [points[place][0] for place in found] == sorted(points[place][0] for place in found)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_leader_has_finished_if_any_has(mode):
+    trials = [trial("running", 0.9, "running"), trial("low", 0.2), trial("high", 0.4), trial("broken", None, "failed")]
+    measure = Measure("val/top1", mode)
+    assert leader(trials, measure) == trials[2 if mode == "max" else 1]
+    assert leader(trials[:1], measure) == trials[0]
+    assert leader(trials[3:], measure) is None
+
+
+# ---- papers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_paper_is_quoted_as_it_is_printed():
+    """Cells of seed 000, Tables 1, 2, 3, 5, 6, 7, and of seed 002, Table 5, typed from the papers once more."""
+    fine, first = "by {} at 384 px, from ImageNet-1k, 400 epochs", "full by sgd at 384 px, from {}"
+    cells = [
+        ("vit_ti12x1_16", "400 epochs, LayerScale", "ImageNet", 73.5, TOUVRON),
+        ("vit_b36x1_16", "300 epochs, LayerScale", "ImageNet", 83.9, TOUVRON),
+        ("vit_b18x2_16", "300 epochs", "ImageNet", 83.3, TOUVRON),
+        ("vit_s24x2_16", "300 epochs", "ImageNet", 82.6, TOUVRON),
+        ("vit_b12x1_16_hmlp_ln", "300 epochs", "ImageNet", 82.50, TOUVRON),
+        ("vit_s12x1_16", f"ffn {fine.format('adamw')}", "ImageNet", 82.2, TOUVRON),
+        ("vit_b12x1_16", f"attn {fine.format('sgd')}", "ImageNet", 84.2, TOUVRON),
+        ("vit_l24x1_16", f"full {fine.format('adamw')}", "ImageNet", 85.5, TOUVRON),
+        ("vit_s12x1_16", "attn, from ImageNet-1k, 400 epochs", "iNaturalist 2018", 60.6, TOUVRON),
+        ("vit_l24x1_16", "ffn, from ImageNet-1k, 400 epochs", "Flowers-102", 97.6, TOUVRON),
+        ("vit_b12x1_32", first.format("ImageNet-1k"), "Oxford-IIIT Pets", 92.04, DOSOVITSKIY),
+        ("vit_h32x1_14", first.format("JFT-300M"), "ImageNet", 88.04, DOSOVITSKIY),
+        ("vit_l24x1_32", first.format("ImageNet-21k"), "CIFAR-10", 99.13, DOSOVITSKIY),
+    ]
+    for model, training, images, top1, source in cells:
+        printed = PAPER[Point(model, training, images)]
+        assert (printed.top1, printed.source) == (top1, source)
+    assert len(PAPER) == 27 + 6 * 3 + 9 * 6 + (5 * 15 - 5)
+    assert all(str(parse_name(point.model)) == point.model for point in PAPER)
+
+
+def test_the_recipes_promises_are_the_papers_points():
+    checked = 0
+    for path, promise in (each.values for each in PROMISES):
+        if path.stem.startswith("a2_"):
+            point = point_of(load_run(path, promise.words), "ImageNet")
+            assert point is not None
+            assert PAPER[point].top1 == float(promise.result.split(" ")[0])
+            checked += 1
+    assert checked >= 27
+
+
+FINER = ["model.image_size=384", "task.kind=finetune", "task.weights=w", "model.name=ViT-B/16", "optim.rule.kind=sgd"]
+
+
+@pytest.mark.parametrize(
+    ("words", "images", "start", "top1"),
+    [
+        ([], "ImageNet", TOUVRON_START, 84.3),
+        (["task.mode=attn"], "ImageNet", TOUVRON_START, 84.2),
+        (["task.mode=attn", "optim.lr=0.3"], "ImageNet", TOUVRON_START, 84.2),
+        (["task.mode=attn", "task.also=[norms]"], "ImageNet", TOUVRON_START, None),
+        (["task.mode=attn"], "ImageNet", "ImageNet-1k", None),
+        ([], "ImageNet", "ImageNet-21k", 83.97),
+        ([], "ImageNet", None, None),
+        (["model.image_size=224"], "ImageNet", TOUVRON_START, None),
+        (["data.development=0.01"], "ImageNet", TOUVRON_START, None),
+        (["task.mode=ffn"], "CIFAR-100", TOUVRON_START, 92.1),
+        ([], "CIFAR-100", "ImageNet-1k", 87.13),
+        ([], None, "ImageNet-1k", None),
+        (["model.name=ViT-B18x2/16"], "ImageNet", TOUVRON_START, None),
+    ],
+)
+def test_a_run_is_a_papers_point_only_with_its_network_task_and_images(words, images, start, top1):
+    point = point_of(load_run(overrides=FINER).replace(parse_words(words)), images, start)
+    assert (None if point is None else PAPER[point].top1) == top1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ((1_281_167, 50_000, 1000), "ImageNet"),
+        ((1_280_000, 50_000, 1000), "ImageNet"),  # without what is in val too
+        ((1_000_000, 50_000, 1000), None),
+        ((1_281_168, 50_000, 1000), None),
+        ((50_000, 10_000, 10), "CIFAR-10"),
+        ((60_000, 10_000, 10), None),  # MNIST
+        ((4800, 1200, 10), None),  # the demo
+    ],
+)
+def test_a_dataset_is_known_by_its_sizes(sizes, name):
+    assert dataset_of(*sizes) == name
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, its words, the rows of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.inside = ""
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+        if tag == "table":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.inside != "style":
+            self.words.append(data)
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def anchors(self) -> list[str]:
+        return [attrs["id"] or "" for tag, attrs in self.elements if tag == "section"]
+
+    def attributes(self, name: str) -> list[str]:
+        return [attrs[name] or "" for _, attrs in self.elements if name in attrs]
+
+
+def page_of(swept: Sweep, folder: Path) -> Page:
+    write_report(swept, folder)
+    return Page((folder / "index.html").read_text())
+
+
+def test_a_hostile_name_stays_text(tmp_path):
+    page = page_of(hostile(), tmp_path)
+    assert {tag for tag, _ in page.elements} & {"script", "iframe", "object", "form"} == set()
+    assert not any(name.startswith("on") for _, attrs in page.elements for name in attrs)
+    assert all(url.startswith(("#", "data:text/csv")) for url in page.attributes("href"))
+    assert " ".join(HOSTILE.split()) in page.text()
+    assert "default-src 'none'" in page.attributes("content")[1]
+
+
+def test_text_is_escaped_and_markup_is_not():
+    inside = tag("b", '<"&', has={"title": '"><i>'})
+    assert tag("p.one.two", inside, None, "<").markup == (
+        '<p class="one two"><b title="&quot;&gt;&lt;i&gt;">&lt;&quot;&amp;</b>&lt;</p>'
+    )
+    assert link("https://host/?a=1&b", "x").markup.startswith('<a href="https://host/?a=1&amp;b" ')
+    assert link("javascript:alert(1)", "<x").markup == joined("<x").markup == "&lt;x"
+
+
+@pytest.fixture(scope="module")
+def example_page(tmp_path_factory) -> Page:
+    return page_of(example(), tmp_path_factory.mktemp("example"))
+
+
+def test_the_page_needs_nothing_beside_it(example_page):
+    page = example_page
+    assert all(url.startswith("data:image/png;base64,") for url in page.attributes("src") + page.attributes("srcset"))
+    assert len(page.attributes("src")) == len(page.attributes("srcset")) == 11
+    assert all(len(alt) > 20 for alt in page.attributes("alt"))
+    assert [tag for tag, _ in page.elements if tag in ("h1", "h2")] == ["h1"] + ["h2"] * 9
+
+
+def test_the_headline_says_who_leads_and_what_the_seeds_say(example_page):
+    page = example_page.text()
+    assert "86.10 % highest val/top1 12x2 full lr=0.003 seed=1" in page
+    assert "Best on average: 12x2, full, lr 0.003, 85.95 ± 0.21 (n = 2)." in page
+    assert (
+        "Over 2 common seeds it is ahead of 24x1, full, lr 0.003: +1.65, with a 95 % interval from +1.01 to +2.29."
+        in page
+    )
+    assert "16 trials 14 finished 1 stopped early 1 failed" in page
+    assert "RunError: the loss is nan" in page
+    assert "in the lower half of 9 at step 500" in page
+
+
+def test_a_better_trial_that_did_not_finish_is_named_beside_the_leader(tmp_path):
+    page = page_of(sweep([trial("done", 0.5), trial("cut", 0.75, "stopped early")]), tmp_path).text()
+    assert "50.00 % highest val/top1 done cut, stopped early, had reached 75.00 %." in page
+
+
+def test_trials_come_by_their_goal_with_their_commands(example_page):
+    swept, page = example(), example_page
+    header = next(place for place, row in enumerate(page.rows) if row[:2] == ["trial", "val/top1, %"])
+    rows = page.rows[header + 1 : header + 17]
+    goals = [float(row[1]) for row in rows if row[1] != "–"]
+    assert goals == sorted(goals, reverse=True)
+    assert len(goals) == 15
+    assert {row[0] for row in rows} == {each.name + each.command for each in swept.trials}
+    assert {each.run_url for each in swept.trials} <= set(page.attributes("href"))
+
+
+def test_a_paper_has_a_column_of_its_own(tmp_path):
+    page = page_of(figure_1(), tmp_path)
+    header = next(place for place, row in enumerate(page.rows) if "ours, top1 %" in row)
+    assert page.rows[header][3] == f"printed in {TOUVRON}"
+    assert [row[0] for row in page.rows[header + 1 : header + 3]] == ["ViT-B18x2/16", "ViT-B36x1/16"]
+    assert [row[3] for row in page.rows[header + 1 : header + 3]] == ["83.3 Table 2", "82.9 Table 2"]
+    # Nothing of it elsewhere, and nothing where another metric is compared.
+    assert sum("83.3 Table 2" in cell for row in page.rows for cell in row) == 1
+    assert "papers" not in page_of(figure_1()._replace(goal="val/loss", mode="min"), tmp_path).anchors()
+
+
+def varied(**settings) -> Sweep:
+    """A sweep over the product of some settings."""
+    products = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+    paths = [{key.replace("__", "."): value for key, value in each.items()} for each in products]
+    return sweep([trial(str(each), 0.1 + 0.01 * place, settings=each) for place, each in enumerate(paths)])
+
+
+SQUARE = ["vit_s12x1_16", "vit_s6x1_16", "vit_s6x2_16"]
+ALWAYS = ["trials", "origin"]
+
+
+@pytest.mark.parametrize(
+    ("swept", "anchors", "names"),
+    [
+        (sweep([]), ALWAYS, []),
+        (sweep([trial(goal=None, state="waiting")]), ALWAYS, []),
+        (sweep([trial()]), ALWAYS, []),
+        (sweep([trial(goal=None, state="failed", reason="why")]), ["trials", "unfinished", "origin"], []),
+        (varied(seed=[0, 1, 2]), ["groups", *ALWAYS], []),
+        (varied(optim__lr=[1e-3, 1e-2]), ["lr", *ALWAYS], ["lr"]),
+        (varied(task__mode=["full", "attn"]), ALWAYS, []),
+        (varied(optim__lr=[1e-3, 1e-2], seed=[0]), ["lr", *ALWAYS], ["lr"]),
+        (
+            varied(task__mode=["full", "attn"], seed=[0, 1]),
+            ["groups", "differences", *ALWAYS],
+            ["groups", "differences"],
+        ),
+        (varied(model__name=SQUARE), ["depth", *ALWAYS], ["blocks_0", "branches", "depth_branches_0"]),
+        (varied(model__name=SQUARE[:1]), ALWAYS, []),
+        (varied(model__name=["vit_s12x1_16", "vit_s6x2_16"]), ["depth", *ALWAYS], ["branches"]),
+        (varied(model__name=["vit_s12x1_16", "vit_s6x1_16"]), ALWAYS, []),
+        (varied(model__name=["vit_s12x1_16", "vit_b6x2_16"]), ALWAYS, []),
+        (varied(model__name=["mine", "yours"]), ALWAYS, []),
+        (sweep([trial(curves={"val/top1": [(1, 0.1), (2, 0.2)]})]), ["curves", *ALWAYS], ["curve_goal"]),
+        (sweep([trial(curves={"train/loss": [(1, 0.1), (2, math.nan)]})]), ALWAYS, []),
+        (
+            sweep([trial(settings={"a": each}, gflops=each) for each in (1.0, 2.0)]),
+            ["cost", *ALWAYS],
+            ["cost_gflops"],
+        ),
+        (sweep([trial(settings={"a": each}, gflops=1.0) for each in (1, 2)]), ALWAYS, []),
+    ],
+)
+def test_a_section_appears_only_where_it_says_something(tmp_path, swept, anchors, names):
+    assert [drawing.name for found in drawings_of(results_of(swept)).values() for drawing in found] == names
+    assert page_of(swept, tmp_path).anchors() == anchors
+    assert sorted(path.stem for path in tmp_path.glob("*.png")) == sorted(names + [f"{name}-dark" for name in names])
+
+
+def test_the_best_rate_at_the_edge_of_what_was_tried_is_said():
+    def caption(scores):
+        trials = [trial("", goal, settings={"optim.lr": lr}) for lr, goal in scores.items()]
+        return drawings_of(results_of(sweep(trials)))["lr"][0].caption
+
+    assert "best rate is 0.1, the highest that finished: a higher one may be better" in caption({0.01: 0.1, 0.1: 0.2})
+    assert "best rate is 0.01, the lowest that finished: a lower one may be better" in caption({0.01: 0.3, 0.1: 0.2})
+    assert "best rate" not in caption({0.01: 0.1, 0.1: 0.2, 1.0: 0.1})
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_sweeps_write_equal_bytes(tmp_path):
+    swept = [varied(model__name=SQUARE, optim__lr=[1e-3, 1e-2], seed=[0, 1]) for _ in range(2)]
+    one, other = (write_report(each, tmp_path / name) for each, name in zip(swept, ("one", "other"), strict=True))
+    assert len(one) == 2 * 6 + 2
+    assert [path.name for path in one] == [path.name for path in other]
+    assert one[-1].name == "index.html"
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, other, strict=True))
+
+
+def test_a_report_that_cannot_be_written_leaves_the_last_one_whole(tmp_path, monkeypatch):
+    write_report(sweep([trial("first")]), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(path, target):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ValueError, match="no space left"):
+        write_report(sweep([trial("second"), trial("third")]), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    write_report(sweep([trial("second")]), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(before)
+    assert "second" in (tmp_path / "index.html").read_text()
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+ODD = st.sampled_from(["null", "1e-3", "true", "[1", "vit_s12x1_16", "", "a: b", "'", "~"])
+SETTING = st.none() | st.booleans() | st.integers() | NUMBERS | st.text(max_size=9) | ODD | st.lists(st.integers())
+
+
+@given(SETTING, NUMBERS, st.text(max_size=20))
+def test_the_table_gives_back_what_was_written(value, goal, name):
+    one = trial(name, goal, settings={"a.b": value}, reason=name, device_seconds=goal, params=7)
+    rows = list(csv.DictReader(io.StringIO(table_of(sweep([one, trial("bare", None)])), newline="")))
+    row = next(row for row in rows if row["params"] == "7")
+    assert parse_words([f"a.b={row['a.b']}"]) == {"a.b": value}
+    assert (row["name"], row["reason"], row["state"]) == (name, name, "finished")
+    assert float(row["goal"]) == float(row["device_seconds"]) == goal
+    bare = next(row for row in rows if row["params"] == "")
+    assert (bare["a.b"], bare["goal"], bare["gflops"]) == ("", "", "")
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+DRAWINGS = [
+    pytest.param(make, section, place, id=f"{name} {drawing.name}")
+    for name, make in SWEEPS.items()
+    for section, found in drawings_of(results_of(make())).items()
+    for place, drawing in enumerate(found)
+]
+
+
+@pytest.mark.parametrize(("make", "section", "place"), DRAWINGS)
+def test_nothing_is_cut_off(make, section, place):
+    drawing = drawings_of(results_of(make()))[section][place]
+    for theme in (LIGHT, DARK):
+        with Image.open(io.BytesIO(png(drawing.draw(theme)))) as opened:
+            pixels = np.array(opened.convert("RGB"))
+        paper = np.array(ImageColor.getrgb(theme.paper))
+        # What reaches the edge is cut off there.
+        assert all((edge == paper).all() for edge in (pixels[:3], pixels[-3:], pixels[:, :3], pixels[:, -3:]))
+        assert (pixels != paper).any()
+
+
+def test_the_front_is_drawn_through_its_points_and_named():
+    results = results_of(example())
+    drawing = comparisons.draw_cost(results, comparisons.COSTS[0])
+    assert drawing is not None
+    figure = drawing.draw(LIGHT)
+    line = figure.axes[0].lines[0]
+    places = pareto_front(
+        [group.cost("device_seconds") for group in results.scored], [group.mean for group in results.scored], "max"
+    )
+    front = [results.scored[place] for place in places]
+    assert np.allclose(line.get_xdata(), [group.cost("device_seconds") / 3600 for group in front])
+    assert np.allclose(line.get_ydata(), [100 * group.mean for group in front])
+    assert {group.label for group in front} <= {text.get_text() for text in figure.findobj(Text)}
+
+
+def test_a_map_shows_means_spreads_and_counts():
+    [drawing] = comparisons.draw_maps(results_of(example()))
+    words = {text.get_text() for text in drawing.draw(LIGHT).findobj(Text)}
+    assert {"85.95", "± 0.21, n = 2", "24 blocks", "ViT-U/8: val/top1, %", "depth", "parallel branches"} <= words
+
+
+def test_a_dollar_begins_no_formula_and_a_missing_letter_is_no_warning():
+    drawing = drawings_of(results_of(hostile()))["groups"][0]
+    assert any(r"\$x" in text.get_text() for text in drawing.draw(DARK).findobj(Text))
+
+
+@given(st.lists(st.floats(0, 1), max_size=12), st.floats(0.01, 0.08))
+def test_labels_stand_apart_in_their_order_and_near_their_lines(heights, gap):
+    found = spread_out(heights, gap)
+    order = sorted(range(len(heights)), key=lambda place: heights[place])
+    placed = [found[place] for place in order]
+    assert all(high - low >= gap - 1e-9 for low, high in itertools.pairwise(placed))
+    assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)
+    if all(high - low >= gap for low, high in itertools.pairwise(sorted(heights))):
+        assert found == pytest.approx(heights)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=2, max_size=9, unique=True), st.booleans())
+@settings(max_examples=20)
+def test_a_name_beside_a_point_is_nearest_to_it_or_left_out(points, upwards):
+    figure = new_figure(LIGHT, 3.0)
+    axis = dressed(figure, LIGHT, "")
+    axis.plot(*zip(*points, strict=True), "o")
+    axis.margins(0.3)
+    labels = [Label(x, y, f"{x}, {y}", LIGHT.ink, needed=False) for x, y in points]
+    label_points(figure, axis, labels, LIGHT, (), upwards)
+    dots = {f"{x}, {y}": axis.transData.transform((x, y)) for x, y in points}
+    boxes = {text.get_text(): text.get_window_extent() for text in axis.texts}
+    for words, box in boxes.items():
+        away = {name: np.linalg.norm(np.clip(dot, box.p0, box.p1) - dot) for name, dot in dots.items()}
+        assert away[words] <= min(away.values()) + 1
+    for one, other in itertools.combinations(boxes.values(), 2):
+        assert not one.padded(-1).overlaps(other.padded(-1))
+
+
+def test_smoothing_keeps_few_points_and_means_many():
+    few = [(step, float(step)) for step in range(60)]
+    assert smooth(few) == ([float(step) for step, _ in few], [value for _, value in few])
+    steps, values = smooth([(step, float(step)) for step in range(500)])
+    assert np.allclose(values, np.array(steps) - 0.5)  # a line, at the middle of 20 points
+
+
+def test_drawing_leaves_pyplot_alone():
+    code = "import sys, vitray.report; print({'matplotlib.pyplot', 'ray', 'mlflow', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+# Machado, Oliveira and Fernandes, 2009: how linear RGB looks without one kind of cone.
+SEEN = {
+    "by most": np.eye(3),
+    "without red cones": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "without green cones": [[0.3673, 0.8607, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+}
+
+
+def cielab(colour: str, seen) -> np.ndarray:
+    rgb = np.array(to_rgb(colour))
+    linear = np.clip(seen @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+    x, y, z = np.cbrt(xyz / [0.9505, 1, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_told_apart_and_read(theme):
+    for seen in SEEN.values():
+        distances = [
+            np.linalg.norm(cielab(one, np.array(seen)) - cielab(other, np.array(seen)))
+            for one, other in itertools.combinations(theme.series, 2)
+        ]
+        assert min(distances) > 20
+    for colour in (*theme.series, theme.ink, theme.pale, theme.bad):
+        assert comparisons.contrast(to_rgb(colour), to_rgb(theme.paper)) >= 4.5
+    assert comparisons.contrast(to_rgb(theme.pale), to_rgb(theme.raised)) >= 4.5
+
+
+# ---- a browser -------------------------------------------------------------------------------------------------------
+
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--window-size=1300,1000"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+# A window has a least width, a frame has none; what is asked is asked from outside, as the page lets no script run.
+FRAME = """<!doctype html><iframe id="frame" width="{width}" height="900" srcdoc="{page}"></iframe><pre id="told"></pre>
+<script>onload = () => {{
+  const page = frame.contentDocument, root = page.documentElement, images = [...page.images];
+  page.querySelectorAll("details").forEach(each => each.open = true);
+  told.textContent = JSON.stringify({{
+    window: frame.contentWindow.innerWidth,
+    wide: root.scrollWidth,
+    boxes: [...page.querySelectorAll("body *")].filter(each => !each.closest(".scroll > *")
+      && each.getBoundingClientRect().right > root.clientWidth + 1).length,
+    paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+    drawn: images.every(image => image.complete && image.naturalWidth > 0),
+    dark: images.filter(image => image.currentSrc === image.previousElementSibling.srcset).length,
+    images: images.length,
+  }});
+}}</script>"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """{name of a sweep: its page}."""
+    folder = tmp_path_factory.mktemp("report")
+    for name, make in SWEEPS.items():
+        write_report(make(), folder / name)
+    return {name: (folder / name / "index.html").read_text() for name in SWEEPS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_browser_shows_the_page_in_any_width_and_light(reports, tmp_path, name, width, theme):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs a browser: on Debian and Ubuntu, apt-get install chromium")
+    (tmp_path / "frame.html").write_text(FRAME.format(width=width, page=html.escape(reports[name])))
+    words = [browser, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    words.append(f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")
+    done = subprocess.run([*words, f"file://{tmp_path / 'frame.html'}"], capture_output=True, text=True, check=True)
+    found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout)
+    assert found, done.stderr[-2000:]
+    told = json.loads(html.unescape(found[1]))
+    assert told["window"] == width
+    assert told["wide"] <= width
+    assert told["boxes"] == 0
+    assert told["drawn"]
+    assert told["images"] > 0
+    assert told["dark"] == (told["images"] if theme == "dark" else 0)
+    red, green, blue = ImageColor.getrgb((DARK if theme == "dark" else LIGHT).paper)
+    assert told["paper"] == f"rgb({red}, {green}, {blue})"

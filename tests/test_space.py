@@ -1,0 +1,517 @@
+"""A space of points: each one a run, with a name of its own; every fault has one message, with its place."""
+
+import contextlib
+import math
+import random
+import re
+import shlex
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layers import ROOT
+
+import tune_spaces
+from pipelines import recipes
+from vitray.config import ConfigError, Run, load_run
+from vitray.config.sweeping import Draw, spelled
+from vitray.expressions import evaluate, names_in
+from vitray.schedule import total_steps
+from vitray.space import (
+    Space,
+    check_space,
+    check_words,
+    draw_point,
+    extended,
+    grid_points,
+    name_of,
+    random_points,
+    read_space,
+    run_of,
+)
+
+DEPTH = """
+space:
+  depth: {grid: [36, 18, 12, 9]}
+  branches: {grid: [1, 2, 3, 4]}
+  model.name: vit_s{depth}x{branches}_16
+  optim.lr: {grid: [3.0e-3, 0.01]}
+  seed: {seeds: 3}
+where: ["depth * branches == 36"]
+"""
+RANDOM = "search: {kind: random, trials: 5, seed: 0}"
+
+
+def space_of(folder, text):
+    path = folder / "space.yaml"
+    path.write_text(text)
+    return read_space(path)
+
+
+def named(space):
+    return [name_of(point, space) for point in grid_points(space)]
+
+
+# ---- grids -----------------------------------------------------------------------------------------------------------
+
+
+def test_thirty_six_blocks_are_four_shapes(tmp_path):
+    space = space_of(tmp_path, DEPTH)
+    points = grid_points(space)
+    assert len(points) == 4 * 2 * 3
+    shapes = dict.fromkeys(point.settings["model.name"] for point in points)
+    assert list(shapes) == ["vit_s36x1_16", "vit_s18x2_16", "vit_s12x3_16", "vit_s9x4_16"]
+    assert points[0].settings == {"model.name": "vit_s36x1_16", "optim.lr": 0.003, "seed": 0}
+    assert points[0].drawn == {"depth": 36, "branches": 1, "optim.lr": 0.003, "seed": 0}
+    assert named(space)[:4] == [
+        "36x1 lr=3e-3 seed=0",
+        "36x1 lr=3e-3 seed=1",
+        "36x1 lr=3e-3 seed=2",
+        "36x1 lr=0.01 seed=0",
+    ]
+    assert check_space(space, Run()) == points
+    run = run_of(Run(), points[-1])
+    assert (run.model.name, run.optim.lr, run.seed) == ("vit_s9x4_16", 0.01, 2)
+
+
+@given(blocks=st.integers(1, 60), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)), seeds=st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_a_grid_is_the_product_less_what_is_forbidden(blocks, sizes, seeds):
+    depths, branches = (list(range(1, size + 1)) for size in sizes)
+    space = Space.model_validate(
+        {
+            "space": {
+                "depth": {"grid": depths},
+                "branches": {"grid": branches},
+                "model.name": "vit_u{depth}x{branches}_16",
+                "seed": {"seeds": seeds},
+            },
+            "where": [f"depth * branches <= {blocks}"],
+        }
+    )
+    allowed = [(d, b, s) for d in depths for b in branches for s in range(seeds) if d * b <= blocks]
+    points = grid_points(space)
+    assert [tuple(point.drawn.values()) for point in points] == allowed
+    assert named(space) == [f"{d}x{b} seed={s}" for d, b, s in allowed]
+    assert points == grid_points(space)
+
+
+values = st.one_of(
+    st.integers(-5, 5),
+    st.floats(-100, 100, allow_nan=False),
+    st.booleans(),
+    st.none(),
+    st.text("abz/ 1e-_é#:{", max_size=5),
+    st.fixed_dictionaries({"kind": st.sampled_from(["a", "b"]), "x": st.integers(0, 2)}),
+)
+
+
+@given(
+    grids=st.dictionaries(
+        st.sampled_from(["optim.lr", "optim.rule", "data.url", "evaluate.batch", "optim.batch"]),
+        st.lists(values, min_size=1, max_size=4, unique_by=spelled),
+        min_size=1,
+    )
+)
+@settings(deadline=None, max_examples=100)
+def test_names_tell_points_apart_and_are_fit_for_a_path(tmp_path_factory, grids):
+    space = Space.model_validate({"space": {name: {"grid": grid} for name, grid in grids.items()}})
+    names = named(space)
+    assert len(set(names)) == len(names) == math.prod(map(len, grids.values()))
+    assert all(re.fullmatch(r"[\w.,=+ -]+", name) for name in names)
+    path = tmp_path_factory.mktemp("space") / "space.yaml"
+    path.write_text(space.to_yaml())
+    assert read_space(path) == space
+
+
+@pytest.mark.parametrize(
+    ("value", "label"),
+    [
+        (3e-3, "3e-3"), (0.01, "0.01"), (1e-5, "1e-5"), (0.0031, "0.0031"), (0.0, "0"), (-2.5, "-2.5"), (1e30, "1e30"),
+        (True, "true"), (None, "null"), (12, "12"), ("90 epochs", "90_epochs"), ({"kind": "sgd", "x": 1}, "sgd,x=1"),
+    ],
+)  # fmt: skip
+def test_values_are_short_in_names(value, label):
+    assert spelled(value) == label
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+@settings(deadline=None)
+def test_a_number_in_a_name_is_exact(number):
+    assert float(spelled(number)) == number
+
+
+def test_names_say_what_varies_and_nothing_twice(tmp_path):
+    # Another width, so that the shape would not do; of a value the last word, where that is enough.
+    text = "space:\n  model.name: {grid: [ViT-B/16, vit_s12x1_16]}\n  data.url: {grid: [a/cars, b/pets]}\n"
+    assert named(space_of(tmp_path, text))[:2] == ["vit_b12x1_16 url=cars", "vit_b12x1_16 url=pets"]
+    text = "space:\n  data.url: {grid: [a/x, b/x]}\n  optim.batch: {grid: [1, 2]}\n  evaluate.batch: {grid: [3, 4]}\n"
+    assert named(space_of(tmp_path, text))[0] == "url=a_x optim.batch=1 evaluate.batch=3"
+    # A variable that follows from another by `where` is left out, the later one first.
+    text = """
+space:
+  rule: {grid: [adamw, sgd]}
+  rate: {grid: [1, 30]}
+  optim.rule: "{rule}"
+  optim.lr: "{rate}e-3"
+where: [(rate == 1) == (rule == "adamw")]
+"""
+    space = space_of(tmp_path, text)
+    assert named(space) == ["rule=adamw", "rule=sgd"]
+    assert [point.settings["optim.lr"] for point in check_space(space, Run())] == [1e-3, 0.03]
+
+
+def test_a_section_is_drawn_whole_and_named_by_its_kind(tmp_path):
+    text = "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.8}, {kind: adamw}, lamb]}\n"
+    space = space_of(tmp_path, text)
+    assert named(space) == ["rule=sgd", "rule=adamw", "rule=lamb"]
+    base = load_run(None, ["optim.rule.betas=[0.9,0.99]"])
+    runs = [run_of(base, point) for point in check_space(space, base)]
+    assert runs[0].optim.rule.model_dump() == {"kind": "sgd", "momentum": 0.8, "nesterov": False}
+    assert runs[1].optim.rule.betas == (0.9, 0.999)
+    text = "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.8}, {kind: sgd, momentum: 0.9}]}\n"
+    assert named(space_of(tmp_path, text)) == ["rule=sgd,momentum=0.8", "rule=sgd,momentum=0.9"]
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+bounds = st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted).filter(lambda pair: pair[1] - pair[0] > 1e-6)
+
+
+@given(bounds, st.floats(0, 1))
+@settings(deadline=None)
+def test_a_range_is_not_left(pair, share):
+    for kind, (low, high) in (("uniform", pair), ("loguniform", [math.exp(bound / 1e3) for bound in pair])):
+        draw = Draw.model_validate({kind: [low, high]})
+        value = draw.snapped(low + share * (high - low))
+        assert low <= value <= high
+        assert abs(value - (low + share * (high - low))) <= 1e-3 * max(high - low, value)
+        assert draw.snapped(value) == value
+        assert low <= draw.snapped(draw.sample(random.Random(0))) <= high
+
+
+@given(
+    low=st.one_of(st.integers(-50, 50), st.decimals(-5, 5, places=3)),
+    steps=st.integers(1, 20),
+    step=st.one_of(st.integers(1, 9), st.decimals("0.001", 2, places=3)),
+    share=st.floats(0, 1),
+)
+@settings(deadline=None)
+def test_a_lattice_is_kept_to(low, steps, step, share):
+    whole = isinstance(low, int) and isinstance(step, int)
+    numbers = [number if whole else float(number) for number in (low, low + steps * step, step)]
+    draw = Draw.model_validate({"quniform": numbers})
+    value = draw.snapped(numbers[0] + share * (numbers[1] - numbers[0]))
+    assert isinstance(value, int) == whole
+    on = (Decimal(str(value)) - Decimal(str(numbers[0]))) / Decimal(str(numbers[2]))
+    assert on == int(on)
+    assert 0 <= on <= steps
+    assert Draw.model_validate({"quniform": [0, 10, 4]}).snapped(10) == 8  # the highest that is both on it and within
+
+
+def test_random_points_are_allowed_and_differ(tmp_path):
+    text = f"""
+space:
+  depth: {{choice: [12, 6, 4, 3]}}
+  branches: {{grid: [1, 2, 3, 4]}}
+  model.name: vit_u{{depth}}x{{branches}}_16
+  optim.lr: {{loguniform: [1.0e-4, 1.0e-2]}}
+  optim.batch: {{quniform: [32, 128, 32]}}
+where: [depth * branches == 12]
+{RANDOM}
+"""
+    space = space_of(tmp_path, text)
+    points = check_space(space, Run())
+    assert points == random_points(space, 5, seed=0) != random_points(space, 5, seed=1)
+    names = [name_of(point, space) for point in random_points(space, 200)]
+    assert len(set(names)) == 200
+    for point in points:
+        assert point.drawn["depth"] * point.drawn["branches"] == 12
+        assert point.settings["optim.batch"] in (32, 64, 96, 128)
+        assert f"lr={spelled(point.settings['optim.lr'])}" in name_of(point, space)
+    drawn = {"depth": 12, "branches": 1, "optim.lr": 1.23456e-3, "optim.batch": 70.0}
+    assert draw_point(space, drawn).settings == {"model.name": "vit_u12x1_16", "optim.lr": 1.235e-3, "optim.batch": 64}
+    assert draw_point(space, drawn | {"branches": 2}) is None
+
+
+def test_the_corners_of_a_search_are_checked(tmp_path):
+    space = space_of(tmp_path, f"space:\n  model.drop_path: {{uniform: [0.0, 1.0]}}\n{RANDOM}\n")
+    with pytest.raises(ConfigError, match=r"^the point drop_path=1: model.drop_path: got 1.0, wanted less than 1$"):
+        check_space(space, Run())
+
+
+# ---- expressions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_true"),
+    [
+        ("a * b == 36", True), ("a // b == 9 and a % b == 0 and a / b < 9.5", True), ("not a > b", False),
+        ("a in [1, 18] or b in (7,)", True), ("w == 's'", True), ("w in ['b', 'l']", False), ("1 < b <= 2 < a", True),
+        ("-b + 3 == 1 - 0", True), ("w not in ['s'] and a / 0 > 1", False), ("n == None", True), ("True", True),
+    ],
+)  # fmt: skip
+def test_an_expression_computes_what_it_says(expression, is_true):
+    assert evaluate(expression, {"a": 18, "b": 2, "w": "s", "n": None}) is is_true
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')", "a.real == 1", "a[0] == 1", "9**9**9 > 1", "a ** 9 == 1", "[x for x in a]",
+        "(lambda: 1)() == 1", "f'{a}' == 1", "a if a else a", "a := 1", "a is None", "~a == 1", "a << 9 == 1", "{1: a}",
+        "{a}", "*a", "a @ a", "b'a' == 1", "1j == 1", "... == a", "print(a)", "", "a ==", "a = 1", "import os", "a; a",
+        "(" * 5000, "not " * 5000 + "a", "a" + " + a" * 50_000 + " == 1", "\0", "await a", "yield a",
+        "'a' * 999999999 == 'b'", "'%99999999d' % a == 'b'", "[1] * 999999999 == a", "a + 'b' == 1", "-w == 1",
+        "a < 'b'", "a in a", "a / 0 == 1", "a", "a and b", "not a", "a * 2", "1e308 * 10 // 0 == 1",
+    ],
+)  # fmt: skip
+def test_an_expression_can_do_nothing_else(expression):
+    with pytest.raises(ConfigError):
+        evaluate(expression, {"a": 18, "b": 2, "w": "s"})
+
+
+tokens = ["a", "b", "(", ")", "*", "/", "==", "<", "and", "or", "not", "in", "[", "]", "1", "'x'", ".", ",", "**", ":"]
+
+
+@given(st.text(max_size=30) | st.lists(st.sampled_from(tokens)).map(" ".join))
+@settings(deadline=None)
+def test_any_text_is_an_answer_or_a_refusal(text):
+    with contextlib.suppress(ConfigError):
+        assert isinstance(evaluate(text, dict.fromkeys(names_in(text), 3)), bool)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("", "space.yaml: space: got nothing, wanted what is drawn"),
+    ("space: {}", "space.yaml:1: space: got nothing, wanted what is drawn, as in"),
+    ("space: 3", "space.yaml:1: space: got 3, wanted settings as `key: value`"),
+    ("space:\n  optim.lrr: {grid: [1]}", "space.yaml:2: space.optim.lrr: unknown setting of a run; nearest: optim.lr"),
+    (
+        "space:\n  sed: {seeds: 3}",
+        "space.yaml:2: space.sed: no setting, and no text uses it as a variable, as {sed}; nearest: seed",
+    ),
+    ("space:\n  lr: {grid: [1]}", "space.yaml:2: space.lr: no setting,", "nearest: optim.lr"),
+    ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], wanted how it is drawn, as in {grid: [1, 2]}"),
+    ("space:\n  optim.lr: {gird: [1]}", "space.yaml:2: space.optim.lr.gird: unknown setting", "nearest: grid"),
+    ("space:\n  optim.lr: {grid: 1}", "space.yaml:2: space.optim.lr.grid: got 1, wanted a list"),
+    (
+        "space:\n  optim.lr: {grid: []}",
+        "space.yaml:2: space.optim.lr: grid: got [], wanted values that differ, at least",
+    ),
+    ("space:\n  optim.lr: {grid: [1, 1.0]}", "grid: got [1, 1.0], wanted values that differ"),
+    ("space:\n  seed: {seeds: 0}", "space.yaml:2: space.seed.seeds: got 0, wanted greater than or equal to 1"),
+    (
+        "space:\n  optim.lr: {grid: [1], uniform: [1, 2]}",
+        "space.yaml:2: space.optim.lr: got grid and uniform, wanted one",
+    ),
+    ("space:\n  optim.lr: {uniform: [2, 1]}", "space.yaml:2: space.optim.lr: uniform: got [2, 1], wanted low < high"),
+    ("space:\n  optim.lr: {loguniform: [0, 1]}", "loguniform: got [0, 1], wanted low < high, both above 0"),
+    ("space:\n  optim.lr: {quniform: [0, 1, 0]}", "quniform: got a step of 0, wanted more than 0"),
+    (
+        "space:\n  optim.lr: {quniform: [0, 1]}",
+        "space.yaml:2: space.optim.lr.quniform: got [0, 1], wanted a longer list",
+    ),
+    ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.yaml:2: space.optim.lr"),
+    ("space:\n  optim.lr: {uniform: [0, 1]}", "space.optim.lr: got uniform, of which a grid search has no end; wanted"),
+    (
+        "space:\n  optim.rule: {grid: [sgd]}\n  optim.rule.momentum: {grid: [0.1]}",
+        "space.yaml:3: space.optim.rule.momentum: lies in optim.rule",
+    ),
+    ("space:\n  a: x{seed}\n  seed: {seeds: 2}", "space.yaml:2: space.a: got the text 'x{seed}', wanted a draw"),
+    (
+        "space:\n  d: {grid: [1]}\n  model.name: vit_u{e}x1_8",
+        "space.yaml:3: space.model.name: no variable 'e' is drawn",
+    ),
+    (
+        "space:\n  data.val: test",
+        "space.yaml:2: space.data.val: got 'test', wanted a text with {variable}; what does not",
+    ),
+    ("space:\n  d: {grid: [1]}\n  model.name: vit_u{d}x{d_8", "wanted a text with {variable}"),
+    ("space:\n  d: {grid: [1]}\n  model.name: '{d.real}'", "wanted a text with {variable}"),
+    ("space:\n  d: {grid: ['[']}\n  model.name: '{d}'", "not YAML"),
+    (
+        "space:\n  seed: {seeds: 2}\nwhere: [sed == 1]",
+        "space.yaml:3: where[0]: no variable 'sed' is drawn; nearest: seed",
+    ),
+    ("space:\n  seed: {seeds: 2}\nwhere: [seed ** 2 == 1]", "space.yaml:3: where[0]: 'seed ** 2 == 1': pow is no part"),
+    (
+        "space:\n  seed: {seeds: 2}\nwhere: [seed / 0 == 1]",
+        "space.yaml:3: where: 'seed / 0 == 1': cannot be computed of seed=0",
+    ),
+    ("space:\n  seed: {seeds: 2}\nwhere: [seed == 2]", "space.yaml:3: where: no point that is drawn satisfies it"),
+    (f"space:\n  seed: {{seeds: 2}}\nwhere: [seed == 2]\n{RANDOM}", "where: no point that is drawn satisfies it"),
+    ("space:\n  seed: {seeds: 99999}", "space: got 99,999 combinations, wanted at most 10,000"),
+    ("space:\n  model.name: {grid: [ViT-B/16, vit_b12x1_16]}", "space.yaml:2: space: two points are both 12x1"),
+    (
+        "space:\n  seed: {seeds: 2}\nsearch: gird",
+        "space.yaml:3: search: got 'gird', wanted 'grid', 'random'",
+        "nearest: grid",
+    ),
+    (
+        "space:\n  seed: {seeds: 2}\nsearch: random",
+        "space.yaml:3: search.trials: got nothing, wanted how many points are tried",
+    ),
+    (
+        "space:\n  seed: {seeds: 2}\nscheduler: {kind: asha, grace: 1 minute}",
+        "scheduler.grace: got '1 minute', wanted epochs",
+    ),
+    (
+        "space:\n  seed: {seeds: 2}\ngoal: {mode: maximum}",
+        "space.yaml:3: goal.mode: got 'maximum', wanted 'max' or 'min'",
+    ),
+    ("space:\n  seed: {seeds: 2}\nfailures: 1.5", "space.yaml:3: failures: got 1.5, wanted less than or equal to 1"),
+    ("space:\n  seed: {seeds: 2}\nbudgets: {}", "space.yaml:3: budgets: unknown setting", "nearest: budget"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=[text for text, *_ in BAD])
+def test_a_bad_space_gets_one_message_with_its_line(tmp_path, bad):
+    text, *message = bad
+    with pytest.raises(ConfigError) as error:
+        space_of(tmp_path, text)
+    for part in message:
+        assert part in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("space:\n  optim.lr: {grid: [1, much]}", "the point lr=much: optim.lr: got 'much', wanted a number"),
+        (
+            "space:\n  optim.rule: {grid: [{kind: sdg}]}",
+            "the point rule=sdg: optim.rule: got 'sdg', wanted 'adamw', 'sgd'",
+        ),
+        (
+            "space:\n  optim.rule.momentum: {grid: [0.5]}",
+            "the point momentum=0.5: optim.rule.momentum: unknown setting",
+        ),
+        (
+            "space:\n  d: {grid: [1, 0]}\n  model.name: vit_u{d}x1_16",
+            "the point vit_u0x1_16: model.name: model name 'vit_u0x1_16': depth",
+        ),
+        (
+            "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.9}, {kind: sgd}]}",
+            "the point rule=sgd: is the same run as rule=sgd,momentum=0.9",
+        ),
+    ],
+)
+def test_a_point_that_is_no_run_is_refused_by_name(tmp_path, text, message):
+    with pytest.raises(ConfigError) as error:
+        check_space(space_of(tmp_path, text), Run())
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_word_for_what_is_swept_is_refused(tmp_path):
+    space = space_of(tmp_path, "space:\n  optim.rule: {grid: [sgd, adamw]}\n  optim.lr: {grid: [1, 2]}\n")
+    check_words(space, ["optim.batch=3", "optim.lrx=1", "model.name=vit_u1x1_8"])
+    for word in ("optim.lr=1", "optim.rule=lamb", "optim.rule.momentum=0.3"):
+        with pytest.raises(ConfigError, match=rf"^the word {word.partition('=')[0]}=...: the space sets optim.* too"):
+            check_words(space, ["seed=3", word])
+
+
+# ---- one value more --------------------------------------------------------------------------------------------------
+
+
+def test_a_value_more_leaves_the_other_points_as_they_are(tmp_path):
+    space = space_of(tmp_path, DEPTH)
+    wider = extended(space, ["optim.lr=1e-4", "seed=7"])
+    assert len(grid_points(wider)) == 4 * 3 * 4
+    assert set(named(space)) < set(named(wider))
+    assert "9x4 lr=1e-4 seed=7" in named(wider)
+    assert space == space_of(tmp_path, DEPTH)
+    # One rate becomes two: it was named before.
+    one = space_of(tmp_path, "space:\n  optim.lr: {grid: [0.1]}\n  seed: {seeds: 2}\n")
+    assert set(named(one)) < set(named(extended(one, ["optim.lr=0.2"])))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optim.lr=3e-3", "the word 'optim.lr=3e-3': the space has this value of optim.lr already"),
+        ("optim.lrr=1", "the word 'optim.lrr=1': the space lists no values of optim.lrr; nearest: optim.lr"),
+        ("model.name=vit_u1x1_8", "the space lists no values of model.name"),
+        ("depth=7", "the word 'depth=7': adds no point that where allows"),
+        ("depth", "the word 'depth': wanted setting=value"),
+    ],
+)
+def test_a_value_more_that_adds_nothing_is_refused(tmp_path, word, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        extended(space_of(tmp_path, DEPTH), [word])
+
+
+# ---- the spaces that vitray brings -----------------------------------------------------------------------------------
+
+FOUND = sorted((ROOT / "tune_spaces").rglob("*.y*ml"))
+
+
+def sweeps(path):
+    """The commands of a file's head, as lists of words after `vitray sweep`."""
+    head = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#")).replace(" \\\n#    ", "")
+    return [shlex.split(words) for words in re.findall(r"^# vitray sweep (.+)$", head, re.MULTILINE)]
+
+
+def test_no_space_is_missed():
+    assert [path.stem for path in FOUND] == tune_spaces.names()
+    assert all(tune_spaces.path_of(path.stem) == path for path in FOUND)
+    assert tune_spaces.path_of("mine.yaml").name == "mine.yaml"
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
+    assert sweeps(path), f"{path.name}: its head has no `vitray sweep` command"
+    for recipe, name, *words in sweeps(path):
+        assert name == path.stem
+        added = words[words.index("--add") + 1 :] if "--add" in words else []
+        laid = words[: len(words) - len(added) - bool(added)]
+        space = extended(read_space(path), added)
+        check_words(space, laid)
+        base = load_run(recipes.path_of(recipe), laid)
+        points = check_space(space, base)
+        assert len({name_of(point, space) for point in points}) == len(points) >= 4
+        for point in points:
+            assert total_steps(run_of(base, point).optim, 1000) > 0
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_a_head_says_what_is_shown_and_whose_it_is(path):
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(line.startswith("# Shows: ") for line in head)
+    is_ours = path.stem.startswith("demo")
+    assert is_ours or re.fullmatch(r"# source: .+(Figure|Table)s? \d.*; not measured by us", head[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6),
+        ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6),
+    ],
+)  # fmt: skip
+def test_spaces_have_the_points_of_their_figures(name, points):
+    space = read_space(tune_spaces.path_of(name))
+    assert len(grid_points(space)) == points
+    if name == "depth_x_branches":
+        figure = {36: (1, 2, 3, 4), 60: (1, 2, 3, 4)}
+        wanted = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
+        wanted |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
+        assert wanted <= set(named(space))
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("s", "a2_s16_imagenet"), ("b", "a2_b16_imagenet"), ("l", "a2_l16_imagenet"), ("ti", "a2_ti16_imagenet")],
+)
+def test_a_width_is_trained_as_by_its_own_recipe(name, recipe):
+    own = load_run(recipes.path_of(recipe))
+    for swept in ("depth_x_branches", "width_x_branches"):
+        space = read_space(tune_spaces.path_of(swept))
+        for point in check_space(space, load_run(recipes.path_of("a2_s16_imagenet"))):
+            run = run_of(load_run(recipes.path_of("a2_s16_imagenet")), point)
+            if run.model.shape.width == name:
+                differing = {key for key, value in own.dotted().items() if run.dotted()[key] != value}
+                assert differing <= {"model.name", "model.layerscale", "compute.local_batch"}

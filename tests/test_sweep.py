@@ -1,0 +1,168 @@
+"""Sweeps end to end: real Ray Tune, real MLflow, a trial that fails, one that is stopped, a driver that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlflow
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from vitray.config import ConfigError, load_run
+from vitray.search.driver import dry_run, sweep
+from vitray.shards import read_job, write_dataset
+from vitray.space import read_space
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parent.parent
+
+RECIPE = """
+model: {name: vit_u2x1_8, image_size: 32, num_classes: 10}
+optim: {batch: 16, duration: 6 steps, warmup: 0 steps, rule: sgd, clip: null}
+evaluate: {every: 2 steps}
+checkpoint: {every: 2 steps}
+tracking: {every: 1 step}
+compute: {workers: 1}
+"""
+SPACE = """
+space:
+  optim.lr: {grid: [1.0e-3, 1.0e-2, 1.0e+30]}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, ray_cluster):
+    """A folder with a dataset, a recipe, a tracking store and a spool of its own."""
+    folder = tmp_path_factory.mktemp("sweep")
+    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=32"]))
+    (folder / "tiny.yaml").write_text(f"{RECIPE}data: {{url: {folder / 'demo'}}}\n")
+    (folder / "lr.yaml").write_text(SPACE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
+        patch.setenv("VITRAY_HOME", str(folder / "home"))
+        yield folder
+
+
+def begin(place, name, space="lr.yaml", **settings):
+    base = load_run(place / "tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
+    return sweep(
+        base, read_space(place / space), name, str(place / "sweeps"), f"vitray sweep tiny {space} --name {name}"
+    )
+
+
+def is_idle(seconds=30):
+    """Whether the cluster's CPUs come back, and no placement group is left."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        if ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"] and not groups:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+@pytest.fixture(scope="module")
+def swept(place):
+    return begin(place, "rates")
+
+
+def test_one_failed_trial_is_no_failed_sweep(place, swept):
+    assert (swept.trials, swept.finished, swept.failed) == (3, 2, 1)
+    assert swept.best in ("lr=1e-3", "lr=0.01")
+    record = json.loads((Path(swept.home) / "lr=1e30" / "trial.json").read_text())
+    assert record["state"] == "failed"
+    assert "loss nan at step" in record["reason"]
+    assert is_idle()
+
+
+def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    parent = client.get_run(swept.mlflow_run)
+    assert parent.info.status == "FINISHED"
+    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{swept.mlflow_run}'")
+    assert {child.info.run_name: child.info.status for child in children} == {
+        "lr=1e-3": "FINISHED",
+        "lr=0.01": "FINISHED",
+        "lr=1e30": "FAILED",
+    }
+    assert parent.data.metrics["best/val_top1"] == swept.best_goal
+    page = Path(client.download_artifacts(swept.mlflow_run, "report/index.html")).read_text()
+    assert "lr=0.01" in page
+    assert "loss nan at step" in page
+
+
+def test_the_same_command_again_starts_nothing(place, swept):
+    written = {path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")}
+    again = begin(place, "rates")
+    assert again == swept
+    assert written == {
+        path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")
+    }
+
+
+def test_another_sweep_under_the_same_name_is_refused(place, swept):
+    with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7"):
+        begin(place, "rates", seed=7)
+
+
+def test_what_does_not_fit_is_refused_before_anything_starts(place):
+    with pytest.raises(ConfigError, match="not one trial fits"):
+        begin(place, "large", **{"compute.workers": 9, "compute.cpus": 1})
+    (place / "wrong.yaml").write_text("space:\n  optim.lrr: {grid: [1]}\n")
+    with pytest.raises(ConfigError, match=r"optim.lrr.*nearest: optim.lr"):
+        begin(place, "wrong", space="wrong.yaml")
+
+
+def test_a_dry_run_says_the_plan(place, capsys):
+    plan = dry_run(load_run(place / "tiny.yaml"), read_space(place / "lr.yaml"))
+    assert plan["trials"] == 3
+    assert plan["concurrent"] * plan["waves"] >= 3
+    assert plan["points"][0] == {"optim.lr": 1e-3}
+    assert "3 trials" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_gives_everything_back(place):
+    (place / "asha.yaml").write_text(
+        "space: {optim.lr: {grid: [1.0e-12, 0.01, 0.02, 0.03]}}\n"  # the later ones lose ground in so few steps
+        "scheduler: {kind: asha, grace: 2 steps, reduction: 2}\n"
+        "goal: {metric: val/loss, mode: min}\n"
+    )
+    outcome = begin(place, "stopped", space="asha.yaml")
+    assert outcome.stopped_early > 0
+    assert outcome.finished + outcome.stopped_early == 4
+    assert is_idle()
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{outcome.mlflow_run}'")
+    states = [child.info.status for child in children]
+    assert states.count("KILLED") == outcome.stopped_early
+    assert states.count("FINISHED") == outcome.finished
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_driver_goes_on_and_ends_in_the_same_table(place, swept, ray_cluster):
+    words = [sys.executable, "-m", "pipelines.sweep", str(place / "tiny.yaml"), str(place / "lr.yaml")]
+    words += ["--name", "killed", "--out", str(place / "sweeps"), "--json"]
+    environment = os.environ | {"RAY_ADDRESS": ray_cluster}
+    driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
+    home = place / "sweeps" / "killed"
+    while not any(home.glob("*/checkpoints/*/checkpoint.json")):
+        assert driver.poll() is None
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert [outcome[key] for key in ("trials", "finished", "failed", "best", "best_goal")] == [
+        swept.trials,
+        swept.finished,
+        swept.failed,
+        swept.best,
+        swept.best_goal,
+    ]

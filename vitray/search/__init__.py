@@ -1,0 +1,1 @@
+"""Sweeps: the door to Ray Tune. `driver.sweep` starts one, `trial.Trial` is what Tune runs."""

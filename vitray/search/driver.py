@@ -1,0 +1,212 @@
+"""A sweep seen from its driver: points, admission, one run of MLflow above the trials', Tune, the report."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitray import cluster, storage
+from vitray.admission import Admission, Needs, Node, admit, sentence
+from vitray.config import ConfigError, Run, load_run
+from vitray.config.sweeping import Asha, Median
+from vitray.plan import check_storage, difference, make_plan
+from vitray.space import Point, Space, check_space, name_of, run_of
+
+SWEEP, RUN = "sweep.json", "run.yaml"
+# CPUs that the process of a trial reserves: it waits for its workers, and Tune wants something to be reserved.
+DRIVER_CPUS = 0.01
+
+
+class Outcome(NamedTuple):
+    """How a sweep ended."""
+
+    name: str
+    home: str
+    trials: int
+    finished: int
+    stopped_early: int
+    failed: int
+    best: str | None
+    best_goal: float | None
+    report: str
+    mlflow_run: str | None
+    """None where the tracking server was away."""
+
+
+class Planned(NamedTuple):
+    """A sweep before anything is started."""
+
+    points: list[Point]
+    names: list[str]
+    runs: list[Run]
+    admission: Admission
+    said: str
+
+
+def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
+    """Which trials there are, and how many of them fit these nodes at a time; one message where that is none."""
+    base = _absolute(base)
+    points = check_space(space, base)[: space.budget.trials]
+    names = [name_of(point, space) for point in points]
+    needs = needs_of(base, nodes)
+    admission = admit(nodes, needs, len(points))
+    if not admission.concurrent:
+        raise ConfigError(f"compute.workers: {admission.why}")
+    reserved = {} if needs.gpus else {"compute.cpus": needs.cpus}
+    fixed = {"compute.workers": needs.workers, "tracking.register_as": None} | reserved
+    runs = [run_of(base, point).replace(fixed) for point in points]
+    make_plan(runs[0])  # the data and the weights, once for all
+    return Planned(points, names, runs, admission, sentence(admission, len(points), nodes))
+
+
+def needs_of(base: Run, nodes: Sequence[Node]) -> Needs:
+    """What a trial of this run takes; `auto` is one worker a trial, so that as many run at a time as may be."""
+    workers = (base.compute.worker_range or (1, 1))[1]
+    has_gpus = base.compute.device != "cpu" and any(node.gpus for node in nodes)
+    gpus = 1.0 if has_gpus or base.compute.device == "gpu" else 0.0
+    data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
+    # A whole CPU for each worker where there are so many, and less where the cluster is small.
+    left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
+    cpus = base.compute.cpus or (1.0 if gpus else max(0.01, min(1.0, int(100 * left / workers) / 100)))
+    return Needs(workers=workers, cpus=cpus, gpus=gpus, data_cpus=data_cpus, driver_cpus=DRIVER_CPUS)
+
+
+def _absolute(base: Run) -> Run:
+    """With addresses that read alike in every folder: a trial's process runs in one of its own."""
+    from vitray.registry import lasting
+
+    changes: dict[str, Any] = {}
+    if base.data.url is not None:
+        changes["data.url"] = storage.absolute(base.data.url)
+    if base.task.kind == "finetune":
+        changes["task.weights"] = lasting(base.task.weights)
+    return base.replace(changes) if changes else base
+
+
+def dry_run(base: Run, space: Space) -> dict[str, Any]:
+    """The plan alone, on the cluster at RAY_ADDRESS, or on this machine, where no Ray is started for it."""
+    if "RAY_ADDRESS" in os.environ:
+        with cluster.running():
+            planned = plan_sweep(base, space, nodes_here())
+    else:
+        planned = plan_sweep(base, space, [Node(cpus=cluster.cpus_here(), gpus=gpus_here())])
+    print("\n".join([f"  {planned.said}", "", *(f"  {name}" for name in planned.names)]), file=sys.stderr)
+    points = [dict(point.settings) for point in planned.points]
+    waves = planned.admission.waves(len(points))
+    concurrent = min(planned.admission.concurrent, len(points))
+    return {"trials": len(points), "concurrent": concurrent, "waves": waves, "points": points}
+
+
+def gpus_here() -> int:
+    """GPUs of this machine, as Ray will find them."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+
+
+def nodes_here() -> list[Node]:
+    """The nodes of the running Ray."""
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(cpus=found.get("CPU", 0.0), gpus=found.get("GPU", 0.0)) for found in alive]
+
+
+def sweep(base: Run, space: Space, name: str, out: str, command: str) -> Outcome:
+    """Run every trial that is not over, and keep the report true while they run."""
+    home = storage.join(storage.absolute(out), name)
+    check_storage(home)
+    with cluster.running():
+        planned = plan_sweep(base, space, nodes_here())
+        uid = open_sweep(home, name, base, space)
+        print(f"\n  {name}: {planned.said}\n", file=sys.stderr, flush=True)
+        from vitray.search.story import Story  # torch, MLflow and Tune take seconds
+
+        with Story(planned, base, space, name, home, uid, command) as story:
+            _tune(planned, space, home, uid, story)
+            return story.finish()
+
+
+def _stored(text: str) -> Run:
+    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+        path = Path(folder) / RUN
+        path.write_text(text)
+        return load_run(path)
+
+
+def open_sweep(home: str, name: str, base: Run, space: Space) -> str:
+    """The identity of the sweep in a folder: that of an interrupted one of the same recipe, or a new one."""
+    where = storage.join(home, SWEEP)
+    content = {"base": base.to_yaml(), "space": space.to_yaml()}
+    if storage.exists(where):
+        known = json.loads(storage.read_bytes(where))
+        if known["base"] != content["base"]:
+            differing = difference(_stored(known["base"]), base)
+            raise ConfigError(f"{name}: a sweep of this name differs in {'; '.join(differing)}; choose another --name")
+        # The space may have grown, or shrunk: a trial is known by its name, and its settings are compared when it runs.
+        return known["uid"]
+    uid = uuid.uuid4().hex
+    storage.write_bytes(where, json.dumps(content | {"uid": uid, "began": time.time()}).encode())
+    return uid
+
+
+def _tune(planned: Planned, space: Space, home: str, uid: str, story: Any) -> None:
+    from ray import tune
+
+    from vitray.registry import tracking_uri
+    from vitray.search.trial import Context, Trial
+
+    for name in ("ray.tune.execution.tune_controller", "ray.tune.tune"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # of a trial that fails, the story tells
+    environment = {"MLFLOW_TRACKING_URI": tracking_uri()}
+    environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
+    asks = space.scheduler.kind != "none"
+    context = Context(planned.runs, planned.names, home, uid, space.goal.metric, asks, environment)
+    with tempfile.TemporaryDirectory(prefix="vitray-") as aside:  # of what Tune keeps nothing is used
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(Trial, context=context), {"CPU": DRIVER_CPUS}),
+            param_space={"index": tune.grid_search(list(range(len(planned.points))))},
+            tune_config=tune.TuneConfig(
+                metric="goal",
+                mode=space.goal.mode,
+                scheduler=_scheduler(planned, space),
+                max_concurrent_trials=planned.admission.concurrent,
+                reuse_actors=True,
+                time_budget_s=None if space.budget.minutes is None else 60 * space.budget.minutes,
+            ),
+            run_config=tune.RunConfig(
+                name=uid,
+                storage_path=aside,
+                verbose=0,
+                stop=story.listener(),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a run keeps its own
+            ),
+        )
+        tuner.fit()
+
+
+def _scheduler(planned: Planned, space: Space) -> Any:
+    from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
+
+    from vitray.schedule import in_steps, total_steps
+
+    run = planned.runs[0]
+    epoch = make_plan(run).plan.steps_per_epoch
+    match space.scheduler:
+        case Asha(grace=grace, reduction=reduction):
+            return AsyncHyperBandScheduler(
+                time_attr="step",
+                max_t=total_steps(run.optim, epoch),
+                grace_period=in_steps(grace, epoch),
+                reduction_factor=reduction,
+            )
+        case Median(grace=grace):
+            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, epoch))
+        case _:
+            return FIFOScheduler()

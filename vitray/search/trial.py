@@ -1,0 +1,136 @@
+"""One trial of a sweep, as Ray Tune runs it: a whole training run, in a thread, that can be told to end early.
+
+A trial that was run before is told again from its record instead of trained again, so that a scheduler that starts anew
+comes to know all that the interrupted one knew.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ray import tune
+
+from vitray import storage
+from vitray.config import ConfigError, Run, RunError
+from vitray.loop.driver import Member, train
+from vitray.search.record import Record, read_record, write_record
+
+# Seconds that a trial which is told to end has to save its state and to say goodbye.
+PATIENCE = 300.0
+
+
+class Context(NamedTuple):
+    """What all trials of a sweep are told."""
+
+    runs: list[Run]
+    names: list[str]
+    home: str
+    """The sweep's folder, in which each trial has its own."""
+    uid: str
+    """Of the run that all are shown below."""
+    metric: str
+    asks: bool
+    """Whether a scheduler may end a trial early."""
+    environment: dict[str, str]
+    """Of the driver, that a trial's process may have been started without: not written anywhere."""
+
+
+class Trial(tune.Trainable):
+    """A training run, score by score."""
+
+    def setup(self, config: dict[str, Any], context: Context | None = None) -> None:  # type: ignore[override]
+        """Begin the trial of this index."""
+        assert context is not None
+        os.environ |= context.environment
+        self._context = context
+        self._begin(config["index"])
+
+    def step(self) -> dict[str, Any]:
+        """The next score, or the end; to be asked for it is to be told to go on."""
+        if self._waits:
+            self._answers.put(False)
+        told = self._told.get()
+        if isinstance(told, BaseException):
+            raise RuntimeError(str(told)) from None
+        self._waits = not told["done"]
+        return told
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Be another trial, in the same process: all is loaded already."""
+        self.cleanup()
+        self._begin(new_config["index"])
+        return not self._thread_left
+
+    def cleanup(self) -> None:
+        """End, and wait until the run has saved its state and given its workers back."""
+        self._answers.put(True)
+        self._thread.join(PATIENCE)
+        self._thread_left = self._thread.is_alive()
+
+    # ---- the run, in its thread --------------------------------------------------------------------------------------
+
+    def _begin(self, index: int) -> None:
+        self._told: queue.Queue[Any] = queue.Queue()
+        self._answers: queue.Queue[bool] = queue.Queue()
+        self._waits = self._thread_left = False
+        self._thread = threading.Thread(target=self._work, args=(index,), name="trial", daemon=True)
+        self._thread.start()
+
+    def _work(self, index: int) -> None:
+        try:
+            self._run(index)
+        except BaseException as error:  # told to Tune by the next step
+            self._told.put(error)
+
+    def _run(self, index: int) -> None:
+        context, name = self._context, self._context.names[index]
+        home = storage.join(context.home, name)
+        record = read_record(home)
+        for step, value in record.scores:
+            if self._is_enough(step, value):
+                if not record.is_over:
+                    write_record(home, record._replace(state="stopped early"))
+                return
+        if record.state == "failed":
+            raise RunError(record.reason or "failed")
+        if record.state in ("finished", "stopped early"):
+            self._tell(record, done=True)
+            return
+        record = self._train(index, home, record)
+        self._tell(record, done=True)
+
+    def _train(self, index: int, home: str, record: Record) -> Record:
+        context = self._context
+        write_record(home, record := record._replace(state="running"))
+
+        def is_enough(step: int, values: Mapping[str, float]) -> bool:
+            nonlocal record
+            if context.metric not in values or any(step <= known for known, _ in record.scores):
+                return False
+            record = record._replace(scores=(*record.scores, (step, values[context.metric])))
+            write_record(home, record)
+            return self._is_enough(step, values[context.metric])
+
+        try:
+            ended = train(
+                context.runs[index],
+                context.names[index],
+                context.home,
+                member=Member(context.uid, is_enough, context.asks),
+            )
+        except (RunError, ConfigError) as error:
+            write_record(home, record._replace(state="failed", reason=str(error)))
+            raise
+        write_record(home, record := record._replace(state=ended.state))
+        return record
+
+    def _is_enough(self, step: int, value: float) -> bool:
+        """Tell Tune a score, and wait for what its scheduler says to it."""
+        self._told.put({"step": step, "goal": value, "done": False})
+        return self._answers.get()
+
+    def _tell(self, record: Record, *, done: bool) -> None:
+        step, value = record.scores[-1] if record.scores else (0, float("nan"))
+        self._told.put({"step": step, "goal": value, "done": done})
