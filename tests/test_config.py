@@ -182,3 +182,8 @@ def test_the_schema_describes_every_setting():
     for section in schema["$defs"].values():
         assert section["additionalProperties"] is False
     assert set(schema["$defs"]["Model"]["properties"]) == set(Model.model_fields)
+
+
+def test_a_control_character_is_refused_as_any_other_bad_yaml():
+    with pytest.raises(ConfigError, match=r"^the word 'tracking.experiment=.*not YAML: .*special characters"):
+        load_run(None, ["tracking.experiment=a\x07b"])

@@ -66,7 +66,10 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """The value that YAML text spells, and {dotted path: source:line}."""
     places: dict[str, str] = {}
-    loader = _Yaml(text)
+    try:
+        loader = _Yaml(text)
+    except yaml.YAMLError as error:  # a character that no YAML may hold
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
     def build(node: yaml.Node, path: str) -> Any:
         places[path] = f"{source}:{node.start_mark.line + 1}"

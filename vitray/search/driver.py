@@ -16,6 +16,7 @@ from vitray.admission import Admission, Needs, Node, admit, sentence
 from vitray.config import ConfigError, Run, load_run
 from vitray.config.sweeping import Asha, Median
 from vitray.plan import check_storage, difference, make_plan
+from vitray.report import dataset_of
 from vitray.space import Point, Space, check_space, name_of, run_of
 
 SWEEP, RUN = "sweep.json", "run.yaml"
@@ -45,6 +46,8 @@ class Planned(NamedTuple):
     points: list[Point]
     names: list[str]
     runs: list[Run]
+    images: str | None
+    """The papers' name of the dataset, where it is one of theirs."""
     admission: Admission
     said: str
 
@@ -61,8 +64,9 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
     reserved = {} if needs.gpus else {"compute.cpus": needs.cpus}
     fixed = {"compute.workers": needs.workers, "tracking.register_as": None} | reserved
     runs = [run_of(base, point).replace(fixed) for point in points]
-    make_plan(runs[0])  # the data and the weights, once for all
-    return Planned(points, names, runs, admission, sentence(admission, len(points), nodes))
+    plan = make_plan(runs[0]).plan  # the data and the weights, once for all
+    images = dataset_of(plan.images, plan.val_images, plan.classes)
+    return Planned(points, names, runs, images, admission, sentence(admission, len(points), nodes))
 
 
 def needs_of(base: Run, nodes: Sequence[Node]) -> Needs:

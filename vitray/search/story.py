@@ -14,7 +14,7 @@ from vitray import storage
 from vitray.config import Run
 from vitray.loop.display import clock
 from vitray.model.sizes import sizes_of
-from vitray.report import Sweep, Trial, write_report
+from vitray.report import Sweep, Trial, point_of, write_report
 from vitray.search.driver import SWEEP, Outcome, Planned
 from vitray.search.record import Record, ended, read_record
 from vitray.space import Space
@@ -126,9 +126,7 @@ class Story:
         with tempfile.TemporaryDirectory(prefix="vitray-") as aside:
             for path in write_report(sweep, Path(aside)):
                 storage.upload(path, storage.join(self.home, "report", path.name))
-                if path.suffix == ".png":
-                    self.tracker.figure(f"report/{path.name}", path.read_bytes())
-                else:
+                if path.suffix != ".png":  # the page holds its pictures
                     self.tracker.text(f"report/{path.name}", path.read_text())
         best = [trial.goal for trial in trials if trial.goal is not None]
         if best:
@@ -170,6 +168,7 @@ class Story:
             params=sizes.params,
             gflops=sizes.gflops,
             command=shlex.join(["vitray", "train", *self.command.split()[2:3], *words]),
+            paper=point_of(run, self.planned.images) if run.task.kind == "supervised" else None,
         )
 
     def _print(self, records: dict[str, Record]) -> None:
