@@ -41,7 +41,7 @@ def main(words: list[str]) -> dict[str, Any]:
         return dry_run(base, space)
     flags = ["--name", name, "--out", args.out, *(word for value in args.add for word in ("--add", value))]
     command = shlex.join(["vitray", "sweep", args.recipe, args.space, *args.settings, *flags])
-    return sweep(base, space, name, args.out, command)._asdict()
+    return sweep(base, space, name, args.out, command, [args.recipe, *args.settings])._asdict()
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ def place(tmp_path_factory, ray_cluster):
 
 def begin(place, name, space="lr.yaml", **settings):
     base = load_run(place / "tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
-    return sweep(
-        base, read_space(place / space), name, str(place / "sweeps"), f"vitray sweep tiny {space} --name {name}"
-    )
+    command = f"vitray sweep tiny {space} --name {name}"
+    out = str(place / "sweeps")
+    return sweep(base, read_space(place / space), name, out, command, ["tiny", "seed=0"])
 
 
 def is_idle(seconds=30):
@@ -94,6 +94,7 @@ def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
     page = Path(client.download_artifacts(swept.mlflow_run, "report/index.html")).read_text()
     assert "lr=0.01" in page
     assert "loss nan at step" in page
+    assert "vitray train tiny seed=0 optim.lr=0.01" in page
 
 
 def test_the_same_command_again_starts_nothing(place, swept):

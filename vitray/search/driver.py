@@ -122,8 +122,11 @@ def nodes_here() -> list[Node]:
     return [Node(cpus=found.get("CPU", 0.0), gpus=found.get("GPU", 0.0)) for found in alive]
 
 
-def sweep(base: Run, space: Space, name: str, out: str, command: str) -> Outcome:
-    """Run every trial that is not over, and keep the report true while they run."""
+def sweep(base: Run, space: Space, name: str, out: str, command: str, recipe: Sequence[str]) -> Outcome:
+    """Run every trial that is not over, and keep the report true while they run.
+
+    `command` repeats the sweep, and `recipe` holds the words that make `base`: the recipe's name and settings.
+    """
     home = storage.join(storage.absolute(out), name)
     check_storage(home)
     with cluster.running():
@@ -132,7 +135,7 @@ def sweep(base: Run, space: Space, name: str, out: str, command: str) -> Outcome
         print(f"\n  {name}: {planned.said}\n", file=sys.stderr, flush=True)
         from vitray.search.story import Story  # torch, MLflow and Tune take seconds
 
-        with Story(planned, base, space, name, home, uid, command) as story:
+        with Story(planned, base, space, name, home, uid, command, recipe) as story:
             _tune(planned, space, home, uid, story)
             return story.finish()
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,19 @@ PAUSE = 30.0
 class Story:
     """What is known of a sweep, and who is told of it."""
 
-    def __init__(self, planned: Planned, base: Run, space: Space, name: str, home: str, uid: str, command: str) -> None:
+    def __init__(
+        self,
+        planned: Planned,
+        base: Run,
+        space: Space,
+        name: str,
+        home: str,
+        uid: str,
+        command: str,
+        recipe: Sequence[str],
+    ) -> None:
         self.planned, self.base, self.space = planned, base, space
-        self.name, self.home, self.command = name, home, command
+        self.name, self.home, self.command, self.recipe = name, home, command, recipe
         self.began = time.monotonic()
         self.since = json.loads(storage.read_bytes(storage.join(home, SWEEP)))["began"]
         self._over = sum(record.is_over for record in self._records().values())
@@ -115,7 +126,7 @@ class Story:
             name=self.name,
             goal=self.space.goal.metric,
             mode=self.space.goal.mode,
-            recipe=self.command,
+            recipe=" ".join(self.recipe),
             space_text=self.space.to_yaml(),
             plan=self.planned.said,
             began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since)),
@@ -156,7 +167,7 @@ class Story:
         values = [value for _, value in record.scores]
         pick = max if self.space.goal.mode == "max" else min
         curves = {key: [(step, value) for step, value in points] for key, points in over.get("curves", {}).items()}
-        words = [f"{key}={value}" for key, value in point.settings.items()]
+        words = [f"{key}={_word(value)}" for key, value in point.settings.items()]
         return Trial(
             name=name,
             settings=dict(point.settings),
@@ -167,7 +178,7 @@ class Story:
             device_seconds=over.get("device_seconds"),
             params=sizes.params,
             gflops=sizes.gflops,
-            command=shlex.join(["vitray", "train", *self.command.split()[2:3], *words]),
+            command=shlex.join(["vitray", "train", *self.recipe, *words]),
             paper=point_of(run, self.planned.images) if run.task.kind == "supervised" else None,
         )
 
@@ -185,6 +196,11 @@ class Story:
         said += [f"running {', '.join(running)}"] if running else []
         said += [f"best {best} {scores[best]:.4g}"] if best else []
         print(f"  {'; '.join(said)}; {left} left", file=sys.stderr, flush=True)
+
+
+def _word(value: Any) -> str:
+    """A value as a word of the command line: YAML, of which JSON is a part."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class Listener(tune.Stopper):
