@@ -114,6 +114,12 @@ def test_another_sweep_under_the_same_name_is_refused(place, swept):
 def test_what_does_not_fit_is_refused_before_anything_starts(place):
     with pytest.raises(ConfigError, match="not one trial fits"):
         begin(place, "large", **{"compute.workers": 9, "compute.cpus": 1})
+    (place / "top3.yaml").write_text("space:\n  seed: {seeds: 2}\ngoal: {metric: val/top3}\n")
+    with pytest.raises(ConfigError, match=r"goal.metric: got 'val/top3', wanted one of .*nearest: val/top"):
+        begin(place, "goal", space="top3.yaml")
+    (place / "asha.yaml").write_text("space:\n  seed: {seeds: 2}\nscheduler: asha\n")
+    with pytest.raises(ConfigError, match=r"evaluate.where: got cpu, wanted workers: scheduler asha"):
+        begin(place, "apart", space="asha.yaml", **{"evaluate.where": "cpu"})
     (place / "wrong.yaml").write_text("space:\n  optim.lrr: {grid: [1]}\n")
     with pytest.raises(ConfigError, match=r"optim.lrr.*nearest: optim.lr"):
         begin(place, "wrong", space="wrong.yaml")

@@ -15,11 +15,14 @@ from vitray import cluster, storage
 from vitray.admission import Admission, Needs, Node, admit, sentence
 from vitray.config import ConfigError, Run, load_run
 from vitray.config.sweeping import Asha, Median
+from vitray.model.names import nearest
 from vitray.plan import check_storage, difference, make_plan
 from vitray.report import dataset_of
 from vitray.space import Point, Space, check_space, name_of, run_of
 
 SWEEP, RUN = "sweep.json", "run.yaml"
+# What every evaluation tells.
+METRICS = ("val/top1", "val/top5", "val/loss")
 # CPUs that the process of a trial reserves: it waits for its workers, and Tune wants something to be reserved.
 DRIVER_CPUS = 0.01
 
@@ -64,9 +67,26 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
     reserved = {} if needs.gpus else {"compute.cpus": needs.cpus}
     fixed = {"compute.workers": needs.workers, "tracking.register_as": None} | reserved
     runs = [run_of(base, point).replace(fixed) for point in points]
+    _check_goal(runs, space)
     plan = make_plan(runs[0]).plan  # the data and the weights, once for all
     images = dataset_of(plan.images, plan.val_images, plan.classes)
     return Planned(points, names, runs, images, admission, sentence(admission, len(points), nodes))
+
+
+def _check_goal(runs: Sequence[Run], space: Space) -> None:
+    """Refuse a goal that no evaluation tells, and a scheduler that would wait for what comes later."""
+    metric = space.goal.metric
+    for run in runs:
+        known = METRICS + tuple(f"{name}_ema" for name in METRICS if run.optim.ema)
+        if metric not in known:
+            raise ConfigError(f"goal.metric: got {metric!r}, wanted one of {', '.join(known)}{nearest(metric, known)}")
+        if run.data.evaluated is None:
+            raise ConfigError("data.val: got null, wanted a split whose scores trials are compared by")
+        if space.scheduler.kind != "none" and run.evaluate.where != "workers":
+            where, kind = run.evaluate.where, space.scheduler.kind
+            raise ConfigError(
+                f"evaluate.where: got {where}, wanted workers: scheduler {kind} is asked after each score"
+            )
 
 
 def needs_of(base: Run, nodes: Sequence[Node]) -> Needs:

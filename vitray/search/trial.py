@@ -4,6 +4,7 @@ A trial that was run before is told again from its record instead of trained aga
 comes to know all that the interrupted one knew.
 """
 
+import contextlib
 import os
 import queue
 import threading
@@ -110,7 +111,8 @@ class Trial(tune.Trainable):
             if context.metric not in values or any(step <= known for known, _ in record.scores):
                 return False
             record = record._replace(scores=(*record.scores, (step, values[context.metric])))
-            write_record(home, record)
+            with contextlib.suppress(ConfigError):  # storage that is away costs a restart its memory, not the trial
+                write_record(home, record)
             return self._is_enough(step, values[context.metric])
 
         try:
