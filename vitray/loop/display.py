@@ -37,14 +37,14 @@ class Display:
             told = ", ".join(f"{name} {values[key]:.2%}" for name, key in shares.items() if key in values)
             self.line(f"  {self._step_text(step)}  val {told}")
 
-    def progress(self, step: int, *, whatever: bool = False) -> None:
+    def progress(self, step: int) -> None:
         """The living line: where the run is, and how long it will take."""
         now = time.monotonic()
         if self._began is None:
             self._began = now, step
         if self.quiet:
             return
-        if not whatever and now - self._printed < (0.2 if self.live else PAUSE):
+        if now - self._printed < (0.2 if self.live else PAUSE):
             return
         self._printed = now
         began, first = self._began

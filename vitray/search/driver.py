@@ -51,6 +51,7 @@ class Planned(NamedTuple):
     runs: list[Run]
     images: str | None
     """The papers' name of the dataset, where it is one of theirs."""
+    steps_per_epoch: int
     admission: Admission
     said: str
 
@@ -70,7 +71,9 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
     _check_goal(runs, space)
     plan = make_plan(runs[0]).plan  # the data and the weights, once for all
     images = dataset_of(plan.images, plan.val_images, plan.classes)
-    return Planned(points, names, runs, images, admission, sentence(admission, len(points), nodes))
+    return Planned(
+        points, names, runs, images, plan.steps_per_epoch, admission, sentence(admission, len(points), nodes)
+    )
 
 
 def _check_goal(runs: Sequence[Run], space: Space) -> None:
@@ -224,7 +227,7 @@ def _scheduler(planned: Planned, space: Space) -> Any:
     from vitray.schedule import in_steps, total_steps
 
     run = planned.runs[0]
-    epoch = make_plan(run).plan.steps_per_epoch
+    epoch = planned.steps_per_epoch
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(

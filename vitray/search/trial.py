@@ -97,10 +97,10 @@ class Trial(tune.Trainable):
         if record.state == "failed":
             raise RunError(record.reason or "failed")
         if record.state in ("finished", "stopped early"):
-            self._tell(record, done=True)
+            self._tell_end(record)
             return
         record = self._train(index, home, record)
-        self._tell(record, done=True)
+        self._tell_end(record)
 
     def _train(self, index: int, home: str, record: Record) -> Record:
         context = self._context
@@ -133,6 +133,6 @@ class Trial(tune.Trainable):
         self._told.put({"step": step, "goal": value, "done": False})
         return self._answers.get()
 
-    def _tell(self, record: Record, *, done: bool) -> None:
+    def _tell_end(self, record: Record) -> None:
         step, value = record.scores[-1] if record.scores else (0, float("nan"))
-        self._told.put({"step": step, "goal": value, "done": done})
+        self._told.put({"step": step, "goal": value, "done": True})
