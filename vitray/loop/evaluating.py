@@ -84,7 +84,8 @@ class Evaluations:
     def _begin_apart(self, step: int, networks: list[State]) -> None:
         # One after another: two at once would take the CPU that the images of both are decoded on.
         before = list(self._begun.values())[-1:]
-        options = {"num_cpus": 1, "num_gpus": int(self._where == "gpu")}
+        # Anywhere: a trial of a sweep has a group of its own, in which there is no room for it.
+        options = {"num_cpus": 1, "num_gpus": int(self._where == "gpu"), "scheduling_strategy": "DEFAULT"}
         self._begun[step] = ray.remote(score_apart).options(**options).remote(self._job, networks, *before)
 
 

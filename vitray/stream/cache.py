@@ -60,7 +60,8 @@ def decoded_split(dataset: Dataset, split: str) -> Decoded:
         per_block = max(1, BLOCK_BYTES * int(rows.starts[-1]) // decoded_bytes)
         # An actor of this name that another worker has started meanwhile is taken instead.
         options: dict[str, Any] = {"name": _name(dataset, split), "namespace": NAMESPACE, "get_if_exists": True}
-        actor: Any = ray.remote(num_cpus=0)(DecodedSplit)
+        # Otherwise what a trial of a sweep starts is placed in the trial's own group, which has no CPU to decode on.
+        actor: Any = ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")(DecodedSplit)
         owner = actor.options(lifetime="detached", **options).remote(rows, per_block)
     decoded: Any = ray.get(owner.decoded.remote())
     ray.wait(decoded.blocks, num_returns=len(decoded.blocks), fetch_local=False)
