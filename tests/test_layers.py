@@ -32,6 +32,7 @@ DOORS = {
     "ray.data": {"vitray.stream"},
     "ray.train": {"vitray.loop"},
     "ray.tune": {"vitray.search"},
+    "optuna": {"vitray.search"},
     "boto3": {"vitray.storage"},
     "botocore": {"vitray.storage"},
     "pyarrow.fs": {"vitray.storage"},

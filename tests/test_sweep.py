@@ -1,5 +1,6 @@
 """Sweeps end to end: real Ray Tune, real MLflow, a trial that fails, one that is stopped, a driver that is killed."""
 
+import csv
 import json
 import os
 import signal
@@ -12,11 +13,14 @@ import mlflow
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
+from ray.util.state import list_tasks
 
 from vitray.config import ConfigError, load_run
 from vitray.search.driver import dry_run, sweep
-from vitray.shards import read_job, write_dataset
+from vitray.search.ledger import read_entries
+from vitray.shards import open_dataset, read_job, write_dataset
 from vitray.space import read_space
+from vitray.stream import forget_decoded
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
@@ -91,6 +95,9 @@ def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
         "lr=1e30": "FAILED",
     }
     assert parent.data.metrics["best/val_top1"] == swept.best_goal
+    # The description is a table of what varies, and of nothing else.
+    assert "| trial | val/top1 | state | optim.lr |" in parent.data.tags["mlflow.note.content"]
+    assert "| lr=1e30 |  | failed | 1e+30 |" in parent.data.tags["mlflow.note.content"]
     page = Path(client.download_artifacts(swept.mlflow_run, "report/index.html")).read_text()
     assert "lr=0.01" in page
     assert "loss nan at step" in page
@@ -134,6 +141,40 @@ def test_a_dry_run_says_the_plan(place, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_images_are_decoded_once_for_all_trials_and_scored_beside_them(place, ray_cluster):
+    (place / "seeds.yaml").write_text("space: {seed: {seeds: 3}}\n")
+    outcome = begin(place, "decoded", space="seeds.yaml", **{"data.cache": "decoded", "evaluate.where": "cpu"})
+    assert outcome.finished == 3
+    decoding = [task for task in list_tasks(address=ray_cluster, limit=9999) if task.name == "_decode_block"]
+    assert len(decoding) == 2  # one block of train, one of val: 100 images are far from filling two
+    dataset = open_dataset(str(place / "demo"))
+    for split in dataset.splits:
+        forget_decoded(dataset, split)
+    assert is_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_search_learns_from_its_trials(place):
+    (place / "tpe.yaml").write_text(
+        "space:\n  depth: {grid: [1, 2]}\n  branches: {grid: [1, 2]}\n  model.name: vit_u{depth}x{branches}_8\n"
+        "  optim.lr: {loguniform: [1.0e-3, 0.1]}\nwhere: [depth * branches == 2]\n"
+        "search: {kind: nsga2, trials: 5, population: 2, against: latency_ms}\n"
+    )
+    outcome = begin(place, "learned", space="tpe.yaml")
+    assert (outcome.trials, outcome.finished) == (5, 5)
+    entries = read_entries(outcome.home)
+    assert [len(entry.asked["params"]) for entry in entries.values()] == [2] * 5
+    assert {entry.asked["notes"].get("NSGAIISampler:generation") for entry in entries.values()} >= {0, 1}
+    row = next(csv.DictReader((Path(outcome.home) / "report" / "results.csv").open()))
+    assert float(row["latency_ms"]) > 0
+    assert float(row["peak_memory_bytes"]) > 1e8
+    assert begin(place, "learned", space="tpe.yaml") == outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_stopped_trial_gives_everything_back(place):
     (place / "asha.yaml").write_text(
         "space: {optim.lr: {grid: [1.0e-12, 0.01, 0.02, 0.03]}}\n"  # the later ones lose ground in so few steps
@@ -151,25 +192,50 @@ def test_a_stopped_trial_gives_everything_back(place):
     assert states.count("FINISHED") == outcome.finished
 
 
+def launch(place, ray_cluster, name):
+    """`vitray sweep` in a process of its own, once a first checkpoint is there; its words, and its environment."""
+    words = [sys.executable, "-m", "pipelines.sweep", str(place / "tiny.yaml"), str(place / "lr.yaml")]
+    words += ["--name", name, "--out", str(place / "sweeps"), "--json"]
+    environment = os.environ | {"RAY_ADDRESS": ray_cluster}
+    driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not any((place / "sweeps" / name).glob("*/checkpoints/*/checkpoint.json")):
+        assert driver.poll() is None
+        time.sleep(0.05)
+    return driver, words, environment
+
+
+def same_table(words, environment, swept):
+    done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    told = ("trials", "finished", "failed", "best", "best_goal")
+    return [outcome[key] for key in told] == [getattr(swept, key) for key in told]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_told_to_end_says_so_and_goes_on(place, swept, ray_cluster, number):
+    name = f"told{int(number)}"
+    driver, words, environment = launch(place, ray_cluster, name)
+    driver.send_signal(number)
+    _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 128 + number
+    assert "the same command goes on: vitray sweep" in said
+    assert "Traceback" not in said
+    assert is_idle()
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    (parent,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    assert parent.info.status == "KILLED"
+    assert "RUNNING" not in {child.info.status for child in children}
+    assert same_table(words, environment, swept)
+    assert client.get_run(parent.info.run_id).info.status == "FINISHED"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_driver_goes_on_and_ends_in_the_same_table(place, swept, ray_cluster):
-    words = [sys.executable, "-m", "pipelines.sweep", str(place / "tiny.yaml"), str(place / "lr.yaml")]
-    words += ["--name", "killed", "--out", str(place / "sweeps"), "--json"]
-    environment = os.environ | {"RAY_ADDRESS": ray_cluster}
-    driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
-    home = place / "sweeps" / "killed"
-    while not any(home.glob("*/checkpoints/*/checkpoint.json")):
-        assert driver.poll() is None
-        time.sleep(0.05)
+    driver, words, environment = launch(place, ray_cluster, "killed")
     driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
-    outcome = json.loads(done.stdout.splitlines()[-1])
-    assert [outcome[key] for key in ("trials", "finished", "failed", "best", "best_goal")] == [
-        swept.trials,
-        swept.finished,
-        swept.failed,
-        swept.best,
-        swept.best_goal,
-    ]
+    driver.communicate()
+    assert same_table(words, environment, swept)

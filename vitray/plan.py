@@ -57,11 +57,15 @@ class Planned(NamedTuple):
     """What a fine-tuning starts from."""
 
 
-def make_plan(run: Run) -> Planned:
-    """The plan of a run and its dataset, or one message about what does not fit."""
+def make_plan(run: Run, known: Dataset | None = None) -> Planned:
+    """The plan of a run and its dataset, or one message about what does not fit.
+
+    A dataset that is known is not opened again where it is the run's.
+    """
     if run.data.url is None:
         raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
-    dataset = open_dataset(run.data.url)
+    is_known = known is not None and storage.absolute(known.url) == storage.absolute(run.data.url)
+    dataset = known if known and is_known else open_dataset(run.data.url)
     start = None
     if isinstance(run.task, Finetune):
         from vitray.start import open_start  # torch takes seconds, which a plan from scratch has no need of
@@ -80,7 +84,8 @@ def make_plan(run: Run) -> Planned:
         val_images = _images(dataset, "data.val", run.data.val) if run.data.val else 0
     _check_classes(run, dataset)
     _check_batch(run, images)
-    check_shards(dataset, list(dict.fromkeys([run.data.train, *([run.data.evaluated] if run.data.evaluated else [])])))
+    if not is_known:
+        check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch = images // run.optim.batch
     sizes = sizes_of(run.model)
     plan = Plan(
@@ -152,6 +157,7 @@ FREE = (
     "compute.workers",
     "compute.device",
     "compute.cpus",
+    "compute.gpus",
     "compute.local_batch",
     "compute.compile",
     "compute.recompute",

@@ -27,7 +27,7 @@ from vitray.config.sweeping import (
     Grid,
     Median,
     NoScheduler,
-    Random,
+    Search,
     spelled,
 )
 from vitray.expressions import evaluate, names_in
@@ -44,7 +44,7 @@ class Space(Section):
     """What is drawn: {dotted setting or variable: how}."""
     where: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What holds for every point, over variables: `depth * branches == 36`."""
-    search: Annotated[Grid | Random, Field(discriminator="kind"), one_of("grid")] = Grid()
+    search: Annotated[Search, Field(discriminator="kind"), one_of("grid")] = Grid()
     scheduler: Annotated[NoScheduler | Asha | Median, Field(discriminator="kind"), one_of("none")] = NoScheduler()
     budget: Budget = Budget()
     goal: Goal = Goal()
@@ -54,6 +54,11 @@ class Space(Section):
     def to_yaml(self) -> str:
         """The space as a file that reads as the same value."""
         return dump_yaml(self.model_dump(mode="json"))
+
+    @property
+    def learns(self) -> bool:
+        """Whether a point depends on what the ones before it scored."""
+        return self.search.kind in ("tpe", "nsga2")
 
     @property
     def drawn(self) -> dict[str, Draw]:
@@ -185,7 +190,10 @@ def name_of(point: Point, space: Space) -> str:
 
 
 def check_space(space: Space, base: Run) -> list[Point]:
-    """The points of a search, once each is known to be a run; a random one is checked by corners and 100 draws too."""
+    """The points of a search, once each is known to be a run: of one that learns, as many as it may try, at random.
+
+    What is drawn is checked by corners and 100 draws too.
+    """
     examples: list[Point] = []
     if space.search.kind == "grid":
         points = grid_points(space)
@@ -246,6 +254,8 @@ def _settings(section: type[Section], path: str = "") -> Iterator[str]:
 
 
 SETTINGS = frozenset(_settings(Run))
+# What a sweep gives to each trial alike: by it, as many run at a time as fit.
+OF_THE_SWEEP = ("compute.workers", "compute.device", "compute.cpus", "compute.gpus", "tracking.register_as")
 
 
 def _is_variable(name: str) -> bool:
@@ -281,6 +291,8 @@ def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
         whole = next((other for other in space.space if name.startswith(f"{other}.")), None)
         if "." in name and name not in SETTINGS:
             yield f"space.{name}", f"unknown setting of a run{nearest(name, SETTINGS)}"
+        elif any(f"{setting}.".startswith(f"{name}.") for setting in OF_THE_SWEEP):
+            yield f"space.{name}", f"is the same for all trials of a sweep; wanted it as a word, {name}=..."
         elif whole:
             yield f"space.{name}", f"lies in {whole}, which the space sets whole; wanted one of them"
         elif _is_variable(name) and name not in used:
@@ -304,6 +316,8 @@ def _where_faults(space: Space) -> Iterator[tuple[str, str]]:
 
 def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
     is_grid = space.search.kind == "grid"
+    if space.search.kind == "nsga2" and space.scheduler.kind != "none":
+        yield "scheduler", f"got {space.scheduler.kind}, wanted none: search nsga2 compares trials that have ended"
     listed = [draw.values for name, draw in space.drawn.items() if draw.values and (is_grid or _is_variable(name))]
     if math.prod(map(len, listed)) > MOST:
         yield "space", f"got {math.prod(map(len, listed)):,} combinations, wanted at most {MOST:,}"

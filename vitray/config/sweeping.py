@@ -149,6 +149,7 @@ def _without_minutes(text: str) -> str:
 
 Grace = Annotated[str, AfterValidator(_without_minutes)]
 Seed = Annotated[int, Field(ge=0)]
+Cost = Literal["params", "gflops", "device_seconds", "latency_ms", "peak_memory_bytes"]
 
 
 class Goal(Section):
@@ -171,6 +172,33 @@ class Random(Section):
     trials: Size
     """How many points are tried."""
     seed: Seed = 0
+
+
+class Tpe(Section):
+    """Points like those that did well so far: Optuna's tree of Parzen estimators."""
+
+    kind: Literal["tpe"] = "tpe"
+    trials: Size
+    """How many points are tried."""
+    first: Size = 10
+    """Points drawn at random before any is drawn from what they scored."""
+    seed: Seed = 0
+
+
+class Nsga2(Section):
+    """Points crossed from the best trade-offs between the goal and a cost: Optuna's NSGA-II."""
+
+    kind: Literal["nsga2"] = "nsga2"
+    trials: Size
+    """How many points are tried."""
+    population: Annotated[int, Field(ge=2)] = 20
+    """Points of a generation, the first of which is drawn at random."""
+    against: Cost = "gflops"
+    """What is to be as low as possible while the goal is as good as possible."""
+    seed: Seed = 0
+
+
+Search = Grid | Random | Tpe | Nsga2
 
 
 class NoScheduler(Section):
@@ -197,7 +225,7 @@ class Median(Section):
 
 
 class Budget(Section):
-    """After what no further trial begins; None is no limit."""
+    """After what no further trial begins, while those that run go on to their end; None is no limit."""
 
     trials: Size | None = None
     device_hours: Positive | None = None

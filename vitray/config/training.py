@@ -237,6 +237,8 @@ class Compute(Section):
     """auto is a GPU where the cluster has one."""
     cpus: Positive | None = None
     """CPUs that a worker reserves; None leaves at least one CPU free for decoding images."""
+    gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that a worker reserves: with 0.25, four trials of a sweep share one. It limits no memory."""
     local_batch: Size | None = None
     """Most images on a device at once; a larger share of the global batch is accumulated over several passes."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -250,6 +252,16 @@ class Compute(Section):
     gives up the widest activations for one product a block; blocks (or true) gives up all but a block's input."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Times that lost workers are started anew, from the last checkpoint."""
+
+    @model_validator(mode="after")
+    def _no_two_share_a_gpu(self) -> Self:
+        if self.gpus < 1 and self.device == "cpu":
+            raise ValueError(f"gpus {self.gpus:g} is about GPUs; device is cpu")
+        if self.gpus < 1 and self.worker_range != (1, 1):
+            raise ValueError(
+                f"gpus {self.gpus:g} needs workers: 1, got {self.workers}: NCCL refuses two workers of a run on one GPU"
+            )
+        return self
 
     @property
     def worker_range(self) -> tuple[int, int] | None:

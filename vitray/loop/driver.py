@@ -61,6 +61,8 @@ class Member(NamedTuple):
     """Given the scores of a step, whether the run ends there."""
     asks: bool
     """Whether training waits for that answer; if not, a run ends by itself alone."""
+    dataset: Dataset | None = None
+    """What the sweep has opened already."""
 
 
 class Layout(NamedTuple):
@@ -77,7 +79,7 @@ class Layout(NamedTuple):
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, member: Member | None = None) -> Outcome:
     """Train to the end: a new run, or one of this name that was interrupted."""
     called = time.monotonic()
-    run, plan, dataset, aside, start = make_plan(run)
+    run, plan, dataset, aside, start = make_plan(run, member.dataset if member else None)
     dataset = dataset.model_copy(update={"url": storage.absolute(dataset.url)})
     out = storage.absolute(out)
     home = storage.join(out, name)
@@ -139,7 +141,7 @@ def _fit(
         scaling_config=ray.train.ScalingConfig(
             num_workers=highest if lowest == highest else (lowest, highest),
             use_gpu=layout.use_gpu,
-            resources_per_worker={"CPU": layout.cpus} | ({"GPU": 1} if layout.use_gpu else {}),
+            resources_per_worker={"CPU": layout.cpus} | ({"GPU": run.compute.gpus} if layout.use_gpu else {}),
         ),
         run_config=ray.train.RunConfig(
             name=job.attempt,

@@ -104,6 +104,8 @@ class Reporting:
         # A multiply-add is two operations.
         flops = 2e9 * self.plan.gflops * passes(self.start) * images
         values = {"cost/device_seconds": seconds * devices, "cost/images": float(images), "cost/flops": flops}
+        taken = {name: ended[name] for name in ("latency_ms", "peak_memory_bytes")}
+        values |= {f"cost/{name}": value for name, value in taken.items()}
         if saved:
             values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
         if peak := peak_flops(self.device, self.run.compute.precision):
@@ -132,7 +134,7 @@ class Reporting:
             start={stage: round(seconds, 2) for stage, seconds in self.stages.items()},
         )
         # Written last: a run that has it is over.
-        content = outcome._asdict() | {"curves": self.history, "device_seconds": seconds * devices}
+        content = outcome._asdict() | {"curves": self.history, "device_seconds": seconds * devices} | taken
         storage.write_bytes(storage.join(self.home, ENDED), json.dumps(content).encode())
         if saved:
             self.display.start(end_block(self, outcome, values, ended, saved))

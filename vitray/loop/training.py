@@ -21,6 +21,7 @@ from vitray.augment.batch import Rows, prepare_batch
 from vitray.augment.draws import step_generator
 from vitray.checkpoints import Checkpoint, Saver
 from vitray.config import ConfigError, Run
+from vitray.loop.costing import costs
 from vitray.loop.evaluating import Evaluations, autocast, judge
 from vitray.loop.reading import batches_from, open_training
 from vitray.loop.standing import Due, Job, Standing, Teller
@@ -150,7 +151,7 @@ def descend(job: Job) -> dict[str, Any]:
             feed.close()
             if saver:
                 saver.close()
-            return outcome(standing, share, train) | {"stopped": True}
+            return outcome(standing, share, train) | costs(run, task.vit, device) | {"stopped": True}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     if evaluations is not None:
@@ -160,7 +161,7 @@ def descend(job: Job) -> dict[str, Any]:
         teller.say("score", {"score": standing.latest})
     if saver:
         saver.close()
-    return outcome(standing, share, train)
+    return outcome(standing, share, train) | costs(run, task.vit, device)
 
 
 def outcome(standing: Standing, share: Share, train: Stream) -> dict[str, Any]:

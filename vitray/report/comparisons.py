@@ -192,6 +192,8 @@ class Cost(NamedTuple):
 
 COSTS = (
     Cost("device_seconds", "device hours", 3600),
+    Cost("latency_ms", "ms an image", 1),
+    Cost("peak_memory_bytes", "GiB", 2**30),
     Cost("gflops", "GFLOPs an image", 1),
     Cost("params", "million parameters", 1e6),
 )

@@ -11,7 +11,15 @@ from vitray.report.papers import PAPER, Printed
 from vitray.report.styling import SHEET, STATE_COLOURS
 from vitray.report.trials import STATES, Trial, best_first, leader
 
-COSTS = {"device_seconds": "device hours", "params": "params, M", "gflops": "GFLOPs"}
+COSTS = {
+    "device_seconds": "device hours",
+    "latency_ms": "latency, ms",
+    "peak_memory_bytes": "memory, GiB",
+    "params": "params, M",
+    "gflops": "GFLOPs",
+}
+# How much of a field is one of the unit that is shown.
+UNITS = {"device_seconds": 3600, "peak_memory_bytes": 2**30, "params": 1e6}
 VERDICTS = {"better": "is ahead of", "worse": "is behind", "not told apart": "cannot be told from"}
 # No script runs and nothing is fetched, whatever the names of trials say.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -264,8 +272,11 @@ def _cost_columns(fields: Sequence[str]) -> list[Column]:
 
 
 def _costs(fields: Sequence[str], of: Callable[[str], float | None]) -> list[str]:
-    say = {"device_seconds": _hours, "params": lambda count: f"{count / 1e6:.3g}", "gflops": lambda work: f"{work:.3g}"}
-    return ["–" if (value := of(field)) is None else say[field](value) for field in fields]
+    return ["–" if (value := of(field)) is None else _cost(field, value) for field in fields]
+
+
+def _cost(field: str, value: float) -> str:
+    return _hours(value) if field == "device_seconds" else f"{value / UNITS.get(field, 1):.3g}"
 
 
 def _known(trials: Sequence[Trial]) -> list[str]:

@@ -34,6 +34,10 @@ class Trial(NamedTuple):
     run_url: str | None = None
     paper: Point | None = None
     """The cell of a paper's table that this is, as `point_of` says."""
+    latency_ms: float | None = None
+    """Of one image, forward, where it was trained."""
+    peak_memory_bytes: float | None = None
+    """Of the worker that took most."""
 
     @property
     def score(self) -> float | None:

@@ -20,7 +20,7 @@ from vitray.report.page import Picture, render
 from vitray.report.trends import draw_blocks, draw_branches, draw_curves, draw_rates
 from vitray.report.trials import Sweep, best_first
 
-FIELDS = ("name", "state", "reason", "goal", "device_seconds", "params", "gflops", "command", "run_url")
+FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
 
 
 def write_report(sweep: Sweep, folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,8 @@ from vitray.config.sweeping import Asha, Median
 from vitray.model.names import nearest
 from vitray.plan import check_storage, difference, make_plan
 from vitray.report import dataset_of
+from vitray.schedule import in_steps
+from vitray.shards.manifest import Dataset
 from vitray.space import Point, Space, check_space, name_of, run_of
 
 SWEEP, RUN = "sweep.json", "run.yaml"
@@ -46,12 +49,17 @@ class Outcome(NamedTuple):
 class Planned(NamedTuple):
     """A sweep before anything is started."""
 
-    points: list[Point]
-    names: list[str]
-    runs: list[Run]
+    base: Run
+    """What all trials share."""
+    points: dict[str, Point]
+    """By name; of a search that learns, what it might draw."""
+    trials: int
+    steps: int
+    """Of a trial; where they differ, of the first."""
+    steps_per_epoch: int
+    dataset: Dataset
     images: str | None
     """The papers' name of the dataset, where it is one of theirs."""
-    steps_per_epoch: int
     admission: Admission
     said: str
 
@@ -59,20 +67,28 @@ class Planned(NamedTuple):
 def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
     """Which trials there are, and how many of them fit these nodes at a time; one message where that is none."""
     base = _absolute(base)
-    points = check_space(space, base)[: space.budget.trials]
-    names = [name_of(point, space) for point in points]
+    points = {name_of(point, space): point for point in check_space(space, base)[: space.budget.trials]}
+    wanted = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
+    trials = min(wanted) if space.learns else len(points)
     needs = needs_of(base, nodes)
-    admission = admit(nodes, needs, len(points))
+    admission = admit(nodes, needs, trials)
     if not admission.concurrent:
         raise ConfigError(f"compute.workers: {admission.why}")
     reserved = {} if needs.gpus else {"compute.cpus": needs.cpus}
-    fixed = {"compute.workers": needs.workers, "tracking.register_as": None} | reserved
-    runs = [run_of(base, point).replace(fixed) for point in points]
+    base = base.replace({"compute.workers": needs.workers, "tracking.register_as": None} | reserved)
+    runs = [run_of(base, point) for point in points.values()]
     _check_goal(runs, space)
-    plan = make_plan(runs[0]).plan  # the data and the weights, once for all
-    images = dataset_of(plan.images, plan.val_images, plan.classes)
+    _, plan, dataset, *_ = make_plan(runs[0])
     return Planned(
-        points, names, runs, images, plan.steps_per_epoch, admission, sentence(admission, len(points), nodes)
+        base=base,
+        points=points,
+        trials=trials,
+        steps=plan.steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        dataset=dataset,
+        images=dataset_of(plan.images, plan.val_images, plan.classes),
+        admission=admission,
+        said=sentence(admission, trials, nodes),
     )
 
 
@@ -96,7 +112,7 @@ def needs_of(base: Run, nodes: Sequence[Node]) -> Needs:
     """What a trial of this run takes; `auto` is one worker a trial, so that as many run at a time as may be."""
     workers = (base.compute.worker_range or (1, 1))[1]
     has_gpus = base.compute.device != "cpu" and any(node.gpus for node in nodes)
-    gpus = 1.0 if has_gpus or base.compute.device == "gpu" else 0.0
+    gpus = base.compute.gpus if has_gpus or base.compute.device == "gpu" else 0.0
     data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
     # A whole CPU for each worker where there are so many, and less where the cluster is small.
     left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
@@ -123,11 +139,15 @@ def dry_run(base: Run, space: Space) -> dict[str, Any]:
             planned = plan_sweep(base, space, nodes_here())
     else:
         planned = plan_sweep(base, space, [Node(cpus=cluster.cpus_here(), gpus=gpus_here())])
-    print("\n".join([f"  {planned.said}", "", *(f"  {name}" for name in planned.names)]), file=sys.stderr)
-    points = [dict(point.settings) for point in planned.points]
-    waves = planned.admission.waves(len(points))
-    concurrent = min(planned.admission.concurrent, len(points))
-    return {"trials": len(points), "concurrent": concurrent, "waves": waves, "points": points}
+    known = {} if space.learns else planned.points
+    said = [f"  {name}" for name in known] or [f"  points as {space.search.kind} draws them, each from those before it"]
+    print("\n".join([f"  {planned.said}", "", *said]), file=sys.stderr)
+    return {
+        "trials": planned.trials,
+        "concurrent": min(planned.admission.concurrent, planned.trials),
+        "waves": planned.admission.waves(planned.trials),
+        "points": [dict(point.settings) for point in known.values()],
+    }
 
 
 def gpus_here() -> int:
@@ -156,10 +176,13 @@ def sweep(base: Run, space: Space, name: str, out: str, command: str, recipe: Se
         planned = plan_sweep(base, space, nodes_here())
         uid = open_sweep(home, name, base, space)
         print(f"\n  {name}: {planned.said}\n", file=sys.stderr, flush=True)
+        from vitray.search.ledger import Ledger
         from vitray.search.story import Story  # torch, MLflow and Tune take seconds
 
-        with Story(planned, base, space, name, home, uid, command, recipe) as story:
-            _tune(planned, space, home, uid, story)
+        ledger = Ledger(home, planned.base, planned.points, space.learns)
+        with Story(planned, ledger, base, space, name, uid, command, recipe) as story:
+            if any(not record.is_over for record in ledger.records().values()) or len(ledger.entries) < planned.trials:
+                _tune(planned, ledger, space, uid, story)
             return story.finish()
 
 
@@ -186,10 +209,11 @@ def open_sweep(home: str, name: str, base: Run, space: Space) -> str:
     return uid
 
 
-def _tune(planned: Planned, space: Space, home: str, uid: str, story: Any) -> None:
+def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> None:
     from ray import tune
 
     from vitray.registry import tracking_uri
+    from vitray.search.handing import Handing, interruptible
     from vitray.search.trial import Context, Trial
 
     for name in ("ray.tune.execution.tune_controller", "ray.tune.tune"):
@@ -197,46 +221,48 @@ def _tune(planned: Planned, space: Space, home: str, uid: str, story: Any) -> No
     environment = {"MLFLOW_TRACKING_URI": tracking_uri()}
     environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
     asks = space.scheduler.kind != "none"
-    context = Context(planned.runs, planned.names, home, uid, space.goal.metric, asks, environment)
-    with tempfile.TemporaryDirectory(prefix="vitray-") as aside:  # of what Tune keeps nothing is used
+    context = Context(planned.base, planned.dataset, ledger.home, uid, space.goal.metric, asks, environment)
+    with (
+        tempfile.TemporaryDirectory(prefix="vitray-") as aside,  # of what Tune keeps nothing is used
+        interruptible(ledger.home) as interruption,
+    ):
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(Trial, context=context), {"CPU": DRIVER_CPUS}),
-            param_space={"index": tune.grid_search(list(range(len(planned.points))))},
             tune_config=tune.TuneConfig(
                 metric="goal",
                 mode=space.goal.mode,
+                search_alg=Handing(planned, ledger, space, asks),
+                num_samples=-1,
                 scheduler=_scheduler(planned, space),
                 max_concurrent_trials=planned.admission.concurrent,
                 reuse_actors=True,
-                time_budget_s=None if space.budget.minutes is None else 60 * space.budget.minutes,
+                trial_dirname_creator=lambda trial: trial.trial_id,
             ),
             run_config=tune.RunConfig(
                 name=uid,
                 storage_path=aside,
                 verbose=0,
-                stop=story.listener(),
+                stop=story.listener(interruption),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # a run keeps its own
             ),
         )
         tuner.fit()
+    if interruption.signal:
+        raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
 
 
 def _scheduler(planned: Planned, space: Space) -> Any:
     from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 
-    from vitray.schedule import in_steps, total_steps
-
-    run = planned.runs[0]
-    epoch = planned.steps_per_epoch
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
                 time_attr="step",
-                max_t=total_steps(run.optim, epoch),
-                grace_period=in_steps(grace, epoch),
+                max_t=planned.steps,
+                grace_period=in_steps(grace, planned.steps_per_epoch),
                 reduction_factor=reduction,
             )
         case Median(grace=grace):
-            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, epoch))
+            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, planned.steps_per_epoch))
         case _:
             return FIFOScheduler()

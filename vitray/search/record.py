@@ -18,6 +18,10 @@ class Record(NamedTuple):
     reason: str | None = None
     """Of a failure."""
 
+    def best(self, mode: Literal["max", "min"]) -> float | None:
+        """The best score so far."""
+        return (max if mode == "max" else min)((value for _, value in self.scores), default=None)
+
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to run."""

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,16 +12,20 @@ from ray import tune
 
 from vitray import storage
 from vitray.config import Run
-from vitray.loop.display import clock
+from vitray.loop.driver import HOME
 from vitray.model.sizes import sizes_of
 from vitray.report import Sweep, Trial, point_of, write_report
 from vitray.search.driver import SWEEP, Outcome, Planned
-from vitray.search.record import Record, ended, read_record
+from vitray.search.handing import Interruption
+from vitray.search.ledger import Ledger
+from vitray.search.screen import Screen
 from vitray.space import Space
 from vitray.tracking import Tracker, machine
 
-# Seconds between two printed lines while nothing ends.
+# Seconds between two reports, each of which takes seconds to draw; the last one is always written.
 PAUSE = 30.0
+# Rows of the table in MLflow's description, of which it takes 8000 characters.
+MOST_ROWS = 40
 
 
 class Story:
@@ -31,28 +34,27 @@ class Story:
     def __init__(
         self,
         planned: Planned,
+        ledger: Ledger,
         base: Run,
         space: Space,
         name: str,
-        home: str,
         uid: str,
         command: str,
         recipe: Sequence[str],
     ) -> None:
-        self.planned, self.base, self.space = planned, base, space
-        self.name, self.home, self.command, self.recipe = name, home, command, recipe
-        self.began = time.monotonic()
-        self.since = json.loads(storage.read_bytes(storage.join(home, SWEEP)))["began"]
-        self._over = sum(record.is_over for record in self._records().values())
-        self._printed = 0.0
+        self.planned, self.ledger, self.base, self.space = planned, ledger, base, space
+        self.name, self.home, self.command, self.recipe = name, ledger.home, command, recipe
+        self.screen = Screen(planned.trials, space.goal, self.ledger.records())
+        self.since = json.loads(storage.read_bytes(storage.join(self.home, SWEEP)))["began"]
+        self._over, self._told = -1, 0.0
         params = base.dotted() | {f"space.{key}": value for key, value in space.model_dump(mode="json").items()}
         self.tracker = Tracker.begin(
             uid=uid,
             name=name,
             experiment=base.tracking.experiment,
             params=params,
-            tags={"vitray.kind": "sweep", "vitray.home": home} | machine.facts(),
-            description=f"{planned.said}\n\n`{command}`",
+            tags={"vitray.kind": "sweep", "vitray.home": self.home} | machine.facts(),
+            description=self._description([]),
         )
         self.tracker.text("space.yaml", space.to_yaml())
         self.tracker.text("run.yaml", base.to_yaml())
@@ -64,12 +66,14 @@ class Story:
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is not None:
-            print(f"  stopped; the same command goes on: {self.command}", file=sys.stderr, flush=True)
+            self.screen.line(f"  stopped; the same command goes on: {self.command}")
+        if isinstance(error[1], KeyboardInterrupt | SystemExit):
+            self._kill_children()
         self.tracker.__exit__(*error)
 
-    def listener(self) -> "Listener":
+    def listener(self, interruption: Interruption) -> "Listener":
         """For Tune, which asks it whenever a trial moves."""
-        return Listener(self)
+        return Listener(self, interruption)
 
     def finish(self) -> Outcome:
         """The last report, the best trial's model, and the end block."""
@@ -79,9 +83,11 @@ class Story:
         counts = {
             state: sum(trial.state == state for trial in trials) for state in ("finished", "stopped early", "failed")
         }
-        over = ended(storage.join(self.home, best.name)) if best else None
-        if over and over["model"] and self.base.tracking.register_as:
+        over = self.ledger.outcome(best.name) if best else {}
+        if over.get("model") and self.base.tracking.register_as:
             self.tracker.model(over["model"], register_as=self.base.tracking.register_as, top1=over["val_top1"])
+        if best:
+            self.tracker.tag("vitray.best", best.name)
         self.tracker.end("FINISHED")
         outcome = Outcome(
             name=self.name,
@@ -95,33 +101,33 @@ class Story:
             report=storage.join(self.home, "report", "index.html"),
             mlflow_run=self.tracker.run_id,
         )
-        facts = {
-            "best": f"{outcome.best}: {self.space.goal.metric} {outcome.best_goal}" if best else "none",
-            "trials": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
-            "report": outcome.report,
-            "tracking": self.tracker.run_url(),
-        }
-        print(
-            "\n" + "\n".join(f"  {key:<10} {text}" for key, text in facts.items()) + "\n", file=sys.stderr, flush=True
+        left = self.planned.trials - sum(counts.values())
+        states = counts | {"not begun: the budget is spent, too many failed, or there is no other point": left}
+        self.screen.end(
+            {
+                "best": f"{outcome.best}: {self.space.goal.metric} {outcome.best_goal}" if best else "none",
+                "trials": ", ".join(f"{count} {state}" for state, count in states.items() if count),
+                "report": outcome.report,
+                "tracking": self.tracker.run_url(),
+            }
         )
         return outcome
 
     # ---- as it goes --------------------------------------------------------------------------------------------------
 
     def hear(self) -> None:
-        """Something moved: where a trial is over, everyone is told."""
-        records = self._records()
+        """Something moved: the screen shows it, and where a trial is over, everyone is told."""
+        records = self.ledger.records()
+        self.screen.show(records)
         over = sum(record.is_over for record in records.values())
-        if over != self._over:
-            self._over = over
+        if over != self._over and time.monotonic() - self._told > PAUSE:
             self.tell()
-        if time.monotonic() - self._printed > PAUSE:
-            self._print(records)
 
     def tell(self) -> list[Trial]:
         """Write the report anew, and give it to MLflow."""
-        records = self._records()
-        trials = [self._trial(index, record) for index, record in enumerate(records.values())]
+        records = self.ledger.records()
+        self._over = sum(record.is_over for record in records.values())
+        trials = [self._trial(name) for name in records]
         sweep = Sweep(
             name=self.name,
             goal=self.space.goal.metric,
@@ -143,59 +149,60 @@ class Story:
         if best:
             goal = max(best) if self.space.goal.mode == "max" else min(best)
             self.tracker.metrics(self._over, {f"best/{self.space.goal.metric.replace('/', '_')}": goal})
-        self._print(records)
+        self.tracker.describe(self._description(trials))
+        self._told = time.monotonic()
+        self.screen.show(records)
         return trials
 
-    def is_spent(self) -> bool:
-        """Whether too many trials have failed, or those that are over have cost what all may cost."""
-        records, most = self._records(), self.space.budget.device_hours
-        failed = sum(record.state == "failed" for record in records.values())
-        if failed > self.space.failures * len(records):
-            return True
-        if most is None:
-            return False
-        found = [ended(storage.join(self.home, name)) for name in records]
-        return sum(over["device_seconds"] for over in found if over) >= 3600 * most
-
-    def _records(self) -> dict[str, Record]:
-        return {name: read_record(storage.join(self.home, name)) for name in self.planned.names}
-
-    def _trial(self, index: int, record: Record) -> Trial:
-        name, run, point = self.planned.names[index], self.planned.runs[index], self.planned.points[index]
-        over = ended(storage.join(self.home, name)) or {}
+    def _trial(self, name: str) -> Trial:
+        ledger = self.ledger
+        record, over, run, entry = ledger.record(name), ledger.outcome(name), ledger.run(name), ledger.entries[name]
         sizes = sizes_of(run.model)
-        values = [value for _, value in record.scores]
-        pick = max if self.space.goal.mode == "max" else min
         curves = {key: [(step, value) for step, value in points] for key, points in over.get("curves", {}).items()}
-        words = [f"{key}={_word(value)}" for key, value in point.settings.items()]
+        words = [f"{key}={_word(value)}" for key, value in entry.settings.items()]
         return Trial(
             name=name,
-            settings=dict(point.settings),
+            settings=dict(entry.settings),
             state=record.state,
             reason=record.reason,
-            goal=pick(values, default=None),
+            goal=record.best(self.space.goal.mode),
             curves=curves or {self.space.goal.metric: list(record.scores)},
             device_seconds=over.get("device_seconds"),
             params=sizes.params,
             gflops=sizes.gflops,
             command=shlex.join(["vitray", "train", *self.recipe, *words]),
+            run_url=self.tracker.url_of(over["mlflow_run"]) if over.get("mlflow_run") else None,
             paper=point_of(run, self.planned.images) if run.task.kind == "supervised" else None,
+            latency_ms=over.get("latency_ms"),
+            peak_memory_bytes=over.get("peak_memory_bytes"),
         )
 
-    def _print(self, records: dict[str, Record]) -> None:
-        self._printed = time.monotonic()
-        over = [record for record in records.values() if record.is_over]
-        running = [name for name, record in records.items() if record.state == "running"]
-        pick = max if self.space.goal.mode == "max" else min
-        scores = {name: pick(value for _, value in record.scores) for name, record in records.items() if record.scores}
-        best = pick(scores, key=lambda name: scores[name], default=None)
-        spent = time.monotonic() - self.began
-        left = clock(spent / len(over) * (len(records) - len(over))) if over else "-"
-        states = [f"{sum(r.state == state for r in over)} {state}" for state in ("stopped early", "failed")]
-        said = [f"{len(over)}/{len(records)} over", *(state for state in states if state[0] != "0")]
-        said += [f"running {', '.join(running)}"] if running else []
-        said += [f"best {best} {scores[best]:.4g}"] if best else []
-        print(f"  {'; '.join(said)}; {left} left", file=sys.stderr, flush=True)
+    def _description(self, trials: Sequence[Trial]) -> str:
+        """What MLflow shows above everything else: the plan, and a table of the trials by what varies."""
+        goal, pick = self.space.goal, -1 if self.space.goal.mode == "max" else 1
+        ranked = sorted(trials, key=lambda trial: (trial.goal is None, pick * (trial.goal or 0)))
+        varied = list(dict.fromkeys(path for trial in trials for path in trial.settings))
+        lines = [self.planned.said, "", f"`{self.command}`", ""]
+        if trials:
+            lines += [_row("trial", goal.metric, "state", *varied), _row(*["---"] * (3 + len(varied)))]
+        for trial in ranked[:MOST_ROWS]:
+            name = f"[{trial.name}]({trial.run_url})" if trial.run_url else trial.name
+            cells = [_word(trial.settings[path]) if path in trial.settings else "" for path in varied]
+            lines.append(_row(name, "" if trial.goal is None else f"{trial.goal:.4g}", trial.state, *cells))
+        if len(ranked) > MOST_ROWS:
+            lines.append(f"\nand {len(ranked) - MOST_ROWS} more: report/results.csv")
+        return "\n".join(lines)
+
+    def _kill_children(self) -> None:
+        """MLflow hears of the trials that were ended in the middle; they go on in the same runs."""
+        for name, record in self.ledger.records().items():
+            where = storage.join(self.ledger.place(name), HOME)
+            if record.state == "running" and storage.exists(where):
+                self.tracker.kill(json.loads(storage.read_bytes(where))["uid"], "its sweep was told to end")
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _word(value: Any) -> str:
@@ -204,10 +211,10 @@ def _word(value: Any) -> str:
 
 
 class Listener(tune.Stopper):
-    """Hears of every trial that moves; ends a sweep whose budget is spent, or of which too many trials have failed."""
+    """Hears of every trial that moves, and ends a sweep that is told to end."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
+    def __init__(self, story: Story, interruption: Interruption) -> None:
+        self._story, self._interruption = story, interruption
 
     def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
@@ -221,5 +228,8 @@ class Listener(tune.Stopper):
 
     def stop_all(self) -> bool:
         """Whether the sweep ends now."""
+        if self._interruption.signal:
+            self._interruption.tell()
+            return True
         self._story.hear()
-        return self._story.is_spent()
+        return False

@@ -16,7 +16,10 @@ from ray import tune
 from vitray import storage
 from vitray.config import ConfigError, Run, RunError
 from vitray.loop.driver import Member, train
+from vitray.search.handing import is_interrupted
+from vitray.search.ledger import read_entries
 from vitray.search.record import Record, read_record, write_record
+from vitray.shards.manifest import Dataset
 
 # Seconds that a trial which is told to end has to save its state and to say goodbye.
 PATIENCE = 300.0
@@ -25,8 +28,10 @@ PATIENCE = 300.0
 class Context(NamedTuple):
     """What all trials of a sweep are told."""
 
-    runs: list[Run]
-    names: list[str]
+    base: Run
+    """What all share."""
+    dataset: Dataset
+    """Opened once for all that are trained on it."""
     home: str
     """The sweep's folder, in which each trial has its own."""
     uid: str
@@ -42,11 +47,11 @@ class Trial(tune.Trainable):
     """A training run, score by score."""
 
     def setup(self, config: dict[str, Any], context: Context | None = None) -> None:  # type: ignore[override]
-        """Begin the trial of this index."""
+        """Begin the trial of this name."""
         assert context is not None
         os.environ |= context.environment
         self._context = context
-        self._begin(config["index"])
+        self._begin(config["name"])
 
     def step(self) -> dict[str, Any]:
         """The next score, or the end; to be asked for it is to be told to go on."""
@@ -61,33 +66,37 @@ class Trial(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Be another trial, in the same process: all is loaded already."""
         self.cleanup()
-        self._begin(new_config["index"])
+        self._begin(new_config["name"])
         return not self._thread_left
 
     def cleanup(self) -> None:
-        """End, and wait until the run has saved its state and given its workers back."""
+        """End, and wait until the run has saved its state and given its workers back.
+
+        A sweep that is told to end does not wait: the run goes on from its last checkpoint, in another process.
+        """
+        if is_interrupted(self._context.home):
+            return
         self._answers.put(True)
         self._thread.join(PATIENCE)
         self._thread_left = self._thread.is_alive()
 
     # ---- the run, in its thread --------------------------------------------------------------------------------------
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, name: str) -> None:
         self._told: queue.Queue[Any] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
         self._waits = self._thread_left = False
-        self._thread = threading.Thread(target=self._work, args=(index,), name="trial", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(name,), name="trial", daemon=True)
         self._thread.start()
 
-    def _work(self, index: int) -> None:
+    def _work(self, name: str) -> None:
         try:
-            self._run(index)
+            self._run(name)
         except BaseException as error:  # told to Tune by the next step
             self._told.put(error)
 
-    def _run(self, index: int) -> None:
-        context, name = self._context, self._context.names[index]
-        home = storage.join(context.home, name)
+    def _run(self, name: str) -> None:
+        home = storage.join(self._context.home, name)
         record = read_record(home)
         for step, value in record.scores:
             if self._is_enough(step, value):
@@ -99,10 +108,10 @@ class Trial(tune.Trainable):
         if record.state in ("finished", "stopped early"):
             self._tell_end(record)
             return
-        record = self._train(index, home, record)
+        record = self._train(name, home, record)
         self._tell_end(record)
 
-    def _train(self, index: int, home: str, record: Record) -> Record:
+    def _train(self, name: str, home: str, record: Record) -> Record:
         context = self._context
         write_record(home, record := record._replace(state="running"))
 
@@ -116,12 +125,8 @@ class Trial(tune.Trainable):
             return self._is_enough(step, values[context.metric])
 
         try:
-            ended = train(
-                context.runs[index],
-                context.names[index],
-                context.home,
-                member=Member(context.uid, is_enough, context.asks),
-            )
+            run = context.base.replace(read_entries(context.home)[name].settings)
+            ended = train(run, name, context.home, member=Member(context.uid, is_enough, context.asks, context.dataset))
         except (RunError, ConfigError) as error:
             write_record(home, record._replace(state="failed", reason=str(error)))
             raise

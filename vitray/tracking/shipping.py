@@ -164,6 +164,8 @@ class Delivery:
                 self._send_artifact(body)
             case "model":
                 self._send_model(body)
+            case "kill":
+                self._send_kill(body)
             case "end":
                 self._send_end(body)
 
@@ -259,6 +261,12 @@ class Delivery:
             self._send_tags({REASON: body["reason"] or ""})
         self.client.set_terminated(self.run_id, body["status"], body["time"])
 
+    def _send_kill(self, body: dict[str, Any]) -> None:
+        for run in self._runs(body["uid"]):
+            if run.info.status == "RUNNING":
+                self.client.set_tag(run.info.run_id, REASON, body["reason"])
+                self.client.set_terminated(run.info.run_id, "KILLED", body["time"])
+
     def _put_aside(self, body: dict[str, Any], error: Exception) -> None:
         """Leave out a record that MLflow will never take, and say so in the log and on the run."""
         said = f"{body.get('kind')} {body.get('path', body.get('step', ''))}: {said_by(error)}"
@@ -288,7 +296,9 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
     tags = {"vitray.model": model_uri} | base | ({} if top1 is None else {"val/top1": repr(top1)})
     version = same[0] if same else mlflow.register_model(model_uri, name, tags=tags)
     if base:
-        said = f"A delta of {base[BASE]} (identity {base[BASE_IDENTITY][:12]}), which must be there to load it."
+        said = (
+            f"A delta of {_linked(base[BASE])} (identity {base[BASE_IDENTITY][:12]}), which must be there to load it."
+        )
         client.update_model_version(name, version.version, said)
     if top1 is None:
         return
@@ -300,6 +310,15 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
         champion = None
     if champion is None or top1 > float(champion.tags.get("val/top1", "-inf")):
         client.set_registered_model_alias(name, "champion", version.version)
+
+
+def _linked(url: str) -> str:
+    """An address in Markdown; of a model or a run, with a link to its page in the same server."""
+    kind, _, rest = url.partition(":/")
+    name = rest.strip("/").partition("/")[0].partition("@")[0]
+    if kind == "models":
+        return f"[{url}](#/models/{name})"
+    return f"[{url}]({url})" if kind.startswith("http") else f"`{url}`"
 
 
 def artifacts_beside(uri: str) -> str | None:

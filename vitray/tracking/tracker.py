@@ -129,16 +129,21 @@ class Tracker:
     def run_url(self) -> str:
         """Where a person finds the run: an address, or the command that opens it."""
         where = shown(self.uri).rstrip("/")
-        delivery = self._shipper.delivery if self._shipper else None
-        page = (
-            ""
-            if not (delivery and delivery.run_id)
-            else f"/#/experiments/{delivery.experiment_id}/runs/{delivery.run_id}"
-        )
         if where.startswith("http"):
-            return where + page
+            return (self.run_id and self.url_of(self.run_id)) or where
         prefix = f"MLFLOW_TRACKING_URI={where} " if "MLFLOW_TRACKING_URI" in os.environ else ""
         return f"{prefix}vitray ui   (experiment {self.experiment}, run {self.name})"
+
+    def url_of(self, run_id: str) -> str | None:
+        """The address of the page of a run of the same experiment; None where no server shows it."""
+        where = shown(self.uri).rstrip("/")
+        experiment = self._shipper.delivery.experiment_id if self._shipper else None
+        is_shown = where.startswith("http") and experiment is not None
+        return f"{where}/#/experiments/{experiment}/runs/{run_id}" if is_shown else None
+
+    def kill(self, uid: str, reason: str) -> None:
+        """End another run of the experiment, whose driver is gone without having said so."""
+        self._note({"kind": "kill", "time": now(), "uid": uid, "reason": reason})
 
     def flush(self, seconds: float, away: float | None = None) -> str | None:
         """Wait until all is with MLflow, at most so long (`away`: where it does not answer); what remains, or None."""

@@ -1,0 +1,136 @@
+"""Points drawn from scores: allowed, the same after a restart, better than chance, whatever became of the trials."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitray.config import ConfigError
+from vitray.report.groups import pareto_front
+from vitray.search.asking import Told, ask
+from vitray.search.record import Record
+from vitray.space import draw_point, name_of, random_points, read_space
+
+SPACE = """
+space:
+  depth: {grid: [12, 6, 4, 3]}
+  branches: {grid: [1, 2, 3, 4]}
+  model.name: vit_u{depth}x{branches}_8
+  optim.lr: {loguniform: [1.0e-5, 1.0]}
+  optim.weight_decay: {quniform: [0.0, 0.3, 0.1]}
+  data.mix.mixup: {uniform: [0.0, 0.8]}
+  optim.rule: {choice: [adamw, {kind: sgd, momentum: 0.8}]}
+where: [depth * branches == 12]
+"""
+TPE = "search: {kind: tpe, trials: 40, first: 10, seed: 3}\n"
+NSGA2 = "search: {kind: nsga2, trials: 60, population: 10, against: device_seconds}\n"
+
+
+def space_of(folder, search, text=SPACE):
+    (folder / "space.yaml").write_text(text + search)
+    return read_space(folder / "space.yaml")
+
+
+def finished(score):
+    return Record("finished", ((10, score),))
+
+
+def searched(space, number, score, cost=None):
+    """So many points, each told before the next is drawn."""
+    told, drawn = [], []
+    for _ in range(number):
+        new = ask(space, told, 0)
+        told.append(Told(new.asked, finished(score(new.values)), cost and cost(new.values)))
+        drawn.append(new.values)
+    return told, drawn
+
+
+@pytest.mark.parametrize("search", [TPE, NSGA2])
+def test_every_point_is_allowed_and_a_run(tmp_path, search):
+    space = space_of(tmp_path, search)
+    _, drawn = searched(space, 25, lambda values: values["optim.lr"], lambda values: float(values["depth"]))
+    for values in drawn:
+        assert values["depth"] * values["branches"] == 12
+        point = draw_point(space, values)
+        assert point is not None
+        assert point.settings["model.name"] == f"vit_u{values['depth']}x{values['branches']}_8"
+        assert point.settings["optim.weight_decay"] in (0.0, 0.1, 0.2, 0.3)
+        assert 1e-5 <= point.settings["optim.lr"] <= 1
+    assert len({values["depth"] for values in drawn}) == 4
+    assert len({name_of(draw_point(space, values), space) for values in drawn}) > 15
+
+
+@pytest.mark.parametrize("search", [TPE, NSGA2])
+def test_a_point_is_a_function_of_what_was_told(tmp_path, search):
+    space = space_of(tmp_path, search)
+    told, drawn = searched(space, 24, lambda values: -abs(math.log(values["optim.lr"] / 1e-2)), lambda _: 1.0)
+    for number in (0, 5, 13, 23):
+        assert ask(space, told[:number], 0).values == drawn[number]
+    assert ask(space, told, 1).values != ask(space, told, 0).values
+
+
+@given(st.lists(st.sampled_from(["finished", "stopped early", "failed", "running", "waiting"]), max_size=14))
+@settings(max_examples=25, deadline=None)
+def test_whatever_became_of_the_trials_there_is_a_next_point(tmp_path_factory, states):
+    for search in (TPE.replace("first: 10", "first: 2"), NSGA2.replace("population: 10", "population: 2")):
+        space, told = space_of(tmp_path_factory.mktemp("space"), search), []
+        for number, state in enumerate(states):
+            scores = ((5, 0.1), (10, 0.01 * number)) if state in ("finished", "stopped early", "running") else ()
+            cost = float(number) if state == "finished" and number % 2 else None
+            told.append(Told(ask(space, told, 0).asked, Record(state, scores), cost))
+        assert draw_point(space, ask(space, told, 0).values) is not None
+
+
+def test_tpe_learns(tmp_path):
+    space = space_of(tmp_path, TPE)
+
+    def score(values):
+        return -abs(math.log10(values["optim.lr"]) + 2) - 0.5 * (values["branches"] != 2)
+
+    _, drawn = searched(space, 40, score)
+    by_chance, learned = ([score(values) for values in some] for some in (drawn[:10], drawn[30:]))
+    assert statistics.mean(learned) > statistics.mean(by_chance) + 0.5
+
+
+def test_tpe_minimises_where_less_is_better(tmp_path):
+    space = space_of(tmp_path, TPE + "goal: {metric: val/loss, mode: min}\n")
+    _, drawn = searched(space, 40, lambda values: abs(math.log10(values["optim.lr"]) + 2))
+    off = [abs(math.log10(values["optim.lr"]) + 2) for values in drawn]
+    assert statistics.mean(off[30:]) < statistics.mean(off[:10]) - 0.3
+
+
+def test_nsga2_finds_the_trade_off(tmp_path):
+    space = space_of(tmp_path, NSGA2)
+
+    def score(values):  # good learning rates and large models
+        return math.log2(values["depth"]) - abs(math.log10(values["optim.lr"]) + 2)
+
+    def cost(values):
+        return values["depth"] + 10 * values["data.mix.mixup"]
+
+    def spread(points):
+        """How much of the square from the worst corner the front covers."""
+        values, costs = [score(point) for point in points], [cost(point) for point in points]
+        area, reached = 0.0, -5.0
+        for place in pareto_front(costs, values, "max"):
+            area += (20 - costs[place]) * max(0.0, values[place] - reached)
+            reached = max(reached, values[place])
+        return area
+
+    _, drawn = searched(space, 120, score, cost)
+    chance = [point.drawn for point in random_points(space, 60)]
+    assert spread(drawn[60:]) > spread(chance)
+    for better in (score, lambda values: -cost(values)):
+        assert statistics.mean(map(better, drawn[60:])) > statistics.mean(map(better, chance))
+
+
+def test_nsga2_beside_a_scheduler_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="scheduler: got asha, wanted none: search nsga2"):
+        space_of(tmp_path, NSGA2 + "scheduler: asha\n")
+
+
+def test_an_unknown_second_goal_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"space.yaml.*search.*against: got 'flops'.*nearest: gflops"):
+        space_of(tmp_path, NSGA2.replace("device_seconds", "flops"))

@@ -1,0 +1,96 @@
+"""The trials of a sweep by name, in the order they were thought of: on disk before one of them begins."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vitray import storage
+from vitray.config import ConfigError, Run
+from vitray.model.sizes import sizes_of
+from vitray.search.record import Record, ended, read_record
+from vitray.space import Point
+
+POINTS = "points.json"
+
+
+class Entry(NamedTuple):
+    """A trial before it is run."""
+
+    settings: dict[str, Any]
+    """What is laid over the sweep's run, by dotted path."""
+    asked: dict[str, Any] | None = None
+    """What a sampler said of a point that it drew: its own parameters, and what it notes of them."""
+
+
+def read_entries(home: str) -> dict[str, Entry]:
+    """{name: trial} of the sweep in a folder."""
+    where = storage.join(home, POINTS)
+    found = json.loads(storage.read_bytes(where)) if storage.exists(where) else {}
+    return {name: Entry(**entry) for name, entry in found.items()}
+
+
+class Ledger:
+    """The trials of this start of a sweep, and what is known of each."""
+
+    def __init__(self, home: str, base: Run, points: Mapping[str, Point], learns: bool) -> None:
+        """A search that learns goes on with the points that it drew; any other has these points."""
+        self.home, self.base = home, base
+        self._runs: dict[str, Run] = {}
+        self._over: dict[str, tuple[Record, dict[str, Any]]] = {}
+        known = read_entries(home)
+        given = {name: Entry(json.loads(json.dumps(point.settings))) for name, point in points.items()}
+        for name, entry in given.items():
+            if name in known and known[name].settings != entry.settings:
+                raise ConfigError(
+                    f"{home}: the space now gives trial {name} {entry.settings}, it was begun with"
+                    f" {known[name].settings}; choose another --name"
+                )
+        self.entries = known if learns else given
+        # A point that the space has lost stays known: the space may get it back.
+        self._lost = {name: entry for name, entry in known.items() if name not in self.entries}
+        self._write()
+
+    def add(self, name: str, entry: Entry) -> None:
+        """One more trial."""
+        self.entries[name] = entry
+        self._write()
+
+    def place(self, name: str) -> str:
+        """The folder of a trial's run."""
+        return storage.join(self.home, name)
+
+    def run(self, name: str) -> Run:
+        """What a trial trains."""
+        if name not in self._runs:
+            self._runs[name] = self.base.replace(self.entries[name].settings)
+        return self._runs[name]
+
+    def record(self, name: str) -> Record:
+        """How far a trial has come."""
+        return self._known(name)[0]
+
+    def outcome(self, name: str) -> dict[str, Any]:
+        """What a trial's run left when it was over."""
+        return self._known(name)[1]
+
+    def cost(self, name: str, what: str) -> float | None:
+        """What a trial's network or its run takes; None where that is not known yet."""
+        sizes = sizes_of(self.run(name).model)
+        return {"params": sizes.params, "gflops": sizes.gflops}.get(what, self.outcome(name).get(what))
+
+    def records(self) -> dict[str, Record]:
+        """How far each trial has come, in order."""
+        return {name: self.record(name) for name in self.entries}
+
+    def _known(self, name: str) -> tuple[Record, dict[str, Any]]:
+        if name in self._over:
+            return self._over[name]
+        record = read_record(self.place(name))
+        known = record, (ended(self.place(name)) or {}) if record.is_over else {}
+        if record.is_over:
+            self._over[name] = known
+        return known
+
+    def _write(self) -> None:
+        entries = {name: entry._asdict() for name, entry in (self._lost | self.entries).items()}
+        storage.write_bytes(storage.join(self.home, POINTS), json.dumps(entries).encode())
