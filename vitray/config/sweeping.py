@@ -208,7 +208,7 @@ class NoScheduler(Section):
 
 
 class Asha(Section):
-    """Stops what is not among the best 1 / reduction, at grace, grace x reduction, and so on."""
+    """Stops what is not among the best 1 / reduction, at grace, grace x reduction, and so on; trials come shuffled."""
 
     kind: Literal["asha"] = "asha"
     grace: Grace = "1 epoch"
@@ -217,7 +217,7 @@ class Asha(Section):
 
 
 class Median(Section):
-    """Stops what is worse than the median of the others at the same time."""
+    """Stops what is worse than the median of the others at the same time; trials come shuffled."""
 
     kind: Literal["median"] = "median"
     grace: Grace = "1 epoch"

@@ -1,6 +1,7 @@
 """What Ray Tune asks the driver: which trial is next, and whether all are to end."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -70,6 +71,9 @@ class Handing(Searcher):
         self._planned, self._ledger, self._space = planned, ledger, space
         self._began = time.monotonic()
         waiting = [name for name, record in ledger.records().items() if retells or not record.is_over]
+        if retells:
+            # In the order of their values each might look best so far, and none would be stopped.
+            random.Random(0).shuffle(waiting)
         # What is over is told first: whatever runs then is compared with it.
         self._waiting = sorted(waiting, key=lambda name: not ledger.record(name).is_over)
 
