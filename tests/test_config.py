@@ -156,6 +156,17 @@ def test_a_run_is_frozen_and_replaced():
         run.replace({"model.pol": "mean"})
 
 
+def test_what_was_left_open_stays_open_in_another_run():
+    run = load_run(None, ["model.image_size=48", "data.normalise.mean=[0, 0, 0]"])
+    new = run.replace({"optim.lr": 1e-3, "model.pool": "mean", "data.augment": {"erase": 0.1}})
+    assert new.model.model_fields_set == {"image_size", "pool"}
+    assert new.data.model_fields_set == {"normalise", "augment"}
+    assert new.data.normalise.model_fields_set == {"mean"}
+    assert new.data.augment.model_fields_set == {"erase"}
+    assert new.replace({"seed": 3}).model.model_fields_set == {"image_size", "pool"}
+    assert run.model.model_fields_set == {"image_size"}
+
+
 @given(
     seed=st.integers(0, 2**31),
     drop_path=st.floats(0, 0.99),

@@ -15,12 +15,14 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
-from vitray.config import ConfigError, load_run
+from vitray.config import ConfigError, Model, Run, load_run
+from vitray.model.vit import ViT
 from vitray.search.driver import dry_run, sweep
 from vitray.search.ledger import read_entries
 from vitray.shards import open_dataset, read_job, write_dataset
 from vitray.space import read_space
 from vitray.stream import forget_decoded
+from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parent.parent
@@ -152,6 +154,16 @@ def test_images_are_decoded_once_for_all_trials_and_scored_beside_them(place, ra
     for split in dataset.splits:
         forget_decoded(dataset, split)
     assert is_idle()
+
+
+def test_a_sweep_of_fine_tunings_takes_the_network_from_its_weights(place):
+    model = Model(name="vit_u2x1_8", image_size=32, num_classes=10, class_token=False, pool="mean")
+    classes = open_dataset(str(place / "demo")).classes
+    save_model(str(place / "start"), Run().replace({"model": model.model_dump(mode="json")}), ViT(model), classes)
+    words = ["task.kind=finetune", f"task.weights={place / 'start'}", f"data.url={place / 'demo'}", "optim.batch=16"]
+    (place / "modes.yaml").write_text("space: {task.mode: {grid: [full, attn]}}\n")
+    words += ["optim.duration=6 steps", "optim.warmup=0 steps"]
+    assert dry_run(load_run(None, words), read_space(place / "modes.yaml"))["trials"] == 2
 
 
 @pytest.mark.slow

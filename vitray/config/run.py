@@ -37,10 +37,12 @@ class Run(Section):
     tracking: Tracking = Tracking()
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
-        """Another run that differs in these dotted settings."""
+        """Another run that differs in these dotted settings; what was left open in this one is open in that."""
         tree = self.model_dump(mode="json")
         apply_changes(changes, tree)
-        return _validate(tree, dict.fromkeys(changes, "replace"), "replace")
+        new = _validate(tree, dict.fromkeys(changes, "replace"), "replace")
+        _leave_open(self, new, [path.split(".") for path in changes])
+        return new
 
     def dotted(self) -> dict[str, Any]:
         """Every setting by its dotted path, as MLflow records it."""
@@ -59,6 +61,18 @@ def load_run(path: str | Path | None = None, overrides: Sequence[str] = ()) -> R
     # Words come last: where a whole section does not fit together, the last thing said about it is named.
     places = {setting: place for setting, place in places.items() if setting not in words} | words
     return _validate(tree, places, str(path or "defaults"))
+
+
+def _leave_open(old: Section, new: Section, changed: Sequence[Sequence[str]]) -> None:
+    """Let the settings of `new` count as given only where they do in `old`, or are changed."""
+    below = {path[0]: [rest[1:] for rest in changed if rest[0] == path[0]] for path in changed if path}
+    new.model_fields_set.intersection_update(old.model_fields_set | below.keys())
+    for name in type(new).model_fields:
+        before, after = getattr(old, name, None), getattr(new, name)
+        # A section that is changed as a whole is given as a whole.
+        is_whole = type(before) is not type(after) or [] in below.get(name, ())
+        if isinstance(before, Section) and isinstance(after, Section) and not is_whole:
+            _leave_open(before, after, below.get(name, ()))
 
 
 def _validate(tree: dict[str, Any], places: Mapping[str, str], source: str) -> Run:

@@ -63,6 +63,8 @@ class Member(NamedTuple):
     """Whether training waits for that answer; if not, a run ends by itself alone."""
     dataset: Dataset | None = None
     """What the sweep has opened already."""
+    at_a_time: int = 1
+    """Runs of the sweep that share the cluster."""
 
 
 class Layout(NamedTuple):
@@ -91,7 +93,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
     with cluster.running(), _terminable():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
-        layout = lay_out(run)
+        layout = lay_out(run, member.at_a_time if member else 1)
         display = Display(plan, quiet=member is not None)
         first = start.task_state if start else _last_weights(storage.join(out, fork)) if fork else None
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
@@ -265,8 +267,11 @@ def _check_fork(old: str, run: Run) -> None:
 # ---- the cluster -----------------------------------------------------------------------------------------------------
 
 
-def lay_out(run: Run) -> Layout:
-    """Where the workers run, or one message: what does not fit would be waited for without end."""
+def lay_out(run: Run, at_a_time: int = 1) -> Layout:
+    """Where the workers run, or one message: what does not fit would be waited for without end.
+
+    With several such runs at a time, a worker on a CPU takes no more threads than its part of them.
+    """
     import ray
 
     resources, compute = ray.cluster_resources(), run.compute
@@ -290,7 +295,8 @@ def lay_out(run: Run) -> Layout:
             f"compute.workers: {lowest} workers{share} beside one CPU to decode images{evaluating} do not fit into the"
             f" {cpus:g} CPUs of the cluster"
         )
-    return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // per_node)))
+    beside = -(-highest * at_a_time // max(1, len(nodes)))
+    return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // beside)))
 
 
 @contextlib.contextmanager

@@ -221,7 +221,9 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
     environment = {"MLFLOW_TRACKING_URI": tracking_uri()}
     environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
     asks = space.scheduler.kind != "none"
-    context = Context(planned.base, planned.dataset, ledger.home, uid, space.goal.metric, asks, environment)
+    at_a_time = min(planned.admission.concurrent, planned.trials)
+    metric = space.goal.metric
+    context = Context(planned.base, planned.dataset, ledger.home, uid, metric, asks, at_a_time, environment)
     with (
         tempfile.TemporaryDirectory(prefix="vitray-") as aside,  # of what Tune keeps nothing is used
         interruptible(ledger.home) as interruption,

@@ -39,6 +39,8 @@ class Context(NamedTuple):
     metric: str
     asks: bool
     """Whether a scheduler may end a trial early."""
+    at_a_time: int
+    """Trials that share the cluster."""
     environment: dict[str, str]
     """Of the driver, that a trial's process may have been started without: not written anywhere."""
 
@@ -126,7 +128,8 @@ class Trial(tune.Trainable):
 
         try:
             run = context.base.replace(read_entries(context.home)[name].settings)
-            ended = train(run, name, context.home, member=Member(context.uid, is_enough, context.asks, context.dataset))
+            member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time)
+            ended = train(run, name, context.home, member=member)
         except (RunError, ConfigError) as error:
             write_record(home, record._replace(state="failed", reason=str(error)))
             raise
