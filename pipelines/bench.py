@@ -25,6 +25,11 @@ def main(words: list[str]) -> dict[str, Any]:
         names = ("model", "batch", "image_size", "dtype", "rounds", "seconds", "out")
         chosen = {name: vars(args)[name] for name in names} | {"modes": args.modes.split(",")}
         return finetune.measure_finetune(finetune.Settings(**chosen))
+    if args.what == "sweep":
+        from vitray.bench import sweep
+
+        names = ("dataset", "model", "trials", "steps", "batch", "image_size", "cache", "rounds", "out")
+        return sweep.measure_sweep(sweep.Settings(**{name: vars(args)[name] for name in names}))
     models = [load_run(None, [f"model.name={name}"]).model.name for name in args.models.split(",")]
     for name in models:
         load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])

@@ -21,7 +21,8 @@ LAYERS = (
     {"vitray.stream", "vitray.tracking", "vitray.start"},
     {"vitray.evaluation", "vitray.plan"},
     {"vitray.loop"},
-    {"vitray.bench", "vitray.search"},
+    {"vitray.search"},
+    {"vitray.bench"},
     {"vitray"},
     {"pipelines"},
 )

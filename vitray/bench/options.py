@@ -7,7 +7,8 @@ EXAMPLES = (
     "examples: vitray bench branches --models vit_s18x2_16 --batches 1,8; vitray bench ingest data/demo; "
     "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; "
     "vitray bench train --dataset data/demo; "
-    "vitray bench finetune --model vit_b12x1_16 --image-size 384 --batch 1 --rounds 3"
+    "vitray bench finetune --model vit_b12x1_16 --image-size 384 --batch 1 --rounds 3; "
+    "vitray bench sweep data/demo --trials 4"
 )
 
 
@@ -41,18 +42,25 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="task.mode, or task.mode+compute.recompute, separated by commas; the first is compared with (%(default)s)",
     )
     finetune.add_argument("--batch", type=int, default=8, help="images in a batch (%(default)s)")
+    sweep = what.add_parser("sweep", help="runs as trials of one sweep, against as many vitray train: CPU and overhead")
+    sweep.add_argument("dataset", help="a folder written by vitray shard, with a split val")
+    sweep.add_argument("--model", default="vit_u3x1_8", help="a name (%(default)s)")
+    sweep.add_argument("--trials", type=int, default=3, help="runs of a sweep (%(default)s)")
+    sweep.add_argument("--steps", type=int, default=60, help="of a run (%(default)s)")
+    sweep.add_argument("--cache", choices=["none", "decoded"], default="none", help="data.cache (%(default)s)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="names, separated by commas (%(default)s)")
         each.add_argument("--compile", action="store_true", help="through torch.compile")
     for each in (branches, train, finetune):
         each.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (%(default)s)")
         each.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn (%(default)s)")
-    for each in (ingest, train):
+    for each in (ingest, train, sweep):
         each.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, train, finetune):
+    for each in (branches, ingest, train, finetune, sweep):
         each.add_argument("--image-size", type=int, default=224, help="pixels a side (%(default)s)")
         each.add_argument("--rounds", type=int, default=7, help="turns each variant gets (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the CSV and PNG (%(default)s)")
-    for each in (parser, branches, ingest, train, finetune):
+    for each in (parser, branches, ingest, train, finetune, sweep):
         each.add_argument("--json", action="store_true", help="the result as JSON on the last line")
+    sweep.set_defaults(batch=32, image_size=32, rounds=3)  # a turn of it takes minutes
     return parser

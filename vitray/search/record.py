@@ -17,6 +17,9 @@ class Record(NamedTuple):
     """The goal's metric, by step."""
     reason: str | None = None
     """Of a failure."""
+    began: float | None = None
+    """When it was begun, the last time, in seconds since 1970."""
+    ended: float | None = None
 
     def best(self, mode: Literal["max", "min"]) -> float | None:
         """The best score so far."""
@@ -33,7 +36,8 @@ def read_record(home: str) -> Record:
     if not storage.exists(storage.join(home, RECORD)):
         return Record()
     content = json.loads(storage.read_bytes(storage.join(home, RECORD)))
-    return Record(content["state"], tuple((step, value) for step, value in content["scores"]), content["reason"])
+    scores = tuple((step, value) for step, value in content["scores"])
+    return Record(content["state"], scores, content["reason"], content.get("began"), content.get("ended"))
 
 
 def write_record(home: str, record: Record) -> None:

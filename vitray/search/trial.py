@@ -8,6 +8,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class Trial(tune.Trainable):
 
     def _train(self, name: str, home: str, record: Record) -> Record:
         context = self._context
-        write_record(home, record := record._replace(state="running"))
+        write_record(home, record := record._replace(state="running", began=time.time(), ended=None))
 
         def is_enough(step: int, values: Mapping[str, float]) -> bool:
             nonlocal record
@@ -131,9 +132,9 @@ class Trial(tune.Trainable):
             member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time)
             ended = train(run, name, context.home, member=member)
         except (RunError, ConfigError) as error:
-            write_record(home, record._replace(state="failed", reason=str(error)))
+            write_record(home, record._replace(state="failed", reason=str(error), ended=time.time()))
             raise
-        write_record(home, record := record._replace(state=ended.state))
+        write_record(home, record := record._replace(state=ended.state, ended=time.time()))
         return record
 
     def _is_enough(self, step: int, value: float) -> bool:
