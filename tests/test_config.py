@@ -42,7 +42,10 @@ BAD_WORDS = [
         ["task.weights: got nothing, wanted a vitray model folder (a path, s3://, ", ") or a weights file of another"],
     ),
     ("task=finetune", ["task.weights: got nothing, wanted a vitray model folder"]),
-    ("task.kind=finetun", ["task: got 'finetun', wanted 'supervised', 'finetune'; nearest: finetune"]),
+    (
+        "task.kind=finetun",
+        ["task: got 'finetun', wanted 'supervised', 'finetune', 'masked', 'tokenizer'; nearest: finetune"],
+    ),
     ("task=finetune task.weights=a task.mode=atn", ["task.mode: got 'atn', wanted 'full', 'attn'", "nearest: attn"]),
     ("task=finetune task.weights=a task.also=norms", ["task.also: got 'norms', wanted a list"]),
     ("task=finetune task.weights=a task.mode=attn task.also=[stam]", ["task.also: got 'stam'", "nearest: stem"]),

@@ -14,8 +14,8 @@ LAYERS = (
     {"vitray.model.names"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
     {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
-    {"vitray.tuning", "vitray.admission", "vitray.expressions", "vitray.report"},
-    {"vitray.space"},
+    {"vitray.tuning", "vitray.tokenizer", "vitray.admission", "vitray.expressions", "vitray.report"},
+    {"vitray.masked", "vitray.space"},
     {"vitray.registry"},
     {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
     {"vitray.stream", "vitray.tracking", "vitray.start"},

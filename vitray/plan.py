@@ -6,6 +6,7 @@ import numpy as np
 
 from vitray import storage
 from vitray.config import ConfigError, Run
+from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune
 from vitray.model.names import nearest
 from vitray.model.sizes import sizes_of

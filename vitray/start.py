@@ -1,4 +1,4 @@
-"""What a fine-tuning starts from: the settings that it takes from the weights, and their tensors made to fit it."""
+"""What a run takes from earlier ones: of a fine-tuning settings and tensors, made to fit it; a tokenizer as it is."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from vitray.config import ConfigError, Run
+from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
+from vitray.masked import check_tokenizer
 from vitray.model.vit import ViT
 from vitray.registry import lasting
 from vitray.shards.manifest import Dataset
+from vitray.tokenizer import VisualTokenizer
 from vitray.tuning import FIXED, Audit, adapt, audit, freeze
-from vitray.weights import Loaded, identity_of, open_weights
+from vitray.weights import Loaded, identity_of, load_tokenizer, open_weights
 
 
 class Start(NamedTuple):
@@ -74,3 +77,24 @@ def _adapted(start: ViT, run: Run, state: dict[str, Tensor]) -> str:
     if any(name not in old or not torch.equal(old[name], tensor) for name, tensor in heads.items()):
         said.append(f"a new head of zeros for {run.model.num_classes} classes")
     return ", ".join(said) or "as it is"
+
+
+class Vocabulary(NamedTuple):
+    """The tokenizer whose codes a run predicts."""
+
+    url: str
+    """Where it is, as its address reads in every folder and later."""
+    identity: str
+    """A hash of its tensors."""
+    tokenizer: VisualTokenizer
+
+
+def open_vocabulary(run: Run, objective: Beit) -> Vocabulary:
+    """The tokenizer that a run names, or one message why not."""
+    try:
+        url = lasting(objective.tokenizer)
+        tokenizer = load_tokenizer(url)
+    except ConfigError as error:
+        raise ConfigError(f"task.objective.tokenizer: {error}") from None
+    check_tokenizer(run, tokenizer.run, objective.tokenizer)
+    return Vocabulary(url, identity_of(tokenizer.state_dict()), tokenizer)

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitray.config import ConfigError, Run
+from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, Recompute
 from vitray.config.training import Supervised as FromScratch
+from vitray.masked import MaskedPrediction
 from vitray.model.blocks import Block, Trace
 from vitray.model.vit import ViT
+from vitray.tokenizer import VisualTokenizer
 from vitray.tuning import freeze
 
 
@@ -24,6 +27,7 @@ class Supervised(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
+        assert isinstance(run.task, FromScratch | Finetune)
         self.settings = run.task
         self.vit = ViT(run.model)
 
@@ -39,19 +43,33 @@ class Supervised(nn.Module):
                 assert_never(self.settings.loss)
 
 
-def build_task(run: Run) -> Supervised:
-    """The task that a run describes, with new weights, and with those frozen that are not to be trained."""
-    if run.model.num_classes is None:
-        raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
-    task = Supervised(run)
+Task = Supervised | MaskedPrediction | VisualTokenizer
+
+
+def build_task(run: Run, tokenizer: VisualTokenizer | None = None) -> Task:
+    """The task that a run describes, with new weights, and with those frozen that are not to be trained.
+
+    `tokenizer` is the one that objective beit names, on the device where the task will be.
+    """
     match run.task:
         case FromScratch():
-            pass
+            return _supervised(run)
         case Finetune():
+            task = _supervised(run)
             freeze(task.vit, run.task)
+            return task
+        case Masked():
+            return MaskedPrediction(run, tokenizer)
+        case Tokenizer():
+            return VisualTokenizer(run)
         case _:
             assert_never(run.task)
-    return task
+
+
+def _supervised(run: Run) -> Supervised:
+    if run.model.num_classes is None:
+        raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
+    return Supervised(run)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from vitray.shards import open_dataset
 from vitray.shards.manifest import Dataset
 from vitray.stream import Share, Stream
 from vitray.stream.feed import DeviceBatch
-from vitray.task import Supervised, build_task
+from vitray.task import build_task
 
 
 class Settings(NamedTuple):
@@ -110,7 +110,7 @@ def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], obje
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The step that one would write by hand."""
-    task: Supervised = build_task(run).to(device)
+    task = build_task(run).to(device)
     vit: Any = torch.compile(task.vit) if run.compute.compile else task.vit
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
 

@@ -7,7 +7,8 @@ from pydantic import AfterValidator, Field, model_validator
 from vitray.config.sections import Positive, Section, Size, one_of
 
 
-def _rising(bounds: tuple[float, float]) -> tuple[float, float]:
+def rising(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Bounds, the lower one first."""
     if bounds[0] > bounds[1]:
         raise ValueError(f"got {list(bounds)}, wanted [lowest, highest]")
     return bounds
@@ -25,9 +26,9 @@ class RandomResizedCrop(Section):
     """A box of random area and shape, resized: the inception crop, by torchvision's rule."""
 
     kind: Literal["random_resized"] = "random_resized"
-    scale: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_rising)] = (0.08, 1.0)
+    scale: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(rising)] = (0.08, 1.0)
     """Least and largest share of the image's area."""
-    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(_rising)] = (3 / 4, 4 / 3)
+    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(rising)] = (3 / 4, 4 / 3)
     """Least and largest width / height."""
     interpolation: Interpolation = "bicubic"
     """Always antialiased."""

@@ -23,6 +23,7 @@ WANTED = {
     "tuple_type": "a list",
     "dict_type": "settings as `key: value`",
     "missing": "a longer list",
+    "too_short": "a longer list",
     "too_long": "a shorter list",
     "model_type": "settings as `key: value`",
     "model_attributes_type": "settings as `key: value`",
@@ -36,10 +37,15 @@ def refusal(invalid: ValidationError, root: type[Section], places: Mapping[str, 
         wrong.setdefault(_locate(error["loc"], root)[0], []).append(error)
     lines = []
     for path, errors in wrong.items():
-        # What was not given has no place; its section has.
-        given = path.rpartition(".")[0] if _is_absent(errors[0]) else path
+        # What was not given has no place; its section has. Sections that do not go together are one setting's fault,
+        # which the message begins with.
+        given = path.rpartition(".")[0] if _is_absent(errors[0]) else path or _named_by(errors[0])
         lines.append(f"{_place(given, places, source)}: {_explain(path, errors, root)}")
     return ConfigError("\n".join(lines))
+
+
+def _named_by(error: ErrorDetails) -> str:
+    return str(error.get("ctx", {}).get("error", "")).partition(":")[0]
 
 
 def _is_absent(error: ErrorDetails) -> bool:

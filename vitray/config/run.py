@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from vitray.config.pretraining import Masked, Tokenizer, misfit
 from vitray.config.reading import apply_changes, dump_yaml, flatten, parse_words, read_recipe
 from vitray.config.refusals import refusal
 from vitray.config.sections import Model, Section, one_of
@@ -27,7 +28,9 @@ class Run(Section):
 
     seed: Annotated[int, Field(ge=0)] = 0
     model: Model = Model()
-    task: Annotated[Supervised | Finetune, Field(discriminator="kind"), one_of("supervised")] = Supervised()
+    task: Annotated[Supervised | Finetune | Masked | Tokenizer, Field(discriminator="kind"), one_of("supervised")] = (
+        Supervised()
+    )
     data: Data = Data()
     optim: Optim = Optim()
     compute: Compute = Compute()
@@ -35,6 +38,12 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     guard: Guard = Guard()
     tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _task_fits(self) -> Self:
+        if isinstance(self.task, Masked | Tokenizer) and (said := misfit(self.task, self.model, self.data)):
+            raise ValueError(said)
+        return self
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Another run that differs in these dotted settings; what was left open in this one is open in that."""

@@ -18,7 +18,7 @@ from vitray.model.vit import ViT
 from vitray.optim import Average
 from vitray.stream import Share
 from vitray.stream.feed import Feed
-from vitray.task import Supervised
+from vitray.task import Task
 
 # A network's tensors by name.
 State = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Evaluations:
         # Here scores, apart the promise of scores.
         self._begun: dict[int, Any] = {}
 
-    def begin(self, step: int, task: Supervised, average: Average | None) -> None:
+    def begin(self, step: int, task: Task, average: Average | None) -> None:
         """Evaluate the weights as they are now, and their average where there is one."""
         self.latest = step
         if self._where == "workers":
@@ -75,7 +75,7 @@ class Evaluations:
         """Leave out what was begun after a step: the run goes on from there."""
         self._begun = {begun: found for begun, found in self._begun.items() if begun <= step}
 
-    def _scores_here(self, task: Supervised, average: Average | None) -> Iterator[Score]:
+    def _scores_here(self, task: Task, average: Average | None) -> Iterator[Score]:
         for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
             with weights:
                 agree_on_buffers(task)

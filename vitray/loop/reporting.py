@@ -5,7 +5,7 @@ import platform
 import threading
 import time
 from statistics import median
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import ray
@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vitray import storage
 from vitray.augment.decode import decode_image
 from vitray.config import Run
+from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.training import Finetune, Supervised
 from vitray.evaluation import Score
 from vitray.loop.desk import Desk
 from vitray.loop.display import Display, clock
@@ -267,6 +269,19 @@ def end_block(
     return facts
 
 
+def describe_loss(task: Supervised | Finetune | Masked | Tokenizer) -> str:
+    """What a run learns by, in a few words."""
+    match task:
+        case Supervised() | Finetune():
+            return f"{task.loss}, smoothing {task.smoothing:g}"
+        case Masked(objective=objective, mask=mask):
+            return f"{objective.kind} of {mask.ratio:.0%} of the patches, {mask.kind}"
+        case Tokenizer():
+            return f"pixels, from {task.codes} codes"
+        case _:
+            assert_never(task)
+
+
 def describe(run: Run, plan: Plan, layout: Layout) -> str:
     """The run in a few lines of Markdown."""
     data, optim = run.data, run.optim
@@ -277,7 +292,7 @@ def describe(run: Run, plan: Plan, layout: Layout) -> str:
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
         "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
         **({} if plan.weights is None else {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}),
-        "Loss": f"{run.task.loss}, smoothing {run.task.smoothing:g}",
+        "Loss": describe_loss(run.task),
         "Descent": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",
         "Where": f"{layout.workers[1]} {'GPU' if layout.use_gpu else 'CPU'} workers, {run.compute.precision},"

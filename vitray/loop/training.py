@@ -30,7 +30,7 @@ from vitray.schedule import learning_rate, total_steps
 from vitray.stream import Share, Stream
 from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
-from vitray.task import Supervised, build_task, recompute_activations
+from vitray.task import Task, build_task, recompute_activations
 from vitray.tracking import machine
 
 
@@ -186,7 +186,7 @@ def take_step(
     batch: DeviceBatch,
     share: Share,
     model: nn.Module,
-    task: Supervised,
+    task: Task,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     steps_per_epoch: int,
@@ -252,7 +252,7 @@ def summed(unread: dict[int, Tensor], device: torch.device) -> list[list[float]]
 
 def checkpoint_of(
     run: Run,
-    task: Supervised,
+    task: Task,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     standing: Standing,
@@ -273,9 +273,7 @@ def checkpoint_of(
     return Checkpoint(standing.step, parts, state)
 
 
-def resume(
-    job: Job, task: Supervised, optimizer: torch.optim.Optimizer, average: Average | None, teller: Teller
-) -> Standing:
+def resume(job: Job, task: Task, optimizer: torch.optim.Optimizer, average: Average | None, teller: Teller) -> Standing:
     """Load the last whole checkpoint, where there is one, into what is trained."""
     steps = [checkpoints.complete_steps(job.home)]
     if dist.is_initialized():
@@ -296,7 +294,7 @@ def resume(
 
 def rewind(
     job: Job,
-    task: Supervised,
+    task: Task,
     optimizer: torch.optim.Optimizer,
     average: Average | None,
     teller: Teller,

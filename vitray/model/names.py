@@ -60,6 +60,11 @@ class Name:
         return WIDTHS[self.width].heads
 
     @property
+    def leaks(self) -> bool:
+        """Whether the stem looks beyond a patch at its neighbours."""
+        return self.stem.startswith("conv")
+
+    @property
     def paper_spelling(self) -> str:
         """The name as the papers print it, stem left out: ViT-B18x2/16."""
         return f"ViT-{self.width.capitalize()}{self.depth}x{self.branches}/{self.patch}"

@@ -48,7 +48,10 @@ class ViT(nn.Module):
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """What the last block returns, the class token first where there is one."""
         x_BND, grid = self.stem(images_BCHW)
-        x_BND = self.positions(x_BND, grid)
+        return self.encode(self.positions(x_BND, grid), trace)
+
+    def encode(self, x_BND: Tensor, trace: Trace | None = None) -> Tensor:
+        """What the last block returns of patches with their positions: of all of an image, or of some."""
         if self.class_token is not None:
             x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(len(x_BND), 1, -1), x_BND], dim=1)
         x_BND = self.dropout(x_BND)
@@ -78,7 +81,7 @@ class ViT(nn.Module):
     def _initialise(self) -> None:
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
-                _initialise_linear(module)
+                initialise_linear(module)
         if self.class_token is not None:
             nn.init.trunc_normal_(self.class_token, std=0.02)
 
@@ -91,14 +94,14 @@ def build_head(model: Model) -> nn.Module:
     match model.head.kind:
         case "linear":
             head = nn.Linear(width, model.num_classes)
-            _initialise_linear(head)
+            initialise_linear(head)
             if model.head.init == "zeros":
                 nn.init.zeros_(head.weight)
             return head
         case "mlp":
             hidden = model.head.hidden or width
             head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, model.num_classes))
-            head.apply(_initialise_linear)
+            head.apply(initialise_linear)
             return head
 
 
@@ -131,7 +134,8 @@ def regroup(vit: ViT, branches: int) -> ViT:
     return new.to(vit.norm.weight).train(vit.training)
 
 
-def _initialise_linear(module: nn.Module) -> None:
+def initialise_linear(module: nn.Module) -> None:
+    """Small random weights and no bias, if it is a linear layer."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

@@ -186,5 +186,7 @@ def point_of(run: Run, images: str | None, start: str | None = None) -> Point | 
             plain = not run.task.also and not run.task.first_branch and size[0] == size[1]
             how = f"{run.task.mode} by {run.optim.rule.kind} at {size[0]} px"
             trainings = [f"{how}, from {start}", f"{run.task.mode}, from {start}"] if plain else []
+        case "masked" | "tokenizer":
+            trainings = []
     points = (Point(run.model.name, training, images) for training in trainings)
     return next((point for point in points if point in PAPER), None)

@@ -19,6 +19,7 @@ from vitray.augment.batch import normalised
 from vitray.augment.decode import UndecodableImage, decode_image
 from vitray.augment.sample import crop_centre
 from vitray.config import Run
+from vitray.config.training import Finetune, Supervised
 from vitray.weights.folder import load_model
 
 # Images of one forward pass: a longer request costs no more memory.
@@ -57,6 +58,8 @@ class ImageClassifier(PythonModel):
     def _probabilities(self, views_HWC: list[np.ndarray]) -> np.ndarray:
         images_BHWC = torch.from_numpy(np.stack(views_HWC)).to(self.device)
         logits_BK = self.vit(normalised(images_BHWC, self.run.data.normalise))
+        # What has no classes is not logged as a model.
+        assert isinstance(self.run.task, Supervised | Finetune)
         return (logits_BK.sigmoid() if self.run.task.loss == "bce" else logits_BK.softmax(dim=1)).cpu().numpy()
 
     def _answer(self, shares_K: np.ndarray, top_k: int | None) -> dict[str, Any]:

@@ -10,5 +10,7 @@ from vitray.weights.folder import Saved as Saved
 from vitray.weights.folder import flatten_model as flatten_model
 from vitray.weights.folder import load_deltas as load_deltas
 from vitray.weights.folder import load_model as load_model
+from vitray.weights.folder import load_tokenizer as load_tokenizer
 from vitray.weights.folder import open_weights as open_weights
 from vitray.weights.folder import save_model as save_model
+from vitray.weights.folder import save_tokenizer as save_tokenizer

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
+from torch import nn
 
 from vitray import storage
 from vitray.config import ConfigError, Run, load_run
 from vitray.model.vit import ViT
 from vitray.registry import located
+from vitray.tokenizer import VisualTokenizer
 from vitray.weights.convert import State, import_weights
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, compose, identity_of, make_delta, read_chain, read_state
 
@@ -48,16 +50,12 @@ def save_model(
 
     `relative_to` is the address of another network, of which this one is written as a delta.
     """
-    if storage.exists(storage.join(url, RUN)):
-        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
     if classes is not None and len(classes) != run.model.num_classes:
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
     state = vit.state_dict()
     delta = None if relative_to is None else make_delta(url, state, relative_to)
-    own = {name: tensor.contiguous() for name, tensor in state.items() if delta is None or name not in delta.taken}
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file(own, Path(folder) / WEIGHTS)
-        storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
+    own = {name: tensor for name, tensor in state.items() if delta is None or name not in delta.taken}
+    _write_tensors(url, own)
     if delta is not None:
         storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
     elif storage.exists(storage.join(url, DELTA)):
@@ -69,10 +67,40 @@ def save_model(
     return Saved(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
 
 
+def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> Saved:
+    """Write the model folder of a tokenizer, whose tensors have a task's names."""
+    state = tokenizer.state_dict()
+    _write_tensors(url, state)
+    storage.write_bytes(storage.join(url, CLASSES), b"null")
+    storage.write_bytes(storage.join(url, RUN), tokenizer.run.to_yaml().encode())
+    bytes_written = sum(tensor.nbytes for tensor in state.values())
+    return Saved(bytes_written, bytes_written)
+
+
+def _write_tensors(url: str, state: State) -> None:
+    if storage.exists(storage.join(url, RUN)):
+        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
+    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, Path(folder) / WEIGHTS)
+        storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
+
+
 def load_model(url: str) -> Loaded:
     """Read a model folder; the network is in evaluation mode."""
     place = _folder_at(url)
     return _build(place, read_state(place))
+
+
+def load_tokenizer(url: str) -> VisualTokenizer:
+    """Read the model folder of a tokenizer; it is in evaluation mode, and none of it is to be trained."""
+    place = _folder_at(url)
+    run = _run_at(place)
+    if run.task.kind != "tokenizer":
+        raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, wanted that of task tokenizer")
+    tokenizer, state = VisualTokenizer(run), read_state(place)
+    _check_fit(place, run.model.name, tokenizer, state)
+    tokenizer.load_state_dict(state, assign=True)
+    return tokenizer.eval().requires_grad_(False)
 
 
 def load_deltas(base_url: str, urls: Sequence[str]) -> list[Loaded]:
@@ -121,16 +149,22 @@ def _folder_at(url: str) -> str:
 
 def _build(place: str, state: State) -> Loaded:
     """The network that a folder describes, of these tensors themselves."""
-    with storage.local_copy(storage.join(place, RUN)) as path:
-        run = load_run(path)
+    run = _run_at(place)
+    if run.task.kind == "tokenizer":
+        raise ConfigError(f"{place}: got a tokenizer, wanted the network of a run of another task")
     vit = ViT(run.model)
-    _check_fit(place, vit, state)
+    _check_fit(place, run.model.name, vit, state)
     vit.load_state_dict(state, assign=True)
     return Loaded(run, vit.eval(), json.loads(storage.read_bytes(storage.join(place, CLASSES))))
 
 
-def _check_fit(url: str, vit: ViT, state: State) -> None:
-    wanted = vit.state_dict()
+def _run_at(place: str) -> Run:
+    with storage.local_copy(storage.join(place, RUN)) as path:
+        return load_run(path)
+
+
+def _check_fit(url: str, name: str, network: nn.Module, state: State) -> None:
+    wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
     wrong += [
@@ -139,4 +173,4 @@ def _check_fit(url: str, vit: ViT, state: State) -> None:
         if state[key].shape != wanted[key].shape
     ]
     if wrong:
-        raise ConfigError(f"{url}: {WEIGHTS} does not fit {vit.model.name} of {RUN}: {'; '.join(sorted(wrong)[:6])}")
+        raise ConfigError(f"{url}: {WEIGHTS} does not fit {name} of {RUN}: {'; '.join(sorted(wrong)[:6])}")

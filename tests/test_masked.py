@@ -1,0 +1,542 @@
+"""Masked prediction: each loss beside one written as loops, two beside transformers', and what each of them trains."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitray.augment.masks import HIDDEN, VISIBLE, draw_sources
+from vitray.config import ConfigError, Run
+from vitray.config.training import Optim
+from vitray.masked import MaskedPrediction, blanked
+from vitray.model.patches import patchify, unpatchify
+from vitray.model.vit import ViT
+from vitray.optim import build_optimizer, parameter_groups
+from vitray.task import build_task, recompute_activations
+
+PATCH, GRID = 8, (4, 3)
+PATCHES = GRID[0] * GRID[1]
+MODEL = {"model.name": "vit_u2x2_8_hmlp_ln", "model.image_size": [32, 24], "model.num_classes": None}
+DECODER = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "mean_colour": {},
+    "small_patch": {},
+    "pixels_l2": {},
+    "pixels_l1": {},
+    "mae": DECODER,
+    "beit": {"tokenizer": "runs/tokenizer/model"},
+}
+each_objective = pytest.mark.parametrize("kind", OBJECTIVES)
+
+
+def run_of(kind: str, **settings) -> Run:
+    changes = {"task": {"kind": "tokenizer", "levels": [5, 4], **DECODER}}
+    if kind != "tokenizer":
+        objective = {"kind": kind, **OBJECTIVES[kind]}
+        changes = {"task": {"kind": "masked", "objective": objective, "mask": {"least": 2} if kind == "beit" else None}}
+    return Run().replace(MODEL | changes | {name.replace("__", "."): value for name, value in settings.items()})
+
+
+def task(kind: str, **settings) -> Any:
+    if kind == "beit":
+        tokens = {name: value for name, value in settings.items() if name in ("model__name", "model__image_size")}
+        vocabulary = task("tokenizer", **tokens)
+    torch.manual_seed(0)
+    return build_task(run_of(kind, **settings), vocabulary if kind == "beit" else None)
+
+
+def images(count=4, height=32, width=24) -> Tensor:
+    """Normalised by ImageNet's mean and std, smooth and of many colours."""
+    coarse = torch.rand(count, 3, height // 4, width // 4, generator=torch.Generator().manual_seed(1))
+    pixels = F.interpolate(coarse, size=(height, width), mode="bilinear")
+    mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
+    return (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+
+
+def sources(kind: str, count=4, **settings) -> Tensor:
+    run = run_of(kind, **settings)
+    if kind == "tokenizer":
+        return torch.zeros(count)
+    return torch.from_numpy(draw_sources(run.task.mask, run.model.grid, 0, 0, range(count)))
+
+
+# ---- the losses, as loops --------------------------------------------------------------------------------------------
+
+
+def patch_of(image_CHW: Tensor, index: int) -> Tensor:
+    row, column = divmod(index, GRID[1])
+    return image_CHW[:, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
+
+
+def token_of(made: MaskedPrediction, image_CHW: Tensor, index: int) -> Tensor:
+    """The token of a patch, from a stem that is given nothing else."""
+    return made.vit.stem(patch_of(image_CHW, index)[None])[0][0, 0]
+
+
+def through(blocks: nn.ModuleList, tokens: list[Tensor | None]) -> list[Tensor]:
+    x_1ND = torch.stack([token for token in tokens if token is not None])[None]
+    for block in blocks:
+        x_1ND = block(x_1ND)
+    return list(x_1ND[0])
+
+
+def predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
+    """What is predicted of each predicted patch of one image."""
+    vit, places, first = made.vit, made.vit.positions.table, int(made.vit.class_token is not None)
+    seen = []
+    for index in range(PATCHES):
+        token = token_of(made, image_CHW, index if source[index] < 0 else source[index])
+        seen.append((made.mask_token if source[index] == HIDDEN else token) + places[index])
+    out = [vit.norm(token) for token in through(vit.blocks, [vit.class_token, *seen])[first:]]
+    return {index: made.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
+
+
+def mae_predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
+    """The same where the network never meets what is predicted."""
+    vit, decoder, first = made.vit, made.decoder, int(made.vit.class_token is not None)
+    kept = [index for index in range(PATCHES) if source[index] == VISIBLE]
+    seen = [token_of(made, image_CHW, index) + vit.positions.table[index] for index in kept]
+    embedded = [decoder.embed(vit.norm(token)) for token in through(vit.blocks, [vit.class_token, *seen])]
+    patches = [made.mask_token] * PATCHES
+    for index, token in zip(kept, embedded[first:], strict=True):
+        patches[index] = token
+    placed = [token + decoder.positions.table[index] for index, token in enumerate(patches)]
+    out = through(decoder.blocks, [*embedded[:first], *placed])[first:]
+    return {index: decoder.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
+
+
+def colour_of(pixels_CN: Tensor) -> int:
+    """The mean of normalised pixels as one of 512 colours."""
+    code, normalise = 0, Run().data.normalise
+    for colour in range(3):
+        values = [value * normalise.std[colour] + normalise.mean[colour] for value in pixels_CN[colour].tolist()]
+        code = 8 * code + min(7, int(8 * sum(values) / len(values)))
+    return code
+
+
+def cross_entropy(logits: list[float], target: int) -> float:
+    return math.log(sum(math.exp(value) for value in logits)) - logits[target]
+
+
+def loss_of(kind: str, prediction: list[float], patch_CHW: Tensor, code: int) -> float:
+    """The loss of one predicted patch."""
+    match kind:
+        case "mean_colour":
+            return cross_entropy(prediction, colour_of(patch_CHW.flatten(1)))
+        case "small_patch":
+            losses = []
+            for cell in range(16):
+                top, left = (2 * at for at in divmod(cell, 4))
+                target = colour_of(patch_CHW[:, top : top + 2, left : left + 2].flatten(1))
+                losses.append(cross_entropy(prediction[512 * cell : 512 * (cell + 1)], target))
+            return sum(losses) / 16
+        case "beit":
+            return cross_entropy(prediction, code)
+    wanted = [float(patch_CHW[c, y, x]) for y in range(PATCH) for x in range(PATCH) for c in range(3)]
+    if kind == "mae":
+        mean = sum(wanted) / len(wanted)
+        variance = sum((value - mean) ** 2 for value in wanted) / (len(wanted) - 1)
+        wanted = [(value - mean) / math.sqrt(variance + 1e-6) for value in wanted]
+    apart = [abs(got - value) for got, value in zip(prediction, wanted, strict=True)]
+    return sum(each if kind == "pixels_l1" else each**2 for each in apart) / len(wanted)
+
+
+@each_objective
+@pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
+def test_every_loss_is_that_of_loops(kind, settings):
+    made, images_BCHW, source_BN = task(kind, **settings).eval(), images(), sources(kind)
+    codes_BN = made.targets.tokenizer.encode(images_BCHW) if kind == "beit" else torch.zeros_like(source_BN)
+    losses = []
+    with torch.no_grad():
+        for image_CHW, source, codes in zip(images_BCHW, source_BN.tolist(), codes_BN.tolist(), strict=True):
+            found = (mae_predictions if kind == "mae" else predictions)(made, image_CHW, source)
+            assert len(found) == made.predicted
+            losses += [
+                loss_of(kind, prediction.tolist(), patch_of(image_CHW, index), codes[index])
+                for index, prediction in found.items()
+            ]
+        assert float(made(images_BCHW, source_BN)) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@each_objective
+def test_equal_parts_of_a_batch_average_to_the_whole(kind):
+    made, images_BCHW, source_BN = task(kind), images(), sources(kind)
+    parts = [made(images_BCHW[part], source_BN[part]) for part in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(sum(parts) / 2, made(images_BCHW, source_BN))
+
+
+@each_objective
+def test_losses_are_computed_in_float32(kind):
+    made, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(images_BCHW, source_BN)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, made(images_BCHW, source_BN), rtol=0.02, atol=0)
+
+
+# ---- beside transformers ---------------------------------------------------------------------------------------------
+
+SQUARE = {"model__name": "vit_u2x1_8", "model__image_size": 32, "model__norm_eps": 1e-12}
+HF = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256, "patch_size": 8}
+
+
+def their_blocks(prefix: str, blocks: nn.ModuleList) -> dict[str, Tensor]:
+    state = {}
+    for level, block in enumerate(blocks):
+        here = f"{prefix}.{level}"
+        for kind, ours, theirs in (
+            ("attn1", "out", "attention.o_proj"),
+            ("ffn1", "up", "mlp.fc1"),
+            ("ffn1", "down", "mlp.fc2"),
+        ):
+            for name, tensor in block.get_submodule(f"{kind}.{ours}").named_parameters():
+                state[f"{here}.{theirs}.{name}"] = tensor
+        for name, tensor in block.attn1.qkv.named_parameters():
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                state[f"{here}.attention.{part}_proj.{name}"] = piece
+        for kind, theirs in (("attn1", "layernorm_before"), ("ffn1", "layernorm_after")):
+            for name, tensor in block.get_submodule(f"{kind}.norm").named_parameters():
+                state[f"{here}.{theirs}.{name}"] = tensor
+    return state
+
+
+def their_encoder(vit: ViT) -> dict[str, Tensor]:
+    state = their_blocks("vit.layers", vit.blocks)
+    for ours, theirs in (("stem.proj.0", "embeddings.patch_embeddings.projection"), ("norm", "layernorm")):
+        state |= {f"vit.{theirs}.{name}": tensor for name, tensor in vit.get_submodule(ours).named_parameters()}
+    places_ND = torch.cat([torch.zeros(1, 64), vit.positions.table])
+    return state | {
+        "vit.embeddings.cls_token": vit.class_token[None, None],
+        "vit.embeddings.position_embeddings": places_ND[None],
+    }
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_mae_is_that_of_transformers(normalised):
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining  # seconds, which workers that import this file need not
+
+    settings = {"task__objective__normalised": normalised, "model__positions": "sincos2d"}
+    made = task("mae", **SQUARE, **settings)
+    decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+    config = ViTMAEConfig(**HF, **decoder, decoder_intermediate_size=128, image_size=32, norm_pix_loss=normalised)
+    theirs = ViTMAEForPreTraining(config)
+    theirs.decoder.initialize_weights(16)
+    torch.testing.assert_close(theirs.decoder.decoder_pos_embed[0, 1:], made.decoder.positions.table)
+
+    state = their_encoder(made.vit) | their_blocks("decoder.decoder_layers", made.decoder.blocks)
+    for ours, name in (("embed", "decoder_embed"), ("head.0", "decoder_norm"), ("head.1", "decoder_pred")):
+        state |= {
+            f"decoder.{name}.{key}": tensor for key, tensor in made.decoder.get_submodule(ours).named_parameters()
+        }
+    state["decoder.mask_token"] = made.mask_token[None, None]
+    state["decoder.decoder_pos_embed"] = theirs.decoder.decoder_pos_embed
+    theirs.load_state_dict(state)
+
+    images_BCHW = images(height=32, width=32)
+    source_BN = sources("mae", **SQUARE)
+    # Theirs keeps what has the least noise.
+    out = theirs(images_BCHW, noise=(source_BN == HIDDEN).float() + torch.rand(4, 16) / 2)
+    assert torch.equal(out.mask, (source_BN == HIDDEN).float())
+    loss = made(images_BCHW, source_BN)
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
+    loss.backward()
+    out.loss.backward()
+    for name in ("cls_token", "patch_embeddings.projection.weight"):
+        ours = {"cls_token": made.vit.class_token}.get(name, made.vit.stem.proj[0].weight)
+        torch.testing.assert_close(
+            ours.grad, theirs.get_parameter(f"vit.embeddings.{name}").grad.view_as(ours), rtol=1e-3, atol=1e-7
+        )
+    torch.testing.assert_close(made.mask_token.grad, theirs.decoder.mask_token.grad[0, 0], rtol=1e-3, atol=1e-7)
+
+    drawn = made.reconstruct(images_BCHW, source_BN)
+    if not normalised:
+        shown_BNK = torch.where(out.mask[..., None] > 0, out.logits, theirs.patchify(images_BCHW))
+        torch.testing.assert_close(drawn, theirs.unpatchify(shown_BNK).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_pixels_l1_are_those_of_transformers():
+    from transformers import ViTConfig, ViTForMaskedImageModeling
+
+    made = task("pixels_l1", **SQUARE)
+    theirs = ViTForMaskedImageModeling(ViTConfig(**HF, encoder_stride=8, image_size=32)).eval()
+    # Theirs has a pixel's colours apart: colour, row, column.
+    order = torch.arange(192).view(8, 8, 3).permute(2, 0, 1).flatten()
+    state = their_encoder(made.vit) | {"vit.embeddings.mask_token": made.mask_token[None, None]}
+    state |= {"decoder.0.weight": made.head.weight[order, :, None, None], "decoder.0.bias": made.head.bias[order]}
+    theirs.load_state_dict(state)
+    images_BCHW, source_BN = images(height=32, width=32), sources("pixels_l1", **SQUARE)
+    out = theirs(images_BCHW, bool_masked_pos=source_BN == HIDDEN)
+    torch.testing.assert_close(made(images_BCHW, source_BN), out.loss, rtol=1e-5, atol=0)
+
+
+# ---- what is hidden is hidden ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stem", ["", "_hmlp_ln", "_hmlp_bn", "_linear_bn_gelu"])
+def test_hiding_after_a_stem_is_hiding_before_it(stem):
+    vit = task("pixels_l2", model__name=f"vit_u2x1_8{stem}").vit
+    images_BCHW, source_BN = images(), sources("pixels_l2")
+    vit.train()
+    vit.stem(images_BCHW)  # so that batch norms have statistics
+    vit.eval()
+    before_BND = vit.stem(blanked(images_BCHW, source_BN, PATCH))[0]
+    after_BND = vit.stem(images_BCHW)[0]
+    for row, source in enumerate(source_BN.tolist()):
+        for index, taken in enumerate(source):
+            wanted = after_BND[row, index if taken == VISIBLE else taken]
+            if taken != HIDDEN:
+                torch.testing.assert_close(before_BND[row, index], wanted, rtol=0, atol=1e-5)
+    # A blank patch has one token wherever it is: it says nothing of what was hidden, nor do its neighbours' say any.
+    blank_MD = before_BND[source_BN == HIDDEN]
+    torch.testing.assert_close(blank_MD, blank_MD[:1].expand_as(blank_MD), rtol=0, atol=1e-5)
+
+
+@each_objective
+@pytest.mark.parametrize("stem", ["hmlp_ln", "hmlp_bn"])
+def test_a_prediction_knows_nothing_of_what_is_hidden(kind, stem):
+    made = task(kind, model__name=f"vit_u2x1_8_{stem}").eval()
+    images_BCHW, source_BN = images(), sources(kind)
+    # Nor may a hidden patch be seen in place of another.
+    source_BN = torch.where(source_BN >= 0, HIDDEN, source_BN)
+    noise_BNK = torch.randn(4, PATCHES, 3 * PATCH**2) * (source_BN == HIDDEN)[..., None]
+    other_BCHW = images_BCHW + unpatchify(noise_BNK, GRID, PATCH)
+    with torch.no_grad():
+        index_BM, one = made.predict(images_BCHW, source_BN)
+        torch.testing.assert_close(made.predict(other_BCHW, source_BN)[1], one, rtol=0, atol=1e-5)
+    assert torch.equal(index_BM, (source_BN == HIDDEN).nonzero()[:, 1].view(4, -1))
+
+
+@pytest.mark.parametrize(("name", "leaks"), [("vit_u1x1_16_conv_ln", True), ("vit_u1x1_16_hmlp_ln", False)])
+def test_a_convolutional_stem_leaks(name, leaks):
+    settings = {"model__name": name, "model__image_size": 64, "task__allow_leak": True}
+    made, source_BN, images_BCHW = task("mae", **settings), sources("mae", **settings), images(height=64, width=64)
+    noise_BNK = torch.randn(4, 16, 768) * (source_BN == HIDDEN)[..., None]
+    with torch.no_grad():
+        other_BCHW = images_BCHW + unpatchify(noise_BNK, (4, 4), 16)
+        one_BND, other_BND = (made.vit.stem(each)[0] for each in (images_BCHW, other_BCHW))
+    apart = (one_BND - other_BND)[source_BN == VISIBLE].abs().max()
+    assert apart > 0.1 if leaks else apart < 1e-5
+
+
+def test_mae_computes_a_quarter_of_the_patches():
+    made, lengths = task("mae"), []
+    made.vit.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    made(images(), sources("mae"))
+    assert lengths == [1 + PATCHES // 4]
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+
+
+@each_objective
+@pytest.mark.parametrize("settings", [{}, {"model__layerscale": 0.1, "model__pool": "mean_then_norm"}])
+def test_every_parameter_gets_a_gradient(kind, settings):
+    made = task(kind, **settings).train()
+    made(images(), sources(kind)).backward()
+    assert [name for name, each in made.named_parameters() if each.grad is None or not each.grad.any()] == []
+    assert all(parameter.requires_grad for parameter in made.parameters())
+
+
+@each_objective
+def test_the_network_is_the_one_that_is_fine_tuned(kind):
+    made = task(kind)
+    vit = ViT(run_of(kind).model)
+    names = [name for name in made.state_dict() if not name.startswith("vit.")]
+    assert [f"vit.{name}" for name in vit.state_dict()] == [name for name in made.state_dict() if name not in names]
+    assert "mask_token" in names
+    assert {name.partition(".")[0] for name in names} == {"mask_token", "decoder" if kind == "mae" else "head"}
+
+
+@each_objective
+def test_what_is_beside_the_network_learns_as_its_top_and_tokens_do_not_decay(kind):
+    made = task(kind)
+    names = {id(parameter): name for name, parameter in made.named_parameters()}
+    groups = parameter_groups(made, Optim(weight_decay=0.05, layer_decay=0.5))
+    found = {
+        names[id(each)]: (group["lr_scale"], group["weight_decay"]) for group in groups for each in group["params"]
+    }
+    assert len(found) == len(names)
+    assert found["mask_token"] == (1.0, 0.0)
+    beside = {name for name in found if not name.startswith("vit.")}
+    assert {found[name][0] for name in beside} == {1.0}
+    assert {name for name in beside if found[name][1]} == {
+        name for name in beside if name.endswith("weight") and made.get_parameter(name).ndim == 2
+    }
+    # Two levels of two branches.
+    assert found["vit.class_token"] == found["vit.positions.table"] == (0.125, 0.0)
+    assert found["vit.blocks.0.attn2.qkv.weight"] == (0.25, 0.05)
+    assert found["vit.blocks.1.ffn1.up.weight"] == (0.5, 0.05)
+
+
+def test_beit_starts_with_deeper_levels_that_add_less():
+    made, plain = task("beit", model__name="vit_u3x2_8"), task("pixels_l2", model__name="vit_u3x2_8")
+    for level in range(3):
+        for name, weight in made.vit.blocks[level].named_parameters():
+            wanted = plain.vit.blocks[level].get_parameter(name)
+            if name.rpartition(".")[0] in ("attn1.out", "attn2.out", "ffn1.down", "ffn2.down"):
+                wanted = wanted / math.sqrt(2 * (level + 1))
+            torch.testing.assert_close(weight, wanted)
+
+
+def test_a_tokenizer_is_not_the_tasks():
+    made = task("beit").train()
+    vocabulary = made.targets.tokenizer
+    before = {name: tensor.clone() for name, tensor in vocabulary.state_dict().items()}
+    optimizer = build_optimizer(made, Optim(lr=0.1), torch.device("cpu"))
+    made(images(), sources("beit")).backward()
+    optimizer.step()
+    assert not vocabulary.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vocabulary.state_dict().items())
+    owned = {id(parameter) for parameter in made.parameters()}
+    assert not owned & {id(parameter) for parameter in vocabulary.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model__image_size": 32},
+            "task.objective.tokenizer: got runs/tokenizer/model, which has codes for 4 x 3 patches of 8 pixels, wanted"
+            " 4 x 4 of 8, as vit_u2x2_8_hmlp_ln at 32",
+        ),
+        (
+            {"model__name": "vit_u2x2_16", "model__image_size": [64, 48]},
+            "which has codes for 4 x 3 patches of 8 pixels, wanted 4 x 3 of 16",
+        ),
+        (
+            {"data__normalise": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}},
+            "data.normalise: got mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], wanted those of the tokenizer",
+        ),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ConfigError) as error:
+        build_task(run_of("beit", **settings), task("tokenizer"))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["beit", "mae"])
+def test_recomputed_and_compiled_gradients_are_the_same(kind):
+    made, images_BCHW, source_BN = task(kind, model__name="vit_u1x1_8"), images(), sources(kind)
+
+    def gradients(module: Any) -> list[Tensor]:
+        made.zero_grad()
+        module(images_BCHW, source_BN).backward()
+        return [parameter.grad.clone() for parameter in made.parameters()]
+
+    plain = gradients(made)
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(made, backend="aot_eager", fullgraph=True))
+    recompute_activations(made, "blocks")
+    again = gradients(made)
+    for one, two, three in zip(plain, compiled, again, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+        assert torch.equal(three, one)
+
+
+# ---- two workers -----------------------------------------------------------------------------------------------------
+
+
+def worker(rank: int, workers: int, folder: str) -> None:
+    """Two steps of every task on this worker's images; the first worker keeps the gradients."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=workers)
+    for kind in (*OBJECTIVES, "tokenizer"):
+        made = task(kind).train()
+        model = DistributedDataParallel(made)  # which refuses a second step where a parameter had no part in the first
+        for _ in range(2):
+            made.zero_grad()
+            model(images()[rank::workers], sources(kind)[rank::workers]).backward()
+        found = {name: parameter.grad for name, parameter in made.named_parameters()}
+        if kind == "tokenizer":
+            found["perplexity"] = torch.tensor(made.read_perplexity())
+        if rank == 0:
+            torch.save(found, f"{folder}/{kind}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_take_the_step_of_one(tmp_path):
+    torch.multiprocessing.spawn(worker, (2, str(tmp_path)), nprocs=2)
+    for kind in (*OBJECTIVES, "tokenizer"):
+        made = task(kind).train()
+        found = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
+        made(images(), sources(kind)).backward()
+        if kind == "tokenizer":
+            assert float(found.pop("perplexity")) == pytest.approx(made.read_perplexity())
+        for name, parameter in made.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
+
+
+# ---- learning, and the pictures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("mean_colour", 100), ("small_patch", 100), ("pixels_l2", 1000), ("pixels_l1", 50), ("mae", 5), ("beit", 100)],
+)
+def test_a_few_images_are_learned(kind, factor):
+    made, images_BCHW, source_BN = task(kind, model__name="vit_u2x1_8").train(), images(), sources(kind)
+    optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+    losses = []
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (200 - step) / 100)
+        loss = made(images_BCHW, source_BN)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / factor, losses[::20]
+
+
+@each_objective
+def test_a_picture_shows_what_is_predicted(kind):
+    made, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
+    drawn_BNK, own_BNK = (patchify(each, PATCH) for each in (made.reconstruct(images_BCHW, source_BN), images_BCHW))
+    predicted_BN = source_BN != VISIBLE
+    assert torch.equal(drawn_BNK[~predicted_BN], own_BNK[~predicted_BN])
+    assert (drawn_BNK[predicted_BN] != own_BNK[predicted_BN]).any(dim=1).all()
+
+    # Where the prediction is right, so is the picture, as finely as the target says.
+    index_BM = made.predict(images_BCHW, source_BN)[0]
+    targets_BMK = patchify(images_BCHW, PATCH).gather(1, index_BM[..., None].expand(-1, -1, 192))
+    match kind:
+        case "mean_colour" | "small_patch":
+            cells = {"mean_colour": 1, "small_patch": 4}[kind]
+            classes_BMS = made.targets.classes(images_BCHW).gather(1, index_BM[..., None].expand(-1, -1, cells**2))
+            shown = made.targets.drawn(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
+            mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
+            apart_BMssC = (
+                (shown - targets_BMK).unflatten(2, (cells, PATCH // cells, cells, PATCH // cells, 3)).mean((3, 5))
+            )
+            assert (apart_BMssC * std).abs().max() <= 1 / 16 + 1e-6  # half of a level of three bits
+            assert mean.shape == (3,)
+        case "pixels_l2" | "pixels_l1":
+            torch.testing.assert_close(made.targets.drawn(targets_BMK, images_BCHW, index_BM), targets_BMK)
+        case "mae":
+            spread = (targets_BMK.var(-1, keepdim=True) + 1e-6).sqrt()
+            normal = (targets_BMK - targets_BMK.mean(-1, keepdim=True)) / spread
+            torch.testing.assert_close(made.targets.drawn(normal, images_BCHW, index_BM), targets_BMK)
+        case "beit":
+            vocabulary = made.targets.tokenizer
+            codes_BM = vocabulary.encode(images_BCHW).gather(1, index_BM)
+            shown = made.targets.drawn(F.one_hot(codes_BM, vocabulary.codes).float(), images_BCHW, index_BM)
+            wanted = patchify(vocabulary.reconstruct(images_BCHW), PATCH)
+            torch.testing.assert_close(shown, wanted.gather(1, index_BM[..., None].expand(-1, -1, 192)))
+
+
+def test_a_blanked_image_shows_what_the_network_sees():
+    images_BCHW = images(1)
+    source_BN = torch.full((1, PATCHES), VISIBLE)
+    source_BN[0, :3] = torch.tensor([HIDDEN, 5, 2])
+    drawn_CHW = blanked(images_BCHW, source_BN, PATCH)[0]
+    assert not patch_of(drawn_CHW, 0).any()
+    for index, wanted in [(1, 5), (2, 2), *((index, index) for index in range(3, PATCHES))]:
+        assert torch.equal(patch_of(drawn_CHW, index), patch_of(images_BCHW[0], wanted))
+    assert torch.equal(unpatchify(patchify(images_BCHW, PATCH), GRID, PATCH), images_BCHW)

@@ -1,0 +1,280 @@
+"""Masks: as many patches of every image, the same whoever draws them, BeiT's rectangles, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from vitray.augment.draws import raw_draws
+from vitray.augment.masks import HIDDEN, VISIBLE, draw_rectangles, draw_sources
+from vitray.config import ConfigError, Run, load_run
+from vitray.config.pretraining import (
+    BlockMask,
+    Mask,
+    Masked,
+    Objective,
+    RandomMask,
+    largest_least,
+    paper_mask,
+    predicted_patches,
+)
+
+GRID = (14, 14)
+BERT = RandomMask(ratio=0.5, other=0.1, kept=0.1)
+
+
+def sources(mask: Mask, positions=range(4), *, grid=GRID, seed=0, epoch: int | None = 0) -> np.ndarray:
+    return draw_sources(mask, grid, seed, epoch, positions)
+
+
+grids = st.tuples(st.integers(2, 12), st.integers(2, 12))
+ratios = st.floats(0.05, 0.95)
+
+
+@st.composite
+def masked_grids(draw) -> tuple[Mask, tuple[int, int]]:
+    grid, ratio = draw(grids), draw(ratios)
+    if draw(st.booleans()):
+        return RandomMask(
+            ratio=ratio, other=draw(st.sampled_from([0.0, 0.3])), kept=draw(st.sampled_from([0.0, 0.3]))
+        ), grid
+    least = draw(st.integers(1, max(1, math.floor(largest_least(BlockMask(ratio=ratio, least=1), grid)))))
+    return BlockMask(ratio=ratio, least=least), grid
+
+
+# ---- how many, and whoever draws -------------------------------------------------------------------------------------
+
+
+@given(masked_grids(), st.integers(0, 2**31), st.integers(0, 5))
+def test_as_many_patches_of_every_image_are_predicted(drawn, seed, epoch):
+    mask, grid = drawn
+    patches = grid[0] * grid[1]
+    source_BN = sources(mask, range(3), grid=grid, seed=seed, epoch=epoch)
+    assert source_BN.shape == (3, patches)
+    assert ((source_BN != VISIBLE).sum(1) == predicted_patches(mask, patches)).all()
+    assert source_BN.min() >= VISIBLE
+    assert source_BN.max() < patches
+
+
+@pytest.mark.parametrize("mask", [RandomMask(), BERT, BlockMask()])
+def test_masks_do_not_depend_on_who_draws_them(mask):
+    whole_BN = sources(mask, range(24))
+    for workers in (2, 3, 5):
+        for rank in range(workers):
+            assert np.array_equal(sources(mask, range(rank, 24, workers)), whole_BN[rank::workers])
+    assert np.array_equal(sources(mask, [23, 5]), whole_BN[[23, 5]])
+
+
+@pytest.mark.parametrize("mask", [RandomMask(), BERT, BlockMask()])
+def test_seed_epoch_and_position_each_change_a_mask(mask):
+    drawn = [
+        sources(mask, [position], seed=seed, epoch=epoch)[0].tobytes()
+        for seed in (0, 1)
+        for epoch in (0, 1, None)
+        for position in (0, 1, 1000)
+    ]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_the_number_is_that_of_the_sources():
+    # MAE keeps int(patches * (1 - ratio)); BeiT's 75 of 196 are about the 40 % of its paper.
+    for patches in (4, 49, 196, 256):
+        for ratio in (0.25, 0.5, 0.75):
+            assert predicted_patches(RandomMask(ratio=ratio), patches) == patches - int(patches * (1 - ratio))
+    assert predicted_patches(BlockMask(), 196) == 75
+    assert predicted_patches(RandomMask(ratio=0.9), 10) == 9  # where int(10 * (1 - 0.9)) is 0
+
+
+# ---- one by one ------------------------------------------------------------------------------------------------------
+
+
+def test_every_patch_is_as_likely():
+    hidden_N = (sources(RandomMask(ratio=0.75), range(2000), grid=(4, 4)) == HIDDEN).mean(0)
+    assert np.abs(hidden_N - 0.75).max() < 5 * math.sqrt(0.75 * 0.25 / 2000)
+
+
+def test_of_what_is_predicted_a_tenth_is_another_patch_and_a_tenth_is_itself():
+    source_BN = sources(BERT, range(400))
+    predicted = source_BN != VISIBLE
+    assert np.array_equal(predicted, sources(RandomMask(ratio=0.5), range(400)) != VISIBLE)  # the same patches
+    own_BN = np.broadcast_to(np.arange(196), source_BN.shape)
+    shares = {
+        "hidden": (source_BN == HIDDEN)[predicted].mean(),
+        "kept": (source_BN == own_BN)[predicted].mean(),
+        "other": ((source_BN >= 0) & (source_BN != own_BN))[predicted].mean(),
+    }
+    assert sum(shares.values()) == pytest.approx(1)
+    for name, wanted in {"hidden": 0.8, "kept": 0.1, "other": 0.1}.items():
+        assert abs(shares[name] - wanted) < 5 * math.sqrt(wanted * (1 - wanted) / predicted.sum()), name
+
+
+def test_another_patch_is_any_but_itself():
+    source_BN = sources(RandomMask(ratio=0.5, other=0.99), range(3000), grid=(2, 2))
+    own_BN = np.broadcast_to(np.arange(4), source_BN.shape)
+    taken = source_BN >= 0
+    assert not (source_BN == own_BN).any()
+    apart = (source_BN - own_BN)[taken] % 4
+    assert np.abs(np.bincount(apart, minlength=4)[1:] / taken.sum() - 1 / 3).max() < 0.03
+
+
+# ---- rectangles ------------------------------------------------------------------------------------------------------
+
+
+def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int]:
+    """BeiT's masking as one would write it for one image."""
+    rows, columns = grid
+    wanted, hidden, used = predicted_patches(mask, rows * columns), set(), 0
+    while len(hidden) < wanted:
+        draws = [(raw >> 11) * 2.0**-53 for raw in raw_draws(key, 4 * (used + 1)).tolist()[4 * used :]]
+        used += 1
+        low, high = (math.log(bound) for bound in mask.aspect)
+        area = mask.least + draws[0] * max(wanted - len(hidden) - mask.least, 0)
+        aspect = math.exp(low + draws[1] * (high - low))
+        tall, wide = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if tall > rows or wide > columns:
+            continue
+        top, left = (
+            int(draw * (free + 1)) for draw, free in zip(draws[2:], (rows - tall, columns - wide), strict=True)
+        )
+        for row in range(top, top + tall):
+            for column in range(left, left + wide):
+                if len(hidden) < wanted:
+                    hidden.add(row * columns + column)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("mask", "grid"),
+    [
+        (BlockMask(), GRID),
+        (BlockMask(ratio=0.75, least=4), (6, 9)),
+        (BlockMask(ratio=0.9, least=16), (4, 4)),
+        (BlockMask(ratio=0.5, least=1, aspect=(1.0, 1.0)), (5, 3)),
+    ],
+)
+def test_blocks_are_those_drawn_one_by_one(mask, grid):
+    source_BN = sources(mask, range(40), grid=grid, seed=3, epoch=7)
+    for position, source_N in enumerate(source_BN):
+        assert set(np.flatnonzero(source_N == HIDDEN)) == blocks_one_by_one(mask, grid, f"mask 3 7 {position}")
+
+
+@given(st.integers(1, 40), st.integers(0, 2**31))
+def test_a_rectangle_keeps_to_its_limits(least, seed):
+    mask, missing = BlockMask(least=least), 60
+    draws_B4 = np.random.default_rng(seed).random((50, 4))
+    for inside_N in draw_rectangles(draws_B4, np.full(50, missing), mask, GRID):
+        if not inside_N.any():
+            continue  # it did not fit
+        rows, columns = (np.flatnonzero(inside_N.reshape(GRID).any(axis)) for axis in (1, 0))
+        tall, wide = np.ptp(rows) + 1, np.ptp(columns) + 1
+        assert inside_N.sum() == tall * wide  # without a gap
+        # A side is rounded, by half a patch at most.
+        assert (tall + 0.5) * (wide + 0.5) >= least
+        assert (tall - 0.5) * (wide - 0.5) <= missing
+        assert (tall - 0.5) / (wide + 0.5) <= mask.aspect[1]
+        assert (tall + 0.5) / (wide - 0.5) >= mask.aspect[0]
+
+
+def test_blocks_hide_neighbours():
+    def neighbours(source_BN: np.ndarray) -> float:
+        hidden_BRC = (source_BN == HIDDEN).reshape(-1, *GRID)
+        return (hidden_BRC[:, :, 1:] & hidden_BRC[:, :, :-1]).sum() / hidden_BRC.sum()
+
+    one_by_one, blocks = (neighbours(sources(mask, range(200))) for mask in (RandomMask(ratio=0.38), BlockMask()))
+    assert one_by_one < 0.38
+    assert blocks > 0.75
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+WITHOUT_CLASSES = "model.num_classes=null"
+
+
+def masked(*words: str) -> Masked:
+    task = load_run(None, [WITHOUT_CLASSES, "task=masked", *words]).task
+    assert isinstance(task, Masked)
+    return task
+
+
+@pytest.mark.parametrize("kind", ["mean_colour", "small_patch", "pixels_l2", "pixels_l1", "mae", "beit"])
+def test_what_is_left_open_of_a_mask_is_as_in_the_paper(kind):
+    words = [f"task.objective={kind}", *(["task.objective.tokenizer=runs/tokenizer/model"] if kind == "beit" else [])]
+    own = masked(*words).mask
+    assert own == paper_mask(masked(*words).objective)
+    assert own.kind == ("blocks" if kind == "beit" else "random")
+    assert own.ratio == {"mae": 0.75, "beit": 0.38}.get(kind, 0.5)
+    assert (
+        getattr(own, "other", 0)
+        == getattr(own, "kept", 0)
+        == (0.1 if kind in ("mean_colour", "small_patch", "pixels_l2") else 0)
+    )
+    assert masked(*words, f"task.mask={own.kind}").mask == own
+    assert masked(*words, "task.mask.ratio=0.3").mask == own.model_copy(update={"ratio": 0.3})
+    other = {"random": "blocks", "blocks": "random"}[own.kind]
+    assert masked(*words, f"task.mask={other}").mask == TypeAdapter(Mask).validate_python({"kind": other})
+
+
+def test_a_masked_run_survives_its_yaml(tmp_path):
+    run = load_run(None, [WITHOUT_CLASSES, "task=masked", "task.objective=small_patch", "task.mask.ratio=0.15"])
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert load_run(tmp_path / "run.yaml") == run == Run().replace(run.dotted())
+    assert run.dotted()["task.mask.other"] == 0.1  # all of it is recorded
+    assert run.replace({"task.kind": "supervised", "model.num_classes": 1000}) == Run()
+
+
+BAD = [
+    ("task.mask.ratio=1.5", "the word 'task.mask.ratio=1.5': task.mask.ratio: got 1.5, wanted less than 1"),
+    ("task.mask.ratio=1", "task.mask.ratio: got 1, wanted less than 1"),
+    ("task.mask.ratio=0", "task.mask.ratio: got 0, wanted greater than 0"),
+    ("task.mask.ratio=0.999", "task.mask.ratio: got 0.999, wanted one that leaves some of 14 x 14 patches"),
+    (
+        "task.mask=blocks task.mask.least=300",
+        "task.mask.least: got 300, wanted at most 196: what fits into a grid of 14 x 14",
+    ),
+    (
+        "task.mask=blocks task.mask.aspect=[0.5,0.5]  task.mask.least=99",
+        "task.mask.least: got 99, wanted at most 98: what fits into a grid of 14 x 14 patches with an aspect of 0.5 to",
+    ),
+    ("task.mask=blocks task.mask.aspect=[2,1]", "task.mask.aspect: got [2.0, 1.0], wanted [lowest, highest]"),
+    ("task.mask=block", "task.mask: got 'block', wanted 'random', 'blocks'; nearest: blocks"),
+    ("task.mask.least=16", "task.mask.least: unknown setting, wanted one of kind, ratio, other, kept"),
+    ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, wanted 0: objective mae drops what it"),
+    (
+        "task.objective=pixels_l2 task.mask.kept=0.9",
+        "task.mask: other 0.1 and kept 0.9 leave nothing hidden, wanted a sum below 1",
+    ),
+    ("task.objective=mean_color", "task.objective: got 'mean_color', wanted 'mean_colour'"),
+    (
+        "task.objective=beit",
+        "task.objective.tokenizer: got nothing, wanted the model folder of a run of task tokenizer",
+    ),
+    ("task.objective.decoder_width=100", "task.objective: decoder_width: got 100, wanted a multiple of its 16 heads"),
+    ("model.name=vit_u2x1_7 model.image_size=28 task.objective=small_patch", "task.objective: got small_patch, wanted"),
+    ("model.image_size=225", "model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"),
+    (
+        "model.name=vit_b12x1_16_conv",
+        "the word 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
+        " patches: others would tell the network what is hidden after the stem; wanted a linear or hmlp stem, or task.",
+    ),
+    ("model.num_classes=10", "model.num_classes: got 10, wanted null: task masked learns no classes"),
+    ("data.mix.mixup=0.8", "data.mix: got mixup 0.8, cutmix 0, wanted 0: no labels to mix"),
+    ("data.augment.erase=0.25", "data.augment.erase: got 0.25, wanted 0: task masked would learn the noise"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[words for words, _ in BAD])
+def test_bad_input_gets_one_message(words, message):
+    given_words = words.split()
+    without = [] if any(word.startswith("model.num_classes") for word in given_words) else [WITHOUT_CLASSES]
+    with pytest.raises(ConfigError) as error:
+        load_run(None, [*without, "task=masked", *given_words])
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_leak_may_be_allowed():
+    assert masked("model.name=vit_b12x1_16_conv", "task.allow_leak=true").allow_leak
+    assert TypeAdapter(Objective).validate_python({"kind": "mae"}) == masked().objective

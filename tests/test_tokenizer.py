@@ -1,0 +1,268 @@
+"""The tokenizer: its loss beside one written as loops, codes that stand for images, how many are used, its folder."""
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitray.config import ConfigError, Run, load_run
+from vitray.config.training import Optim
+from vitray.model.patches import patchify
+from vitray.optim import parameter_groups
+from vitray.start import open_vocabulary
+from vitray.task import build_task
+from vitray.tokenizer import VisualTokenizer
+from vitray.weights import identity_of, load_model, load_tokenizer, open_weights, save_model, save_tokenizer
+
+LEVELS = (5, 4, 3)
+PATCH, PATCHES = 8, 12
+
+
+def run(**settings) -> Run:
+    task = {"kind": "tokenizer", "levels": LEVELS, "decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
+    tiny = {"model.name": "vit_u2x2_8", "model.image_size": [32, 24], "model.num_classes": None, "task": task}
+    return Run().replace(tiny | {name.replace("__", "."): value for name, value in settings.items()})
+
+
+def tokenizer(**settings) -> Any:
+    torch.manual_seed(0)
+    return build_task(run(**settings))
+
+
+def images(count=4) -> Tensor:
+    coarse = torch.randn(count, 3, 8, 6, generator=torch.Generator().manual_seed(1))
+    return F.interpolate(coarse, size=(32, 24), mode="bilinear")
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def levels_of(made: VisualTokenizer, image_CHW: Tensor) -> list[list[int]]:
+    """The levels of each patch of one image."""
+    tokens_ND = made.vit.norm(made.vit.tokens(image_CHW[None]))[0, -PATCHES:]
+    shares = [[1 / (1 + math.exp(-number)) for number in row] for row in made.squeeze(tokens_ND).tolist()]
+    return [[min(int(x * count), count - 1) for x, count in zip(row, LEVELS, strict=True)] for row in shares]
+
+
+def drawn_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
+    """The pixels of each patch that levels stand for."""
+    decoder = made.decoder
+    middles = [[2 * (level + 0.5) / count - 1 for level, count in zip(row, LEVELS, strict=True)] for row in levels]
+    placed = [decoder.embed(torch.tensor(row)) + decoder.positions.table[at] for at, row in enumerate(middles)]
+    x_1ND = torch.stack(placed)[None]
+    for block in decoder.blocks:
+        x_1ND = block(x_1ND)
+    return [decoder.head(token) for token in x_1ND[0]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
+@torch.no_grad()
+def test_the_loss_is_that_of_loops(settings):
+    made, errors = tokenizer(**settings), []
+    for image_CHW in images():
+        for at, drawn_K in enumerate(drawn_from(made, levels_of(made, image_CHW))):
+            top, left = (PATCH * place for place in divmod(at, 3))
+            wanted = [float(image_CHW[c, top + y, left + x]) for y in range(8) for x in range(8) for c in range(3)]
+            errors += [(got - value) ** 2 for got, value in zip(drawn_K.tolist(), wanted, strict=True)]
+    assert float(made(images(), None)) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+
+
+def test_equal_parts_of_a_batch_average_to_the_whole():
+    made = tokenizer()
+    parts = [made(images()[part]) for part in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(sum(parts) / 2, made(images()))
+
+
+def test_the_loss_is_computed_in_float32():
+    made = tokenizer()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = made(images())
+        assert loss.dtype == torch.float32
+        assert torch.equal(made.encode(images()), tokenizer().encode(images()))
+    torch.testing.assert_close(loss, made(images()), rtol=0.05, atol=0)
+
+
+def test_every_parameter_gets_a_gradient():
+    made = tokenizer(model__layerscale=0.1).train()
+    made(images()).backward()
+    assert [name for name, each in made.named_parameters() if each.grad is None or not each.grad.any()] == []
+
+
+def test_the_gradient_goes_past_the_rounding():
+    # With so many levels rounding is as good as nothing, and the gradient that of the autoencoder without it.
+    made = tokenizer(task__levels=[2**20])
+    plain = deepcopy(made)
+    made(images()).backward()
+    drawn_BNK = plain._drawn(plain._shares(images()))
+    F.mse_loss(drawn_BNK, patchify(images(), PATCH)).backward()
+    for one, other in zip(made.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-7)
+    assert plain.squeeze.weight.grad.any()
+
+
+def test_a_few_images_are_learned():
+    made = tokenizer().train()
+    optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+    losses = []
+    for step in range(200):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (200 - step) / 100)
+        loss = made(images())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 5, losses[::20]
+
+
+# ---- codes -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_code_is_the_place_of_its_levels():
+    made = tokenizer()
+    codes_BN = made.encode(images())
+    assert codes_BN.shape == (4, PATCHES)
+    for codes, image_CHW in zip(codes_BN.tolist(), images(), strict=True):
+        assert codes == [a + 5 * b + 20 * c for a, b, c in levels_of(made, image_CHW)]
+
+
+@torch.no_grad()
+def test_codes_stand_for_images():
+    made = tokenizer().eval()
+    for row in torch.arange(60).view(5, PATCHES):  # every code there is
+        levels = [[int(code) % 5, int(code) // 5 % 4, int(code) // 20] for code in row]
+        wanted_NK = torch.stack(drawn_from(made, levels))
+        torch.testing.assert_close(patchify(made.decode(row[None]), PATCH)[0], wanted_NK)
+    drawn = made.reconstruct(images())
+    assert drawn.shape == images().shape
+    assert float(F.mse_loss(drawn, images())) == pytest.approx(float(made(images())), rel=1e-5)
+
+
+def test_at_the_start_the_levels_of_a_number_are_about_as_likely():
+    made = tokenizer(task__levels=[8, 8, 8, 4, 4], model__name="vit_u4x1_8")
+    noise_BCHW = torch.randn(64, 3, 32, 24, generator=torch.Generator().manual_seed(2))
+    codes = made.encode(noise_BCHW).flatten()
+    for number, levels in enumerate([8, 8, 8, 4, 4]):
+        shares = torch.bincount(codes // int(made.strides[number]) % levels, minlength=levels) / len(codes)
+        assert shares.min() > 0.4 / levels
+        assert shares.max() < 2 / levels
+
+
+def test_perplexity_is_how_many_codes_are_used():
+    made = tokenizer()
+    level_BNL = torch.zeros(2, 6, 3, dtype=torch.int64)
+    made._count(level_BNL)
+    assert made.read_perplexity() == pytest.approx(1)
+    level_BNL[..., 1] = torch.arange(12).view(2, 6) % 4
+    made._count(level_BNL[:1])
+    made._count(level_BNL[1:])
+    assert made.read_perplexity() == pytest.approx(4)
+    assert math.isnan(made.read_perplexity())  # nothing since
+    made(images())
+    share_V = torch.bincount(made.encode(images()).flatten(), minlength=60) / 48
+    wanted = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
+    assert made.read_perplexity() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_was_used_is_no_part_of_its_state():
+    made = tokenizer()
+    names = list(made.state_dict())
+    made(images())
+    assert list(made.state_dict()) == names
+    assert {name.partition(".")[0] for name in names} == {"vit", "squeeze", "decoder"}
+    groups = parameter_groups(made, Optim())
+    assert sum(len(group["params"]) for group in groups) == len(list(made.parameters()))
+
+
+# ---- its folder ------------------------------------------------------------------------------------------------------
+
+
+def beit(url: str, **settings) -> Run:
+    objective = {"kind": "beit", "tokenizer": url}
+    return run(task={"kind": "masked", "objective": objective, "mask": {"least": 2}}, **settings)
+
+
+@pytest.mark.parametrize("stem", ["", "_hmlp_bn"])
+def test_a_tokenizer_survives_its_folder(tmp_path, stem):
+    made = tokenizer(model__name=f"vit_u2x2_8{stem}")
+    made.train()(images())
+    saved = save_tokenizer(str(tmp_path / "model"), made)
+    assert saved.share == 1
+    found = load_tokenizer(str(tmp_path / "model"))
+    assert not found.training
+    assert not any(parameter.requires_grad for parameter in found.parameters())
+    assert found.run == made.run
+    made.eval()
+    codes_BN = made.encode(images())
+    assert torch.equal(found.encode(images()), codes_BN)
+    assert torch.equal(found.decode(codes_BN), made.decode(codes_BN))
+
+    wanted = beit(str(tmp_path / "model"), model__name="vit_u3x1_8_hmlp_ln")
+    vocabulary = open_vocabulary(wanted, wanted.task.objective)
+    assert vocabulary.url == str(tmp_path / "model")
+    assert vocabulary.identity == identity_of(made.state_dict())
+    task: Any = build_task(wanted, vocabulary.tokenizer)
+    assert task.targets.width == 60
+    with pytest.raises(ConfigError, match="a model is there already"):
+        save_tokenizer(str(tmp_path / "model"), made)
+
+
+def test_a_tokenizer_and_a_network_are_not_taken_for_each_other(tmp_path):
+    made = tokenizer()
+    save_tokenizer(str(tmp_path / "tokenizer"), made)
+    for read in (load_model, open_weights):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer: got a tokenizer, wanted the network of a run of another task$"
+        ):
+            read(str(tmp_path / "tokenizer"))
+    save_model(
+        str(tmp_path / "network"), Run().replace({"model": made.vit.model.model_dump(), "task": "masked"}), made.vit
+    )
+    url = str(tmp_path / "network")
+    with pytest.raises(ConfigError) as error:
+        open_vocabulary(beit(url), beit(url).task.objective)
+    assert str(error.value) == (
+        f"task.objective.tokenizer: {url}: got the network of a run of task masked, wanted that of task tokenizer"
+    )
+    gone = str(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"^task.objective.tokenizer: .*gone: no run.yaml, so no model folder"):
+        open_vocabulary(beit(gone), beit(gone).task.objective)
+
+
+def test_a_tokenizer_with_another_grid_is_refused(tmp_path):
+    url = str(tmp_path / "model")
+    save_tokenizer(url, tokenizer())
+    wanted = beit(url, model__image_size=32)
+    with pytest.raises(ConfigError, match=r"has codes for 4 x 3 patches of 8 pixels, wanted 4 x 4 of 8") as error:
+        open_vocabulary(wanted, wanted.task.objective)
+    assert str(error.value).startswith(f"task.objective.tokenizer: got {url}, which")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("task.levels=[8,1]", "task.levels: got 1, wanted greater than or equal to 2"),
+        ("task.levels=[]", "task.levels: got [], wanted a longer list"),
+        ("task.levels=8", "task.levels: got 8, wanted a list"),
+        ("task.levels=[1024,1025]", "task: levels: got 1,049,600 codes, wanted at most 1,048,576"),
+        ("task.decoder_heads=5", "task: decoder_width: got 384, wanted a multiple of its 5 heads, and of 4"),
+        ("task.mask=blocks", "task.mask: unknown setting, wanted one of kind, levels, decoder_width"),
+        ("model.num_classes=10", "model.num_classes: got 10, wanted null: task tokenizer learns no classes"),
+        ("data.mix.cutmix=1.0", "data.mix: got mixup 0, cutmix 1, wanted 0: no labels to mix"),
+        ("model.image_size=100", "model: image_size 100 is not a multiple of the patch of vit_ti12x1_16, 16"),
+    ],
+)
+def test_bad_input_gets_one_message(word, message):
+    words = [word] if word.startswith("model.num_classes") else ["model.num_classes=null", word]
+    with pytest.raises(ConfigError) as error:
+        load_run(None, ["task=tokenizer", *words])
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_vocabulary_is_as_large_as_beits():
+    assert load_run(None, ["task=tokenizer", "model.num_classes=null"]).task.codes == 8192
