@@ -26,14 +26,6 @@ def run(dataset, *words):
     return load_run(None, [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch", *words])
 
 
-@pytest.mark.parametrize("kind", ["masked", "tokenizer"])
-def test_what_the_loop_does_not_take_is_refused(kind):
-    with pytest.raises(
-        ConfigError, match=f"^task: got {kind}, wanted supervised or finetune: it cannot be trained yet$"
-    ):
-        make_plan(load_run(None, [f"task={kind}", "model.num_classes=null"]))
-
-
 @pytest.mark.ray
 def test_the_plan_follows_from_recipe_and_data(dataset):
     plan = make_plan(run(dataset)).plan

@@ -1,10 +1,10 @@
-"""Every image of a split counted exactly once, on any number of workers: top-1, top-5, who is taken for whom.
+"""Every image of a split counted exactly once, on any number of workers: top-1, top-5, who is taken for whom; losses.
 
 Shapes: B images, K classes.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -16,9 +16,13 @@ from torch import Tensor, nn
 
 from vitray.augment.batch import normalised
 from vitray.config.augmentation import Normalise
+from vitray.masked import MaskedPrediction
 from vitray.stream.feed import DeviceBatch
+from vitray.tokenizer import VisualTokenizer
 
 MISTAKES = 16
+# Images whose predicted patches are looked at.
+PICTURES = 8
 
 
 class Mistake(NamedTuple):
@@ -34,14 +38,23 @@ class Score(NamedTuple):
     """How a network did on every image of a split."""
 
     images: int
-    top1: float
-    top5: float
     loss: float
-    """Mean cross-entropy of the labels, whatever the training loss."""
-    confusion: np.ndarray
+    """Mean cross-entropy of the labels, whatever the training loss; of what learns no labels the mean of its loss."""
+    top1: float | None = None
+    top5: float | None = None
+    confusion: np.ndarray | None = None
     """K x K: rows are labels, columns what they were taken for."""
-    mistakes: list[Mistake]
+    mistakes: Sequence[Mistake] = ()
     """The surest ones, on rank 0."""
+    perplexity: float | None = None
+    """Of a tokenizer: how many codes, equally frequent, would be as much as was used."""
+    pictures: np.ndarray | None = None
+    """Of a few images, on rank 0: as they are, what is seen of them, what was made of that (RBCHW, normalised)."""
+
+    def numbers(self, suffix: str = "") -> dict[str, float]:
+        """The metrics as they are recorded."""
+        known = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
+        return {f"val/{name}{suffix}": value for name, value in known.items() if value is not None}
 
 
 @torch.no_grad()
@@ -82,7 +95,43 @@ def evaluate(
     # The law, asserted and not hoped: no image dropped, none counted twice.
     assert count == images, f"{count:.0f} images were counted, the split has {images}"
     matrix = confusion_KK.view(num_classes, num_classes).cpu().numpy()
-    return Score(images, top1 / images, top5 / images, loss / images, matrix, mistakes)
+    return Score(images, loss / images, top1 / images, top5 / images, matrix, mistakes)
+
+
+@torch.no_grad()
+def evaluate_loss(
+    task: MaskedPrediction | VisualTokenizer,
+    batches: Iterable[DeviceBatch],
+    normalise: Normalise,
+    *,
+    images: int,
+    device: torch.device,
+    autocast: AbstractContextManager[object] | None = None,
+) -> Score:
+    """The loss of what learns no labels, on the batches of all workers, which must hold `images` images in all."""
+    was_training = task.training
+    task.eval()
+    if isinstance(task, VisualTokenizer):
+        task.read_perplexity()  # what was counted before is not of this split
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    pictures = None
+    for batch in batches:
+        # Real rows come first: an evaluation's last step is filled up at its end.
+        real = int((batch.weights > 0).sum())
+        if not real:
+            continue
+        images_BCHW, targets = normalised(batch.images[:real], normalise), batch.labels[:real]
+        with autocast or nullcontext():
+            sums += torch.stack([task(images_BCHW, targets).double() * real, sums.new_tensor(real)])
+            if pictures is None:
+                pictures = task.pictures(images_BCHW[:PICTURES], targets[:PICTURES]).float().cpu().numpy()
+    task.train(was_training)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    loss, count = sums.tolist()
+    assert count == images, f"{count:.0f} images were counted, the split has {images}"
+    perplexity = task.read_perplexity() if isinstance(task, VisualTokenizer) else None
+    return Score(images, loss / images, perplexity=perplexity, pictures=pictures)
 
 
 def agree_on_buffers(module: nn.Module) -> None:

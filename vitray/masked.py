@@ -62,6 +62,11 @@ class MaskedPrediction(nn.Module):
         patches_BNK = replaced(patchify(images_BCHW, self.patch), index_BM, drawn_BMK)
         return unpatchify(patches_BNK, self.grid, self.patch)
 
+    def pictures(self, images_BCHW: Tensor, source_BN: Tensor) -> Tensor:
+        """What one looks at: the images, what is seen of them, and what is predicted (RBCHW)."""
+        seen_BCHW = blanked(images_BCHW, source_BN, self.patch)
+        return torch.stack([images_BCHW, seen_BCHW, self.reconstruct(images_BCHW, source_BN).to(images_BCHW)])
+
     def predict(self, images_BCHW: Tensor, source_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Which patches are predicted, and what of them, in float32."""
         # As many of each image, so that no device is asked how many.

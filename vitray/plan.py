@@ -6,7 +6,7 @@ import numpy as np
 
 from vitray import storage
 from vitray.config import ConfigError, Run
-from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.pretraining import Beit, Masked
 from vitray.config.training import Finetune
 from vitray.model.names import nearest
 from vitray.model.sizes import sizes_of
@@ -15,7 +15,7 @@ from vitray.shards import open_dataset, set_aside
 from vitray.shards.manifest import Dataset
 
 if TYPE_CHECKING:
-    from vitray.start import Start
+    from vitray.start import Start, Vocabulary
 
 
 class Plan(NamedTuple):
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     val_images: int
     classes: int
     weights: str | None
-    """What a fine-tuning starts from; None starts from nothing."""
+    """What a fine-tuning starts from, or the tokenizer whose codes are predicted; None where there is no such thing."""
     weights_identity: str | None
     global_batch: int
     workers: int | str
@@ -56,6 +56,8 @@ class Planned(NamedTuple):
     """For each row of train whether data.development sets it aside; None where it sets none aside."""
     start: "Start | None"
     """What a fine-tuning starts from."""
+    vocabulary: "Vocabulary | None"
+    """The tokenizer whose codes are predicted."""
 
 
 def make_plan(run: Run, known: Dataset | None = None) -> Planned:
@@ -72,6 +74,12 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
         from vitray.start import open_start  # torch takes seconds, which a plan from scratch has no need of
 
         run, start = open_start(run, run.task, dataset)
+    vocabulary = None
+    if isinstance(run.task, Masked) and isinstance(run.task.objective, Beit):
+        from vitray.start import open_vocabulary
+
+        vocabulary = open_vocabulary(run, run.task.objective)
+    taken = start or vocabulary
     images = _images(dataset, "data.train", run.data.train)
     aside = None
     if run.data.development:
@@ -100,8 +108,8 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
         images=images,
         val_images=val_images,
         classes=len(dataset.classes),
-        weights=start.url if start else None,
-        weights_identity=start.identity if start else None,
+        weights=taken.url if taken else None,
+        weights_identity=taken.identity if taken else None,
         global_batch=run.optim.batch,
         workers=run.compute.workers,
         steps_per_epoch=steps_per_epoch,
@@ -110,7 +118,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
     )
-    return Planned(run, plan, dataset, aside, start)
+    return Planned(run, plan, dataset, aside, start, vocabulary)
 
 
 def plan_text(planned: Planned) -> str:
@@ -172,6 +180,7 @@ FREE = (
     "model.execution",
     "task.delta",
     "task.weights",  # their identity is compared instead
+    "task.objective.tokenizer",
     "tracking.register_as",
 )
 
@@ -186,6 +195,10 @@ def _images(dataset: Dataset, setting: str, split: str) -> int:
 
 
 def _check_classes(run: Run, dataset: Dataset) -> None:
+    if run.model.num_classes is None and run.task.kind in ("masked", "tokenizer"):
+        if run.tracking.register_as is not None:
+            raise ConfigError(f"tracking.register_as: got {run.tracking.register_as}, wanted null: no class is served")
+        return
     if run.model.num_classes != len(dataset.classes):
         raise ConfigError(
             f"model.num_classes: got {run.model.num_classes}, wanted {len(dataset.classes)} as in {dataset.url}"

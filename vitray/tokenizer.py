@@ -79,6 +79,10 @@ class VisualTokenizer(nn.Module):
         """The images as they are drawn from their codes."""
         return self.decode(self.encode(images_BCHW))
 
+    def pictures(self, images_BCHW: Tensor, _targets: Tensor) -> Tensor:
+        """What one looks at: the images, and what is drawn from their codes (RBCHW)."""
+        return torch.stack([images_BCHW, self.reconstruct(images_BCHW)])
+
     def read_perplexity(self) -> float:
         """How many codes, equally frequent, would be as much as was used since the last reading, by all workers."""
         used_V = self._used_V.clone()

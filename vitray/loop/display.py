@@ -32,6 +32,8 @@ class Display:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Remember the newest numbers; an evaluation is told at once."""
         self._values |= values
+        if "val/top1" not in values and "val/loss" in values:
+            self.line(f"  {self._step_text(step)}  val loss {values['val/loss']:.4f}")
         if "val/top1" in values:
             shares = {"top-1": "val/top1", "top-5": "val/top5", "averaged": "val/top1_ema", "best": "best/val_top1"}
             told = ", ".join(f"{name} {values[key]:.2%}" for name, key in shares.items() if key in values)

@@ -15,6 +15,7 @@ import numpy as np
 
 from vitray import cluster, storage
 from vitray.config import ConfigError, Run, RunError, load_run
+from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
 from vitray.loop.display import Display
 from vitray.plan import Plan, check_storage, difference, make_plan
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitray.start import Start
+    from vitray.tokenizer import VisualTokenizer
     from vitray.weights import Saved
 
 RUN, HOME, ENDED = "run.yaml", "run.json", "outcome.json"
@@ -40,7 +42,9 @@ class Outcome(NamedTuple):
     model_bytes: int | None
     """Of the tensors in it: of a delta, those that it does not take from its base."""
     val_top1: float | None
-    """Of the weights in the model folder."""
+    """Of the weights in the model folder; None of what learns no classes."""
+    val_loss: float | None
+    """Of the same."""
     mlflow_run: str | None
     """None where the tracking server was away."""
     steps: int
@@ -81,7 +85,7 @@ class Layout(NamedTuple):
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, member: Member | None = None) -> Outcome:
     """Train to the end: a new run, or one of this name that was interrupted."""
     called = time.monotonic()
-    run, plan, dataset, aside, start = make_plan(run, member.dataset if member else None)
+    run, plan, dataset, aside, start, vocabulary = make_plan(run, member.dataset if member else None)
     dataset = dataset.model_copy(update={"url": storage.absolute(dataset.url)})
     out = storage.absolute(out)
     home = storage.join(out, name)
@@ -98,7 +102,8 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         first = start.task_state if start else _last_weights(storage.join(out, fork)) if fork else None
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
             asks = member is not None and member.asks
-            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first)
+            tokenizer = vocabulary and vocabulary.tokenizer
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first, tokenizer)
             if "failed" in ended:
                 raise RunError(f"{name}: {ended['failed']}")
             if "stopped" in ended:
@@ -115,6 +120,7 @@ def _fit(
     desk: Any,
     asks: bool,
     first: "dict[str, Tensor] | None",
+    tokenizer: "VisualTokenizer | None",
 ) -> dict[str, Any]:
     import ray
     import ray.train
@@ -133,6 +139,7 @@ def _fit(
         desk,
         asks,
         None if first is None else ray.put(first),
+        None if tokenizer is None else ray.put(tokenizer),
     )
     lowest, highest = layout.workers
     # Ray Train's own storage, of which nothing is used: beside the driver, so that no outage of the run's can end it.
@@ -182,17 +189,29 @@ def _last_weights(home: str) -> "dict[str, Tensor]":
 
 
 def save_weights(run: Run, home: str, classes: Sequence[str], start: "Start | None") -> "Saved":
-    """Write the model folder of a run that has ended; a fine-tuning of some parts as a delta."""
-    from vitray.model.vit import ViT
-    from vitray.weights import save_model
+    """Write the model folder of a run that has ended; a fine-tuning of some parts as a delta.
 
-    vit, weights = ViT(run.model), _last_weights(home)
+    Of what predicts patches only the network is written, with which a fine-tuning goes on; of a tokenizer all.
+    """
+    from vitray.model.vit import ViT
+    from vitray.weights import save_model, save_tokenizer
+
+    weights = _last_weights(home)
+    if isinstance(run.task, Tokenizer):
+        from vitray.tokenizer import VisualTokenizer
+
+        tokenizer = VisualTokenizer(run)
+        tokenizer.load_state_dict(weights)
+        storage.remove(storage.join(home, "model"))
+        return save_tokenizer(storage.join(home, "model"), tokenizer)
+    vit = ViT(run.model)
     vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
     base = None
     if start and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full":
         base = start.url
     storage.remove(storage.join(home, "model"))
-    return save_model(storage.join(home, "model"), run, vit, classes, relative_to=base)
+    named = classes if run.model.num_classes is not None else None
+    return save_model(storage.join(home, "model"), run, vit, named, relative_to=base)
 
 
 # ---- the run's folder ------------------------------------------------------------------------------------------------
@@ -222,7 +241,7 @@ def finished(home: str) -> Outcome | None:
     if not storage.exists(where := storage.join(home, ENDED)):
         return None
     content = json.loads(storage.read_bytes(where))
-    return Outcome(*(content[field] for field in Outcome._fields)) if content["state"] == "finished" else None
+    return Outcome(*(content.get(field) for field in Outcome._fields)) if content["state"] == "finished" else None
 
 
 def stored_run(home: str, words: Sequence[str] = ()) -> Run:

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from vitray import checkpoints
 from vitray.config import Run
-from vitray.evaluation import Score, agree_on_buffers, evaluate
-from vitray.loop.reading import open_evaluation
+from vitray.evaluation import Score, agree_on_buffers, evaluate, evaluate_loss
+from vitray.loop.reading import open_evaluation, with_masks
 from vitray.loop.standing import Job, Standing, Teller
-from vitray.model.vit import ViT
 from vitray.optim import Average
 from vitray.stream import Share
 from vitray.stream.feed import Feed
-from vitray.task import Task
+from vitray.task import Supervised, Task
 
-# A network's tensors by name.
+# A task's tensors by name.
 State = dict[str, Tensor]
 
 
@@ -79,7 +78,7 @@ class Evaluations:
         for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
             with weights:
                 agree_on_buffers(task)
-                yield score_split(self._job, task.vit, self._share, self._device)
+                yield score_split(self._job, task, self._share, self._device)
 
     def _begin_apart(self, step: int, networks: list[State]) -> None:
         # One after another: two at once would take the CPU that the images of both are decoded on.
@@ -92,27 +91,26 @@ class Evaluations:
 def score_apart(job: Job, networks: list[State], _before: Any = None) -> list[Score]:
     """The scores of some networks, on a device of their own."""
     device = torch.device("cuda" if job.run.evaluate.where == "gpu" else "cpu")
-    vit = ViT(job.run.model).to(device)
+    task = job.build(device)
     scores = []
     for network in networks:
         # What is not trained has no average.
-        vit.load_state_dict(networks[0] | network)
-        scores.append(score_split(job, vit, Share(0, 1), device))
+        task.load_state_dict(networks[0] | network)
+        scores.append(score_split(job, task, Share(0, 1), device))
     return scores
 
 
-def score_split(job: Job, vit: ViT, share: Share, device: torch.device) -> Score:
-    """The score of a network on the val split, with all who have a share in it."""
+def score_split(job: Job, task: Task, share: Share, device: torch.device) -> Score:
+    """The score of a task's weights on the val split, with all who have a share in it."""
     run = job.run
     val = open_evaluation(job, share)
+    feed = Feed((with_masks(batch, run, None) for batch in val.evaluate(share)), device)
+    normalise, precision = run.data.normalise, autocast(run, device)
+    if not isinstance(task, Supervised):
+        return evaluate_loss(task, feed, normalise, images=val.images, device=device, autocast=precision)
+    classes = run.model.num_classes or 0
     return evaluate(
-        vit,
-        Feed(val.evaluate(share), device),
-        run.data.normalise,
-        images=val.images,
-        num_classes=run.model.num_classes or 0,
-        device=device,
-        autocast=autocast(run, device),
+        task.vit, feed, normalise, images=val.images, num_classes=classes, device=device, autocast=precision
     )
 
 
@@ -125,13 +123,15 @@ def judge(found: Iterator[tuple[int, list[Score]]], standing: Standing, teller: 
     """Remember and tell what is done."""
     for step, scores in found:
         standing.judge(step, scores)
-        values = {"best/val_top1": standing.best_top1 or 0.0}
+        best = {"best/val_top1": standing.best_top1, "best/val_loss": standing.best_loss}
+        values = {name: value for name, value in best.items() if value is not None}
         for score, suffix in zip(scores, ("", "_ema"), strict=False):
-            values |= {f"val/top1{suffix}": score.top1, f"val/top5{suffix}": score.top5}
-            values |= {f"val/loss{suffix}": score.loss}
+            values |= score.numbers(suffix)
         teller.metrics(step, standing, values)
+        if scores[-1].pictures is not None:
+            teller.say("pictures", {"pictures": scores[-1].pictures})
 
 
 def _network(task: Mapping[str, Tensor]) -> State:
-    """The network's part of a task's tensors, on the host."""
-    return {name.removeprefix("vit."): tensor.detach().cpu() for name, tensor in task.items() if name[:4] == "vit."}
+    """A task's tensors on the host."""
+    return {name: tensor.detach().cpu() for name, tensor in task.items()}

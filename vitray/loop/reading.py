@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import ray
 
+from vitray.augment.masks import draw_sources
+from vitray.config import Run
 from vitray.config.augmentation import Augment, CentreCrop
+from vitray.config.pretraining import Masked
 from vitray.loop.standing import Job
 from vitray.stream import Cursor, HostBatch, Share, Stream
 
@@ -45,12 +48,23 @@ def _open(
     )
 
 
-def batches_from(stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
+def batches_from(run: Run, stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
     """A worker's batches from a step of the run to its end, one epoch after another."""
     while step < total:
         epoch, within = divmod(step, stream.steps)
         for batch in stream.train(Cursor(epoch, within), share):
-            yield batch
+            yield with_masks(batch, run, epoch)
             step += 1
             if step == total:
                 return
+
+
+def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:
+    """The batch of a run that predicts patches, with those of each image in place of its label.
+
+    Drawn where batches are read, which is a thread that reads ahead. Epoch None is that of the evaluations.
+    """
+    if not isinstance(run.task, Masked):
+        return batch
+    sources_BN = draw_sources(run.task.mask, run.model.grid, run.seed, epoch, batch.positions.tolist())
+    return batch._replace(labels=sources_BN)

@@ -115,8 +115,9 @@ class Reporting:
         values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
         self.tracker.metrics(ended["step"], values)
         self.tracker.figure("curves.png", figures.draw_curves(self.history))
-        if model:
+        if model and self.run.model.num_classes is not None:
             self.tracker.model(model, register_as=self.run.tracking.register_as, top1=ended["val_top1"])
+        if model:
             self.tracker.end("FINISHED")
         else:
             self.tracker.tag("vitray.stopped_early", f"at step {ended['step']}")
@@ -129,6 +130,7 @@ class Reporting:
             model=model,
             model_bytes=saved.bytes if saved else None,
             val_top1=ended["val_top1"],
+            val_loss=ended["val_loss"],
             mlflow_run=self.tracker.run_id,
             steps=ended["step"],
             seconds=seconds,
@@ -180,10 +182,13 @@ class Reporting:
                         points.append((step, value))
                 if record["kind"] == "metrics":
                     self.display.metrics(values, step)
-                if self.member and "val/top1" in values:
+                if self.member and "val/loss" in values:
                     self.desk.decide.remote(step, self.member.is_enough(step, values))
             case "score":
                 self._draw(record["score"])
+            case "pictures":
+                pictures = figures.draw_pictures(record["pictures"], self.run.data.normalise)
+                self.tracker.figure("reconstructed.png", pictures)
             case "note":
                 self.display.line(f"  {record['text']}")
                 self.tracker.tag("vitray.note", record["text"])
@@ -195,6 +200,8 @@ class Reporting:
     def _draw(self, score: Score) -> None:
         """The confusion matrix and the surest mistakes."""
         classes = self.dataset.classes
+        if score.confusion is None:
+            return
         self.tracker.figure("confusion.png", figures.draw_confusion(score.confusion, classes))
         if not score.mistakes or self.run.data.evaluated is None:
             return
@@ -250,12 +257,17 @@ def end_block(
     story: Reporting, outcome: Outcome, values: dict[str, float], ended: dict[str, Any], saved: Saved
 ) -> dict[str, str]:
     """How it went, what it cost, and what to type next."""
-    top1 = (
-        "not evaluated" if outcome.val_top1 is None else f"{outcome.val_top1:.2%} of {story.plan.val_images:,} images"
-    )
+    images = f"{story.plan.val_images:,} images"
+    match outcome.val_top1, outcome.val_loss:
+        case None, None:
+            scored = {"val": "not evaluated"}
+        case None, loss:
+            scored = {"val loss": f"{loss:.4f} of {images}"}
+        case top1, _:
+            scored = {"val top-1": f"{top1:.2%} of {images}"}
     cost = f"{clock(values['cost/device_seconds'])} of device time, {values['cost/flops']:.2e} FLOPs"
     facts = {
-        "val top-1": top1,
+        **scored,
         "cost": cost + (f", MFU {values['cost/mfu']:.1%}" if "cost/mfu" in values else ""),
         "model": f"{outcome.model}"
         + ("" if saved.share == 1 else f", a delta: {saved.bytes / 1e6:.3g} MB, {saved.share:.1%} of the network"),
@@ -282,6 +294,15 @@ def describe_loss(task: Supervised | Finetune | Masked | Tokenizer) -> str:
             assert_never(task)
 
 
+def _taken(run: Run, plan: Plan) -> dict[str, str]:
+    """What comes from an earlier run."""
+    if plan.weights is None:
+        return {}
+    if isinstance(run.task, Masked):
+        return {"Codes": f"of `{plan.weights}`"}
+    return {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}
+
+
 def describe(run: Run, plan: Plan, layout: Layout) -> str:
     """The run in a few lines of Markdown."""
     data, optim = run.data, run.optim
@@ -291,7 +312,7 @@ def describe(run: Run, plan: Plan, layout: Layout) -> str:
         "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
         "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
-        **({} if plan.weights is None else {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}),
+        **_taken(run, plan),
         "Loss": describe_loss(run.task),
         "Descent": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+import torch
 import torch.distributed as dist
 
 from vitray import storage
@@ -15,6 +16,7 @@ from vitray.config.training import parse_duration
 from vitray.evaluation import Score
 from vitray.schedule import in_steps
 from vitray.shards.manifest import Dataset
+from vitray.task import Task, build_task
 
 # Losses that a spike is measured against, and records that a checkpoint repeats.
 RECENT = 100
@@ -39,6 +41,13 @@ class Job(NamedTuple):
     """Whether training asks after an evaluation if it is to go on."""
     first: Any = None
     """A promise of the weights that a new run starts from; None starts from random ones."""
+    tokenizer: Any = None
+    """A promise of the tokenizer whose codes are predicted."""
+
+    def build(self, device: torch.device) -> Task:
+        """What is trained, with new weights, and beside it the tokenizer whose codes it predicts."""
+        tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
+        return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
 
     @property
     def given_up(self) -> str:
@@ -56,6 +65,8 @@ class Standing:
     """Of the steps since the last record."""
     recent: list[float] = field(default_factory=list)
     best_top1: float | None = None
+    best_loss: float | None = None
+    """Where nothing is classified, in place of the best top-1."""
     best_step: int | None = None
     skipped: list[int] = field(default_factory=list)
     """Steps that broke the run and are left out since."""
@@ -85,9 +96,12 @@ class Standing:
 
     def judge(self, step: int, scores: list[Score]) -> None:
         """Remember the best; the averaged weights, which come last, speak where there are any."""
-        self.latest = scores[-1]
-        if self.best_top1 is None or self.latest.top1 > self.best_top1:
-            self.best_top1, self.best_step = self.latest.top1, step
+        self.latest = latest = scores[-1]
+        if latest.top1 is None:
+            if self.best_loss is None or latest.loss < self.best_loss:
+                self.best_loss, self.best_step = latest.loss, step
+        elif self.best_top1 is None or latest.top1 > self.best_top1:
+            self.best_top1, self.best_step = latest.top1, step
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:
         """The place of the first of these losses that is not finite, or that leaps."""

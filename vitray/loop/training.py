@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitray import checkpoints, storage
-from vitray.augment.batch import Rows, prepare_batch
+from vitray.augment.batch import Rows, normalised, prepare_batch
 from vitray.augment.draws import step_generator
 from vitray.checkpoints import Checkpoint, Saver
 from vitray.config import ConfigError, Run
+from vitray.config.pretraining import Masked, Tokenizer
 from vitray.loop.costing import costs
 from vitray.loop.evaluating import Evaluations, autocast, judge
 from vitray.loop.reading import batches_from, open_training
@@ -30,7 +31,8 @@ from vitray.schedule import learning_rate, total_steps
 from vitray.stream import Share, Stream
 from vitray.stream.decoding import read_rows
 from vitray.stream.feed import DeviceBatch, Feed
-from vitray.task import Task, build_task, recompute_activations
+from vitray.task import Task, recompute_activations
+from vitray.tokenizer import VisualTokenizer
 from vitray.tracking import machine
 
 
@@ -58,7 +60,7 @@ def descend(job: Job) -> dict[str, Any]:
 
     # ---- what is trained ---------------------------------------------------------------------------------------------
     torch.manual_seed(run.seed)  # the same first weights on every worker
-    task = build_task(run).to(device)
+    task = job.build(device)
     if job.first is not None:
         task.load_state_dict(ray.get(job.first))
     recompute_activations(task, run.compute.recompute)
@@ -81,7 +83,7 @@ def descend(job: Job) -> dict[str, Any]:
         teller.say("saved", {"step": step})
 
     saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
-    feed = Feed(batches_from(train, standing.step, total, share), device)
+    feed = Feed(batches_from(run, train, standing.step, total, share), device)
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     since = time.perf_counter()
 
@@ -115,7 +117,7 @@ def descend(job: Job) -> dict[str, Any]:
                 evaluations.forget(standing.step)
             teller.say("note", {"text": f"{text}; back at step {standing.step}, step {bad_step} is left out"})
             saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
-            feed = Feed(batches_from(train, standing.step, total, share), device)
+            feed = Feed(batches_from(run, train, standing.step, total, share), device)
             unread, since = {}, time.perf_counter()
             continue
         standing.count(losses)
@@ -129,6 +131,8 @@ def descend(job: Job) -> dict[str, Any]:
                 "train/epoch": standing.step / train.steps,
                 "data/corrupt": float(len(train.corrupt)),
             }
+            if isinstance(task, VisualTokenizer):
+                values["train/perplexity"] = task.read_perplexity()
             teller.metrics(standing.step, standing, values)
             standing.losses = []
             if context.get_local_rank() == 0:
@@ -170,6 +174,7 @@ def outcome(standing: Standing, share: Share, train: Stream) -> dict[str, Any]:
         "step": standing.step,
         "seconds": standing.seconds,
         "val_top1": standing.latest.top1 if standing.latest else None,
+        "val_loss": standing.latest.loss if standing.latest else None,
         "best_top1": standing.best_top1,
         "workers": share.workers,
         "corrupt": train.corrupt,
@@ -224,7 +229,9 @@ def slices(images: int, run: Run) -> list[slice]:
 
 
 def prepared(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """A part of the batch as the network wants it."""
+    """A part of the batch as the task wants it."""
+    if isinstance(run.task, Masked | Tokenizer):  # nothing is mixed or erased
+        return normalised(batch.images[part], run.data.normalise), batch.labels[part]
     places = batch.positions[part] % run.optim.batch
     return prepare_batch(
         batch.images[part],

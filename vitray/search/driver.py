@@ -96,7 +96,8 @@ def _check_goal(runs: Sequence[Run], space: Space) -> None:
     """Refuse a goal that no evaluation tells, and a scheduler that would wait for what comes later."""
     metric = space.goal.metric
     for run in runs:
-        known = METRICS + tuple(f"{name}_ema" for name in METRICS if run.optim.ema)
+        told = METRICS if run.model.num_classes is not None else ("val/loss",)
+        known = told + tuple(f"{name}_ema" for name in told if run.optim.ema)
         if metric not in known:
             raise ConfigError(f"goal.metric: got {metric!r}, wanted one of {', '.join(known)}{nearest(metric, known)}")
         if run.data.evaluated is None:

@@ -17,6 +17,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from vitray.config.augmentation import Normalise
+
 PAPER, INK, PALE, GRID = "#fbfaf8", "#1f2430", "#8a8f9c", "#e7e4de"
 BLUE, ORANGE = "#2f6db3", "#d9742b"
 DPI = 130
@@ -32,6 +34,7 @@ History = dict[str, list[tuple[int, float]]]
 # Title of each panel, and what it shows, the later over the earlier.
 PANELS = {
     "loss": ("train/loss",),
+    "perplexity of the codes": ("train/perplexity", "val/perplexity"),
     "top1": ("val/top1", "val/top1_ema"),
     "learning rate": ("train/lr",),
     "images per second": ("train/images_per_second",),
@@ -232,6 +235,31 @@ def _write(
         text.set_text(before + _plain(name, length, keep_end) + after)
         if text.get_window_extent().width <= axis.bbox.width:
             break
+
+
+# ---- what was predicted ----------------------------------------------------------------------------------------------
+
+
+def draw_pictures(pictures_RBCHW: np.ndarray, normalise: Normalise) -> bytes:
+    """Images in columns: as they are, what is seen of them where some is hidden, and what was drawn from that."""
+    names = {2: ("as they are", "drawn from codes"), 3: ("as they are", "seen", "predicted")}[len(pictures_RBCHW)]
+    mean, std = (np.array(values)[:, None, None] for values in (normalise.mean, normalise.std))
+    shown_RBHWC = np.clip(pictures_RBCHW * std + mean, 0, 1).transpose(0, 1, 3, 4, 2)
+    high, wide = shown_RBHWC.shape[2:4]
+    cell_height = CELL * high / wide
+    width = CELL * shown_RBHWC.shape[1] + GAP
+    height = (cell_height + TITLE) * len(names) + GAP
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+    for row, (name, images_BHWC) in enumerate(zip(names, shown_RBHWC, strict=True)):
+        top = height - (cell_height + TITLE) * row
+        figure.text(GAP / width, (top - TITLE / 2) / height, name, color=INK, fontsize=10, va="center")
+        for column, image_HWC in enumerate(images_BHWC):
+            place = (GAP + CELL * column, top - TITLE - cell_height + GAP, CELL - GAP, cell_height - GAP)
+            box = (place[0] / width, place[1] / height, place[2] / width, place[3] / height)
+            axis = figure.add_axes(box)
+            axis.imshow(image_HWC, interpolation="nearest" if max(high, wide) <= 72 else "antialiased", aspect="auto")
+            axis.set_axis_off()
+    return _png(figure)
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""Learning without labels end to end, on a real Ray with a real MLflow: a tokenizer, its codes, and a fine-tuning."""
+
+import os
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vitray import checkpoints
+from vitray.augment.masks import draw_sources
+from vitray.config import ConfigError, load_run
+from vitray.loop.driver import train
+from vitray.loop.reading import with_masks
+from vitray.plan import make_plan
+from vitray.shards import read_job, write_dataset
+from vitray.stream import HostBatch
+from vitray.tracking.figures import draw_pictures
+from vitray.weights import load_model, load_tokenizer
+
+pytestmark = pytest.mark.ray
+
+SETTINGS = [
+    "model={name: vit_u2x2_8_hmlp_ln, image_size: 32, num_classes: null, pool: mean_then_norm}",
+    "optim.batch=16",
+    "optim.duration=6 steps",
+    "optim.warmup=0 steps",
+    "compute.workers=2",
+    "checkpoint={every: 2 steps, keep: 9}",
+    "evaluate.every=3 steps",
+    "tracking.every=1 step",
+    "tracking.register_as=null",
+]
+TOKENIZER = ["task={kind: tokenizer, levels: [4, 4, 4], decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, ray_cluster):
+    """A folder with a dataset, a tracking store and a spool of its own."""
+    folder = tmp_path_factory.mktemp("pretraining")
+    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=32"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
+        patch.setenv("VITRAY_HOME", str(folder / "home"))
+        yield folder
+
+
+def recipe(place, *words):
+    return load_run(None, [*SETTINGS, f"data.url={place / 'demo'}", *words])
+
+
+def beit(place, *words):
+    objective = f"{{kind: beit, tokenizer: {place / 'runs' / 'tokenizer' / 'model'}}}"
+    task = f"task={{kind: masked, objective: {objective}, mask: {{kind: blocks, least: 2}}}}"
+    return recipe(place, task, *words)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(place):
+    return train(recipe(place, *TOKENIZER), "tokenizer", str(place / "runs"))
+
+
+def test_a_tokenizer_is_trained_watched_and_kept(place, tokenizer):
+    assert tokenizer.val_top1 is None
+    assert tokenizer.val_loss > 0
+    codes = load_tokenizer(tokenizer.model).encode(torch.randn(2, 3, 32, 32))
+    assert codes.shape == (2, 16)
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    run = client.get_run(tokenizer.mlflow_run)
+    assert {"train/perplexity", "val/perplexity", "val/loss", "best/val_loss"} <= run.data.metrics.keys()
+    assert "val/top1" not in run.data.metrics
+    assert 1 <= run.data.metrics["val/perplexity"] <= 64
+    assert "reconstructed.png" in {item.path for item in client.list_artifacts(tokenizer.mlflow_run)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_codes_are_predicted_and_the_network_is_fine_tuned(place, tokenizer):
+    """With another number of workers the masks are the same, and so are the weights."""
+    whole = train(beit(place), "beit", str(place / "runs"))
+    home = Path(whole.home)
+    last = checkpoints.read_checkpoint(whole.home, 6)
+    assert last.state["standing"]["best_loss"] is not None
+
+    train(beit(place, "compute.workers=1"), "alone", str(place / "runs"))
+    one = load_file(home / "model" / "model.safetensors")
+    other = load_file(place / "runs" / "alone" / "model" / "model.safetensors")
+    assert all(torch.allclose(one[name], other[name], atol=2e-5) for name in one)
+
+    assert not any(name.startswith("vit.head.") for name in last.parts["model"])
+    assert load_model(whole.model).vit.model.num_classes is None
+    words = [word for word in SETTINGS if not word.startswith("model=")]
+    tuned = train(
+        load_run(None, [*words, f"data.url={place / 'demo'}", f"task={{kind: finetune, weights: {whole.model}}}"]),
+        "tuned",
+        str(place / "runs"),
+    )
+    assert tuned.val_top1 is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("objective", ["mean_colour", "mae"])
+def test_pixels_are_predicted_and_scored_apart(place, objective):
+    word = objective if objective != "mae" else "{kind: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"
+    run = recipe(place, f"task={{kind: masked, objective: {word}}}", "evaluate.where=cpu", "compute.workers=1")
+    outcome = train(run, objective, str(place / "runs"))
+    assert outcome.val_loss > 0
+
+
+def test_an_evaluation_hides_the_same_patches_every_time(place):
+    run = recipe(place, "task=masked")
+    numbers = np.arange(5)
+    batch = HostBatch(np.zeros((5, 32, 32, 3), np.uint8), numbers, numbers + 3, numbers, np.ones(5))
+    mask = run.task.mask
+    assert np.array_equal(with_masks(batch, run, None).labels, draw_sources(mask, (4, 4), run.seed, None, range(3, 8)))
+    assert not np.array_equal(with_masks(batch, run, 0).labels, with_masks(batch, run, 1).labels)
+
+
+def test_what_does_not_fit_gets_one_message(place, tokenizer):
+    with pytest.raises(ConfigError, match=r"task.objective.tokenizer: got .*codes for 4 x 4 patches of 8 pixels"):
+        make_plan(beit(place, "model.image_size=64"))
+    with pytest.raises(ConfigError, match=r"task.objective.tokenizer: .*nowhere"):
+        make_plan(recipe(place, "task={kind: masked, objective: {kind: beit, tokenizer: nowhere}, mask: {least: 2}}"))
+    with pytest.raises(ConfigError, match=r"tracking.register_as: got name, wanted null"):
+        make_plan(recipe(place, "task=masked", "tracking.register_as=name"))
+
+
+def test_pictures_are_drawn_in_rows():
+    pictures = np.random.default_rng(0).normal(size=(3, 4, 3, 32, 48))
+    normalise = load_run().data.normalise
+    drawn = draw_pictures(pictures, normalise)
+    assert drawn[:4] == b"\x89PNG"
+    assert drawn != draw_pictures(pictures[:2], normalise)
