@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from vitray import cluster
 
@@ -17,6 +18,10 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 # At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 cluster.prepare_environment()
+
+# No test is timed: the machine may be busy with something else.
+settings.register_profile("vitray", deadline=None)
+settings.load_profile("vitray")
 
 
 @pytest.fixture(scope="session")
