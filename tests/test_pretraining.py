@@ -48,7 +48,9 @@ def place(tmp_path_factory, ray_cluster):
 
 
 def recipe(place, *words):
-    return load_run(None, [*SETTINGS, f"data.url={place / 'demo'}", *words])
+    given = {word.partition("=")[0] for word in words}
+    kept = [word for word in SETTINGS if word.partition("=")[0] not in given]
+    return load_run(None, [*kept, f"data.url={place / 'demo'}", *words])
 
 
 def beit(place, *words):
