@@ -622,6 +622,22 @@ def test_the_front_is_drawn_through_its_points_and_named():
     assert {group.label for group in front} <= {text.get_text() for text in figure.findobj(Text)}
 
 
+def test_a_cost_that_differs_by_chance_alone_is_not_drawn():
+    def drawn(**costs):
+        """The costs of two trials of which pictures are drawn."""
+        taken = [{cost: both[at] for cost, both in costs.items()} for at in (0, 1)]
+        pair = [trial(str(at), settings={"optim.lr": at}, **each) for at, each in enumerate(taken)]
+        return {drawing.name for drawing in drawings_of(results_of(sweep(pair))).get("cost", [])}
+
+    assert drawn(device_seconds=(100.0, 101.0), peak_memory_bytes=(1e9, 1.04e9)) == set()
+    assert drawn(device_seconds=(100.0, 110.0), peak_memory_bytes=(1e9, 2e9)) == {
+        "cost_device_seconds",
+        "cost_peak_memory_bytes",
+    }
+    assert drawn(latency_ms=(1.0, 3.0), params=(7, 7)) == set()
+    assert drawn(latency_ms=(1.0, 3.0), params=(7, 8)) == {"cost_latency_ms", "cost_params"}
+
+
 def test_a_map_shows_means_spreads_and_counts():
     [drawing] = comparisons.draw_maps(results_of(example()))
     words = {text.get_text() for text in drawing.draw(LIGHT).findobj(Text)}

@@ -182,6 +182,10 @@ def contrast(one: Sequence[float], other: Sequence[float]) -> float:
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
+# Costs so little apart are one.
+ALIKE = 1.05
+
+
 class Cost(NamedTuple):
     """What a trial takes: its field, its unit, and how much of the field one unit is."""
 
@@ -205,7 +209,9 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
     spent = [(group, found) for group in results.scored if (found := group.cost(cost.field)) is not None]
     groups, x = [group for group, _ in spent], [found / cost.one for _, found in spent]
     y = [measure.scaled(group.mean) for group in groups]
-    if len(set(x)) < 2:
+    networks = {(group.cost("params"), group.cost("gflops")) for group in groups}
+    # What hardly differs is no trade-off, and one network's latency differs by chance alone.
+    if not x or max(x) <= ALIKE * min(x) or (cost.field == "latency_ms" and len(networks) < 2):
         return None
     front = pareto_front(x, y, measure.mode)
 
