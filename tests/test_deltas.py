@@ -475,7 +475,8 @@ def test_a_logged_delta_is_one_and_says_of_what(store, logged):
     assert tags.items() <= store.get_logged_model(logged["delta"].removeprefix("models:/")).tags.items()
     version = store.get_model_version("vit", "2")
     assert {name: version.tags[name] for name in tags} == tags
-    assert version.description.startswith(f"A delta of models:/vit/1 (identity {tags['vitray.base_identity'][:12]})")
+    linked = "[models:/vit/1](#/models/vit/versions/1)"
+    assert version.description.startswith(f"A delta of {linked} (identity {tags['vitray.base_identity'][:12]})")
     whole = store.get_model_version("vit", "1")
     assert not whole.description
     assert "vitray.base" not in whole.tags

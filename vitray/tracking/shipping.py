@@ -315,9 +315,10 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
 def _linked(url: str) -> str:
     """An address in Markdown; of a model or a run, with a link to its page in the same server."""
     kind, _, rest = url.partition(":/")
-    name = rest.strip("/").partition("/")[0].partition("@")[0]
+    name, _, version = rest.strip("/").partition("/")
     if kind == "models":
-        return f"[{url}](#/models/{name})"
+        page = f"#/models/{name.partition('@')[0]}{f'/versions/{version}' if version else ''}"
+        return f"[{url}]({page})"
     return f"[{url}]({url})" if kind.startswith("http") else f"`{url}`"
 
 
