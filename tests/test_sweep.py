@@ -179,7 +179,7 @@ def test_a_search_learns_from_its_trials(place):
     entries = read_entries(outcome.home)
     assert [len(entry.asked["params"]) for entry in entries.values()] == [2] * 5
     assert {entry.asked["notes"].get("NSGAIISampler:generation") for entry in entries.values()} >= {0, 1}
-    row = next(csv.DictReader((Path(outcome.home) / "report" / "results.csv").open()))
+    row = next(csv.DictReader((Path(outcome.home) / "report" / "results.csv").read_text().splitlines()))
     assert float(row["latency_ms"]) > 0
     assert float(row["peak_memory_bytes"]) > 1e8
     assert begin(place, "learned", space="tpe.yaml") == outcome
@@ -233,7 +233,8 @@ def test_a_sweep_that_is_told_to_end_says_so_and_goes_on(place, swept, ray_clust
     _, said = driver.communicate(timeout=120)
     assert driver.returncode == 128 + number
     assert "the same command goes on: vitray sweep" in said
-    assert "Traceback" not in said
+    # Of the driver's own; Ray's processes may say what they died of.
+    assert not any(line.startswith("Traceback") for line in said.splitlines())
     assert is_idle()
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     (parent,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
