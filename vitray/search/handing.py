@@ -77,7 +77,7 @@ class Handing(Searcher):
         # What is over is told first: whatever runs then is compared with it.
         self._waiting = sorted(waiting, key=lambda name: not ledger.record(name).is_over)
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # noqa: ARG002  # pyright: ignore
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """The name of the next trial, or that there is none."""
         if self._waiting and (self._ledger.record(self._waiting[0]).is_over or not self.is_spent()):
             return {"name": self._waiting.pop(0)}

@@ -313,7 +313,7 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
 
 
 def _linked(url: str) -> str:
-    """An address in Markdown; of a model or a run, with a link to its page in the same server."""
+    """An address in Markdown; of a registered model with a link to its page on the same server."""
     kind, _, rest = url.partition(":/")
     name, _, version = rest.strip("/").partition("/")
     if kind == "models":
