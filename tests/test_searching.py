@@ -15,7 +15,7 @@ from vitray.search.ledger import Entry, Ledger, read_entries
 from vitray.search.record import Record, write_record
 from vitray.search.screen import Screen
 from vitray.shards import read_job, write_dataset
-from vitray.space import extended, read_space
+from vitray.space import Point, extended, read_space
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -153,9 +153,9 @@ def test_no_trial_begins_once_the_budget_is_spent(tmp_path, base, budget, over, 
 def test_points_lie_on_disk_before_a_trial_begins(tmp_path, base):
     _, ledger, hand = opened(tmp_path, base, TPE)
     name = hand.suggest("")["name"]
-    assert read_entries(ledger.home)[name].settings == ledger.entries[name].settings
-    assert ledger.run(name).optim.lr == ledger.entries[name].settings["optim.lr"]
-    ledger.add("more", Entry({"optim.lr": 0.5}))
+    assert read_entries(ledger.home)[name].point == ledger.entries[name].point
+    assert ledger.run(name).optim.lr == ledger.entries[name].point.settings["optim.lr"]
+    ledger.add("more", Entry(Point({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
     assert list(read_entries(ledger.home)) == [name, "more"]
 
 

@@ -29,6 +29,8 @@ from vitray.space import (
     random_points,
     read_space,
     run_of,
+    stage_space,
+    words_apart,
 )
 
 DEPTH = """
@@ -174,6 +176,76 @@ def test_a_section_is_drawn_whole_and_named_by_its_kind(tmp_path):
     assert named(space_of(tmp_path, text)) == ["rule=sgd,momentum=0.8", "rule=sgd,momentum=0.9"]
 
 
+# ---- cases, and what is trained before -------------------------------------------------------------------------------
+
+STEMS = """
+space:
+  stem: {grid: [linear, hmlp_ln]}
+  model.name: vit_u2x1_8_{stem}
+  route:
+    cases:
+      plain: {optim.lr: 0.1}
+      beit: {task: {kind: finetune, weights: "{pretrained}"}, optim.lr: 0.2}
+  seed: {seeds: 2}
+before:
+  codes: {recipe: tokenizer_demo}
+  pretrained:
+    recipe: masked_demo
+    settings: {model.name: "vit_u2x1_8_{stem}", task.objective.tokenizer: "{codes}", seed: "{seed}"}
+"""
+
+
+def test_a_case_sets_what_goes_together(tmp_path):
+    text = 'space:\n  rule:\n    cases:\n      a: {optim.rule: sgd, optim.lr: 0.1}\n      b: {optim.lr: "{rate}"}\n'
+    space = space_of(tmp_path, text + "  rate: {grid: [0.2, 0.3]}\n")
+    assert named(space) == ["rule=a rate=0.2", "rule=a rate=0.3", "rule=b rate=0.2", "rule=b rate=0.3"]
+    last = grid_points(space)[-1]
+    assert (last.settings, last.shown) == ({"optim.lr": 0.3}, {"rule": "b"})
+    with pytest.raises(ConfigError, match=r"the point rule=a rate=0.3: is the same run as rule=a rate=0.2"):
+        check_space(space, Run())
+    with pytest.raises(ConfigError, match=r"optim.lr=1: the space sets optim.lr too|the word optim.lr=...: the space"):
+        check_words(space, ["optim.lr=1"])
+    with pytest.raises(ConfigError, match=r"rule=c': a case is added in the file"):
+        extended(space, ["rule=c"])
+
+
+def test_each_trial_takes_what_was_trained_for_it(tmp_path):
+    space = space_of(tmp_path, STEMS)
+    base = load_run(recipes.path_of("demo"), ["model.image_size=32"])
+    points = {name_of(point, space): point for point in check_space(space, base)}
+    assert len(points) == 8
+    point = points["vit_u2x1_8_hmlp_ln route=beit seed=1"]
+    assert point.before == {"codes": "once", "pretrained": "hmlp_ln,1"}
+    assert points["vit_u2x1_8_hmlp_ln route=plain seed=1"].before == {}
+    weights = run_of(base, point, "s3://a/sweep").task.weights
+    assert weights == "s3://a/sweep/before/pretrained/pretrained=hmlp_ln,1/model"
+
+    codes, pretrained = (stage_space(space, name, points.values(), "home") for name in space.before)
+    assert named(codes) == ["codes=once"]
+    assert named(pretrained) == [f"pretrained={stem},{seed}" for stem in ("linear", "hmlp_ln") for seed in (0, 1)]
+    last = grid_points(pretrained)[-1].settings
+    assert last["task.objective.tokenizer"] == "home/before/codes/codes=once/model"
+    assert (last["model.name"], last["seed"]) == ("vit_u2x1_8_hmlp_ln", 1)
+
+
+def test_words_for_what_is_trained_before_are_told_by_its_name(tmp_path):
+    space = space_of(tmp_path, STEMS)
+    own, apart = words_apart(space, ["seed=1", "codes.optim.lr=2", "pretrained.optim.duration=1 epoch"])
+    assert own == ["seed=1"]
+    assert apart == {
+        "codes": ["tokenizer_demo", "optim.lr=2"],
+        "pretrained": ["masked_demo", "optim.duration=1 epoch"],
+    }
+
+
+def test_the_second_case_of_stems_is_the_recipe_of_beits_fine_tuning():
+    space = read_space(tune_spaces.path_of("stems"))
+    base = load_run(recipes.path_of("a2_b16_imagenet"))
+    point = next(point for point in check_space(space, base) if point.before)
+    ours, own = run_of(base, point).dotted(), load_run(recipes.path_of("finetune_beit_imagenet")).dotted()
+    assert {name for name in ours if ours[name] != own[name]} == {"model.name", "task.weights"}
+
+
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 bounds = st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted).filter(lambda pair: pair[1] - pair[0] > 1e-6)
@@ -284,7 +356,33 @@ def test_any_text_is_an_answer_or_a_refusal(text):
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
+BEFORE = "space:\n  seed: {seeds: 2}\n  task.weights: '{a}'\nbefore:\n  a: {recipe: demo"
 BAD = [
+    (
+        "space:\n  r: {cases: {a: {optim.lrr: 1}}}",
+        "space.yaml:2: space.r.cases.a.optim.lrr: unknown",
+        "nearest: optim.lr",
+    ),
+    ("space:\n  r: {cases: {a: {compute.workers: 1}}}", "r.cases.a.compute.workers: is the same for all trials of a"),
+    ("space:\n  r: {cases: {a: {optim.lr: '{x}'}}}", "r.cases.a.optim.lr: 'x' is neither drawn nor trained before"),
+    ("space:\n  optim.rule: {cases: {a: {optim.lr: 1}}}", "space.optim.rule: got cases, wanted another way to draw it"),
+    (
+        "space:\n  r: {cases: {a: {optim: {lr: 1}}}}\n  optim.lr: {grid: [1]}",
+        "space.yaml:2: space.r: a case sets optim, and the space sets optim.lr too; wanted it set by one of them",
+    ),
+    ("space:\n  r: {cases: {}}", "space.r: cases: got [], wanted values that differ, at least one"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: no trial names it, as {a}"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, wanted a YAML file, or one"),
+    (f"{BEFORE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
+    (
+        f"{BEFORE}, settings: {{seed: '{{sed}}'}}}}",
+        "before.a.settings.seed: 'sed' is neither drawn nor trained",
+        "seed",
+    ),
+    (f"{BEFORE}, settings: {{task.weights: '{{a}}'}}}}", "settings.task.weights: 'a' is neither drawn nor trained"),
+    (f"{BEFORE}}}".replace("'{a}'", "x/{a}"), "space.task.weights: got 'x/{a}', wanted {a} alone: it stands for"),
+    (f"{BEFORE}}}\nsearch: {{kind: tpe, trials: 4}}", "before: got search tpe, wanted grid or random"),
+    (f"{BEFORE}}}\n  seed: {{recipe: demo}}", "before.seed: wanted a name that is neither drawn nor a setting"),
     ("", "space.yaml: space: got nothing, wanted what is drawn"),
     ("space: {}", "space.yaml:1: space: got nothing, wanted what is drawn, as in"),
     ("space: 3", "space.yaml:1: space: got 3, wanted settings as `key: value`"),
@@ -489,7 +587,7 @@ def test_a_head_says_what_is_shown_and_whose_it_is(path):
     ("name", "points"),
     [
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6),
-        ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6),
+        ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6), ("demo_stems", 12),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_their_figures(name, points):

@@ -17,7 +17,7 @@ from ray.util.state import list_tasks
 
 from vitray.config import ConfigError, Model, Run, load_run
 from vitray.model.vit import ViT
-from vitray.search.driver import dry_run, sweep
+from vitray.search.driver import Recipe, dry_run, sweep
 from vitray.search.ledger import read_entries
 from vitray.shards import open_dataset, read_job, write_dataset
 from vitray.space import read_space
@@ -58,7 +58,7 @@ def begin(place, name, space="lr.yaml", **settings):
     base = load_run(place / "tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
     command = f"vitray sweep tiny {space} --name {name}"
     out = str(place / "sweeps")
-    return sweep(base, read_space(place / space), name, out, command, ["tiny", "seed=0"])
+    return sweep(Recipe(base, ["tiny", "seed=0"]), read_space(place / space), name, out, command)
 
 
 def is_idle(seconds=30):
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(place):
 
 
 def test_a_dry_run_says_the_plan(place, capsys):
-    plan = dry_run(load_run(place / "tiny.yaml"), read_space(place / "lr.yaml"))
+    plan = dry_run(load_run(place / "tiny.yaml"), read_space(place / "lr.yaml"), {})
     assert plan["trials"] == 3
     assert plan["concurrent"] * plan["waves"] >= 3
     assert plan["points"][0] == {"optim.lr": 1e-3}
@@ -163,7 +163,7 @@ def test_a_sweep_of_fine_tunings_takes_the_network_from_its_weights(place):
     words = ["task.kind=finetune", f"task.weights={place / 'start'}", f"data.url={place / 'demo'}", "optim.batch=16"]
     (place / "modes.yaml").write_text("space: {task.mode: {grid: [full, attn]}}\n")
     words += ["optim.duration=6 steps", "optim.warmup=0 steps"]
-    assert dry_run(load_run(None, words), read_space(place / "modes.yaml"))["trials"] == 2
+    assert dry_run(load_run(None, words), read_space(place / "modes.yaml"), {})["trials"] == 2
 
 
 @pytest.mark.slow
@@ -183,6 +183,36 @@ def test_a_search_learns_from_its_trials(place):
     assert float(row["latency_ms"]) > 0
     assert float(row["peak_memory_bytes"]) > 1e8
     assert begin(place, "learned", space="tpe.yaml") == outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_trials_start_from_is_trained_once_before_them(place):
+    (place / "before.yaml").write_text(
+        "space:\n  route: {cases: {plain: {}, masked: {task: {kind: finetune, weights: '{pretrained}'}}}}\n"
+        "  seed: {seeds: 2}\n"
+        f"before:\n  pretrained: {{recipe: {place / 'tiny.yaml'}, settings: {{task: {{kind: masked,"
+        " objective: mean_colour}, model.num_classes: null}}\n"
+    )
+    space, base = read_space(place / "before.yaml"), load_run(place / "tiny.yaml")
+    before = {"pretrained": Recipe(load_run(place / "tiny.yaml", ["seed=5"]), ["tiny", "seed=5"])}
+    plan = dry_run(base, space, before)
+    assert plan["before"] == {"pretrained": ["once"]}
+    assert plan["points"][-1] == {"task": {"kind": "finetune", "weights": "{pretrained}"}, "seed": 1}
+    arguments = Recipe(base, ["tiny"]), space, "stages", str(place / "sweeps"), "vitray sweep tiny before", before
+    outcome = sweep(*arguments)
+    assert (outcome.trials, outcome.finished) == (4, 4)
+    home = Path(outcome.home)
+    weights = home / "before" / "pretrained" / "pretrained=once" / "model"
+    assert load_run(weights / "run.yaml").seed == 5
+    command = next(row for row in csv.DictReader((home / "report" / "results.csv").open()) if "masked" in row["name"])
+    assert str(weights) in command["command"]
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    (pretrained,) = client.search_runs(["1"], "attributes.run_name = 'stages/before/pretrained'")
+    assert pretrained.info.status == "FINISHED"
+    (child,) = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{pretrained.info.run_id}'")
+    assert child.data.metrics["best/val_loss"] == pretrained.data.metrics["best/val_loss"]
+    assert sweep(*arguments) == outcome
 
 
 @pytest.mark.slow

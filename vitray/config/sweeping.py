@@ -60,6 +60,8 @@ class Draw(Section):
     """[low, high, step]: low, low + step, and so on."""
     seeds: Size | None = None
     """So many, from 0 on."""
+    cases: dict[str, dict[str, Any]] | None = None
+    """{name: {dotted setting: value or text}}: settings that go together, under a name each."""
     text: str | None = None
     """Computed: a text with {variable}, read as YAML once that is filled in. The text alone is short for it."""
 
@@ -100,7 +102,9 @@ class Draw(Section):
     @property
     def values(self) -> tuple[Any, ...] | None:
         """All values, in order; None where they are not listed."""
-        return tuple(range(self.seeds)) if self.seeds else self.grid if self.grid is not None else self.choice
+        if self.seeds or self.cases is not None:
+            return tuple(range(self.seeds) if self.seeds else self.cases or ())
+        return self.grid if self.grid is not None else self.choice
 
     @property
     def bounds(self) -> tuple[Number, Number] | None:
@@ -139,6 +143,15 @@ class Draw(Section):
         """A value in a name: its kind, or the last word of a path, where no other value has the same."""
         others = self.values or ()
         return _brief(value) if len(set(map(_brief, others))) == len(others) else spelled(value)
+
+
+class Stage(Section):
+    """A run before the trials that name it: `{its name}`, as a whole text, is the model folder that it leaves."""
+
+    recipe: str
+    """A YAML file, or one that vitray brings."""
+    settings: dict[str, Any] = Field(default={})
+    """{dotted setting: value or text}, laid over the recipe; a text may hold {variables} and name an earlier stage."""
 
 
 def _without_minutes(text: str) -> str:

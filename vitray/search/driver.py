@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +17,19 @@ from vitray.admission import Admission, Needs, Node, admit, sentence
 from vitray.config import ConfigError, Run, load_run
 from vitray.config.sweeping import Asha, Median
 from vitray.model.names import nearest
-from vitray.plan import check_storage, difference, make_plan
-from vitray.report import dataset_of
+from vitray.plan import Plan, check_storage, difference, make_plan
 from vitray.schedule import in_steps
 from vitray.shards.manifest import Dataset
-from vitray.space import Point, Space, check_space, name_of, run_of
+from vitray.space import BEFORE, Point, Space, check_space, name_of, run_of, stage_space
 
 SWEEP, RUN = "sweep.json", "run.yaml"
 # What every evaluation tells.
 METRICS = ("val/top1", "val/top5", "val/loss")
 # CPUs that the process of a trial reserves: it waits for its workers, and Tune wants something to be reserved.
 DRIVER_CPUS = 0.01
+# Settings of the trials that hold for what is trained before them too, where the space says nothing else.
+SHARED = ("data.url", "data.train", "data.val", "data.development", "model.image_size", "tracking.experiment")
+SHARED += ("compute.workers", "compute.device", "compute.cpus", "compute.gpus")
 
 
 class Outcome(NamedTuple):
@@ -54,18 +56,57 @@ class Planned(NamedTuple):
     points: dict[str, Point]
     """By name; of a search that learns, what it might draw."""
     trials: int
-    steps: int
-    """Of a trial; where they differ, of the first."""
-    steps_per_epoch: int
-    dataset: Dataset
-    images: str | None
-    """The papers' name of the dataset, where it is one of theirs."""
+    plan: Plan | None
+    """Of the first trial that can begin; None where all wait for what is trained before."""
+    dataset: Dataset | None
     admission: Admission
     said: str
 
 
-def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
-    """Which trials there are, and how many of them fit these nodes at a time; one message where that is none."""
+class Recipe(NamedTuple):
+    """A run, and how a person says it."""
+
+    run: Run
+    words: Sequence[str]
+    """The recipe's name, and settings laid over it."""
+
+
+class Stage(NamedTuple):
+    """A sweep before the sweep."""
+
+    name: str
+    recipe: Recipe
+    space: Space
+
+    @property
+    def cases(self) -> list[str]:
+        """The names of its runs."""
+        return list(self.space.space[self.name].values or ())
+
+
+def stages_of(base: Run, space: Space, recipes: Mapping[str, Recipe], home: str) -> list[Stage]:
+    """What is trained before the trials of the sweep in this folder, each of it known to be a run."""
+    base = _absolute(base)
+    values = base.dotted()
+    shared = {path: values[path] for path in SHARED} | {"tracking.register_as": None}
+    points = check_space(space, base)[: space.budget.trials] if space.before else []
+    stages = []
+    for name in space.before:
+        run, words = recipes[name]
+        try:
+            recipe = Recipe(run.replace(shared), [*words, *(f"{path}={json.dumps(shared[path])}" for path in shared)])
+            stages.append(Stage(name, recipe, stage_space(space, name, points, home)))
+            check_space(stages[-1].space, recipe.run)
+        except ConfigError as error:
+            raise ConfigError(f"before.{name}: {str(error).removeprefix('replace: ')}") from None
+    return stages
+
+
+def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], home: str = "", ready: bool = True) -> Planned:
+    """Which trials there are, and how many of them fit these nodes at a time; one message where that is none.
+
+    Before it is ready, what its trials name in the sweep's folder has not been trained.
+    """
     base = _absolute(base)
     points = {name_of(point, space): point for point in check_space(space, base)[: space.budget.trials]}
     wanted = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
@@ -76,17 +117,16 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node]) -> Planned:
         raise ConfigError(f"compute.workers: {admission.why}")
     reserved = {} if needs.gpus else {"compute.cpus": needs.cpus}
     base = base.replace({"compute.workers": needs.workers, "tracking.register_as": None} | reserved)
-    runs = [run_of(base, point) for point in points.values()]
+    runs = [run_of(base, point, home) for point in points.values()]
     _check_goal(runs, space)
-    _, plan, dataset, *_ = make_plan(runs[0])
+    free = [run for run, point in zip(runs, points.values(), strict=True) if ready or not point.before]
+    _, plan, dataset, *_ = make_plan(free[0]) if free else (None, None, None)
     return Planned(
         base=base,
         points=points,
         trials=trials,
-        steps=plan.steps,
-        steps_per_epoch=plan.steps_per_epoch,
+        plan=plan,
         dataset=dataset,
-        images=dataset_of(plan.images, plan.val_images, plan.classes),
         admission=admission,
         said=sentence(admission, trials, nodes),
     )
@@ -133,17 +173,20 @@ def _absolute(base: Run) -> Run:
     return base.replace(changes) if changes else base
 
 
-def dry_run(base: Run, space: Space) -> dict[str, Any]:
+def dry_run(base: Run, space: Space, before: Mapping[str, Recipe]) -> dict[str, Any]:
     """The plan alone, on the cluster at RAY_ADDRESS, or on this machine, where no Ray is started for it."""
+    stages = stages_of(base, space, before, home="")
     if "RAY_ADDRESS" in os.environ:
         with cluster.running():
-            planned = plan_sweep(base, space, nodes_here())
+            planned = plan_sweep(base, space, nodes_here(), ready=False)
     else:
-        planned = plan_sweep(base, space, [Node(cpus=cluster.cpus_here(), gpus=gpus_here())])
+        planned = plan_sweep(base, space, [Node(cpus=cluster.cpus_here(), gpus=gpus_here())], ready=False)
     known = {} if space.learns else planned.points
     said = [f"  {name}" for name in known] or [f"  points as {space.search.kind} draws them, each from those before it"]
-    print("\n".join([f"  {planned.said}", "", *said]), file=sys.stderr)
+    first = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
+    print("\n".join([f"  {planned.said}", *first, "", *said]), file=sys.stderr)
     return {
+        "before": {stage.name: stage.cases for stage in stages},
         "trials": planned.trials,
         "concurrent": min(planned.admission.concurrent, planned.trials),
         "waves": planned.admission.waves(planned.trials),
@@ -166,22 +209,29 @@ def nodes_here() -> list[Node]:
     return [Node(cpus=found.get("CPU", 0.0), gpus=found.get("GPU", 0.0)) for found in alive]
 
 
-def sweep(base: Run, space: Space, name: str, out: str, command: str, recipe: Sequence[str]) -> Outcome:
-    """Run every trial that is not over, and keep the report true while they run.
+def sweep(
+    recipe: Recipe, space: Space, name: str, out: str, command: str, before: Mapping[str, Recipe] | None = None
+) -> Outcome:
+    """Run every trial that is not over, after what is trained before them, and keep the report true while they run.
 
-    `command` repeats the sweep, and `recipe` holds the words that make `base`: the recipe's name and settings.
+    `command` repeats the sweep; `before` has the recipe of each stage that the space names.
     """
+    base = recipe.run
     home = storage.join(storage.absolute(out), name)
     check_storage(home)
+    stages = stages_of(base, space, before or {}, home)
     with cluster.running():
-        planned = plan_sweep(base, space, nodes_here())
+        plan_sweep(base, space, nodes_here(), home, ready=False)
+        for stage in stages:
+            sweep(stage.recipe, stage.space, storage.join(name, BEFORE, stage.name), out, command)
+        planned = plan_sweep(base, space, nodes_here(), home)
         uid = open_sweep(home, name, base, space)
         print(f"\n  {name}: {planned.said}\n", file=sys.stderr, flush=True)
         from vitray.search.ledger import Ledger
         from vitray.search.story import Story  # torch, MLflow and Tune take seconds
 
         ledger = Ledger(home, planned.base, planned.points, space.learns)
-        with Story(planned, ledger, base, space, name, uid, command, recipe) as story:
+        with Story(planned, ledger, recipe, space, name, uid, command) as story:
             if any(not record.is_over for record in ledger.records().values()) or len(ledger.entries) < planned.trials:
                 _tune(planned, ledger, space, uid, story)
             return story.finish()
@@ -224,6 +274,8 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
     asks = space.scheduler.kind != "none"
     at_a_time = min(planned.admission.concurrent, planned.trials)
     metric = space.goal.metric
+    assert planned.plan is not None, "planned before it was ready"
+    assert planned.dataset is not None, "planned before it was ready"
     context = Context(planned.base, planned.dataset, ledger.home, uid, metric, asks, at_a_time, environment)
     with (
         tempfile.TemporaryDirectory(prefix="vitray-") as aside,  # of what Tune keeps nothing is used
@@ -236,7 +288,7 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
                 mode=space.goal.mode,
                 search_alg=Handing(planned, ledger, space, asks),
                 num_samples=-1,
-                scheduler=_scheduler(planned, space),
+                scheduler=_scheduler(planned.plan, space),
                 max_concurrent_trials=planned.admission.concurrent,
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: trial.trial_id,
@@ -254,18 +306,18 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
 
 
-def _scheduler(planned: Planned, space: Space) -> Any:
+def _scheduler(plan: Plan, space: Space) -> Any:
     from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
                 time_attr="step",
-                max_t=planned.steps,
-                grace_period=in_steps(grace, planned.steps_per_epoch),
+                max_t=plan.steps,
+                grace_period=in_steps(grace, plan.steps_per_epoch),
                 reduction_factor=reduction,
             )
         case Median(grace=grace):
-            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, planned.steps_per_epoch))
+            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, plan.steps_per_epoch))
         case _:
             return FIFOScheduler()

@@ -119,6 +119,6 @@ class Handing(Searcher):
             drawn = ask(self._space, told, attempt)
             point = draw_point(self._space, drawn.values)
             if point and (name := name_of(point, self._space)) not in self._ledger.entries:
-                self._ledger.add(name, Entry(point.settings, drawn.asked))
+                self._ledger.add(name, Entry(point, drawn.asked))
                 return name
         return None

@@ -8,7 +8,7 @@ from vitray import storage
 from vitray.config import ConfigError, Run
 from vitray.model.sizes import sizes_of
 from vitray.search.record import Record, ended, read_record
-from vitray.space import Point
+from vitray.space import Point, run_of
 
 POINTS = "points.json"
 
@@ -16,8 +16,8 @@ POINTS = "points.json"
 class Entry(NamedTuple):
     """A trial before it is run."""
 
-    settings: dict[str, Any]
-    """What is laid over the sweep's run, by dotted path."""
+    point: Point
+    """What is laid over the sweep's run."""
     asked: dict[str, Any] | None = None
     """What a sampler said of a point that it drew: its own parameters, and what it notes of them."""
 
@@ -26,7 +26,7 @@ def read_entries(home: str) -> dict[str, Entry]:
     """{name: trial} of the sweep in a folder."""
     where = storage.join(home, POINTS)
     found = json.loads(storage.read_bytes(where)) if storage.exists(where) else {}
-    return {name: Entry(**entry) for name, entry in found.items()}
+    return {name: Entry(Point(**entry["point"]), entry["asked"]) for name, entry in found.items()}
 
 
 class Ledger:
@@ -38,12 +38,13 @@ class Ledger:
         self._runs: dict[str, Run] = {}
         self._over: dict[str, tuple[Record, dict[str, Any]]] = {}
         known = read_entries(home)
-        given = {name: Entry(json.loads(json.dumps(point.settings))) for name, point in points.items()}
+        given = {name: Entry(Point(*json.loads(json.dumps(point)))) for name, point in points.items()}
         for name, entry in given.items():
-            if name in known and known[name].settings != entry.settings:
+            began, now = known.get(name, entry).point, entry.point
+            if (began.settings, began.before) != (now.settings, now.before):
                 raise ConfigError(
-                    f"{home}: the space now gives trial {name} {entry.settings}, it was begun with"
-                    f" {known[name].settings}; choose another --name"
+                    f"{home}: the space now gives trial {name} {now.settings}, it was begun with {began.settings};"
+                    " choose another --name"
                 )
         self.entries = known if learns else given
         # A point that the space has lost stays known: the space may get it back.
@@ -62,7 +63,7 @@ class Ledger:
     def run(self, name: str) -> Run:
         """What a trial trains."""
         if name not in self._runs:
-            self._runs[name] = self.base.replace(self.entries[name].settings)
+            self._runs[name] = run_of(self.base, self.entries[name].point, self.home)
         return self._runs[name]
 
     def record(self, name: str) -> Record:
@@ -92,5 +93,8 @@ class Ledger:
         return known
 
     def _write(self) -> None:
-        entries = {name: entry._asdict() for name, entry in (self._lost | self.entries).items()}
+        entries = {
+            name: {"point": entry.point._asdict(), "asked": entry.asked}
+            for name, entry in (self._lost | self.entries).items()
+        }
         storage.write_bytes(storage.join(self.home, POINTS), json.dumps(entries).encode())

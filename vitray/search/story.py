@@ -11,15 +11,14 @@ from typing import Any
 from ray import tune
 
 from vitray import storage
-from vitray.config import Run
 from vitray.loop.driver import HOME
 from vitray.model.sizes import sizes_of
-from vitray.report import Sweep, Trial, point_of, write_report
-from vitray.search.driver import SWEEP, Outcome, Planned
+from vitray.report import Sweep, Trial, dataset_of, point_of, write_report
+from vitray.search.driver import SWEEP, Outcome, Planned, Recipe
 from vitray.search.handing import Interruption
 from vitray.search.ledger import Ledger
 from vitray.search.screen import Screen
-from vitray.space import Space
+from vitray.space import Space, settled
 from vitray.tracking import Tracker, machine
 
 # Seconds between two reports, each of which takes seconds to draw; the last one is always written.
@@ -35,19 +34,20 @@ class Story:
         self,
         planned: Planned,
         ledger: Ledger,
-        base: Run,
+        recipe: Recipe,
         space: Space,
         name: str,
         uid: str,
         command: str,
-        recipe: Sequence[str],
     ) -> None:
-        self.planned, self.ledger, self.base, self.space = planned, ledger, base, space
-        self.name, self.home, self.command, self.recipe = name, ledger.home, command, recipe
+        self.planned, self.ledger, self.recipe, self.space = planned, ledger, recipe, space
+        self.name, self.home, self.command, base = name, ledger.home, command, recipe.run
         self.screen = Screen(planned.trials, space.goal, self.ledger.records())
         self.since = json.loads(storage.read_bytes(storage.join(self.home, SWEEP)))["began"]
         self._over, self._told = -1, 0.0
         params = base.dotted() | {f"space.{key}": value for key, value in space.model_dump(mode="json").items()}
+        plan = planned.plan
+        self._images = plan and dataset_of(plan.images, plan.val_images, plan.classes)
         self.tracker = Tracker.begin(
             uid=uid,
             name=name,
@@ -84,8 +84,9 @@ class Story:
             state: sum(trial.state == state for trial in trials) for state in ("finished", "stopped early", "failed")
         }
         over = self.ledger.outcome(best.name) if best else {}
-        if over.get("model") and self.base.tracking.register_as:
-            self.tracker.model(over["model"], register_as=self.base.tracking.register_as, top1=over["val_top1"])
+        registered = self.recipe.run.tracking.register_as
+        if over.get("model") and registered:
+            self.tracker.model(over["model"], register_as=registered, top1=over["val_top1"])
         if best:
             self.tracker.tag("vitray.best", best.name)
         self.tracker.end("FINISHED")
@@ -132,7 +133,7 @@ class Story:
             name=self.name,
             goal=self.space.goal.metric,
             mode=self.space.goal.mode,
-            recipe=" ".join(self.recipe),
+            recipe=" ".join(self.recipe.words),
             space_text=self.space.to_yaml(),
             plan=self.planned.said,
             began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since)),
@@ -159,10 +160,11 @@ class Story:
         record, over, run, entry = ledger.record(name), ledger.outcome(name), ledger.run(name), ledger.entries[name]
         sizes = sizes_of(run.model)
         curves = {key: [(step, value) for step, value in points] for key, points in over.get("curves", {}).items()}
-        words = [f"{key}={_word(value)}" for key, value in entry.settings.items()]
+        settings = settled(entry.point.settings, entry.point.before, self.home)
+        words = [f"{key}={_word(value)}" for key, value in settings.items()]
         return Trial(
             name=name,
-            settings=dict(entry.settings),
+            settings=dict(entry.point.shown),
             state=record.state,
             reason=record.reason,
             goal=record.best(self.space.goal.mode),
@@ -170,9 +172,9 @@ class Story:
             device_seconds=over.get("device_seconds"),
             params=sizes.params,
             gflops=sizes.gflops,
-            command=shlex.join(["vitray", "train", *self.recipe, *words]),
+            command=shlex.join(["vitray", "train", *self.recipe.words, *words]),
             run_url=self.tracker.url_of(over["mlflow_run"]) if over.get("mlflow_run") else None,
-            paper=point_of(run, self.planned.images) if run.task.kind == "supervised" else None,
+            paper=point_of(run, self._images) if run.task.kind == "supervised" else None,
             latency_ms=over.get("latency_ms"),
             peak_memory_bytes=over.get("peak_memory_bytes"),
         )

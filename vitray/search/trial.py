@@ -21,6 +21,7 @@ from vitray.search.handing import is_interrupted
 from vitray.search.ledger import read_entries
 from vitray.search.record import Record, read_record, write_record
 from vitray.shards.manifest import Dataset
+from vitray.space import run_of
 
 # Seconds that a trial which is told to end has to save its state and to say goodbye.
 PATIENCE = 300.0
@@ -128,7 +129,7 @@ class Trial(tune.Trainable):
             return self._is_enough(step, values[context.metric])
 
         try:
-            run = context.base.replace(read_entries(context.home)[name].settings)
+            run = run_of(context.base, read_entries(context.home)[name].point, context.home)
             member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time)
             ended = train(run, name, context.home, member=member)
         except (RunError, ConfigError) as error:
