@@ -30,10 +30,10 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as vision
 
 from vitray import storage
-from vitray.config import ConfigError, Run
+from vitray.config import Run
 from vitray.model.vit import ViT
 from vitray.tracking.model import REQUIREMENTS, log_model
-from vitray.weights import save_model
+from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 RUN = Run().replace(
@@ -314,13 +314,16 @@ def test_nothing_logged_is_a_pickle(uri, tmp_path):
     assert [name for name, path in files.items() if path.read_bytes()[:2] in (b"\x80\x04", b"\x80\x05", b"PK")] == []
 
 
-def test_a_model_without_a_head_is_refused(store, tmp_path):
+def test_a_model_without_a_head_is_kept_and_registered_but_not_served(store, tmp_path):
     run = RUN.replace({"model.num_classes": None})
     save_model(str(tmp_path / "model"), run, network(run))
-    before = len(store.search_logged_models([store.get_experiment_by_name("serving").experiment_id]))
-    with pytest.raises(ConfigError, match="has no head, so it names no class"):
-        log_model(new_run(store), str(tmp_path / "model"))
-    assert len(store.search_logged_models([store.get_experiment_by_name("serving").experiment_id])) == before
+    run_id = new_run(store)
+    uri = log_model(run_id, str(tmp_path / "model"))
+    registered = mlflow.register_model(uri, "headless")
+    for address in (uri, f"runs:/{run_id}/vit_u2x2_8", f"models:/headless/{registered.version}"):
+        assert load_model(address).vit.state_dict().keys() == network(run).state_dict().keys()
+    with pytest.raises(MlflowException, match="python_function"):
+        load_logged(uri)
 
 
 def test_a_folder_on_s3_is_logged_alike(store, folder, s3_server):

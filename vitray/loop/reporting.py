@@ -115,7 +115,7 @@ class Reporting:
         values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
         self.tracker.metrics(ended["step"], values)
         self.tracker.figure("curves.png", figures.draw_curves(self.history))
-        if model and self.run.model.num_classes is not None:
+        if model:
             self.tracker.model(model, register_as=self.run.tracking.register_as, top1=ended["val_top1"])
         if model:
             self.tracker.end("FINISHED")

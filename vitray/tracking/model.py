@@ -1,4 +1,4 @@
-"""A model folder as an MLflow model: it is served, registered and loaded by its address, without vitray installed."""
+"""A model folder as an MLflow model: registered and loaded by its address, and served where it names classes."""
 
 import base64
 import io
@@ -18,10 +18,10 @@ from mlflow.types.schema import Array, Object, Property
 from PIL import Image
 
 from vitray import storage
-from vitray.config import ConfigError, Run
-from vitray.registry import BASE, BASE_IDENTITY
+from vitray.config import Run, load_run
+from vitray.registry import BASE, BASE_IDENTITY, INSIDE
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta
-from vitray.weights.folder import load_model
+from vitray.weights.folder import load_model, load_tokenizer
 
 PACKAGE = Path(__file__).parents[1]
 SERVING = Path(__file__).with_name("serving.py")
@@ -51,7 +51,7 @@ def log_model(run_id: str, folder: str) -> str:
         )
         entry = Model(logged.artifact_location, run_id, model_uuid=logged.model_id, model_id=logged.model_id)
         try:
-            _build(built, copy, entry)
+            (_keep if run.model.num_classes is None else _build)(built, copy, entry)
             client.log_model_artifacts(logged.model_id, str(built))
             client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
         except BaseException:
@@ -67,10 +67,8 @@ def _fetch(folder: str, copy: Path) -> tuple[Run, Delta | None]:
     for name in (WEIGHTS, CLASSES, RUN, *([] if delta is None else [DELTA])):
         with storage.local_copy(storage.join(folder, name)) as path:
             shutil.copyfile(path, copy / name)
-    run = load_model(str(copy)).run
-    if run.model.num_classes is None:
-        raise ConfigError(f"{folder}: {run.model.name} has no head, so it names no class; wanted model.num_classes")
-    return run, delta
+    is_tokenizer = load_run(copy / RUN).task.kind == "tokenizer"
+    return (load_tokenizer if is_tokenizer else load_model)(str(copy)).run, delta
 
 
 def _build(path: Path, folder: Path, model: Model) -> None:
@@ -85,6 +83,13 @@ def _build(path: Path, folder: Path, model: Model) -> None:
         pip_requirements=requirements(),
         mlflow_model=model,
     )
+
+
+def _keep(path: Path, folder: Path, model: Model) -> None:
+    """What names no class is not served: its folder, where `registry` looks for one, and what MLflow lists."""
+    shutil.copytree(folder, path / INSIDE)
+    model.add_flavor("vitray", data=INSIDE)
+    model.save(str(path / "MLmodel"))
 
 
 def signature() -> ModelSignature:
