@@ -3,8 +3,10 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # What every process of ours says to Ray before it is imported; what the user has set stands.
 ENVIRONMENT = {
@@ -23,6 +25,8 @@ LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away, and its absence logs an error
 }
+# Of jobs, actors and placement groups that Ray is asked for.
+MOST_LISTED = 10_000
 
 
 def prepare_environment() -> None:
@@ -44,11 +48,54 @@ def running(cpus: int | None = None, store: int | None = None) -> Iterator[None]
     ours = not ray.is_initialized()
     if ours:
         _start(cpus, store)
+        if "RAY_ADDRESS" in os.environ:
+            reclaim()
     try:
         yield
     finally:
         if ours:
             ray.shutdown()
+
+
+def reclaim() -> None:
+    """Remove the placement groups of jobs that are over.
+
+    Ray does so as a job ends; one that a run asks for in that moment is made all the same, and would keep its CPUs.
+    """
+    import ray
+    from ray.util.state import list_actors, list_jobs
+
+    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
+    jobs: Any = list_jobs(**where)
+    actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **where)
+    over = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
+    _remove_groups(over - {actor.job_id for actor in actors})  # what a detached actor has asked for is its own
+
+
+def give_back() -> None:
+    """Wait until no training of this job is left, whose trials have ended, and remove what it has asked for."""
+    import ray
+    from ray.util.state import list_actors
+
+    job = ray.get_runtime_context().get_job_id()
+    ours: Any = [("job_id", "=", job), ("class_name", "=", "TrainController"), ("state", "!=", "DEAD")]
+    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
+    until = time.monotonic() + 30
+    while list_actors(filters=ours, **where) and time.monotonic() < until:
+        time.sleep(0.5)
+    _remove_groups({job})
+
+
+def _remove_groups(jobs: Collection[str]) -> None:
+    import ray
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+    from ray.util.state import list_placement_groups
+
+    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
+    groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **where)
+    for group in groups:
+        if group.creator_job_id in jobs and not group.is_detached:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
 
 
 def cpus_here() -> int:

@@ -303,6 +303,7 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
         )
         tuner.fit()
     if interruption.signal:
+        cluster.give_back()
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
 
 
