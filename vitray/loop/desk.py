@@ -12,6 +12,7 @@ class Desk:
     def __init__(self) -> None:
         self._records: list[dict[str, Any]] = []
         self._decided: dict[int, bool] = {}
+        self._ends = False
 
     def put(self, record: dict[str, Any]) -> None:
         """Add a record."""
@@ -25,6 +26,14 @@ class Desk:
     def decide(self, step: int, stop: bool) -> None:
         """The driver's answer to the scores of a step: whether training is to end there."""
         self._decided[step] = stop
+
+    def end(self) -> None:
+        """The driver's wish: a checkpoint, and then the end."""
+        self._ends = True
+
+    def ends(self) -> bool:
+        """Whether the driver wishes it to end."""
+        return self._ends
 
     def decision(self, step: int) -> bool | None:
         """The answer to the scores of a step; None until there is one."""

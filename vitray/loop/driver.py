@@ -1,14 +1,13 @@
 """A run from its recipe to its registered model, seen from the driver: plan, folder, cluster, tracking, workers."""
 
-import contextlib
 import json
-import signal
+import os
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from vitray.config import ConfigError, Run, RunError, load_run
 from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
 from vitray.loop.display import Display
+from vitray.loop.ending import Ending
 from vitray.plan import Plan, check_storage, difference, make_plan
 from vitray.shards.manifest import Dataset
 
@@ -69,6 +69,8 @@ class Member(NamedTuple):
     """What the sweep has opened already."""
     at_a_time: int = 1
     """Runs of the sweep that share the cluster."""
+    ends: threading.Event | None = None
+    """Set when the sweep is told to end: then the run saves where it is, and ends too."""
 
 
 class Layout(NamedTuple):
@@ -94,7 +96,8 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         print(f"vitray: {name} is finished: {home}", file=sys.stderr)
         return over
     cluster.prepare_environment()
-    with cluster.running(), _terminable():
+    ending = Ending(member.ends if member else None)
+    with cluster.running(), ending.listening():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
         layout = lay_out(run, member.at_a_time if member else 1)
@@ -103,7 +106,10 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
             asks = member is not None and member.asks
             tokenizer = vocabulary and vocabulary.tokenizer
-            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first, tokenizer)
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first, tokenizer, ending)
+            if "told to end" in ended:
+                display.line(f"  step {ended['step']:,} is saved")
+                raise ending.error
             if "failed" in ended:
                 raise RunError(f"{name}: {ended['failed']}")
             if "stopped" in ended:
@@ -121,6 +127,7 @@ def _fit(
     asks: bool,
     first: "dict[str, Tensor] | None",
     tokenizer: "VisualTokenizer | None",
+    ending: Ending,
 ) -> dict[str, Any]:
     import ray
     import ray.train
@@ -138,6 +145,7 @@ def _fit(
         layout.threads,
         desk,
         asks,
+        os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0",
         None if first is None else ray.put(first),
         None if tokenizer is None else ray.put(tokenizer),
     )
@@ -160,9 +168,7 @@ def _fit(
         ),
     )
     try:
-        return trainer.fit().return_value or {}
-    except SystemExit:
-        raise SystemExit(128 + signal.SIGTERM) from None  # Ray Train's handler, set meanwhile, says 1
+        return ending.wait_for(trainer.fit, desk).return_value or {}
     except ray.train.TrainingFailedError as error:
         if storage.exists(job.given_up):
             raise RunError(storage.read_bytes(job.given_up).decode()) from None
@@ -316,20 +322,3 @@ def lay_out(run: Run, at_a_time: int = 1) -> Layout:
         )
     beside = -(-highest * at_a_time // max(1, len(nodes)))
     return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // beside)))
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does, so that tracking hears of it; Ray's own handler, set at its start, aborts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_number: int, _frame: Any) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

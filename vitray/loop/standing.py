@@ -39,6 +39,8 @@ class Job(NamedTuple):
     """An actor that takes records for the driver; nobody waits for it."""
     asks: bool = False
     """Whether training asks after an evaluation if it is to go on."""
+    watches: bool = False
+    """Whether Ray tells of nodes that are to be taken away."""
     first: Any = None
     """A promise of the weights that a new run starts from; None starts from random ones."""
     tokenizer: Any = None
@@ -146,6 +148,7 @@ class Teller:
     def __init__(self, desk: Any, is_heard: bool) -> None:
         self._desk, self._is_heard = desk, is_heard
         self._told = 0.0
+        self._ends: Any = None
 
     def say(self, kind: str, fields: dict[str, Any]) -> None:
         """Send a record, without waiting."""
@@ -169,7 +172,13 @@ class Teller:
         return bool(answer[0])
 
     def progress(self, step: int) -> None:
-        """Say, about once a second, how far the run is."""
+        """Say, about once a second, how far the run is, and ask whether it is to end."""
         if time.monotonic() - self._told > 1:
             self._told = time.monotonic()
             self.say("progress", {"step": step})
+            if self._is_heard and not self.is_to_end():
+                self._ends = self._desk.ends.remote()
+
+    def is_to_end(self) -> bool:
+        """Whether the driver has said so when it was last asked; waits for nobody."""
+        return self._ends is not None and bool(ray.wait([self._ends], timeout=0)[0]) and ray.get(self._ends)

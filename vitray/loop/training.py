@@ -85,6 +85,7 @@ def descend(job: Job) -> dict[str, Any]:
     saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
     feed = Feed(batches_from(run, train, standing.step, total, share), device)
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
+    is_warned = False
     since = time.perf_counter()
 
     while standing.step < total:
@@ -98,7 +99,7 @@ def descend(job: Job) -> dict[str, Any]:
             continue
 
         # ---- the numbers ---------------------------------------------------------------------------------------------
-        numbers = summed(unread, device)
+        numbers, is_to_end = summed(unread, device, teller.is_to_end())
         seconds = time.perf_counter() - since
         standing.seconds += seconds
         # A gradient that is not finite has spoilt the weights, whatever the loss was.
@@ -148,7 +149,10 @@ def descend(job: Job) -> dict[str, Any]:
             judge(evaluations.done(), standing, teller)
             standing.pending = evaluations.pending
         since = time.perf_counter()
-        if saver and due.saves(standing.step):
+        # A node that is to be taken away takes at most what comes after the checkpoint of its notice.
+        is_new = not is_warned and job.watches and ray.train.get_preemption_info() is not None
+        is_warned = is_warned or is_new
+        if saver and (due.saves(standing.step) or is_to_end or is_new):
             saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.spared)
         asks = job.asks and evaluations is not None and standing.step in due.evaluations and standing.step < total
         if asks and teller.is_told_to_stop(standing.step):
@@ -156,6 +160,11 @@ def descend(job: Job) -> dict[str, Any]:
             if saver:
                 saver.close()
             return outcome(standing, share, train) | costs(run, task.vit, device) | {"stopped": True}
+        if is_to_end and standing.step < total:
+            feed.close()
+            if saver:
+                saver.close()
+            return outcome(standing, share, train) | {"told to end": True}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     if evaluations is not None:
@@ -246,12 +255,16 @@ def prepared(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tens
     )
 
 
-def summed(unread: dict[int, Tensor], device: torch.device) -> list[list[float]]:
-    """Loss and gradient norm of each step over all workers, on the host: the one place that waits for the device."""
-    numbers = torch.stack([torch.zeros(2, device=device), *unread.values()]).double()
+def summed(unread: dict[int, Tensor], device: torch.device, wish: bool) -> tuple[list[list[float]], bool]:
+    """Loss and gradient norm of each step over all workers, on the host, and whether one of them has the wish.
+
+    The one place that waits for the device.
+    """
+    numbers = torch.stack([torch.full((2,), float(wish), device=device), *unread.values()]).double()
     if dist.is_initialized():
         dist.all_reduce(numbers)
-    return numbers[1:].tolist()
+    (wishes, _), *rest = numbers.tolist()
+    return rest, wishes > 0
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

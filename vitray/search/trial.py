@@ -76,11 +76,12 @@ class Trial(tune.Trainable):
     def cleanup(self) -> None:
         """End, and wait until the run has saved its state and given its workers back.
 
-        A sweep that is told to end does not wait: the run goes on from its last checkpoint, in another process.
+        In a sweep that is told to end the run saves where it is, and goes on from there in another process.
         """
-        if is_interrupted(self._context.home):
-            return
-        self._answers.put(True)
+        goes_on = is_interrupted(self._context.home)
+        if goes_on:
+            self._ends.set()
+        self._answers.put(not goes_on)
         self._thread.join(PATIENCE)
         self._thread_left = self._thread.is_alive()
 
@@ -89,6 +90,7 @@ class Trial(tune.Trainable):
     def _begin(self, name: str) -> None:
         self._told: queue.Queue[Any] = queue.Queue()
         self._answers: queue.Queue[bool] = queue.Queue()
+        self._ends = threading.Event()
         self._waits = self._thread_left = False
         self._thread = threading.Thread(target=self._work, args=(name,), name="trial", daemon=True)
         self._thread.start()
@@ -130,7 +132,7 @@ class Trial(tune.Trainable):
 
         try:
             run = run_of(context.base, read_entries(context.home)[name].point, context.home)
-            member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time)
+            member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time, self._ends)
             ended = train(run, name, context.home, member=member)
         except (RunError, ConfigError) as error:
             write_record(home, record._replace(state="failed", reason=str(error), ended=time.time()))
