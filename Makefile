@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui test test-full lint
+.PHONY: help demo ui up tunnel down test test-full lint
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,19 @@ demo: .venv/.installed  ## draw a dataset, train on it with two workers, registe
 
 ui: .venv/.installed  ## MLflow's pages about the runs of this folder
 	@$(BIN)/vitray ui
+
+CLUSTER ?= cluster.yaml
+
+up: .venv/.installed  ## start the cluster of cluster.yaml (or of CLUSTER=FILE), or bring it up to date
+	@$(BIN)/python -m vitray.launching $(CLUSTER)
+	RAY_UP_enable_autoscaler_v2=1 $(BIN)/ray up $(CLUSTER)
+
+tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until the shell is left
+	$(BIN)/ray attach $(CLUSTER) -p 8265 -p 5000
+
+down: .venv/.installed  ## keep MLflow's records, and end the cluster
+	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
+	$(BIN)/ray down $(CLUSTER)
 
 test: .venv/.installed  ## install what is missing and run the tests (CPU, a few minutes)
 	$(BIN)/python -m pytest

@@ -18,6 +18,9 @@ VERBS = {
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
     "ui": "show the runs of this folder in a browser",
     "track": "complete in MLflow what runs recorded while it was away",
+    "submit": "send a verb to a cluster, where it runs as a job",
+    "jobs": "list a cluster's jobs, or print what one has to say",
+    "stop": "end a job",
     "bench": "measure vitray against a named alternative on this machine",
 }
 

@@ -1,20 +1,70 @@
-"""A running Ray: what jobs have asked for and nobody uses any longer is given back."""
+"""A running Ray: one that grows is waited for, and what nobody uses any longer is given back."""
 
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from vitray import cluster
+from vitray.config import ConfigError, RunError, load_run
+from vitray.loop.driver import await_nodes
+
+ROOT = Path(__file__).parent.parent
 
 
-def held():
+@pytest.fixture
+def growing(monkeypatch, ray_cluster):
+    monkeypatch.setenv("VITRAY_GROWS_WITHIN", "3")
+
+
+def groups():
     """The placement groups that are there."""
-    from ray.util.placement_group import placement_group_table
+    import ray
 
-    return {name for name, group in placement_group_table().items() if group["state"] != "REMOVED"}
+    return {name for name, group in ray.util.placement_group_table().items() if group["state"] != "REMOVED"}
 
 
-# ---- what jobs leave -------------------------------------------------------------------------------------------------
+@pytest.mark.ray
+def test_room_that_is_there_is_not_waited_for(growing, capsys):
+    await_nodes(load_run(None, ["compute.workers=2", "compute.device=cpu"]))
+    assert groups() == set()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.ray
+def test_room_that_does_not_come_is_given_up_and_nothing_stays_asked_for(growing, capsys):
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"no room for 2 x \(1 CPU \+ 1 GPU\), 1 x \(1 CPU\) within 3 seconds"):
+        await_nodes(load_run(None, ["compute.workers=2..4", "compute.device=gpu"]))
+    assert 3 < time.monotonic() - began < 60
+    assert groups() == set()
+    assert capsys.readouterr().err.count("waiting for nodes with 2 x (1 CPU + 1 GPU), 1 x (1 CPU)") == 1
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["compute.workers=2"], "compute.device: got auto on a cluster that grows and has no GPU now"),
+        (["compute.device=gpu"], "compute.workers: got auto on a cluster that grows; wanted a number"),
+    ],
+)
+def test_what_only_nodes_that_are_there_could_decide_is_refused(growing, words, message):
+    with pytest.raises(ConfigError, match=message):
+        await_nodes(load_run(None, words))
+
+
+def test_seconds_are_seconds(monkeypatch):
+    monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
+    assert cluster.grows_within() is None
+    monkeypatch.setenv("VITRAY_GROWS_WITHIN", "half an hour")
+    with pytest.raises(ConfigError, match="VITRAY_GROWS_WITHIN: got 'half an hour', wanted seconds"):
+        cluster.grows_within()
 
 
 def room(**settings):
@@ -27,12 +77,15 @@ def room(**settings):
 
 @pytest.mark.ray
 def test_a_job_gives_back_what_it_asked_for(ray_cluster):
-    kept, asked = room(lifetime="detached"), room()
-    assert {kept, asked} <= held()
+    import ray
+
+    kept, asked = room(lifetime="detached", name="kept"), room()
+    assert {kept, asked} <= groups()
     cluster.reclaim()  # of jobs that are over, not of this one
-    assert {kept, asked} <= held()
+    assert {kept, asked} <= groups()
     cluster.give_back()
-    assert held() & {kept, asked} == {kept}
+    assert groups() & {kept, asked} == {kept}
+    ray.util.remove_placement_group(ray.util.get_placement_group("kept"))
 
 
 @pytest.mark.ray
@@ -45,7 +98,53 @@ def test_what_a_job_has_left_is_removed_unless_something_of_it_lives(ray_cluster
     monkeypatch.setattr(state, "list_jobs", lambda **_: [SimpleNamespace(job_id=job, status="SUCCEEDED")])
     monkeypatch.setattr(state, "list_actors", lambda **_: [SimpleNamespace(job_id=job)])
     cluster.reclaim()
-    assert asked in held()
+    assert asked in groups()
     monkeypatch.setattr(state, "list_actors", lambda **_: [])
     cluster.reclaim()
-    assert asked not in held()
+    assert asked not in groups()
+
+
+# In a process of its own: the other tests have another Ray.
+SCRIPT = """
+import os, socket, subprocess, sys
+from vitray import cluster
+cluster.prepare_environment()
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from ray.cluster_utils import Cluster
+
+folder = sys.argv[1]
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+nodes = Cluster(head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": port}, initialize_head=True)
+environment = os.environ | {"RAY_ADDRESS": nodes.address, "VITRAY_GROWS_WITHIN": "200"}
+settings = ["model.name=vit_u2x2_8", "model.image_size=32", f"data.url={folder}/demo", "optim.duration=4 steps"]
+settings += ["optim.warmup=0 steps", "optim.batch=16", "compute.device=cpu", "compute.workers=2"]
+words = [sys.executable, "-m", "pipelines.train", "demo", *settings, "tracking.register_as=null", "--json"]
+words += ["--name", "grown", "--out", f"{folder}/runs"]
+driver = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+for line in driver.stderr:
+    print(line, end="", file=sys.stderr)
+    if "waiting for nodes" in line:
+        nodes.add_node(num_cpus=3)
+print(driver.stdout.read().splitlines()[-1])
+sys.exit(driver.wait())
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_starts_on_the_nodes_that_come_for_it(tmp_path, ray_cluster):
+    from vitray.shards import read_job, write_dataset
+
+    write_dataset(read_job("demo", str(tmp_path / "demo"), words=["images=100", "image_size=32"]))
+    environment = os.environ | {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlruns.db'}",
+        "VITRAY_HOME": str(tmp_path / "home"),
+    }
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "waiting for nodes with 3 x (1 CPU)" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4

@@ -1,12 +1,18 @@
 """A running Ray: the caller's, the cluster at RAY_ADDRESS, or one of this machine that ends with the work."""
 
+import json
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from vitray.config import ConfigError, RunError
 
 # What every process of ours says to Ray before it is imported; what the user has set stands.
 ENVIRONMENT = {
@@ -104,9 +110,52 @@ def cpus_here() -> int:
     return max(2, os.cpu_count() or 1)
 
 
+def job_folder() -> Path | None:
+    """The temporary folder that this process runs in as a job of a cluster; None where nothing of that is so."""
+    told = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    sent = json.loads(told).get("runtime_env", {}).get("working_dir") if told else None
+    return Path.cwd() if sent and not sent.startswith("local:") else None
+
+
+def grows_within() -> float | None:
+    """Seconds in which this cluster may grow by what a run needs, as those say who made it; None of one that does not.
+
+    Ray itself does not tell whether more nodes would come.
+    """
+    told = os.environ.get("VITRAY_GROWS_WITHIN")
+    try:
+        return float(told) if told else None
+    except ValueError:
+        raise ConfigError(f"VITRAY_GROWS_WITHIN: got {told!r}, wanted seconds, as in 1800") from None
+
+
+def wait_for_room(bundles: Sequence[dict[str, float]], seconds: float) -> None:
+    """Wait until a cluster has room for all of these at the same time; that they are asked for makes it grow."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    asked = Counter(" + ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles)
+    text = ", ".join(f"{count} x ({shape})" for shape, count in asked.items())
+    group, began = placement_group(list(bundles)), time.monotonic()
+    try:
+        while not group.wait(2):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                raise RunError(f"no room for {text} within {seconds:g} seconds; `ray status` on the head says why")
+            if waited < 4:
+                said = f"vitray: waiting for nodes with {text}, {seconds:g} seconds at most"
+                print(said, file=sys.stderr, flush=True)
+    finally:
+        remove_placement_group(group)  # what has come stays for some idle minutes, and is taken by the workers
+
+
 def _start(cpus: int | None, store: int | None) -> None:
     import ray
 
+    if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+        raise ConfigError(
+            "RAY_ADDRESS: got the address of a dashboard, where `vitray submit` sends jobs; to drive a run from this"
+            " machine, wanted an address as host:6379"
+        )
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level=logging.WARNING)
         return

@@ -10,9 +10,11 @@ from vitray.config.pretraining import Beit, Masked
 from vitray.config.training import Finetune
 from vitray.model.names import nearest
 from vitray.model.sizes import sizes_of
+from vitray.probing import preflight, readable
+from vitray.registry import tracking_uri
 from vitray.schedule import in_steps, total_steps
 from vitray.shards import open_dataset, set_aside
-from vitray.shards.manifest import Dataset
+from vitray.shards.manifest import MANIFEST, Dataset
 
 if TYPE_CHECKING:
     from vitray.start import Start, Vocabulary
@@ -68,6 +70,8 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
     if run.data.url is None:
         raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
     is_known = known is not None and storage.absolute(known.url) == storage.absolute(run.data.url)
+    if not is_known:
+        readable(run.data.url, MANIFEST)
     dataset = known if known and is_known else open_dataset(run.data.url)
     start = None
     if isinstance(run.task, Finetune):
@@ -132,10 +136,9 @@ def plan_text(planned: Planned) -> str:
 
 
 def check_storage(url: str) -> None:
-    """Write and remove a small file where the results will go."""
-    probe = storage.join(url, ".vitray-probe")
-    storage.write_bytes(probe, b"written by vitray to see whether it may\n")
-    storage.remove(probe)
+    """Refuse a place for results that cannot be written, read and cleared, and one for records that would not last."""
+    tracking_uri()
+    preflight(url)
 
 
 def check_shards(dataset: Dataset, splits: list[str]) -> None:

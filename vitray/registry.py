@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vitray import storage
+from vitray import cluster, storage
 from vitray.config import ConfigError
 from vitray.model.names import nearest
 
@@ -27,7 +27,15 @@ _AMBIENT = threading.RLock()
 
 def tracking_uri() -> str:
     """MLFLOW_TRACKING_URI, or else the embedded store `mlruns.db` of the working folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlruns.db'}"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlruns.db'}"
+    folder, path = cluster.job_folder(), uri.removeprefix("sqlite:///").partition("?")[0]
+    if folder is not None and path != uri and (folder / path).is_relative_to(folder):
+        raise ConfigError(
+            f"MLFLOW_TRACKING_URI: got {os.environ.get('MLFLOW_TRACKING_URI') or 'nothing'}, and a store in the folder"
+            " that this job runs in would be removed with it; wanted a server that all nodes reach, as in"
+            " http://10.0.0.5:5000"
+        )
+    return uri
 
 
 def home() -> Path:

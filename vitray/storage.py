@@ -34,16 +34,20 @@ def absolute(url: str) -> str:
 
 def filesystem(url: str) -> tuple[fs.FileSystem, str]:
     """The file system of an address, and the path on it."""
-    if is_remote(url):
-        bucket = url.removeprefix("s3://").partition("/")[0]
-        if "@" in bucket or "?" in url:  # not quoted: it would be in logs and plans
-            raise ConfigError(
-                "s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment"
-            )
+    bucket, _ = address(url)
+    if bucket is not None:
         return _s3(bucket), url.removeprefix("s3://").rstrip("/")
-    if "://" in url:
-        raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
     return _LOCAL, str(Path(url).expanduser().absolute())
+
+
+def address(url: str) -> tuple[str | None, str]:
+    """The bucket of an address, None of a path, and the key or the path; what is neither is refused."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    if is_remote(url) and ("@" in bucket or "?" in url):  # not quoted: it would be in logs and plans
+        raise ConfigError("s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment")
+    if not is_remote(url) and "://" in url:
+        raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
+    return (bucket, key.rstrip("/")) if is_remote(url) else (None, url)
 
 
 _LOCAL = fs.LocalFileSystem()

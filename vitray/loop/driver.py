@@ -100,6 +100,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
     with cluster.running(), ending.listening():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
+        await_nodes(run)
         layout = lay_out(run, member.at_a_time if member else 1)
         display = Display(plan, quiet=member is not None)
         first = start.task_state if start else _last_weights(storage.join(out, fork)) if fork else None
@@ -292,6 +293,27 @@ def _check_fork(old: str, run: Run) -> None:
 # ---- the cluster -----------------------------------------------------------------------------------------------------
 
 
+def await_nodes(run: Run) -> None:
+    """On a cluster that grows, wait for the nodes that a run needs at least; elsewhere what is there counts."""
+    seconds, compute = cluster.grows_within(), run.compute
+    if seconds is None:
+        return
+    import ray
+
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if compute.device == "auto" and not has_gpus:
+        raise ConfigError("compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu")
+    if compute.worker_range is None:
+        raise ConfigError("compute.workers: got auto on a cluster that grows; wanted a number, as in compute.workers=2")
+    gpus = {} if compute.device == "cpu" else {"GPU": compute.gpus}
+    apart = run.evaluate.where if run.data.evaluated else "workers"
+    bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
+    bundles += [{"CPU": 1.0}]  # decodes images
+    if apart != "workers":
+        bundles += [{"CPU": 1.0} | (gpus if apart == "gpu" else {})]
+    cluster.wait_for_room(bundles, seconds)
+
+
 def lay_out(run: Run, at_a_time: int = 1) -> Layout:
     """Where the workers run, or one message: what does not fit would be waited for without end.
 
@@ -311,7 +333,8 @@ def lay_out(run: Run, at_a_time: int = 1) -> Layout:
         raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{beside}")
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
     per_node = -(-highest // max(1, len(nodes)))
-    fair = 1.0 if use_gpu else min((cpus - kept) / highest, min(nodes) / per_node)
+    smallest = min(nodes, default=0.0)
+    fair = 1.0 if use_gpu else min((cpus - kept) / highest, smallest / per_node)
     each = compute.cpus or (fair if fair < 1 else float(int(fair)))
     if each <= 0 or lowest * each + kept > cpus:
         evaluating = ", and one to evaluate apart," if kept > 1 else ""
@@ -321,4 +344,4 @@ def lay_out(run: Run, at_a_time: int = 1) -> Layout:
             f" {cpus:g} CPUs of the cluster"
         )
     beside = -(-highest * at_a_time // max(1, len(nodes)))
-    return Layout((lowest, highest), use_gpu, each, max(1, int(min(nodes) // beside)))
+    return Layout((lowest, highest), use_gpu, each, max(1, int(smallest // beside)))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
-from vitray import storage
+from vitray import cluster, storage
 from vitray.config import ConfigError
 from vitray.config.refusals import refusal
 from vitray.config.sections import Section, Size
@@ -109,7 +109,8 @@ def open_dataset(url: str) -> Dataset:
     """The dataset in a folder, local or s3://; without its dataset.json there is none."""
     where = storage.join(url, MANIFEST)
     if not storage.exists(where):
-        raise ConfigError(f"{url}: no dataset here: no {MANIFEST}, which `vitray shard` writes last")
+        sent = "; this job has only the files that were sent with it" if cluster.job_folder() else ""
+        raise ConfigError(f"{url}: no dataset here: no {MANIFEST}, which `vitray shard` writes last{sent}")
     text = storage.read_bytes(where)
     try:
         tree = json.loads(text)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from vitray import storage
 from vitray.augment.decode import UndecodableImage, shown
 from vitray.config import ConfigError
+from vitray.probing import preflight, readable
 from vitray.shards.images import jpeg, look, shrunk
 from vitray.shards.job import Job
 from vitray.shards.manifest import (
@@ -62,11 +63,13 @@ REJECTED = pa.schema([pa.field(name, pa.string()) for name in ("split", "file", 
 
 def write_dataset(job: Job) -> Dataset:
     """The dataset that the job describes, written to its destination, or finished there."""
+    readable(job.dest, MANIFEST)
     if there := _already_there(job):
         return there
     kind = recognise(job)
     if job.index_only and kind != "parquet":
         raise ConfigError(f"--index-only: wanted Parquet with images in it; {job.source} is of kind {kind}")
+    preflight(job.dest)
     with cluster(job.settings.workers) as at_a_time:
         listing = list_source(job, kind, partial(run_tasks, at_a_time=at_a_time))
         # What marks the folder as ours, before anything else is written there.

@@ -1,0 +1,27 @@
+"""vitray stop JOB: end a job of the cluster at RAY_ADDRESS."""
+
+import argparse
+import sys
+from typing import Any
+
+from pipelines.__main__ import run_verb
+from vitray import jobs
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="vitray stop",
+        description="Ends a job: its run becomes KILLED in MLflow, and goes on from its last checkpoint when a job of"
+        " the same --name is sent.",
+        epilog="example: vitray stop train-20261121-120000-1a2b",
+    )
+    parser.add_argument("job", metavar="JOB", help="its name, as `vitray jobs` lists it")
+    parser.add_argument("--json", action="store_true", help="the result as JSON: id, status, command, ...")
+    args = parser.parse_args(words)
+    job = jobs.stop(jobs.connect(), args.job)
+    print(f"{job.id}: {job.status}")
+    return job._asdict()
+
+
+if __name__ == "__main__":
+    sys.exit(run_verb(main, sys.argv[1:]))

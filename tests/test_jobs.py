@@ -1,0 +1,373 @@
+"""Jobs: what is sent to a cluster and what is not, what is refused before, and a real head that runs and stops them."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipelines.__main__ import main
+from vitray import cluster, jobs
+from vitray.config import ConfigError
+from vitray.registry import tracking_uri
+
+ROOT = Path(__file__).parent.parent
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small repository: tracked, changed, new, removed, ignored, and a folder below that ignores more."""
+    work = tmp_path / "work"
+    for name, content in {
+        "kept.py": "1",
+        "removed.py": "2",
+        "big.bin": "3" * 5000,
+        "below/kept.yaml": "4",
+        ".gitignore": "data/\n*.log\n",
+        "below/.gitignore": "secret*\n",
+    }.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text(content)
+    git(tmp_path, "init", "-q", "work")
+    git(work, "add", ".")
+    git(work, "commit", "-qm", "x")
+    (work / "removed.py").unlink()
+    for name in ("new file ü.txt", "data/images.parquet", "run.log", "below/secret.txt"):
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text("5")
+    return work
+
+
+def test_what_git_has_or_would_take_is_sent(folder):
+    files = jobs.list_files(folder)
+    kept = {".gitignore", "below/.gitignore", "below/kept.yaml", "big.bin", "kept.py", "new file ü.txt"}
+    assert set(files.sizes) == kept
+    assert files.sizes["big.bin"] == 5000
+    assert set(jobs.list_files(folder / "below").sizes) == {".gitignore", "kept.yaml"}
+    (folder / ".rayignore").write_text("*.bin\nnew*\n")
+    assert set(jobs.list_files(folder).sizes) == kept - {"big.bin", "new file ü.txt"} | {".rayignore"}
+
+
+def test_a_folder_without_git_is_sent_whole_but_for_environments(tmp_path):
+    for name in ("a.py", "b/c.yaml", ".venv/bin/python", "b/__pycache__/c.pyc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    assert set(jobs.list_files(tmp_path).sizes) == {"a.py", "b/c.yaml"}
+
+
+def test_what_cannot_be_sent_is_named(folder):
+    (folder / "link").symlink_to(folder / "below", target_is_directory=True)
+    (folder / "broken").symlink_to(folder / "nowhere")
+    assert jobs.list_files(folder).left == ["link"]
+
+
+def test_the_same_files_make_the_same_package(folder, tmp_path):
+    (folder / "kept.py").chmod(0o755)
+    files = jobs.list_files(folder)
+    jobs.pack(files, tmp_path / "one.zip")
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0))
+    jobs.pack(jobs.list_files(folder), tmp_path / "two.zip")
+    assert (tmp_path / "one.zip").read_bytes() == (tmp_path / "two.zip").read_bytes()
+    assert (tmp_path / "one.zip").stat().st_size <= files.total
+    with zipfile.ZipFile(tmp_path / "one.zip") as package:
+        assert set(package.namelist()) == set(files.sizes)
+        assert package.getinfo("kept.py").external_attr >> 16 == 0o100755
+
+
+def test_too_much_is_refused_before_it_is_sent_and_the_largest_named(tmp_path):
+    sizes = {f"photos/{i}.png": 90_000 for i in range(1000)} | {"weights.pt": 30_000_000, "a.py": 1}
+    with pytest.raises(ConfigError) as error:
+        jobs.check_size(jobs.Files(tmp_path, sizes, []))
+    assert "120.2 MB in 1002 files, and a cluster takes 105 MB" in str(error.value)
+    assert "the largest: photos/ (90.0 MB), weights.pt (30.0 MB), a.py (0.0 MB)" in str(error.value)
+    jobs.check_size(jobs.Files(tmp_path, {"a": 90_000_000}, []))
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """An environment without stores and without a cluster."""
+    for name in (*jobs.SENT, *jobs.KEPT, "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_addresses_are_sent_and_secrets_are_not(clean):
+    clean.setenv("AWS_ENDPOINT_URL", "https://s3.example.org")
+    clean.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    clean.setenv("AWS_REGION", "eu-west-1")
+    clean.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    clean.setenv("HOME_MADE_TOKEN", "canary")
+    sent, said = jobs.environment()
+    assert sent == {"AWS_ENDPOINT_URL": "https://s3.example.org", "AWS_REGION": "eu-west-1"}
+    assert "canary" not in "".join(said)
+    assert any("MLFLOW_TRACKING_URI names something of this machine alone" in line for line in said)
+    assert any("AWS_SECRET_ACCESS_KEY" in line for line in said)
+
+
+def test_no_name_that_is_sent_is_that_of_a_secret():
+    assert not [
+        name for name in jobs.SENT for word in ("KEY", "SECRET", "TOKEN", "PASS", "USER", "CRED") if word in name
+    ]
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL"])
+def test_an_address_with_a_password_in_it_is_refused_and_not_repeated(clean, name):
+    clean.setenv(name, "https://me:canary@example.org")
+    with pytest.raises(ConfigError, match=f"{name}: has a password in it") as error:
+        jobs.environment()
+    assert "canary" not in str(error.value)
+
+
+OUT = ["--out", "s3://b/runs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "demo"], "--out: got runs, a folder of the job's own"),
+        (["sweep", "demo", "lr", "--out=mine"], "--out: got mine, a folder of the job's own"),
+        (["train", "demo", "data.url=data/demo", *OUT], "data.url=data/demo: stays here"),
+        (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: a word has a password in it"),
+        (["trian", "demo"], "got 'trian', wanted one of .*nearest: train"),
+        (["ui"], "got 'ui', wanted one of"),
+        (["train", "demo", *OUT, "--follow"], "--follow: wanted before train"),
+        (["train", "demo", *OUT], "RAY_ADDRESS: not set; wanted the cluster's dashboard"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_sent(clean, capsys, words, message):
+    assert main(["submit", *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "canary" not in said
+    import re
+
+    assert re.search(message, said), said
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("10.0.0.1:6379", "RAY_ADDRESS: got 10.0.0.1:6379; wanted the cluster's dashboard"),
+        ("http://me:canary@10.0.0.1:8265", "RAY_ADDRESS: has a password in it"),
+        ("http://127.0.0.1:1", "RAY_ADDRESS: http://127.0.0.1:1: cannot be reached"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_said(clean, capsys, where, message):
+    clean.setenv("RAY_ADDRESS", where)
+    began = time.monotonic()
+    assert main(["jobs"]) == 2
+    assert time.monotonic() - began < 6
+    said = capsys.readouterr().err
+    assert message in said
+    assert "canary" not in said
+
+
+def test_a_dry_run_says_what_would_be_sent(clean, capsys):
+    assert main(["submit", "--dry-run", "train", "demo", "data.url=s3://b/d", *OUT, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["command"] == "python -m pipelines.train demo data.url=s3://b/d --out s3://b/runs --json"
+    assert told["files"] > 100
+    assert told["environment"] == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "wanted"),
+    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", -9, 137), ("FAILED", None, 1), ("STOPPED", None, 143)],
+)
+def test_a_job_that_was_waited_for_ends_its_command(status, code, wanted):
+    assert jobs.exit_status(jobs.Job("a", status, "x", 0, 1, code)) == wanted
+
+
+# ---- inside a job ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(clean, tmp_path):
+    """As in a job: a temporary folder, and Ray's word that it is one."""
+    clean.chdir(tmp_path)
+    clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://a.zip"}}))
+    assert cluster.job_folder() == tmp_path
+    return clean
+
+
+def test_a_jobs_own_folder_keeps_neither_results_nor_records(job, tmp_path):
+    from vitray.plan import check_storage
+
+    job.setenv("MLFLOW_TRACKING_URI", "http://10.0.0.5:5000")
+    for out in ("runs", str(tmp_path / "runs")):
+        with pytest.raises(ConfigError, match="runs: lies in the folder that this job runs in"):
+            check_storage(out)
+    shared = tempfile.mkdtemp(dir=tmp_path.parent)
+    check_storage(shared)
+    assert list(Path(shared).iterdir()) == []
+    for uri in (None, "sqlite:///mlruns.db"):
+        job.delenv("MLFLOW_TRACKING_URI") if uri is None else job.setenv("MLFLOW_TRACKING_URI", uri)
+        with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI: got"):
+            tracking_uri()
+    job.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shared}/mlruns.db")
+    assert tracking_uri().endswith("/mlruns.db")
+
+
+def test_data_that_was_not_sent_is_said(job):
+    from vitray.shards import open_dataset
+
+    with pytest.raises(ConfigError, match=r"data/demo: no dataset here.*only the files that were sent with it"):
+        open_dataset("data/demo")
+
+
+def test_a_job_without_a_folder_of_its_own_may_write_where_it_runs(clean, tmp_path):
+    clean.chdir(tmp_path)
+    for environment in ({}, {"working_dir": "local:///srv/vitray"}):
+        clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environment}))
+        assert cluster.job_folder() is None
+
+
+def test_a_dashboards_address_drives_no_run(clean):
+    clean.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ConfigError, match="`vitray submit` sends jobs"), cluster.running():
+        pass
+
+
+# ---- on a real head --------------------------------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """A head with a dashboard and a token, and the environment of somebody who has the token."""
+    place = tmp_path_factory.mktemp("cluster")
+    (place / "token").write_text("a-token-of-this-test-alone-0123456789")
+    short = tempfile.mkdtemp(prefix="vj", dir="/tmp")  # the paths of its sockets would be too long otherwise
+    names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
+    ports = {name: free_port() for name in names}
+    settings = [f"--{name}={port}" for name, port in ports.items()]
+    without = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MLFLOW_", "RAY_"))}
+    environment = without | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(place / "token"),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_raylet_start_wait_time_s": "180",
+        "RAY_worker_niceness": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlruns.db'}",
+        "VITRAY_HOME": str(place / "home"),
+    }
+    words = ["start", "--head", "--block", "--num-cpus=3", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+    words += [*settings, f"--temp-dir={short}", "--object-store-memory=200000000"]
+    ray = str(Path(sys.executable).with_name("ray"))
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen([ray, *words], env=environment, stdout=log, stderr=log)
+    try:
+        for _ in range(1800):
+            assert process.poll() is None, (place / "log").read_text()
+            with socket.socket() as knock:
+                if knock.connect_ex(("127.0.0.1", ports["dashboard-port"])) == 0:
+                    break
+            time.sleep(0.1)
+        yield place, environment | {"RAY_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
+    finally:
+        process.terminate()
+        process.wait(60)
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def vitray(environment, *words, command=("-m", "pipelines")):
+    return subprocess.run([sys.executable, *command, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def settings_of(place):
+    return [
+        *["demo", f"data.url={place / 'demo'}", "model.name=vit_u2x2_8", "model.image_size=32", "optim.batch=16"],
+        *["optim.warmup=0 steps", "compute.workers=1", "tracking.register_as=null", "tracking.every=1 step"],
+    ]
+
+
+def status_of(place, name):
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{place / 'mlruns.db'}")
+    (found,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    return found.info.status
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_jobs_run_are_followed_and_stopped_as_killed(head):
+    place, environment = head
+    canary = environment | {"MLFLOW_TRACKING_PASSWORD": "canary", "AWS_SECRET_ACCESS_KEY": "canary"}
+    words = ["submit", "--follow", "shard", "demo", str(place / "demo"), "images=100", "image_size=32"]
+    done = vitray(canary, *words, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "SUCCEEDED"
+    logged = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"url"')]
+    assert logged[0]["url"] == str(place / "demo")
+
+    # Ray's own command does the same, and refuses what would be lost.
+    plain = ["job", "submit", "--working-dir", ".", "--", "python", "-m", "pipelines.train", *settings_of(place)]
+    plain += ["optim.duration=4 steps", "--name", "whole", "--json"]
+    ray = ("-m", "ray.scripts.scripts")
+    refused = vitray(environment, *plain, command=ray)
+    assert refused.returncode != 0
+    assert "runs/whole: lies in the folder that this job runs in" in refused.stdout + refused.stderr
+    done = vitray(environment, *plain, "--out", str(place / "runs"), command=ray)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
+    assert (outcome["steps"], outcome["state"]) == (4, "finished")
+    assert status_of(place, "whole") == "FINISHED"
+
+    endless = ["optim.duration=100000 steps", "checkpoint.every=5 steps", "--name", "stopped"]
+    done = vitray(canary, "submit", "train", *settings_of(place), *endless, "--out", str(place / "runs"), "--json")
+    assert done.returncode == 0, done.stderr
+    name = json.loads(done.stdout)["id"]
+    while not list((place / "runs").glob("stopped/checkpoints/*/checkpoint.json")):
+        time.sleep(0.2)  # the test's time-out ends it
+    listed = json.loads(vitray(environment, "jobs", "--json").stdout.splitlines()[-1])["jobs"]
+    assert [job["status"] for job in listed if job["id"] == name] == ["RUNNING"]
+    done = vitray(environment, "stop", name, "--json")
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "STOPPED", done.stderr
+    assert status_of(place, "stopped") == "KILLED"
+    assert vitray(environment, "stop", name).stdout == f"{name}: STOPPED\n"
+
+    everything = vitray(environment, "list", "--log-style=record", command=(*ray, "job")).stdout
+    assert name in everything
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in everything
+    assert "canary" not in everything + vitray(environment, "jobs", name).stdout
+
+    unknown = vitray(environment, "stop", f"{name}x")
+    assert unknown.returncode == 2
+    assert f"nearest: {name}" in unknown.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nobody_is_let_in_without_the_clusters_token(head, tmp_path):
+    _, environment = head
+    (tmp_path / "other").write_text("another-token-0123456789-0123456789")
+    bare = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
+    nobody = vitray(bare | {"HOME": str(tmp_path)}, "jobs")
+    assert nobody.returncode == 2
+    assert "asks for a token, and none was sent" in nobody.stderr
+    stranger = vitray(bare | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}, "jobs")
+    assert stranger.returncode == 2
+    assert "refuses the token" in stranger.stderr
+    assert "another-token" not in stranger.stderr
+    assert vitray(bare | {"RAY_AUTH_TOKEN_PATH": environment["RAY_AUTH_TOKEN_PATH"]}, "jobs").returncode == 0
