@@ -19,6 +19,7 @@ VERBS = {
     "ui": "show the runs of this folder in a browser",
     "track": "complete in MLflow what runs recorded while it was away",
     "submit": "send a verb to a cluster, where it runs as a job",
+    "doctor": "look at a cluster before a long run: versions, GPUs, disks, clocks, storage, MLflow, network",
     "jobs": "list a cluster's jobs, or print what one has to say",
     "stop": "end a job",
     "bench": "measure vitray against a named alternative on this machine",
