@@ -18,7 +18,7 @@ LAYERS = (
     {"vitray.masked", "vitray.space"},
     {"vitray.registry"},
     {"vitray.probing", "vitray.jobs", "vitray.launching"},
-    {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints"},
+    {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints", "vitray.doctor"},
     {"vitray.stream", "vitray.tracking", "vitray.start"},
     {"vitray.evaluation", "vitray.plan"},
     {"vitray.loop"},

@@ -16,6 +16,7 @@ from vitray import cluster, storage
 from vitray.admission import Admission, Needs, Node, admit, sentence
 from vitray.config import ConfigError, Run, load_run
 from vitray.config.sweeping import Asha, Median
+from vitray.loop.driver import await_nodes
 from vitray.model.names import nearest
 from vitray.plan import Plan, check_storage, difference, make_plan
 from vitray.schedule import in_steps
@@ -221,6 +222,8 @@ def sweep(
     check_storage(home)
     stages = stages_of(base, space, before or {}, home)
     with cluster.running():
+        # What is there once one trial has room counts for all: how far a cluster may grow, Ray does not tell.
+        await_nodes(base if base.compute.worker_range else base.replace({"compute.workers": 1}))
         plan_sweep(base, space, nodes_here(), home, ready=False)
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, BEFORE, stage.name), out, command)
