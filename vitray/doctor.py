@@ -149,13 +149,13 @@ def examine(place: str) -> Health:
     for node in nodes:
         name, has = node["NodeManagerHostname"], node["Resources"]
         try:
-            told = ray.get(looks[node["NodeID"]], timeout=0)
+            told: Any = ray.get(looks[node["NodeID"]], timeout=0)
             clock = _ahead(witnesses[node["NodeID"]])
         except Exception as error:  # whatever keeps a node from answering is what is looked for
             faults.append(Fault(name, f"does not answer: {said_by(error)[:300]}", "vitray installed there as here"))
             continue
-        has = {"cpus": has.get("CPU", 0.0), "gpus": has.get("GPU", 0.0), "store": has.get("object_store_memory", 0.0)}
-        seen[node["NodeID"]] = Seen(address=node["NodeManagerAddress"], clock=clock, **has, **told)
+        given = {"cpus": has.get("CPU", 0.0), "gpus": has.get("GPU", 0.0), "store": has.get("object_store_memory", 0.0)}
+        seen[node["NodeID"]] = Seen(address=node["NodeManagerAddress"], clock=clock, **given, **told)
     works = [node for node, what in seen.items() if what.cpus or what.gpus]
     if len(nodes) > 1 and uri.startswith("sqlite:"):
         said = f"MLflow's store is a file, {shown(uri)}, and the trials of a sweep run on all nodes"
@@ -299,6 +299,6 @@ def _ahead(witness: Any) -> float:
     asked = []
     for _ in range(3):
         before = time.time()
-        told = ray.get(witness.clock.remote(), timeout=PATIENCE)
+        told: Any = ray.get(witness.clock.remote(), timeout=PATIENCE)
         asked.append((time.time() - before, told - (before + time.time()) / 2))
     return min(asked)[1]
