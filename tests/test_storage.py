@@ -1,5 +1,11 @@
 """Files on a path and on a real S3 server: the same calls, whole or not at all."""
 
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +52,53 @@ def test_what_is_absent_is_said(place):
         storage.read_bytes(storage.join(place, "absent.bin"))
     with pytest.raises(ConfigError, match=r"absent.bin: no such file"), storage.local_copy(f"{place}/absent.bin"):
         pass
+
+
+def test_a_server_that_is_away_for_a_moment_is_waited_for(s3_server, tmp_path, monkeypatch):
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "here").write_bytes(b"content")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--config", os.devnull]
+    words += ["--vfs-cache-mode", "off"]
+    servers = []
+
+    def come_back():
+        time.sleep(2)
+        servers.append(subprocess.Popen([Path(sys.executable).with_name("rclone"), *words, tmp_path]))
+
+    storage._s3.cache_clear()
+    coming = threading.Thread(target=come_back)
+    coming.start()
+    try:
+        assert storage.read_bytes("s3://bucket/here") == b"content"
+    finally:
+        coming.join()
+        servers[0].terminate()
+        servers[0].wait()
+        storage._s3.cache_clear()
+
+
+def test_uploads_that_were_never_completed_are_aborted(monkeypatch):
+    """On a simulated AWS, since the server of the other tests does not list them."""
+    import boto3
+    from moto import mock_aws
+
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with mock_aws():
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="bucket")
+        for key in ("runs/one/model", "runs/one/a/b", "runs/one-more/model"):
+            client.create_multipart_upload(Bucket="bucket", Key=key)
+        assert storage.abort_uploads("s3://bucket/runs/one") == 2
+        left = client.list_multipart_uploads(Bucket="bucket")["Uploads"]
+        assert [upload["Key"] for upload in left] == ["runs/one-more/model"]
+        assert storage.abort_uploads("s3://nowhere/runs/one") == 0
+    assert storage.abort_uploads("/a/path") == 0
 
 
 def test_a_mistyped_bucket_is_said_and_not_created(s3_server):

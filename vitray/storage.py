@@ -4,6 +4,8 @@ S3 is configured by its standard environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_I
 address, which ends up in plans and logs. Nothing here creates a bucket.
 """
 
+import contextlib
+import os
 import shutil
 import tempfile
 import uuid
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pyarrow import fs
 
@@ -52,11 +55,23 @@ def address(url: str) -> tuple[str | None, str]:
 
 _LOCAL = fs.LocalFileSystem()
 
+# A server that is away for some seconds, as when it is started again, ends no run: each call is tried so often, with
+# growing pauses, half a minute at most where it is refused. Seconds for a connection, and for an answer.
+ATTEMPTS, CONNECT, ANSWER = 7, 5, 15
+
 
 @lru_cache
 def _s3(bucket: str) -> fs.FileSystem:
+    # Made in each process from the environment, never sent to another: pyarrow forgets retries when it pickles one.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     with _said_clearly(f"s3://{bucket}"):
-        return fs.FileSystem.from_uri(f"s3://{bucket}")[0]
+        return fs.S3FileSystem(
+            endpoint_override=endpoint or None,
+            region=None if endpoint else fs.resolve_s3_region(bucket),
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+            connect_timeout=CONNECT,
+            request_timeout=ANSWER,
+        )
 
 
 def exists(url: str) -> bool:
@@ -147,11 +162,10 @@ def remove(url: str) -> None:
 
 def _remove_objects(bucket: str, keys: list[str]) -> None:
     # pyarrow would leave an empty object for the folder above, which some servers refuse besides.
-    import boto3  # takes a third of a second, for this alone
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
-        client = boto3.client("s3")
+        client = _client()
         for start in range(0, len(keys), 1000):
             objects = [{"Key": key} for key in keys[start : start + 1000]]
             done = client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
@@ -159,6 +173,35 @@ def _remove_objects(bucket: str, keys: list[str]) -> None:
                 raise ConfigError(f"s3://{bucket}/{error.get('Key')}: cannot be removed: {error.get('Message')}")
     except (BotoCoreError, ClientError) as error:
         raise ConfigError(f"s3://{bucket}: cannot remove {len(keys)} objects: {error}") from None
+
+
+def abort_uploads(url: str) -> int:
+    """Abort the uploads below an address that were never completed, which nobody sees and somebody pays; how many.
+
+    For a folder that nobody else writes to. A server that cannot list them, or does not let us, has them aborted by
+    the bucket's own rule.
+    """
+    if not is_remote(url):
+        return 0
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = address(url)
+    done = 0
+    with contextlib.suppress(BotoCoreError, ClientError):
+        client = _client()
+        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/"):
+            for found in page.get("Uploads", []):
+                client.abort_multipart_upload(Bucket=bucket, Key=found["Key"], UploadId=found["UploadId"])
+                done += 1
+    return done
+
+
+def _client() -> Any:
+    import boto3  # takes a third of a second
+    from botocore.config import Config
+
+    retries: Any = {"mode": "standard", "total_max_attempts": ATTEMPTS}
+    return boto3.client("s3", config=Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries=retries))
 
 
 @contextmanager

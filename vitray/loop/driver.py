@@ -230,6 +230,7 @@ def open_home(home: str, name: str, run: Run, plan: Plan, fork: str | None) -> s
     if storage.exists(storage.join(home, HOME)):
         known = json.loads(storage.read_bytes(storage.join(home, HOME)))
         _check_same(home, name, run, plan, known)
+        storage.abort_uploads(home)  # of a writer that was killed
         return known["uid"]
     if fork and isinstance(run.task, Finetune):
         raise ConfigError("--fork: task finetune starts from task.weights; wanted one of them")
