@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,6 @@ def running(cpus: int | None = None, store: int | None = None) -> Iterator[None]
     ours = not ray.is_initialized()
     if ours:
         _start(cpus, store)
-        if "RAY_ADDRESS" in os.environ:
-            reclaim()
     try:
         yield
     finally:
@@ -87,9 +85,10 @@ def give_back() -> None:
     ours: Any = [("job_id", "=", job), ("class_name", "=", "TrainController"), ("state", "!=", "DEAD")]
     where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
     until = time.monotonic() + 30
-    while list_actors(filters=ours, **where) and time.monotonic() < until:
-        time.sleep(0.5)
-    _remove_groups({job})
+    with suppress(ConnectionError):  # a cluster without a dashboard, which cannot be asked
+        while list_actors(filters=ours, **where) and time.monotonic() < until:
+            time.sleep(0.5)
+        _remove_groups({job})
 
 
 def _remove_groups(jobs: Collection[str]) -> None:
@@ -157,7 +156,8 @@ def _start(cpus: int | None, store: int | None) -> None:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level=logging.WARNING)
+        if ray.init(logging_level=logging.WARNING).dashboard_url:  # which tells of other jobs
+            reclaim()
         return
     # Ray's own helpers look the address up, and give up where several clusters run on a machine: it is known before.
     with socket.socket() as free:

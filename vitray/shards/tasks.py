@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vitray.cluster import prepare_environment
 from vitray.config import ConfigError
 
 
 @contextmanager
 def cluster(workers: int | None) -> Iterator[int]:
     """A running Ray (the caller's, that at RAY_ADDRESS, or one of this machine), and how many tasks run at a time."""
+    prepare_environment()
     import ray  # takes seconds, which a refused word must not
 
     ours = not ray.is_initialized()
