@@ -205,8 +205,8 @@ def test_what_trials_start_from_is_trained_once_before_them(place):
     home = Path(outcome.home)
     weights = home / "before" / "pretrained" / "pretrained=once" / "model"
     assert load_run(weights / "run.yaml").seed == 5
-    command = next(row for row in csv.DictReader((home / "report" / "results.csv").open()) if "masked" in row["name"])
-    assert str(weights) in command["command"]
+    rows = list(csv.DictReader((home / "report" / "results.csv").read_text().splitlines()))
+    assert [str(weights) in row["command"] for row in rows] == ["masked" in row["name"] for row in rows]
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     (pretrained,) = client.search_runs(["1"], "attributes.run_name = 'stages/before/pretrained'")
     assert pretrained.info.status == "FINISHED"
