@@ -80,6 +80,7 @@ def test_this_machine_is_asked_what_it_has(ray_cluster, s3_server, tmp_path, mon
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_server_that_is_away_is_said(ray_cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with pytest.raises(RunError, match=r"\d faults on 1 nodes"):

@@ -144,6 +144,7 @@ def test_mlflow_has_the_audit_the_delta_and_its_base(place, tuned):
         assert torch.equal(load_model("models:/tuned@champion").vit(images), load_model(tuned.model).vit(images))
 
 
+@pytest.mark.slow
 def test_an_interrupted_fine_tuning_ends_bit_equal(place, tuned):
     home = place / "runs" / "again"
     shutil.copytree(tuned.home, home)
