@@ -224,7 +224,8 @@ def sweep(
     with cluster.running():
         # What is there once one trial has room counts for all: how far a cluster may grow, Ray does not tell.
         await_nodes(base if base.compute.worker_range else base.replace({"compute.workers": 1}))
-        plan_sweep(base, space, nodes_here(), home, ready=False)
+        if stages:  # what does not fit is said before hours of training
+            plan_sweep(base, space, nodes_here(), home, ready=False)
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, BEFORE, stage.name), out, command)
         planned = plan_sweep(base, space, nodes_here(), home)
