@@ -39,7 +39,16 @@ down: .venv/.installed  ## keep MLflow's records, and end the cluster
 test: .venv/.installed  ## install what is missing and run the tests (CPU, a few minutes)
 	$(BIN)/python -m pytest
 
-test-full: .venv/.installed  ## the same with the slow tests, and on a GPU where there is one
+# What the slow tests take for real: hosts with a network of their own, Ceph's S3, PostgreSQL, a browser.
+PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd
+
+.venv/.packages: .venv/.installed
+	@dpkg-query --show $(PACKAGES) >/dev/null 2>&1 || \
+		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $(PACKAGES); } || \
+		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }
+	@touch $@
+
+test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where there is one; installs what they need, as root
 	$(BIN)/python -m pytest -m ''
 
 lint: .venv/.installed  ## ruff (lint and format) and pyright

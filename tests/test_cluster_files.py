@@ -373,11 +373,8 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     assert (settings / "mlflow.env").read_text() == made  # another key would end every session of a browser
 
 
+@pytest.mark.slow  # for systemd-analyze, which `make test-full` installs
 def test_units_are_what_systemd_takes(machine):
-    import shutil
-
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("needs systemd-analyze, which this machine has not")
     machine.run("mlflow.sh", "s3://vitray-test/mlflow")
     (machine.home / "venv/bin/python").symlink_to(sys.executable)
     folder = machine.place / "etc/systemd/system"
@@ -464,3 +461,11 @@ def test_versions_are_those_of_the_project():
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert f"FROM rayproject/ray:{RAY}-py312-gpu" in dockerfile
     assert f"vitray:ray-{RAY}" in dockerfile
+
+
+def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
+    told = [
+        set(re.findall(r"(RAY_health_check_\w+)(?:=|, value: \")(\d+)", path.read_text()))
+        for path in (AWS, LOCAL, KUBERAY)
+    ]
+    assert told == [{("RAY_health_check_period_ms", "2000"), ("RAY_health_check_timeout_ms", "3000")}] * 3

@@ -531,6 +531,7 @@ def test_an_mlflow_that_does_not_answer_is_one_message(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # for the start of a server
 def test_what_only_a_server_has_is_fetched_once(tmp_path, store, monkeypatch):
     server = Server(tmp_path)
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))

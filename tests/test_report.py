@@ -760,8 +760,7 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_browser_shows_the_page_in_any_width_and_light(reports, tmp_path, name, width, theme):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs a browser: on Debian and Ubuntu, apt-get install chromium")
+    assert browser, "needs a browser, which `make test-full` installs"
     (tmp_path / "frame.html").write_text(FRAME.format(width=width, page=html.escape(reports[name])))
     words = [browser, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
     words.append(f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")

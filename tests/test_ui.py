@@ -74,8 +74,7 @@ def _wait_until_up(port, server, log):
 def page(address, folder, wanted):
     """The page as the browser has built it, once it shows what is wanted."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs a browser: on Debian and Ubuntu, apt-get install chromium")
+    assert browser, "needs a browser, which `make test-full` installs"
     for patience in (20_000, 60_000):
         words = [
             browser,

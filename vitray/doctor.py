@@ -1,6 +1,6 @@
 """A cluster looked at before a long run: every node is asked, and what would end the run later is said now.
 
-A witness on each node tells what that node has and reaches, and all of them add a number up by gloo, as training does.
+A witness on each node tells what that node has and reaches, and all of them add a number up, as training does.
 """
 
 import importlib.metadata
@@ -110,8 +110,8 @@ class Witness:
             free.bind(("", 0))
             return free.getsockname()[1]
 
-    def meet(self, rank: int, world: int, rendezvous: str) -> str | None:
-        """Add a number up with the other nodes; what keeps them apart, or None."""
+    def meet(self, rank: int, world: int, rendezvous: str, backend: str) -> str | None:
+        """Add a number up with the other nodes, by gloo or on the first GPU by nccl; what keeps them apart, or None."""
         from datetime import timedelta
 
         import torch
@@ -119,9 +119,9 @@ class Witness:
 
         try:
             distributed.init_process_group(
-                "gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=30)
+                backend, init_method=rendezvous, rank=rank, world_size=world, timeout=timedelta(seconds=30)
             )
-            total = torch.ones(1)
+            total = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
             distributed.all_reduce(total)
             distributed.destroy_process_group()
         except Exception as error:
@@ -217,22 +217,24 @@ def judge(nodes: Sequence[Seen]) -> list[Fault]:
 
 
 def _meeting(witnesses: dict[str, tuple[Seen, Any]]) -> list[Fault]:
-    """Let all nodes that train meet, as workers do."""
+    """Let all nodes meet as workers do: on CPUs by gloo, and those with GPUs by nccl too."""
     import ray
 
-    pairs = list(witnesses.values())
-    if len(pairs) < 2:
-        return []
-    first, host = pairs[0]
-    rendezvous = f"tcp://{first.address}:{ray.get(host.free_port.remote())}"
-    asked = [each.meet.remote(rank, len(pairs), rendezvous) for rank, (_, each) in enumerate(pairs)]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=90)
     faults = []
-    for (node, _), answer in zip(pairs, asked, strict=True):
-        said = ray.get(answer) if answer in answered else "no answer within 90 seconds"
-        if said:
-            wanted = "all ports open among the nodes, and GLOO_SOCKET_IFNAME set to their network's interface"
-            faults.append(Fault(node.name, f"does not meet the other nodes by gloo: {said}", wanted))
+    everybody = list(witnesses.values())
+    for backend, pairs in {"gloo": everybody, "nccl": [pair for pair in everybody if pair[0].usable]}.items():
+        if len(pairs) < 2:
+            continue
+        first, host = pairs[0]
+        rendezvous = f"tcp://{first.address}:{ray.get(host.free_port.remote())}"
+        asked = [each.meet.remote(rank, len(pairs), rendezvous, backend) for rank, (_, each) in enumerate(pairs)]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=90)
+        for (node, _), answer in zip(pairs, asked, strict=True):
+            said = ray.get(answer) if answer in answered else "no answer within 90 seconds"
+            if said:
+                interface = f"{backend.upper()}_SOCKET_IFNAME"
+                wanted = f"all ports open among the nodes, and {interface} set to their network's interface"
+                faults.append(Fault(node.name, f"does not meet the other nodes by {backend}: {said}", wanted))
     return faults
 
 

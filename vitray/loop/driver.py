@@ -1,6 +1,7 @@
 """A run from its recipe to its registered model, seen from the driver: plan, folder, cluster, tracking, workers."""
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from vitray.weights import Saved
 
 RUN, HOME, ENDED = "run.yaml", "run.json", "outcome.json"
+# Seconds in which a lost node may come back, before the run ends; of them Ray Train waits so many at a time.
+RETURNS_WITHIN, STARTS_WITHIN = 1800, 60
 
 
 class Outcome(NamedTuple):
@@ -164,7 +167,9 @@ def _fit(
         run_config=ray.train.RunConfig(
             name=job.attempt,
             storage_path=beside.name,
-            failure_config=ray.train.FailureConfig(max_failures=run.compute.max_failures, controller_failure_limit=2),
+            failure_config=ray.train.FailureConfig(
+                max_failures=run.compute.max_failures, controller_failure_limit=_patience()
+            ),
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
@@ -179,6 +184,12 @@ def _fit(
     finally:
         storage.remove(job.given_up)
         beside.cleanup()
+
+
+def _patience() -> int:
+    """How often a start for which the nodes do not suffice is tried: what fits at first has lost a node since."""
+    each = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", STARTS_WITHIN))
+    return math.ceil((cluster.grows_within() or RETURNS_WITHIN) / each)
 
 
 def _cause(error: BaseException) -> str:

@@ -1,0 +1,149 @@
+"""Hosts on this machine: each with its own network, processes, disk and name, on one segment that reaches nothing else.
+
+A host is a set of Linux namespaces, held by a process that sleeps. When that process is killed the kernel kills all
+that ran there, as when a machine loses its power. Needs root, and iproute2 and util-linux.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+# Of a host: bytes of its disk, and of its shared memory.
+DISK, SHARED_MEMORY = "1g", "1200m"
+
+
+class Host:
+    """One machine: `10.55.0.N` on the segment, and a disk of its own at `own`."""
+
+    def __init__(self, name: str, number: int, site: "Site") -> None:
+        self.name, self.address, self.site = name, f"10.55.0.{number}", site
+        self.own = site.folder / "own"
+        names = site.folder / f"hosts-{name}"
+        names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as Debian sets a machine up
+        # Children that nobody waits for vanish by themselves: what holds the host is its process number 1.
+        script = (
+            f"hostname {name} && mount --bind {names} /etc/hosts && ip link set lo up"
+            f" && mount -t tmpfs -o size={DISK},mode=1777 none {self.own}"
+            f" && mount -t tmpfs -o size={SHARED_MEMORY},mode=1777 none /dev/shm"
+            " && trap '' CHLD && echo up && exec sleep infinity"
+        )
+        spaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._holder = subprocess.Popen(["unshare", *spaces, "sh", "-c", script], stdout=subprocess.PIPE, text=True)
+        with self._holder.stdout as said:
+            assert said.readline() == "up\n", f"{name}: no host; root, iproute2 and util-linux are needed"
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
+        self.pid = int(children.read_text().split()[0])
+
+    def command(self, words: Sequence[object]) -> list[str]:
+        """The words of a command that runs on this host."""
+        spaces = ["--net", "--mount", "--uts", "--pid"]
+        return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, words)]
+
+    def start(
+        self, words: Sequence[object], log: Path, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Begin a command here; what it says is in a file."""
+        environment = os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
+        with log.open("a") as told:
+            return subprocess.Popen(self.command(words), env=environment, stdout=told, stderr=told)
+
+    def call(self, words: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
+        """Run a command here to its end; what it printed."""
+        environment = os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
+        done = subprocess.run(self.command(words), env=environment, input=given, capture_output=True, text=True)
+        assert done.returncode == 0, f"{self.name}: {words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
+        return done.stdout
+
+    def processes(self, text: str) -> list[int]:
+        """The processes of this host with this in their command line."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if os.readlink(folder / "ns" / "pid") == space and text in (folder / "cmdline").read_text():
+                    found.append(int(folder.name))
+        return found
+
+    def signal(self, text: str, number: int) -> None:
+        """Send a signal to those processes, of which there must be one."""
+        found = self.processes(text)
+        assert found, f"{self.name}: no process with {text}"
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def fill(self) -> None:
+        """Write to its disk until no byte is left."""
+        fill(Path(f"/proc/{self.pid}/root{self.own}"))
+
+    def empty(self) -> None:
+        """Take that away again."""
+        Path(f"/proc/{self.pid}/root{self.own}/ballast").unlink()
+
+    def end(self) -> None:
+        """Take its power away, if it has any."""
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Site:
+    """Hosts on one segment, and what they share: the project, and `shared`, as a network disk would be."""
+
+    def __init__(self, root: Path, folder: Path, environment: Mapping[str, str]) -> None:
+        """`folder` must have a short name: sockets lie below it."""
+        self.root, self.folder, self.environment = root, folder, dict(environment)
+        self.hosts: dict[str, Host] = {}
+        (folder / "own").mkdir()
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", self.shared], check=True)
+        self.switch = Host("switch", 0, self)
+        self.switch.call(["ip", "link", "add", "segment", "type", "bridge"])
+        self.switch.call(["ip", "link", "set", "segment", "up"])
+
+    def add(self, name: str, number: int) -> Host:
+        """A host more on the segment; one of this name that lost its power is replaced."""
+        host = self.hosts[name] = Host(name, number, self)
+        port = ["netns", self.switch.pid]
+        words = ["ip", "link", "add", "eth0", "netns", host.pid, "type", "veth", "peer", "name", f"to-{name}", *port]
+        subprocess.run([str(word) for word in words], check=True)
+        self.switch.call(["ip", "link", "set", f"to-{name}", "master", "segment", "up"])
+        host.call(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
+        host.call(["ip", "link", "set", "eth0", "up"])
+        return host
+
+    def cut(self, name: str) -> None:
+        """Let nothing through to a host, as when its cable is pulled: nobody is told."""
+        self.switch.call(["ip", "link", "set", f"to-{name}", "nomaster"])
+
+    def mend(self, name: str) -> None:
+        """Let everything through again."""
+        self.switch.call(["ip", "link", "set", f"to-{name}", "master", "segment"])
+
+    def end(self) -> None:
+        """End all hosts with all that runs there."""
+        for host in [*self.hosts.values(), self.switch]:
+            host.end()
+        subprocess.run(["umount", "--lazy", self.shared], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Write to a disk until no byte is left."""
+    with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as ballast:
+        while ballast.write(bytes(2**20)):
+            pass
+
+
+def until(found: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait for something, for so long at most."""
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end, f"not within {seconds:g} seconds: {what}"
+        time.sleep(0.1)
+
+
+PAUSE, RESUME, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL

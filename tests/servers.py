@@ -1,0 +1,105 @@
+"""Servers as in production, on a host of the tests: Ceph's S3 gateway, and MLflow on PostgreSQL."""
+
+import secrets
+from pathlib import Path
+
+from hosts import Host, until
+
+KEY, SECRET, USER = "vitraykey", secrets.token_urlsafe(24), "vitray"
+
+CEPH = """
+[global]
+fsid = 2f7c0a52-6f0e-4b39-9a52-7d3c0e1b9a10
+mon host = v2:{address}:3300
+public network = 10.55.0.0/24
+ms bind msgr1 = false
+keyring = {own}/keys
+run dir = {own}
+admin socket = {own}/$name.sock
+log file = {own}/$name.log
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+[osd]
+osd data = {own}/osd
+osd objectstore = memstore
+memstore device bytes = 2147483648
+[mon]
+mon data = {own}/mon
+[client.gateway]
+rgw data = {own}
+rgw frontends = beast endpoint={address}:8000
+rgw dns name = {address}
+"""
+
+# One monitor, one store in memory, and their keys; no manager, which S3 does not need.
+PREPARE = """
+ceph-authtool --create-keyring {own}/keys --gen-key --name mon. --cap mon 'allow *'
+ceph-authtool {own}/keys --gen-key --name client.admin --cap mon 'allow *' --cap osd 'allow *'
+ceph-authtool {own}/keys --gen-key --name client.gateway --cap mon 'allow rwx' --cap osd 'allow rwx'
+ceph-authtool {own}/keys --gen-key --name osd.0 --cap mon 'allow profile osd' --cap osd 'allow *'
+monmaptool --create --clobber --fsid 2f7c0a52-6f0e-4b39-9a52-7d3c0e1b9a10 --addv a v2:{address}:3300 {own}/map
+mkdir -p {own}/mon {own}/osd
+ceph-mon --id a --mkfs --monmap {own}/map --keyring {own}/keys
+"""
+
+
+def start_ceph(host: Host, logs: Path) -> dict[str, str]:
+    """An S3 server on this host, with one user; the environment that clients of it need."""
+    where = {"own": host.own, "address": host.address}
+    conf = host.own / "ceph.conf"
+    more = {"CEPH_CONF": str(conf)}
+    host.call(["sh", "-ec", f"cat > {conf}"], given=CEPH.format(**where))
+    host.call(["sh", "-ec", PREPARE.format(**where)], more)
+    host.start(["ceph-mon", "--id", "a", "-f"], logs / "mon.log", more)
+    store = (
+        "id=$(cat /proc/sys/kernel/random/uuid)\n"
+        "key=$(ceph-authtool {own}/keys --name osd.0 --print-key)\n"
+        'echo "{{\\"cephx_secret\\": \\"$key\\"}}" | ceph osd new $id -i -\n'
+        "ceph-osd --id 0 --mkfs --osd-uuid $id\n"
+    )
+    host.call(["sh", "-ec", store.format(**where)], more)
+    host.start(["ceph-osd", "--id", "0", "-f"], logs / "osd.log", more)
+    host.start(["radosgw", "--name", "client.gateway", "-f"], logs / "gateway.log", more)
+    until(lambda: _listens(host, 8000), 180, f"Ceph's gateway: {logs}")
+    user = ["user", "create", f"--uid={USER}", f"--display-name={USER}", f"--access-key={KEY}", f"--secret={SECRET}"]
+    host.call(["radosgw-admin", "--name", "client.gateway", *user], more)
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host.address}:8000",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        # Ceph 16 does not know the trailing checksums that clients of 2025 send by default.
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    }
+
+
+def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[str, str]:
+    """MLflow's server on a PostgreSQL of its own on this host; the environment that clients of it need."""
+    programs = max(Path("/usr/lib/postgresql").iterdir(), key=lambda folder: int(folder.name)) / "bin"
+    data, password = host.own / "postgres", secrets.token_urlsafe(24)
+    as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+    host.call(["sh", "-ec", f"cat > {data}.password && chmod 644 {data}.password"], given=password)
+    access = ["-A", "scram-sha-256", f"--pwfile={data}.password", "-U", USER]
+    host.call([*as_postgres, programs / "initdb", "-D", data, *access])
+    listens = ["-c", f"listen_addresses={host.address}", "-c", f"unix_socket_directories={data}"]
+    host.start([*as_postgres, programs / "postgres", "-D", data, *listens], logs / "postgres.log")
+    until(lambda: _listens(host, 5432), 60, f"PostgreSQL: {logs}")
+    # Others than this machine may ask, with the password.
+    rule = f"echo 'host all all 10.55.0.0/24 scram-sha-256' >> {data}/pg_hba.conf"
+    host.call([*as_postgres, "sh", "-ec", f"{rule} && {programs}/pg_ctl reload -D {data}"])
+    store = f"postgresql://{USER}:{password}@{host.address}/postgres"
+    words = ["mlflow", "server", "--host", host.address, "--port", "5000", "--workers", "1"]
+    words += ["--artifacts-destination", artifacts]
+    told = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    host.start([python, "-m", *words], logs / "mlflow.log", told)
+    until(lambda: _listens(host, 5000), 300, f"MLflow: {logs}")
+    return {"MLFLOW_TRACKING_URI": f"http://{host.address}:5000"}
+
+
+def _listens(host: Host, port: int) -> bool:
+    return f":{port} " in host.call(["ss", "-ltn"])

@@ -1,0 +1,309 @@
+"""What breaks on several machines, and that nothing is lost by it.
+
+A head and two nodes train over a network of their own, from and to Ceph's S3, tracked by MLflow on PostgreSQL. Each
+fault is to end in what an undisturbed run ends in: the same losses, each step once. What it cost is printed.
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import KILL, PAUSE, RESUME, Host, Site, fill, until
+from servers import start_ceph, start_mlflow
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parent.parent
+PYTHON = sys.executable
+# As shipped.
+HEALTH = dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", (ROOT / "cluster.yaml").read_text()))
+STEPS, OFTEN = 240, 20
+SETTINGS = [
+    "model.name=vit_u2x2_8",
+    "model.image_size=32",
+    "data.url=s3://bucket/demo",
+    f"optim.duration={STEPS} steps",
+    "optim.warmup=4 steps",
+    "optim.batch=16",
+    f"checkpoint.every={OFTEN} steps",
+    f"evaluate.every={STEPS // 2} steps",
+    "tracking.every=1 step",
+    "tracking.register_as=null",
+    "compute.cpus=1.5",  # so that no node has room for both workers
+]
+
+# What MLflow knows of a run, as its own client says it.
+ASK = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient()
+(found,) = client.search_runs(["0", "1", "2"], f"attributes.run_name = '{sys.argv[1]}'")
+points = client.get_metric_history(found.info.run_id, "train/loss")
+told = [[point.step, point.timestamp, point.value] for point in points]
+print(json.dumps({"status": found.info.status, "points": told, "metrics": found.data.metrics}))
+"""
+WAIT = """
+import sys, time
+from vitray import storage
+while not storage.exists(sys.argv[1]):
+    time.sleep(0.1)
+"""
+
+
+class Cluster:
+    """A Ray on the hosts of a site."""
+
+    def __init__(self, site: Site, logs: Path) -> None:
+        self.site, self.logs = site, logs
+        self.head = site.hosts["head"]
+
+    def start(self, host: Host, more: dict[str, str] | None = None) -> None:
+        """Begin Ray on a host, and wait until the head knows it."""
+        where = [f"--node-ip-address={host.address}", "--object-store-memory=1000000000", "--disable-usage-stats"]
+        if host is self.head:
+            where += ["--head", "--port=6379", "--num-cpus=1", "--dashboard-host=127.0.0.1"]
+            where += [f"--temp-dir={host.own}/ray"]
+        else:
+            where += [f"--address={self.head.address}:6379", "--num-cpus=2"]
+        known = self.alive()
+        host.start(
+            [Path(PYTHON).with_name("ray"), "start", "--block", *where], self.logs / f"ray-{host.name}.log", more
+        )
+        until(lambda: self.alive() > known, 240, f"Ray on {host.name}: {self.logs}")
+
+    def alive(self) -> int:
+        """Nodes that the head believes to be there."""
+        if not self.head.processes("gcs_server"):
+            return 0
+        ask = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
+        try:
+            return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
+        except AssertionError:  # on its way up
+            return 0
+
+    def train(self, name: str, *words: str, out: str = "s3://bucket/runs") -> subprocess.Popen:
+        """Begin a run, driven from the head."""
+        words = ("-m", "pipelines.train", "demo", *SETTINGS, *words, "--name", name, "--out", out, "--json")
+        return self.head.start([PYTHON, *words], self.logs / f"{name}.log")
+
+    def saved(self, name: str, step: int = 2 * OFTEN, out: str = "s3://bucket/runs") -> None:
+        """Wait until a checkpoint is there."""
+        self.head.call([PYTHON, "-c", WAIT, f"{out}/{name}/checkpoints/step-{step:08}/checkpoint.json"])
+
+    def said(self, name: str) -> str:
+        """What a run has printed."""
+        return (self.logs / f"{name}.log").read_text()
+
+    def told(self, name: str) -> dict[str, Any]:
+        """What MLflow knows of a run."""
+        return json.loads(self.head.call([PYTHON, "-c", ASK, name]))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    assert os.geteuid() == 0, "hosts are made by root: run `make test-full` as root, or in a container"
+    logs = tmp_path_factory.mktemp("logs")
+    print(f"logs: {logs}")
+    with tempfile.TemporaryDirectory(prefix="vr", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        environment = {
+            **HEALTH,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_raylet_start_wait_time_s": "180",
+            "RAY_ADDRESS": "10.55.0.1:6379",
+            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "VITRAY_HOME": str(folder / "own" / "home"),
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        site = Site(ROOT, folder, environment)
+        try:
+            for number, host in enumerate(("head", "one", "two"), 1):
+                site.add(host, number)
+            store = site.add("store", 9)
+            site.environment |= start_ceph(store, logs)
+            make = "import boto3; s3 = boto3.client('s3'); [s3.create_bucket(Bucket=b) for b in ('bucket', 'mlflow')]"
+            store.call([PYTHON, "-c", make])
+            site.environment |= start_mlflow(store, logs, PYTHON, "s3://mlflow/artifacts")
+            made = Cluster(site, logs)
+            for host in ("head", "one", "two"):
+                made.start(site.hosts[host])
+            made.head.call([PYTHON, "-m", "pipelines.shard", "demo", "s3://bucket/demo", "images=400", "image_size=32"])
+            yield made
+        finally:
+            site.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster) -> dict[str, Any]:
+    assert cluster.train("undisturbed", "compute.workers=2").wait(600) == 0, cluster.said("undisturbed")
+    told = cluster.told("undisturbed")
+    assert told["status"] == "FINISHED"
+    return told
+
+
+@pytest.fixture(autouse=True)
+def whole(cluster) -> Iterator[None]:
+    """After a fault every node is there again."""
+    yield
+    for number, name in enumerate(("one", "two"), 2):
+        if not cluster.site.hosts[name].processes("raylet/raylet"):
+            cluster.site.hosts[name].end()
+            cluster.start(cluster.site.add(name, number))
+
+
+def check(cluster: Cluster, name: str, undisturbed: dict[str, Any], exact: bool = True) -> None:
+    """The run came to what the undisturbed one came to; how long it stood still is printed."""
+    told = cluster.told(name)
+    assert told["status"] == "FINISHED"
+    points = sorted(told["points"])
+    assert [step for step, _, _ in points] == list(range(1, STEPS + 1))
+    for (_, _, loss), (_, _, whole) in zip(points, sorted(undisturbed["points"]), strict=True):
+        assert loss == whole if exact else math.isclose(loss, whole, rel_tol=1e-2)
+    for key in ("val/loss", "val/top1"):
+        assert told["metrics"][key] == pytest.approx(undisturbed["metrics"][key], rel=0 if exact else 1e-2)
+    times = sorted(at for _, at, _ in points)
+    still = max(after - before for before, after in itertools.pairwise(times)) / 1000
+    print(f"{name}: no step for {still:.1f} s; resumed {cluster.said(name).count('resumed at step')} times")
+
+
+def finish(cluster: Cluster, name: str, run: subprocess.Popen) -> None:
+    assert run.wait(600) == 0, cluster.said(name)
+
+
+def test_nothing_is_wrong_with_the_cluster(cluster):
+    said = cluster.head.call([PYTHON, "-m", "pipelines.doctor", "s3://bucket/runs"])
+    assert "nothing is wrong" in said
+
+
+def test_a_cable_that_is_loose_for_seconds_costs_those_seconds(cluster, undisturbed):
+    run = cluster.train("loose", "compute.workers=2")
+    cluster.saved("loose")
+    cluster.site.cut("one")
+    time.sleep(6)
+    cluster.site.mend("one")
+    finish(cluster, "loose", run)
+    check(cluster, "loose", undisturbed)
+
+
+def test_a_node_behind_a_cut_cable_is_replaced(cluster, undisturbed):
+    run = cluster.train("cut", "compute.workers=2")
+    cluster.saved("cut")
+    cluster.site.cut("one")
+    cluster.start(cluster.site.add("spare", 4))
+    finish(cluster, "cut", run)
+    check(cluster, "cut", undisturbed)
+    assert "resumed at step" in cluster.said("cut")
+    cluster.site.hosts["one"].end()
+    cluster.site.hosts.pop("spare").end()
+    until(lambda: cluster.alive() == 2, 120, "the head hears of both")
+
+
+def test_a_raylet_that_is_killed_is_started_again(cluster, undisturbed):
+    run = cluster.train("raylet", "compute.workers=2")
+    cluster.saved("raylet")
+    one = cluster.site.hosts["one"]
+    one.signal("raylet/raylet", KILL)
+    until(lambda: not one.processes("ray start") and not one.processes("/bin/ray"), 60, "`ray start` ends by itself")
+    cluster.start(one)
+    finish(cluster, "raylet", run)
+    check(cluster, "raylet", undisturbed)
+
+
+def test_a_node_that_is_lost_for_good_leaves_the_others_at_work(cluster, undisturbed):
+    run = cluster.train("lost", "compute.workers=1..2")
+    cluster.saved("lost")
+    cluster.site.cut("two")  # nobody is told, as when the power is gone
+    cluster.site.hosts["two"].end()
+    finish(cluster, "lost", run)
+    check(cluster, "lost", undisturbed, exact=False)
+
+
+def test_storage_that_hangs_is_waited_for(cluster, undisturbed):
+    run = cluster.train("hangs", "compute.workers=2")
+    cluster.saved("hangs")
+    store = cluster.site.hosts["store"]
+    store.signal("radosgw", PAUSE)
+    time.sleep(25)
+    store.signal("radosgw", RESUME)
+    finish(cluster, "hangs", run)
+    check(cluster, "hangs", undisturbed)
+
+
+def test_a_tracking_server_that_hangs_is_not_waited_for(cluster, undisturbed):
+    run = cluster.train("untracked", "compute.workers=2")
+    cluster.saved("untracked")
+    store = cluster.site.hosts["store"]
+    store.signal("mlflow", PAUSE)
+    cluster.saved("untracked", STEPS)
+    store.signal("mlflow", RESUME)
+    finish(cluster, "untracked", run)
+    check(cluster, "untracked", undisturbed)
+
+
+def test_a_full_disk_of_a_node_loses_nothing(cluster, undisturbed):
+    run = cluster.train("full", "compute.workers=2")
+    cluster.saved("full")
+    cluster.site.hosts["one"].fill()
+    cluster.saved("full", 4 * OFTEN)
+    finish(cluster, "full", run)
+    cluster.site.hosts["one"].empty()
+    check(cluster, "full", undisturbed)
+
+
+def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
+    out = f"{cluster.site.shared}/runs"
+    run = cluster.train("packed", "compute.workers=2", out=out)
+    cluster.saved("packed", out=out)
+    fill(cluster.site.shared)
+    assert run.wait(300) == 1
+    assert "No space left on device" in cluster.said("packed").splitlines()[-1]
+    (cluster.site.shared / "ballast").unlink()
+    finish(cluster, "packed", cluster.train("packed", "compute.workers=2", out=out))
+    check(cluster, "packed", undisturbed)
+
+
+def test_memory_that_runs_out_on_a_node_is_given_back_by_its_data_tasks(cluster, undisturbed):
+    two = cluster.site.hosts["two"]
+    two.end()
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(memory[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    two = cluster.site.add("two", 3)
+    share = 1 - (free - 3 * 2**20) / total  # after 3 GiB more
+    cluster.start(two, {"RAY_memory_usage_threshold": f"{share:.3f}"})
+    run = cluster.train("hungry", "compute.workers=2")
+    cluster.saved("hungry")
+    hog = "import time; held = bytearray(4 * 2**30); held[::4096] = b'x' * len(held[::4096]); time.sleep(15)"
+    two.call([PYTHON, "-c", hog])
+    finish(cluster, "hungry", run)
+    check(cluster, "hungry", undisturbed)
+    two.end()
+
+
+def test_a_node_that_gloo_cannot_be_reached_at_is_named(cluster):
+    two = cluster.site.hosts["two"]
+    two.end()
+    until(lambda: cluster.alive() == 2, 120, "the head hears of it")
+    two = cluster.site.add("two", 3)
+    cluster.start(two, {"GLOO_SOCKET_IFNAME": ""})
+    words = cluster.head.command([PYTHON, "-m", "pipelines.doctor", "s3://bucket/runs"])
+    environment = os.environ | cluster.site.environment
+    asked = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert asked.returncode == 1
+    assert "gloo would listen on 127.0.1.1" in asked.stdout
+    assert "GLOO_SOCKET_IFNAME=eth0" in asked.stdout
+    two.end()
