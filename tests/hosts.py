@@ -58,7 +58,11 @@ class Host:
         assert done.returncode == 0, f"{self.name}: {words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
         return done.stdout
 
-    def processes(self, text: str) -> list[int]:
+    def seen(self, path: Path) -> Path:
+        """A path of this host, as it is reached from outside."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
+    def processes(self, text: str = "") -> list[int]:
         """The processes of this host with this in their command line."""
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = []
@@ -78,11 +82,11 @@ class Host:
 
     def fill(self) -> None:
         """Write to its disk until no byte is left."""
-        fill(Path(f"/proc/{self.pid}/root{self.own}"))
+        fill(self.seen(self.own))
 
     def empty(self) -> None:
         """Take that away again."""
-        Path(f"/proc/{self.pid}/root{self.own}/ballast").unlink()
+        (self.seen(self.own) / "ballast").unlink()
 
     def end(self) -> None:
         """Take its power away, if it has any."""

@@ -80,7 +80,7 @@ def start_ceph(host: Host, logs: Path) -> dict[str, str]:
 
 def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[str, str]:
     """MLflow's server on a PostgreSQL of its own on this host; the environment that clients of it need."""
-    programs = max(Path("/usr/lib/postgresql").iterdir(), key=lambda folder: int(folder.name)) / "bin"
+    programs = max(Path("/usr/lib/postgresql").iterdir(), key=lambda folder: int(folder.name)) / "bin"  # the newest
     data, password = host.own / "postgres", secrets.token_urlsafe(24)
     as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
     host.call(["sh", "-ec", f"cat > {data}.password && chmod 644 {data}.password"], given=password)
@@ -99,6 +99,13 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     host.start([python, "-m", *words], logs / "mlflow.log", told)
     until(lambda: _listens(host, 5000), 300, f"MLflow: {logs}")
     return {"MLFLOW_TRACKING_URI": f"http://{host.address}:5000"}
+
+
+def dump_mlflow(host: Host) -> str:
+    """All that MLflow has stored, as text."""
+    password = host.seen(host.own / "postgres.password").read_text()
+    words = ["pg_dump", "-h", host.address, "-U", USER, "--data-only", "postgres"]
+    return host.call(words, {"PGPASSWORD": password})
 
 
 def _listens(host: Host, port: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from hosts import KILL, PAUSE, RESUME, Host, Site, fill, until
-from servers import start_ceph, start_mlflow
+from servers import SECRET, dump_mlflow, start_ceph, start_mlflow
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
@@ -51,6 +51,22 @@ client = MlflowClient()
 points = client.get_metric_history(found.info.run_id, "train/loss")
 told = [[point.step, point.timestamp, point.value] for point in points]
 print(json.dumps({"status": found.info.status, "points": told, "metrics": found.data.metrics}))
+"""
+# What lies on S3 and holds a secret of this host's environment, or the token.
+LEAKS = """
+import os
+from pathlib import Path
+import boto3
+secrets = os.environ["AWS_SECRET_ACCESS_KEY"], Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+client, seen = boto3.client("s3"), 0
+for bucket in ("bucket", "mlflow"):
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+        for found in page.get("Contents", []):
+            content = client.get_object(Bucket=bucket, Key=found["Key"])["Body"].read()
+            seen += 1
+            if any(secret.encode() in content for secret in secrets):
+                print("leak", bucket, found["Key"])
+print("seen", seen)
 """
 WAIT = """
 import sys, time
@@ -307,3 +323,24 @@ def test_a_node_that_gloo_cannot_be_reached_at_is_named(cluster):
     assert "gloo would listen on 127.0.1.1" in asked.stdout
     assert "GLOO_SOCKET_IFNAME=eth0" in asked.stdout
     two.end()
+
+
+def test_no_secret_is_written_or_listed(cluster, undisturbed):
+    """The key to storage and the token of the cluster, of which every process above had the use."""
+    token = Path(cluster.site.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
+    assert "leak" not in (said := cluster.head.call([PYTHON, "-c", LEAKS]))
+    assert int(said.split()[-1]) > 20
+    nodes = [cluster.site.hosts[name] for name in ("head", "one", "two")]
+    files = [path for path in cluster.logs.iterdir() if path.stem not in ("mon", "osd", "gateway")]
+    for host in nodes:
+        files += [path for path in host.seen(host.own).rglob("*") if path.is_file() and not path.is_symlink()]
+        files += [Path(f"/proc/{pid}/cmdline") for pid in host.processes()]
+    assert len(files) > 100
+    for path in files:
+        content = path.read_bytes()
+        assert SECRET.encode() not in content, path
+        assert token.encode() not in content, path
+    dump = dump_mlflow(cluster.site.hosts["store"])
+    assert "undisturbed" in dump
+    assert SECRET not in dump
+    assert token not in dump

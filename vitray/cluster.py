@@ -43,17 +43,18 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def running(cpus: int | None = None, store: int | None = None) -> Iterator[None]:
+def running(cpus: int | None = None, store: int | None = None, *, dashboard: bool = True) -> Iterator[None]:
     """Ray, for as long as the block lasts.
 
-    Of a cluster of this machine: how many tasks run at a time, and the bytes of its object store; None is Ray's choice.
+    Of a cluster of this machine: how many tasks run at a time, and the bytes of its object store, None being Ray's
+    choice; and whether it has a dashboard, whose start takes a second.
     """
     prepare_environment()
     import ray  # takes a second, which a refused word must not
 
     ours = not ray.is_initialized()
     if ours:
-        _start(cpus, store)
+        _start(cpus, store, dashboard)
     try:
         yield
     finally:
@@ -66,12 +67,10 @@ def reclaim() -> None:
 
     Ray does so as a job ends; one that a run asks for in that moment is made all the same, and would keep its CPUs.
     """
-    import ray
     from ray.util.state import list_actors, list_jobs
 
-    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
-    jobs: Any = list_jobs(**where)
-    actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **where)
+    jobs: Any = list_jobs(**_here())
+    actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **_here())
     over = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
     _remove_groups(over - {actor.job_id for actor in actors})  # what a detached actor has asked for is its own
 
@@ -83,10 +82,9 @@ def give_back() -> None:
 
     job = ray.get_runtime_context().get_job_id()
     ours: Any = [("job_id", "=", job), ("class_name", "=", "TrainController"), ("state", "!=", "DEAD")]
-    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
     until = time.monotonic() + 30
     with suppress(ConnectionError):  # a cluster without a dashboard, which cannot be asked
-        while list_actors(filters=ours, **where) and time.monotonic() < until:
+        while list_actors(filters=ours, **_here()) and time.monotonic() < until:
             time.sleep(0.5)
         _remove_groups({job})
 
@@ -96,11 +94,17 @@ def _remove_groups(jobs: Collection[str]) -> None:
     from ray.util.placement_group import PlacementGroup, remove_placement_group
     from ray.util.state import list_placement_groups
 
-    where: Any = {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
-    groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **where)
+    groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **_here())
     for group in groups:
         if group.creator_job_id in jobs and not group.is_detached:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
+
+
+def _here() -> Any:
+    """Of Ray's listings: the cluster that this process is in, and all of it."""
+    import ray
+
+    return {"address": ray.get_runtime_context().gcs_address, "limit": MOST_LISTED}
 
 
 def cpus_here() -> int:
@@ -147,7 +151,7 @@ def wait_for_room(bundles: Sequence[dict[str, float]], seconds: float) -> None:
         remove_placement_group(group)  # what has come stays for some idle minutes, and is taken by the workers
 
 
-def _start(cpus: int | None, store: int | None) -> None:
+def _start(cpus: int | None, store: int | None, dashboard: bool) -> None:
     import ray
 
     if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
@@ -166,7 +170,11 @@ def _start(cpus: int | None, store: int | None) -> None:
     os.environ |= {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
     try:
         ray.init(
-            "local", num_cpus=max(2, cpus or cpus_here()), object_store_memory=store, logging_level=logging.WARNING
+            "local",
+            num_cpus=max(2, cpus or cpus_here()),
+            object_store_memory=store,
+            include_dashboard=None if dashboard else False,
+            logging_level=logging.WARNING,
         )
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]

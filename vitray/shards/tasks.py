@@ -1,35 +1,22 @@
 """Many calls of one function as Ray tasks, and the line that says how far they are."""
 
-import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vitray.cluster import prepare_environment
+from vitray import cluster
 from vitray.config import ConfigError
 
 
 @contextmanager
-def cluster(workers: int | None) -> Iterator[int]:
-    """A running Ray (the caller's, that at RAY_ADDRESS, or one of this machine), and how many tasks run at a time."""
-    prepare_environment()
-    import ray  # takes seconds, which a refused word must not
+def tasks_at_a_time(workers: int | None) -> Iterator[int]:
+    """A running Ray, and how many tasks run at a time: as asked, or one for each CPU."""
+    with cluster.running(cpus=workers, dashboard=False):
+        import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        if "RAY_ADDRESS" in os.environ:
-            ray.init(logging_level=logging.WARNING)
-        else:
-            cpus = workers or os.cpu_count()
-            ray.init("local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
-    try:
         yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 def run_tasks(

@@ -39,7 +39,7 @@ from vitray.shards.manifest import (
 from vitray.shards.plan import FOUND, channel_statistics, find_duplicates, plan_shards
 from vitray.shards.sources import Item, Kind, Listing, list_source, read_items, read_ranges, recognise
 from vitray.shards.tables import Part
-from vitray.shards.tasks import Progress, cluster, run_tasks
+from vitray.shards.tasks import Progress, run_tasks, tasks_at_a_time
 
 WORK = ".work"
 REJECTS = "rejects.parquet"
@@ -70,7 +70,7 @@ def write_dataset(job: Job) -> Dataset:
     if job.index_only and kind != "parquet":
         raise ConfigError(f"--index-only: wanted Parquet with images in it; {job.source} is of kind {kind}")
     preflight(job.dest)
-    with cluster(job.settings.workers) as at_a_time:
+    with tasks_at_a_time(job.settings.workers) as at_a_time:
         listing = list_source(job, kind, partial(run_tasks, at_a_time=at_a_time))
         # What marks the folder as ours, before anything else is written there.
         storage.write_bytes(storage.join(job.dest, WORK, "job.json"), json.dumps(job.recorded()).encode())
