@@ -22,6 +22,7 @@ class Host:
     def __init__(self, name: str, number: int, site: "Site") -> None:
         self.name, self.address, self.site = name, f"10.55.0.{number}", site
         self.own = site.folder / "own"
+        self._started: list[subprocess.Popen[bytes]] = []
         names = site.folder / f"hosts-{name}"
         names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as Debian sets a machine up
         # Children that nobody waits for vanish by themselves: what holds the host is its process number 1.
@@ -49,7 +50,8 @@ class Host:
         """Begin a command here; what it says is in a file."""
         environment = os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
         with log.open("a") as told:
-            return subprocess.Popen(self.command(words), env=environment, stdout=told, stderr=told)
+            self._started.append(subprocess.Popen(self.command(words), env=environment, stdout=told, stderr=told))
+        return self._started[-1]
 
     def call(self, words: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
         """Run a command here to its end; what it printed."""
@@ -91,7 +93,8 @@ class Host:
     def end(self) -> None:
         """Take its power away, if it has any."""
         self._holder.kill()
-        self._holder.wait()
+        for process in [self._holder, *self._started]:
+            process.wait()
 
 
 class Site:

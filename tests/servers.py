@@ -1,6 +1,7 @@
 """Servers as in production, on a host of the tests: Ceph's S3 gateway, and MLflow on PostgreSQL."""
 
 import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hosts import Host, until
@@ -40,7 +41,8 @@ PREPARE = """
 ceph-authtool --create-keyring {own}/keys --gen-key --name mon. --cap mon 'allow *'
 ceph-authtool {own}/keys --gen-key --name client.admin --cap mon 'allow *' --cap osd 'allow *'
 ceph-authtool {own}/keys --gen-key --name client.gateway --cap mon 'allow rwx' --cap osd 'allow rwx'
-ceph-authtool {own}/keys --gen-key --name osd.0 --cap mon 'allow profile osd' --cap osd 'allow *'
+ceph-authtool {own}/keys --gen-key --name osd.0 --cap mon 'allow profile osd' --cap mgr 'allow profile osd' \\
+  --cap osd 'allow *'
 monmaptool --create --clobber --fsid 2f7c0a52-6f0e-4b39-9a52-7d3c0e1b9a10 --addv a v2:{address}:3300 {own}/map
 mkdir -p {own}/mon {own}/osd
 ceph-mon --id a --mkfs --monmap {own}/map --keyring {own}/keys
@@ -63,8 +65,7 @@ def start_ceph(host: Host, logs: Path) -> dict[str, str]:
     )
     host.call(["sh", "-ec", store.format(**where)], more)
     host.start(["ceph-osd", "--id", "0", "-f"], logs / "osd.log", more)
-    host.start(["radosgw", "--name", "client.gateway", "-f"], logs / "gateway.log", more)
-    until(lambda: _listens(host, 8000), 180, f"Ceph's gateway: {logs}")
+    _begin(host, ["radosgw", "--name", "client.gateway", "-f"], logs / "gateway.log", more, 8000, 180)
     user = ["user", "create", f"--uid={USER}", f"--display-name={USER}", f"--access-key={KEY}", f"--secret={SECRET}"]
     host.call(["radosgw-admin", "--name", "client.gateway", *user], more)
     return {
@@ -87,8 +88,7 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     access = ["-A", "scram-sha-256", f"--pwfile={data}.password", "-U", USER]
     host.call([*as_postgres, programs / "initdb", "-D", data, *access])
     listens = ["-c", f"listen_addresses={host.address}", "-c", f"unix_socket_directories={data}"]
-    host.start([*as_postgres, programs / "postgres", "-D", data, *listens], logs / "postgres.log")
-    until(lambda: _listens(host, 5432), 60, f"PostgreSQL: {logs}")
+    _begin(host, [*as_postgres, programs / "postgres", "-D", data, *listens], logs / "postgres.log", {}, 5432, 60)
     # Others than this machine may ask, with the password.
     rule = f"echo 'host all all 10.55.0.0/24 scram-sha-256' >> {data}/pg_hba.conf"
     host.call([*as_postgres, "sh", "-ec", f"{rule} && {programs}/pg_ctl reload -D {data}"])
@@ -96,8 +96,7 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     words = ["mlflow", "server", "--host", host.address, "--port", "5000", "--workers", "1"]
     words += ["--artifacts-destination", artifacts]
     told = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    host.start([python, "-m", *words], logs / "mlflow.log", told)
-    until(lambda: _listens(host, 5000), 300, f"MLflow: {logs}")
+    _begin(host, [python, "-m", *words], logs / "mlflow.log", told, 5000, 300)
     return {"MLFLOW_TRACKING_URI": f"http://{host.address}:5000"}
 
 
@@ -108,5 +107,12 @@ def dump_mlflow(host: Host) -> str:
     return host.call(words, {"PGPASSWORD": password})
 
 
-def _listens(host: Host, port: int) -> bool:
-    return f":{port} " in host.call(["ss", "-ltn"])
+def _begin(host: Host, words: Sequence[object], log: Path, more: Mapping[str, str], port: int, seconds: float) -> None:
+    """Start a server, and wait until it listens."""
+    server = host.start(words, log, more)
+
+    def listens() -> bool:
+        assert server.poll() is None, log.read_text()[-3000:]
+        return f":{port} " in host.call(["ss", "-ltn"])
+
+    until(listens, seconds, f"{words[0]} listens: {log}")
