@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from ray.tune.search import Searcher
@@ -194,6 +195,16 @@ def test_a_terminal_shows_a_table_and_rewrites_it():
     assert "2/3 over (1 failed)" in stream.getvalue()
     screen.line("done")
     assert stream.getvalue().endswith("\x1b[3F\x1b[Jdone\n")
+
+
+def test_time_left_counts_down_until_the_next_trial_ends(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("vitray.search.screen.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stream = io.StringIO()
+    screen = Screen(3, Goal(), {}, stream)
+    for now[0], end in ((100.0, "0:03:20 left\n"), (150.0, "0:02:30 left\n"), (1000.0, "0:00:00 left\n")):
+        screen.show({"a": Record("finished")})
+        assert stream.getvalue().endswith(end)
 
 
 def test_elsewhere_a_line_says_it():

@@ -129,12 +129,11 @@ def _open(url: str) -> _Place:
     for name in ENDPOINTS:
         if without_credentials(os.environ.get(name, "")) != os.environ.get(name, ""):
             raise ConfigError(f"{name}: has a password in it; wanted {CREDENTIALS}")
-    import boto3  # takes a third of a second
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = boto3.Session()  # not boto3's own, which would remember what it once found
+        session = storage.import_boto3().Session()  # not boto3's own, which would remember what it once found
         config = Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries={"total_max_attempts": 1})
         client = session.client("s3", config=config)
         found = session.get_credentials()

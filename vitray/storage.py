@@ -5,6 +5,7 @@ address, which ends up in plans and logs. Nothing here creates a bucket.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -196,12 +197,19 @@ def abort_uploads(url: str) -> int:
     return done
 
 
-def _client() -> Any:
+def import_boto3() -> Any:
+    """boto3, which would tell of where it found credentials in every worker's log."""
+    logging.getLogger("botocore").setLevel(logging.WARNING)
     import boto3  # takes a third of a second
+
+    return boto3
+
+
+def _client() -> Any:
     from botocore.config import Config
 
     retries: Any = {"mode": "standard", "total_max_attempts": ATTEMPTS}
-    return boto3.client("s3", config=Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries=retries))
+    return import_boto3().client("s3", config=Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries=retries))
 
 
 @contextmanager

@@ -21,7 +21,8 @@ class Screen:
     def __init__(self, trials: int, goal: Goal, known: Mapping[str, Record], stream: TextIO | None = None) -> None:
         self._trials, self._goal, self._stream = trials, goal, stream or sys.stderr
         self._live = self._stream.isatty()
-        self._began, self._printed, self._rows = time.monotonic(), 0.0, 0
+        self._began = self._latest = time.monotonic()  # the latest: when a trial came to its end
+        self._printed, self._rows = 0.0, 0
         # What was over before says nothing of how long the rest takes.
         self._before = sum(record.is_over for record in known.values())
         self._over = self._before
@@ -32,7 +33,9 @@ class Screen:
         pause = LIVE if self._live else PAUSE
         if over == self._over and time.monotonic() - self._printed < pause:
             return
-        self._over, self._printed = over, time.monotonic()
+        self._printed = time.monotonic()
+        if over != self._over:
+            self._over, self._latest = over, self._printed
         self._clear()
         rows = self.table(records) if self._live else [self.sentence(records)]
         print("\n".join(rows), file=self._stream, flush=True)
@@ -53,7 +56,7 @@ class Screen:
         best = self._best(records)
         said = [self._counts(records), *([f"running {', '.join(running)}"] if running else [])]
         said += [f"best {best} {self._score(records[best])}"] if best else []
-        return f"  {'; '.join(said)}; {self._left(records)} left"
+        return f"  {'; '.join(said)}; {self._left()} left"
 
     def table(self, records: Mapping[str, Record]) -> list[str]:
         """Running trials and the best so far, each with its score and step, and how long the rest will take."""
@@ -67,7 +70,7 @@ class Screen:
             step = f"{record.scores[-1][0]:,}" if record.scores else "-"
             state = record.state + (", best so far" if name == best else "")
             rows.append(f"  {name:<{width}}  {self._score(record):>12}  {step:>9}  {state}")
-        return [*rows, f"  {self._counts(records)}; {self._left(records)} left"]
+        return [*rows, f"  {self._counts(records)}; {self._left()} left"]
 
     def _counts(self, records: Mapping[str, Record]) -> str:
         over = [record for record in records.values() if record.is_over]
@@ -85,10 +88,13 @@ class Screen:
         score = record.best(self._goal.mode)
         return "-" if score is None else f"{score:.4g}"
 
-    def _left(self, records: Mapping[str, Record]) -> str:
-        now = sum(record.is_over for record in records.values())
-        done = now - self._before
-        return clock((time.monotonic() - self._began) / done * (self._trials - now)) if done else "-"
+    def _left(self) -> str:
+        """By what a trial took so far, from when the latest of them ended."""
+        done = self._over - self._before
+        if not done:
+            return "-"
+        end = self._latest + (self._latest - self._began) / done * (self._trials - self._over)
+        return clock(max(0.0, end - time.monotonic()))
 
     def _clear(self) -> None:
         if self._rows:
