@@ -36,7 +36,7 @@ from vitray.task import Task, recompute_activations
 from vitray.tokenizer import VisualTokenizer
 from vitray.tracking import machine
 
-# A request for nodes that nobody answered within seconds is sent again; its trace would be in each start on a busy head.
+# A request for nodes that nobody answered within seconds is sent again; its trace would be in each start.
 logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client").setLevel("ERROR")
 
 
