@@ -61,6 +61,11 @@ class Display:
         else:
             print(text, file=self.stream, flush=True)
 
+    def resume(self, step: int, workers: int) -> None:
+        """Say where the run goes on; how fast it goes is counted from here."""
+        self._began = None
+        self.line(f"  resumed at step {step:,}, saved by {workers} workers")
+
     def line(self, text: str) -> None:
         """A line that stays, above the living one."""
         if self.quiet:

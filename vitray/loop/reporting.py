@@ -169,7 +169,7 @@ class Reporting:
                 self.device = record["device"]
                 self.display.line(f"  {record['workers']} workers on {record['device']}")
             case "resumed":
-                self.display.line(f"  resumed at step {record['step']:,}, saved by {record['workers']} workers")
+                self.display.resume(record["step"], record["workers"])
             case "progress":
                 self.stages.setdefault("first step", time.monotonic() - self.called)
                 self.display.progress(record["step"])
