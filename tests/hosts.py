@@ -66,8 +66,10 @@ class Host:
 
     def processes(self, text: str = "") -> list[int]:
         """The processes of this host with this in their command line."""
+        found: list[int] = []
+        if self._holder.poll() is not None:
+            return found
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
-        found = []
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 if os.readlink(folder / "ns" / "pid") == space and text in (folder / "cmdline").read_text():

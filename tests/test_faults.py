@@ -6,7 +6,6 @@ fault is to end in what an undisturbed run ends in: the same losses, each step o
 
 import itertools
 import json
-import math
 import os
 import re
 import secrets
@@ -16,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hosts import KILL, PAUSE, RESUME, Host, Site, fill, until
@@ -107,22 +106,58 @@ class Cluster:
         except AssertionError:  # on its way up
             return 0
 
-    def train(self, name: str, *words: str, out: str = "s3://bucket/runs") -> subprocess.Popen:
+    def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
         """Begin a run, driven from the head."""
-        words = ("-m", "pipelines.train", "demo", *SETTINGS, *words, "--name", name, "--out", out, "--json")
-        return self.head.start([PYTHON, *words], self.logs / f"{name}.log")
-
-    def saved(self, name: str, step: int = 2 * OFTEN, out: str = "s3://bucket/runs") -> None:
-        """Wait until a checkpoint is there."""
-        self.head.call([PYTHON, "-c", WAIT, f"{out}/{name}/checkpoints/step-{step:08}/checkpoint.json"])
-
-    def said(self, name: str) -> str:
-        """What a run has printed."""
-        return (self.logs / f"{name}.log").read_text()
+        words = ["-m", "pipelines.train", "demo", *SETTINGS, f"compute.workers={workers}", "--name", name]
+        log = self.logs / f"{name}.log"
+        return Training(self, name, out, log, self.head.start([PYTHON, *words, "--out", out, "--json"], log))
 
     def told(self, name: str) -> dict[str, Any]:
         """What MLflow knows of a run."""
         return json.loads(self.head.call([PYTHON, "-c", ASK, name]))
+
+
+class Training(NamedTuple):
+    """A run on such a cluster."""
+
+    cluster: Cluster
+    name: str
+    out: str
+    log: Path
+    process: subprocess.Popen
+
+    def saved(self, step: int = 2 * OFTEN) -> None:
+        """Wait until a checkpoint is there."""
+        where = f"{self.out}/{self.name}/checkpoints/step-{step:08}/checkpoint.json"
+        asked = self.cluster.head.start([PYTHON, "-c", WAIT, where], self.log.with_suffix(".wait"))
+
+        def is_there() -> bool:
+            assert self.process.poll() is None or asked.wait(60) == 0, self.said
+            return asked.poll() == 0
+
+        until(is_there, 400, where)
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        return self.log.read_text()
+
+    def finish(self, whole: dict[str, Any], *, exact: bool = True) -> None:
+        """It came to what the undisturbed run came to; how long it stood still is printed."""
+        assert self.process.wait(600) == 0, self.said
+        told = self.cluster.told(self.name)
+        assert told["status"] == "FINISHED"
+        points = sorted(told["points"])
+        assert [step for step, _, _ in points] == list(range(1, STEPS + 1))
+        share = 0 if exact else 1e-2
+        assert [loss for _, _, loss in points] == pytest.approx(
+            [loss for *_, loss in sorted(whole["points"])], rel=share
+        )
+        for key in ("val/loss", "val/top1"):
+            assert told["metrics"][key] == pytest.approx(whole["metrics"][key], rel=share, abs=0)
+        times = sorted(at for _, at, _ in points)
+        still = max(after - before for before, after in itertools.pairwise(times)) / 1000
+        print(f"{self.name}: no step for {still:.1f} s; resumed {self.said.count('resumed at step')} times")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +201,9 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster) -> dict[str, Any]:
-    assert cluster.train("undisturbed", "compute.workers=2").wait(600) == 0, cluster.said("undisturbed")
-    told = cluster.told("undisturbed")
-    assert told["status"] == "FINISHED"
-    return told
+    run = cluster.train("undisturbed")
+    assert run.process.wait(600) == 0, run.said
+    return cluster.told("undisturbed")
 
 
 @pytest.fixture(autouse=True)
@@ -182,115 +216,88 @@ def whole(cluster) -> Iterator[None]:
             cluster.start(cluster.site.add(name, number))
 
 
-def check(cluster: Cluster, name: str, undisturbed: dict[str, Any], exact: bool = True) -> None:
-    """The run came to what the undisturbed one came to; how long it stood still is printed."""
-    told = cluster.told(name)
-    assert told["status"] == "FINISHED"
-    points = sorted(told["points"])
-    assert [step for step, _, _ in points] == list(range(1, STEPS + 1))
-    for (_, _, loss), (_, _, whole) in zip(points, sorted(undisturbed["points"]), strict=True):
-        assert loss == whole if exact else math.isclose(loss, whole, rel_tol=1e-2)
-    for key in ("val/loss", "val/top1"):
-        assert told["metrics"][key] == pytest.approx(undisturbed["metrics"][key], rel=0 if exact else 1e-2)
-    times = sorted(at for _, at, _ in points)
-    still = max(after - before for before, after in itertools.pairwise(times)) / 1000
-    print(f"{name}: no step for {still:.1f} s; resumed {cluster.said(name).count('resumed at step')} times")
-
-
-def finish(cluster: Cluster, name: str, run: subprocess.Popen) -> None:
-    assert run.wait(600) == 0, cluster.said(name)
-
-
 def test_nothing_is_wrong_with_the_cluster(cluster):
     said = cluster.head.call([PYTHON, "-m", "pipelines.doctor", "s3://bucket/runs"])
     assert "nothing is wrong" in said
 
 
 def test_a_cable_that_is_loose_for_seconds_costs_those_seconds(cluster, undisturbed):
-    run = cluster.train("loose", "compute.workers=2")
-    cluster.saved("loose")
+    run = cluster.train("loose")
+    run.saved()
     cluster.site.cut("one")
     time.sleep(6)
     cluster.site.mend("one")
-    finish(cluster, "loose", run)
-    check(cluster, "loose", undisturbed)
+    run.finish(undisturbed)
 
 
 def test_a_node_behind_a_cut_cable_is_replaced(cluster, undisturbed):
-    run = cluster.train("cut", "compute.workers=2")
-    cluster.saved("cut")
+    run = cluster.train("cut")
+    run.saved()
     cluster.site.cut("one")
     cluster.start(cluster.site.add("spare", 4))
-    finish(cluster, "cut", run)
-    check(cluster, "cut", undisturbed)
-    assert "resumed at step" in cluster.said("cut")
+    run.finish(undisturbed)
+    assert "resumed at step" in run.said
     cluster.site.hosts["one"].end()
     cluster.site.hosts.pop("spare").end()
     until(lambda: cluster.alive() == 2, 120, "the head hears of both")
 
 
 def test_a_raylet_that_is_killed_is_started_again(cluster, undisturbed):
-    run = cluster.train("raylet", "compute.workers=2")
-    cluster.saved("raylet")
+    run = cluster.train("raylet")
+    run.saved()
     one = cluster.site.hosts["one"]
     one.signal("raylet/raylet", KILL)
-    until(lambda: not one.processes("ray start") and not one.processes("/bin/ray"), 60, "`ray start` ends by itself")
+    until(lambda: not one.processes("/bin/ray"), 60, "`ray start` ends by itself")
     cluster.start(one)
-    finish(cluster, "raylet", run)
-    check(cluster, "raylet", undisturbed)
+    run.finish(undisturbed)
 
 
 def test_a_node_that_is_lost_for_good_leaves_the_others_at_work(cluster, undisturbed):
-    run = cluster.train("lost", "compute.workers=1..2")
-    cluster.saved("lost")
+    run = cluster.train("lost", "1..2")
+    run.saved()
     cluster.site.cut("two")  # nobody is told, as when the power is gone
     cluster.site.hosts["two"].end()
-    finish(cluster, "lost", run)
-    check(cluster, "lost", undisturbed, exact=False)
+    run.finish(undisturbed, exact=False)
 
 
 def test_storage_that_hangs_is_waited_for(cluster, undisturbed):
-    run = cluster.train("hangs", "compute.workers=2")
-    cluster.saved("hangs")
+    run = cluster.train("hangs")
+    run.saved()
     store = cluster.site.hosts["store"]
     store.signal("radosgw", PAUSE)
     time.sleep(25)
     store.signal("radosgw", RESUME)
-    finish(cluster, "hangs", run)
-    check(cluster, "hangs", undisturbed)
+    run.finish(undisturbed)
 
 
 def test_a_tracking_server_that_hangs_is_not_waited_for(cluster, undisturbed):
-    run = cluster.train("untracked", "compute.workers=2")
-    cluster.saved("untracked")
+    run = cluster.train("untracked")
+    run.saved()
     store = cluster.site.hosts["store"]
     store.signal("mlflow", PAUSE)
-    cluster.saved("untracked", STEPS)
+    run.saved(STEPS)
     store.signal("mlflow", RESUME)
-    finish(cluster, "untracked", run)
-    check(cluster, "untracked", undisturbed)
+    run.finish(undisturbed)
 
 
 def test_a_full_disk_of_a_node_loses_nothing(cluster, undisturbed):
-    run = cluster.train("full", "compute.workers=2")
-    cluster.saved("full")
+    run = cluster.train("full")
+    run.saved()
     cluster.site.hosts["one"].fill()
-    cluster.saved("full", 4 * OFTEN)
-    finish(cluster, "full", run)
+    run.saved(4 * OFTEN)
+    run.finish(undisturbed)
     cluster.site.hosts["one"].empty()
-    check(cluster, "full", undisturbed)
 
 
 def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
     out = f"{cluster.site.shared}/runs"
-    run = cluster.train("packed", "compute.workers=2", out=out)
-    cluster.saved("packed", out=out)
+    run = cluster.train("packed", out=out)
+    run.saved()
     fill(cluster.site.shared)
-    assert run.wait(300) == 1
-    assert "No space left on device" in cluster.said("packed").splitlines()[-1]
+    assert run.process.wait(300) == 1, run.said
+    assert "No space left on device" in run.said.splitlines()[-1]
     (cluster.site.shared / "ballast").unlink()
-    finish(cluster, "packed", cluster.train("packed", "compute.workers=2", out=out))
-    check(cluster, "packed", undisturbed)
+    cluster.train("packed", out=out).finish(undisturbed)
 
 
 def test_memory_that_runs_out_on_a_node_is_given_back_by_its_data_tasks(cluster, undisturbed):
@@ -301,12 +308,11 @@ def test_memory_that_runs_out_on_a_node_is_given_back_by_its_data_tasks(cluster,
     two = cluster.site.add("two", 3)
     share = 1 - (free - 3 * 2**20) / total  # after 3 GiB more
     cluster.start(two, {"RAY_memory_usage_threshold": f"{share:.3f}"})
-    run = cluster.train("hungry", "compute.workers=2")
-    cluster.saved("hungry")
+    run = cluster.train("hungry")
+    run.saved()
     hog = "import time; held = bytearray(4 * 2**30); held[::4096] = b'x' * len(held[::4096]); time.sleep(15)"
     two.call([PYTHON, "-c", hog])
-    finish(cluster, "hungry", run)
-    check(cluster, "hungry", undisturbed)
+    run.finish(undisturbed)
     two.end()
 
 
