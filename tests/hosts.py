@@ -118,6 +118,8 @@ class Site:
         """A host more on the segment; one of this name that lost its power is replaced."""
         host = self.hosts[name] = Host(name, number, self)
         port = ["netns", self.switch.pid]
+        # The network of a host without power goes when the last of it is forgotten, which may take a while.
+        self.switch.call(["sh", "-c", f"ip link delete to-{name} 2>/dev/null || true"])
         words = ["ip", "link", "add", "eth0", "netns", host.pid, "type", "veth", "peer", "name", f"to-{name}", *port]
         subprocess.run([str(word) for word in words], check=True)
         self.switch.call(["ip", "link", "set", f"to-{name}", "master", "segment", "up"])
