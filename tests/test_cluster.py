@@ -12,7 +12,7 @@ import pytest
 
 from vitray import cluster
 from vitray.config import ConfigError, RunError, load_run
-from vitray.loop.driver import await_nodes
+from vitray.loop.driver import _patience, await_nodes
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,6 +57,14 @@ def test_room_that_does_not_come_is_given_up_and_nothing_stays_asked_for(growing
 def test_what_only_nodes_that_are_there_could_decide_is_refused(growing, words, message):
     with pytest.raises(ConfigError, match=message):
         await_nodes(load_run(None, words))
+
+
+def test_a_lost_node_may_come_back_within_half_an_hour_or_as_long_as_the_cluster_says(monkeypatch):
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
+    monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
+    assert _patience() == 90
+    monkeypatch.setenv("VITRAY_GROWS_WITHIN", "610")
+    assert _patience() == 31
 
 
 def test_seconds_are_seconds(monkeypatch):

@@ -83,28 +83,28 @@ class Cluster:
         self.head = site.hosts["head"]
 
     def start(self, host: Host, more: dict[str, str] | None = None) -> None:
-        """Begin Ray on a host, and wait until the head knows it."""
+        """Begin Ray on a host, and wait until it is up."""
         where = [f"--node-ip-address={host.address}", "--object-store-memory=1000000000", "--disable-usage-stats"]
         if host is self.head:
             where += ["--head", "--port=6379", "--num-cpus=1", "--dashboard-host=127.0.0.1"]
             where += [f"--temp-dir={host.own}/ray"]
         else:
             where += [f"--address={self.head.address}:6379", "--num-cpus=2"]
-        known = self.alive()
-        host.start(
-            [Path(PYTHON).with_name("ray"), "start", "--block", *where], self.logs / f"ray-{host.name}.log", more
-        )
-        until(lambda: self.alive() > known, 240, f"Ray on {host.name}: {self.logs}")
+        log = self.logs / f"ray-{host.name}.log"
+        before = log.stat().st_size if log.exists() else 0
+        words = [Path(PYTHON).with_name("ray"), "start", "--block", *where]
+        began = host.start(words, log, more)
+
+        def is_up() -> bool:
+            assert began.poll() is None, log.read_text()
+            return "Ray runtime started" in log.read_text()[before:]
+
+        until(is_up, 240, f"Ray on {host.name}: {log}")
 
     def alive(self) -> int:
         """Nodes that the head believes to be there."""
-        if not self.head.processes("gcs_server"):
-            return 0
         ask = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
-        try:
-            return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
-        except AssertionError:  # on its way up
-            return 0
+        return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
 
     def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
         """Begin a run, driven from the head."""

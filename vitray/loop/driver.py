@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vitray.weights import Saved
 
 RUN, HOME, ENDED = "run.yaml", "run.json", "outcome.json"
-# Seconds in which a lost node may come back, before the run ends; of them Ray Train waits so many at a time.
-RETURNS_WITHIN, STARTS_WITHIN = 1800, 60
+# Seconds in which a lost node may come back, before the run ends.
+RETURNS_WITHIN = 1800
 
 
 class Outcome(NamedTuple):
@@ -188,8 +188,8 @@ def _fit(
 
 def _patience() -> int:
     """How often a start for which the nodes do not suffice is tried: what fits at first has lost a node since."""
-    each = float(os.environ.get("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", STARTS_WITHIN))
-    return math.ceil((cluster.grows_within() or RETURNS_WITHIN) / each)
+    seconds = cluster.grows_within() or RETURNS_WITHIN
+    return math.ceil(seconds / float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]))
 
 
 def _cause(error: BaseException) -> str:
