@@ -105,8 +105,12 @@ def test_a_storage_that_comes_back_is_waited_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(storage, "upload", away_at_first)
     monkeypatch.setattr(checkpoints, "PAUSES", (0.01, 0.01))
-    write(str(tmp_path), made(4))
+    said: list[str] = []
+    saver = Saver(str(tmp_path), keep=9, delayed=said.append)
+    saver.save(made(4))
+    saver.close()
     assert checkpoints.complete_steps(str(tmp_path)) == [4]
+    assert said == ["the checkpoint of step 4 is tried again in 0.01 s: the storage is away"] * 2
 
 
 def test_what_the_storage_refuses_for_good_reaches_the_trainer(tmp_path, monkeypatch):

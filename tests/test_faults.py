@@ -280,13 +280,15 @@ def test_a_tracking_server_that_hangs_is_not_waited_for(cluster, undisturbed):
     run.finish(undisturbed)
 
 
-def test_a_full_disk_of_a_node_loses_nothing(cluster, undisturbed):
+def test_a_full_disk_of_a_node_is_said_and_waited_for(cluster, undisturbed):
+    """Ray starts no process where no byte is left for its log."""
     run = cluster.train("full")
     run.saved()
     cluster.site.hosts["one"].fill()
-    run.saved(4 * OFTEN)
-    run.finish(undisturbed)
+    until(lambda: "is over 95% full" in run.said, 120, "Ray says so")
+    time.sleep(20)
     cluster.site.hosts["one"].empty()
+    run.finish(undisturbed)
 
 
 def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
@@ -294,7 +296,8 @@ def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
     run = cluster.train("packed", out=out)
     run.saved()
     fill(cluster.site.shared)
-    assert run.process.wait(300) == 1, run.said
+    assert run.process.wait(400) == 1, run.said
+    assert "is tried again in 120 s" in run.said
     assert "No space left on device" in run.said.splitlines()[-1]
     (cluster.site.shared / "ballast").unlink()
     cluster.train("packed", out=out).finish(undisturbed)

@@ -120,8 +120,15 @@ def prune(home: str, keep: int, spared: Collection[int]) -> None:
 class Saver:
     """Writes checkpoints in a thread, one at a time and in order, while training goes on."""
 
-    def __init__(self, home: str, keep: int, saved: Callable[[int], None] = lambda _: None) -> None:
-        self.home, self.keep, self.saved = home, keep, saved
+    def __init__(
+        self,
+        home: str,
+        keep: int,
+        saved: Callable[[int], None] = lambda _: None,
+        delayed: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`saved` hears of each step whose checkpoint is whole, `delayed` why one is not yet."""
+        self.home, self.keep, self.saved, self.delayed = home, keep, saved, delayed
         self._error: BaseException | None = None
         # One waits while one is written: a third would only show that the storage cannot keep up.
         self._waiting: queue.Queue[tuple[Checkpoint, Collection[int]] | None] = queue.Queue(1)
@@ -149,24 +156,24 @@ class Saver:
             if self._error is not None:
                 continue
             try:
-                _write_patiently(self.home, checkpoint)
+                self._write_patiently(checkpoint)
                 prune(self.home, self.keep, spared)
                 self.saved(checkpoint.step)
             except BaseException as error:  # told to the trainer at its next save
                 self._error = error
 
+    def _write_patiently(self, checkpoint: Checkpoint) -> None:
+        for pause in PAUSES:
+            try:
+                return write_checkpoint(self.home, checkpoint)
+            except ConfigError as error:
+                self.delayed(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
+                time.sleep(pause)
+        return write_checkpoint(self.home, checkpoint)
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _write_patiently(home: str, checkpoint: Checkpoint) -> None:
-    for pause in PAUSES:
-        try:
-            return write_checkpoint(home, checkpoint)
-        except ConfigError:
-            time.sleep(pause)
-    return write_checkpoint(home, checkpoint)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

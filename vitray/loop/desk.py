@@ -13,6 +13,7 @@ class Desk:
         self._records: list[dict[str, Any]] = []
         self._decided: dict[int, bool] = {}
         self._ends = False
+        self._given_up: str | None = None
 
     def put(self, record: dict[str, Any]) -> None:
         """Add a record."""
@@ -38,3 +39,11 @@ class Desk:
     def decision(self, step: int) -> bool | None:
         """The answer to the scores of a step; None until there is one."""
         return self._decided.get(step)
+
+    def give_up(self, reason: str) -> None:
+        """A worker's word that no other start would do better."""
+        self._given_up = reason
+
+    def given_up(self) -> str | None:
+        """That word."""
+        return self._given_up

@@ -176,13 +176,12 @@ def _fit(
     try:
         return ending.wait_for(trainer.fit, desk).return_value or {}
     except ray.train.TrainingFailedError as error:
-        if storage.exists(job.given_up):
-            raise RunError(storage.read_bytes(job.given_up).decode()) from None
+        if reason := ray.get(desk.given_up.remote()):
+            raise RunError(reason) from None
         raise RunError(
             f"the workers failed {run.compute.max_failures + 1} times, at last by: {_cause(error)}"
         ) from error
     finally:
-        storage.remove(job.given_up)
         beside.cleanup()
 
 

@@ -10,7 +10,6 @@ import ray
 import torch
 import torch.distributed as dist
 
-from vitray import storage
 from vitray.config import Run
 from vitray.config.training import parse_duration
 from vitray.evaluation import Score
@@ -32,7 +31,7 @@ class Job(NamedTuple):
     home: str
     """The run's folder, which all workers reach."""
     attempt: str
-    """Names this start of the driver: what one attempt gave up for, the next may try again."""
+    """Names this start of the driver."""
     threads: int
     """Of a worker on a CPU."""
     desk: Any
@@ -50,11 +49,6 @@ class Job(NamedTuple):
         """What is trained, with new weights, and beside it the tokenizer whose codes it predicts."""
         tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
         return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
-
-    @property
-    def given_up(self) -> str:
-        """Where a worker leaves word why this attempt cannot go on: Ray would start it again all the same."""
-        return storage.join(self.home, f"given-up-{self.attempt}")
 
 
 @dataclass
@@ -160,6 +154,14 @@ class Teller:
         record = {"step": step, "values": values}
         standing.told = [*standing.told, record][-RECENT:]
         self.say("metrics", record)
+
+    def saved(self, step: int) -> None:
+        """Tell that a checkpoint is whole."""
+        self.say("saved", {"step": step})
+
+    def note(self, text: str) -> None:
+        """Tell what a person wants to know."""
+        self.say("note", {"text": text})
 
     def is_told_to_stop(self, step: int) -> bool:
         """Whether training is to end after the scores of a step; waits for the driver."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitray import checkpoints, storage
+from vitray import checkpoints
 from vitray.augment.batch import Rows, normalised, prepare_batch
 from vitray.augment.draws import step_generator
 from vitray.checkpoints import Checkpoint, Saver
@@ -43,12 +43,12 @@ logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_c
 def worker(config: dict[str, Job]) -> dict[str, Any]:
     """Train on this device among all; how it ended, which the driver reads."""
     job = config["job"]
-    if storage.exists(job.given_up):
-        return {"failed": storage.read_bytes(job.given_up).decode()}
+    if reason := ray.get(job.desk.given_up.remote()):
+        return {"failed": reason}
     try:
         return descend(job)
     except ConfigError as error:
-        storage.write_bytes(job.given_up, str(error).encode())
+        ray.get(job.desk.give_up.remote(str(error)))
         raise
 
 
@@ -83,10 +83,10 @@ def descend(job: Job) -> dict[str, Any]:
     total = total_steps(run.optim, train.steps)
     due = Due(run, train.steps, total)
 
-    def tell_saved(step: int) -> None:
-        teller.say("saved", {"step": step})
+    def new_saver() -> Saver | None:
+        return Saver(job.home, run.checkpoint.keep, teller.saved, teller.note) if first else None
 
-    saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
+    saver = new_saver()
     feed = Feed(batches_from(run, train, standing.step, total, share), device)
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     is_warned = False
@@ -120,8 +120,8 @@ def descend(job: Job) -> dict[str, Any]:
             standing = rewind(job, task, optimizer, average, teller, standing, bad_step)
             if evaluations is not None:
                 evaluations.forget(standing.step)
-            teller.say("note", {"text": f"{text}; back at step {standing.step}, step {bad_step} is left out"})
-            saver = Saver(job.home, run.checkpoint.keep, tell_saved) if first else None
+            teller.note(f"{text}; back at step {standing.step}, step {bad_step} is left out")
+            saver = new_saver()
             feed = Feed(batches_from(run, train, standing.step, total, share), device)
             unread, since = {}, time.perf_counter()
             continue
