@@ -237,7 +237,7 @@ def test_a_job_without_a_folder_of_its_own_may_write_where_it_runs(clean, tmp_pa
 def test_a_dashboards_address_drives_no_run(clean):
     clean.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="`vitray submit` sends jobs"):
-        cluster._start(None, None)  # as where no Ray runs yet
+        cluster._start(None, None, dashboard=True)  # as where no Ray runs yet
 
 
 # ---- on a real head --------------------------------------------------------------------------------------------------
