@@ -303,22 +303,6 @@ def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
     cluster.train("packed", out=out).finish(undisturbed)
 
 
-def test_memory_that_runs_out_on_a_node_is_given_back_by_its_data_tasks(cluster, undisturbed):
-    two = cluster.site.hosts["two"]
-    two.end()
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(memory[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    two = cluster.site.add("two", 3)
-    share = 1 - (free - 3 * 2**20) / total  # after 3 GiB more
-    cluster.start(two, {"RAY_memory_usage_threshold": f"{share:.3f}"})
-    run = cluster.train("hungry")
-    run.saved()
-    hog = "import time; held = bytearray(4 * 2**30); held[::4096] = b'x' * len(held[::4096]); time.sleep(15)"
-    two.call([PYTHON, "-c", hog])
-    run.finish(undisturbed)
-    two.end()
-
-
 def test_a_node_that_gloo_cannot_be_reached_at_is_named(cluster):
     two = cluster.site.hosts["two"]
     two.end()
