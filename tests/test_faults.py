@@ -103,7 +103,8 @@ class Cluster:
 
     def alive(self) -> int:
         """Nodes that the head believes to be there."""
-        ask = "import ray; ray.init(log_to_driver=False, logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
+        begin = "import ray; ray.init(log_to_driver=False, logging_level='ERROR')"
+        ask = f"{begin}; print(sum(node['Alive'] for node in ray.nodes()))"
         return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
 
     def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
