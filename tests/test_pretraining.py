@@ -93,7 +93,11 @@ def test_codes_are_predicted_and_the_network_is_fine_tuned(place, tokenizer):
     train(beit(place, "compute.workers=1"), "alone", str(place / "runs"))
     one = load_file(home / "model" / "model.safetensors")
     other = load_file(place / "runs" / "alone" / "model" / "model.safetensors")
-    assert all(torch.allclose(one[name], other[name], atol=2e-5) for name in one)
+    # Other masks would move all by the learning rate; where gradients are tiny, Adam magnifies their rounding.
+    for name in one:
+        apart = (one[name] - other[name]).abs()
+        assert apart.mean() < 1e-6, name
+        assert apart.max() < 2e-4, name
 
     assert not any(name.startswith("vit.head.") for name in last.parts["model"])
     assert load_model(whole.model).vit.model.num_classes is None

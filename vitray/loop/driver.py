@@ -137,6 +137,7 @@ def _fit(
     import ray.train
     from ray.train.torch import TorchTrainer
 
+    from vitray.loop.memory import WaitForMemory
     from vitray.loop.standing import Job
     from vitray.loop.training import worker
 
@@ -170,6 +171,7 @@ def _fit(
             failure_config=ray.train.FailureConfig(
                 max_failures=run.compute.max_failures, controller_failure_limit=_patience()
             ),
+            callbacks=[WaitForMemory(desk)],
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
@@ -178,9 +180,8 @@ def _fit(
     except ray.train.TrainingFailedError as error:
         if reason := ray.get(desk.given_up.remote()):
             raise RunError(reason) from None
-        raise RunError(
-            f"the workers failed {run.compute.max_failures + 1} times, at last by: {_cause(error)}"
-        ) from error
+        times = f"the workers failed {run.compute.max_failures + 1} times"
+        raise RunError(f"{times}, at last {_cause(error)}") from error
     finally:
         beside.cleanup()
 
@@ -192,9 +193,13 @@ def _patience() -> int:
 
 
 def _cause(error: BaseException) -> str:
-    """The last line that says something."""
+    """Why training failed: of a node without memory the node, otherwise the last line that says something."""
+    from vitray.loop.memory import short_of_memory
+
+    if short := short_of_memory(getattr(error, "worker_failures", {}).values()):
+        return f"because {short}; wanted more memory there, or less that takes it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return f"by: {lines[-1] if lines else type(error).__name__}"
 
 
 def _last_weights(home: str) -> "dict[str, Tensor]":
