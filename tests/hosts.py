@@ -44,19 +44,23 @@ class Host:
         spaces = ["--net", "--mount", "--uts", "--pid"]
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, words)]
 
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Of a command that runs here."""
+        return os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
+
     def start(
         self, words: Sequence[object], log: Path, more: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Begin a command here; what it says is in a file."""
-        environment = os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
         with log.open("a") as told:
-            self._started.append(subprocess.Popen(self.command(words), env=environment, stdout=told, stderr=told))
-        return self._started[-1]
+            began = subprocess.Popen(self.command(words), env=self.environment(more), stdout=told, stderr=told)
+        self._started.append(began)
+        return began
 
     def call(self, words: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
         """Run a command here to its end; what it printed."""
-        environment = os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
-        done = subprocess.run(self.command(words), env=environment, input=given, capture_output=True, text=True)
+        words, environment = self.command(words), self.environment(more)
+        done = subprocess.run(words, env=environment, input=given, capture_output=True, text=True)
         assert done.returncode == 0, f"{self.name}: {words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
         return done.stdout
 

@@ -4,6 +4,7 @@ import json
 import platform
 import threading
 import time
+from collections import deque
 from statistics import median
 from typing import Any, assert_never
 
@@ -38,6 +39,8 @@ PEAK_FLOPS = {
     "L4": {"fp32": 60e12, "bf16": 121e12},
     "A10G": {"fp32": 35e12, "bf16": 70e12},
 }
+# The last of what befell a run, kept with it: a tag holds 8000 characters.
+NOTES = 20
 
 
 class Reporting:
@@ -62,6 +65,7 @@ class Reporting:
         self.display, self.layout, self.called, self.start, self.member = display, layout, called, start, member
         self.stages: dict[str, float] = {"ray": time.monotonic() - called}
         self.history: dict[str, list[tuple[int, float]]] = {}
+        self.notes: deque[str] = deque(maxlen=NOTES)
         self.device = "CPU"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.desk: Any = Desk.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
@@ -191,7 +195,8 @@ class Reporting:
                 self.tracker.figure("reconstructed.png", pictures)
             case "note":
                 self.display.line(f"  {record['text']}")
-                self.tracker.tag("vitray.note", record["text"])
+                self.notes.append(record["text"])
+                self.tracker.tag("vitray.note", "\n".join(self.notes))
             case "saved":
                 self.tracker.tag("vitray.checkpoint", str(record["step"]))
             case other:
