@@ -80,7 +80,7 @@ def start_ceph(host: Host, logs: Path) -> dict[str, str]:
 
 
 def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[str, str]:
-    """MLflow's server on a PostgreSQL of its own on this host; the environment that clients of it need."""
+    """MLflow's server with a password, on a PostgreSQL of its own on this host; what clients of it need to know."""
     programs = max(Path("/usr/lib/postgresql").iterdir(), key=lambda folder: int(folder.name)) / "bin"  # the newest
     data, password = host.own / "postgres", secrets.token_urlsafe(24)
     as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
@@ -93,11 +93,21 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     rule = f"echo 'host all all 10.55.0.0/24 scram-sha-256' >> {data}/pg_hba.conf"
     host.call([*as_postgres, "sh", "-ec", f"{rule} && {programs}/pg_ctl reload -D {data}"])
     store = f"postgresql://{USER}:{password}@{host.address}/postgres"
-    words = ["mlflow", "server", "--host", host.address, "--port", "5000", "--workers", "1"]
+    words = ["mlflow", "server", "--app-name", "basic-auth", "--host", host.address, "--port", "5000", "--workers", "1"]
     words += ["--artifacts-destination", artifacts]
+    # As deploy/mlflow.sh does.
+    admin, settings = secrets.token_urlsafe(24), host.own / "mlflow.ini"
+    lines = ["[mlflow]", "default_permission = NO_PERMISSIONS", f"database_uri = sqlite:///{host.own}/auth.db"]
+    lines += [f"admin_username = {USER}", f"admin_password = {admin}"]
+    host.call(["sh", "-ec", f"umask 077 && cat > {settings}"], given="\n".join(lines))
     told = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    told |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
     _begin(host, [python, "-m", *words], logs / "mlflow.log", told, 5000, 300)
-    return {"MLFLOW_TRACKING_URI": f"http://{host.address}:5000"}
+    return {
+        "MLFLOW_TRACKING_URI": f"http://{host.address}:5000",
+        "MLFLOW_TRACKING_USERNAME": USER,
+        "MLFLOW_TRACKING_PASSWORD": admin,
+    }
 
 
 def dump_mlflow(host: Host) -> str:

@@ -51,12 +51,38 @@ points = client.get_metric_history(found.info.run_id, "train/loss")
 told = [[point.step, point.timestamp, point.value] for point in points]
 print(json.dumps({"status": found.info.status, "points": told, "metrics": found.data.metrics}))
 """
+# A visitor's record, and what becomes of it.
+VISIT = """
+import sys
+from vitray.tracking import Tracker
+with Tracker.begin(sys.argv[1], "visit", "vitray", {}, {}, "") as tracker:
+    tracker.metrics(1, {"val/loss": 1.0})
+    print(tracker.flush(10))
+"""
+# Another user, whom the owner has let in, at the owner's runs.
+OTHER = """
+import os, sys
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.server import get_app_client
+client, password = MlflowClient(), "another password"
+runs = client.search_runs(["0", "1", "2"])
+get_app_client("basic-auth", os.environ["MLFLOW_TRACKING_URI"]).create_user("other", password)
+os.environ |= {"MLFLOW_TRACKING_USERNAME": "other", "MLFLOW_TRACKING_PASSWORD": password}
+for look in (client.get_run, client.list_artifacts, client.delete_run):
+    try:
+        print("seen", look(runs[0].info.run_id))
+    except MlflowException as error:
+        print(error)
+print("runs", len(client.search_runs(["0", "1", "2"])))
+"""
 # What lies on S3 and holds a secret of this host's environment, or the token.
 LEAKS = """
 import os
 from pathlib import Path
 import boto3
-secrets = os.environ["AWS_SECRET_ACCESS_KEY"], Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
+secrets = [os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["MLFLOW_TRACKING_PASSWORD"]]
+secrets += [Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()]
 client, seen = boto3.client("s3"), 0
 for bucket in ("bucket", "mlflow"):
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
@@ -351,9 +377,28 @@ def test_a_node_that_gloo_cannot_be_reached_at_is_named(cluster):
     two.end()
 
 
+def test_mlflow_keeps_out_whom_it_does_not_know(cluster, undisturbed):
+    nobody = {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}
+    for uid, visitor in (("nobody", nobody), ("stranger", {"MLFLOW_TRACKING_PASSWORD": "not the password"})):
+        said = cluster.head.call([PYTHON, "-c", VISIT, uid], visitor)
+        assert "401" in said
+        assert "not authenticated" in said
+    said = cluster.head.call([PYTHON, "-c", OTHER])
+    assert "seen" not in said
+    assert said.count("403") == 3
+    assert "runs 0" in said
+    # What a wrong password has held up arrives with the right one.
+    cluster.head.call([PYTHON, "-m", "pipelines.track", "flush"])
+    assert cluster.head.call([PYTHON, "-c", VISIT, "owner"]).strip() == "None"
+    visits = "from mlflow import MlflowClient; found = MlflowClient().search_runs(['0', '1', '2'])"
+    visits += "; print(sum(run.info.run_name == 'visit' for run in found))"
+    assert cluster.head.call([PYTHON, "-c", visits]).strip() == "3"
+
+
 def test_no_secret_is_written_or_listed(cluster, undisturbed):
-    """The key to storage and the token of the cluster, of which every process above had the use."""
-    token = Path(cluster.site.environment["RAY_AUTH_TOKEN_PATH"]).read_text()
+    """The keys to storage, cluster and tracking, of which every process above had the use."""
+    environment = cluster.site.environment
+    planted = [SECRET, environment["MLFLOW_TRACKING_PASSWORD"], Path(environment["RAY_AUTH_TOKEN_PATH"]).read_text()]
     assert "leak" not in (said := cluster.head.call([PYTHON, "-c", LEAKS]))
     assert int(said.split()[-1]) > 20
     nodes = [cluster.site.hosts[name] for name in ("head", "one", "two")]
@@ -364,9 +409,7 @@ def test_no_secret_is_written_or_listed(cluster, undisturbed):
     assert len(files) > 100
     for path in files:
         content = path.read_bytes()
-        assert SECRET.encode() not in content, path
-        assert token.encode() not in content, path
+        assert not any(secret.encode() in content for secret in planted), path
     dump = dump_mlflow(cluster.site.hosts["store"])
     assert "undisturbed" in dump
-    assert SECRET not in dump
-    assert token not in dump
+    assert not any(secret in dump for secret in planted)

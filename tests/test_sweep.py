@@ -104,6 +104,9 @@ def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
     assert "lr=0.01" in page
     assert "loss nan at step" in page
     assert "vitray train tiny seed=0 optim.lr=0.01" in page
+    beside = {Path(item.path).name for item in client.list_artifacts(swept.mlflow_run, "report")}
+    assert {"index.html", "results.csv", "curve_goal.png"} <= beside
+    assert not any("dark" in name for name in beside)
 
 
 def test_the_same_command_again_starts_nothing(place, swept):

@@ -208,7 +208,10 @@ def judge(nodes: Sequence[Seen]) -> list[Fault]:
             said = f"gloo would listen on {node.listens}, where no other node looks, instead of {node.address}"
             found.append((said, f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface} at ray start"))
         found += [(f"results: {node.storage}", "what it says")] if node.storage else []
-        found += [(f"MLflow: {node.tracking}", "what it says")] if node.tracking else []
+        if node.tracking:
+            is_unknown = "401" in node.tracking
+            wanted = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD there, or ~/.mlflow/credentials"
+            found.append((f"MLflow: {node.tracking}", wanted if is_unknown else "what it says"))
         faults += [Fault(node.name, *each) for each in found]
     if is_cluster and os.environ.get("RAY_AUTH_MODE", "disabled") != "token":
         said = "Ray asks for no token: whoever reaches a port of it runs code"

@@ -144,8 +144,10 @@ class Story:
         with tempfile.TemporaryDirectory(prefix="vitray-") as aside:
             for path in write_report(sweep, Path(aside)):
                 storage.upload(path, storage.join(self.home, "report", path.name))
-                if path.suffix != ".png":  # the page holds its pictures
+                if path.suffix != ".png":
                     self.tracker.text(f"report/{path.name}", path.read_text())
+                elif not path.stem.endswith("-dark"):  # for a look without the page, which holds both
+                    self.tracker.figure(f"report/{path.name}", path.read_bytes())
         best = [trial.goal for trial in trials if trial.goal is not None]
         if best:
             goal = max(best) if self.space.goal.mode == "max" else min(best)
