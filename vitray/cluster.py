@@ -22,7 +22,7 @@ ENVIRONMENT = {
     # A lost worker is noticed within a second; every two seconds is Ray's default.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # Workers that wait for the room of a node that is lost, and still listed, soon look again; not of their start.
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise a worker's print appears twice
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's new output speaks even where it is told to be silent
     "RAY_USAGE_STATS_ENABLED": "0",
