@@ -5,6 +5,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
 from vitray.admission import Node
@@ -15,6 +17,7 @@ from vitray.search.handing import Handing
 from vitray.search.ledger import Entry, Ledger, read_entries
 from vitray.search.record import Record, write_record
 from vitray.search.screen import Screen
+from vitray.search.stopping import scheduler_of
 from vitray.shards import read_job, write_dataset
 from vitray.space import Point, extended, read_space
 
@@ -211,3 +214,23 @@ def test_elsewhere_a_line_says_it():
     stream = io.StringIO()
     Screen(3, Goal(), RECORDS, stream).show(RECORDS)
     assert stream.getvalue() == "  1/3 over; running 9x4; best 18x2 0.75; - left\n"
+
+
+def test_below_the_median_of_three_others_a_trial_ends_and_none_is_paused_before(tmp_path, base):
+    """Tune's own rule pauses while another trial waits for its turn, which a training run cannot be."""
+    text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
+    planned, _, _ = opened(tmp_path, base, text)
+    scheduler = scheduler_of(planned.plan, read_space(tmp_path / "space.yaml"))
+    scheduler.set_search_properties("goal", "max")
+    tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
+
+    def says(trial, step, goal):
+        return scheduler.on_trial_result(tune, trial, {"step": step, "goal": goal})
+
+    trials = [Trial("stands for one", stub=True) for _ in range(5)]
+    for trial, goal in zip(trials, (0.2, 0.4, 0.6), strict=False):
+        assert [says(trial, step, goal) for step in (1, 2, 4)] == [TrialScheduler.CONTINUE] * 3
+        scheduler.on_trial_complete(tune, trial, {"step": 4, "goal": goal})
+    assert says(trials[3], 1, 0.3) == TrialScheduler.CONTINUE  # within its grace
+    assert says(trials[3], 2, 0.3) == TrialScheduler.STOP
+    assert says(trials[4], 2, 0.5) == TrialScheduler.CONTINUE

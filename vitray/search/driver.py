@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 from vitray import cluster, storage
 from vitray.admission import Admission, Needs, Node, admit, sentence
 from vitray.config import ConfigError, Run, load_run
-from vitray.config.sweeping import Asha, Median
 from vitray.loop.driver import await_nodes
 from vitray.model.names import nearest
 from vitray.plan import Plan, check_storage, difference, make_plan
-from vitray.schedule import in_steps
 from vitray.shards.manifest import Dataset
 from vitray.space import BEFORE, Point, Space, check_space, name_of, run_of, stage_space
 
@@ -269,6 +267,7 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
 
     from vitray.registry import tracking_uri
     from vitray.search.handing import Handing, interruptible
+    from vitray.search.stopping import scheduler_of
     from vitray.search.trial import Context, Trial
 
     for name in ("ray.tune.execution.tune_controller", "ray.tune.tune"):
@@ -292,7 +291,7 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
                 mode=space.goal.mode,
                 search_alg=Handing(planned, ledger, space, asks),
                 num_samples=-1,
-                scheduler=_scheduler(planned.plan, space),
+                scheduler=scheduler_of(planned.plan, space),
                 max_concurrent_trials=planned.admission.concurrent,
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: trial.trial_id,
@@ -309,20 +308,3 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
     if interruption.signal:
         cluster.give_back()
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
-
-
-def _scheduler(plan: Plan, space: Space) -> Any:
-    from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
-
-    match space.scheduler:
-        case Asha(grace=grace, reduction=reduction):
-            return AsyncHyperBandScheduler(
-                time_attr="step",
-                max_t=plan.steps,
-                grace_period=in_steps(grace, plan.steps_per_epoch),
-                reduction_factor=reduction,
-            )
-        case Median(grace=grace):
-            return MedianStoppingRule(time_attr="step", grace_period=in_steps(grace, plan.steps_per_epoch))
-        case _:
-            return FIFOScheduler()
