@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,12 +105,29 @@ def test_what_a_job_has_left_is_removed_unless_something_of_it_lives(ray_cluster
 
     asked, job = room(), ray.get_runtime_context().get_job_id()
     monkeypatch.setattr(state, "list_jobs", lambda **_: [SimpleNamespace(job_id=job, status="SUCCEEDED")])
-    monkeypatch.setattr(state, "list_actors", lambda **_: [SimpleNamespace(job_id=job)])
+    living = [SimpleNamespace(job_id=job, class_name="Server")]
+    monkeypatch.setattr(state, "list_actors", lambda **_: living)
     cluster.reclaim()
     assert asked in groups()
-    monkeypatch.setattr(state, "list_actors", lambda **_: [])
+    living[:] = [SimpleNamespace(job_id=job, class_name=name) for name in cluster.HELPERS]
     cluster.reclaim()
     assert asked not in groups()
+
+
+def test_what_others_leave_meanwhile_is_removed_too(monkeypatch):
+    """Also after a look that failed."""
+    ended, looks = threading.Event(), []
+
+    def reclaim():
+        looks.append(len(looks))
+        if len(looks) == 3:
+            ended.set()
+        raise ConnectionError("the dashboard is busy")
+
+    monkeypatch.setattr(cluster, "RECLAIMS_EVERY", 0.01)
+    monkeypatch.setattr(cluster, "reclaim", reclaim)
+    cluster._reclaim_now_and_then(ended)
+    assert looks == [0, 1, 2]
 
 
 # In a process of its own: the other tests have another Ray.

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -33,6 +34,10 @@ LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away, and its absence logs an error
 }
+# Actors of Ray's libraries that outlive the job that started them, for seconds or for good, and ask for no room.
+HELPERS = {"PlacementGroupCleaner", "_StatsActor", "_AutoscalingCoordinatorActor"}
+# Seconds between two looks for what ended jobs have left.
+RECLAIMS_EVERY = 60.0
 # Of jobs, actors and placement groups that Ray is asked for.
 MOST_LISTED = 10_000
 
@@ -54,14 +59,21 @@ def running(cpus: int | None = None, store: int | None = None, *, dashboard: boo
     prepare_environment()
     import ray  # takes a second, which a refused word must not
 
-    ours = not ray.is_initialized()
-    if ours:
-        _start(cpus, store, dashboard)
+    if ray.is_initialized():
+        yield
+        return
+    ended = threading.Event()
+    is_shared = _start(cpus, store, dashboard)
+    sweeper = threading.Thread(target=_reclaim_now_and_then, args=[ended], name="reclaim", daemon=True)
+    if is_shared:
+        sweeper.start()
     try:
         yield
     finally:
-        if ours:
-            ray.shutdown()
+        ended.set()
+        if is_shared:
+            sweeper.join(5)
+        ray.shutdown()
 
 
 def reclaim() -> None:
@@ -74,7 +86,15 @@ def reclaim() -> None:
     jobs: Any = list_jobs(**_here())
     actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **_here())
     over = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
-    _remove_groups(over - {actor.job_id for actor in actors})  # what a detached actor has asked for is its own
+    # What a detached actor has asked for is its own.
+    _remove_groups(over - {actor.job_id for actor in actors if actor.class_name not in HELPERS})
+
+
+def _reclaim_now_and_then(ended: threading.Event) -> None:
+    """Others' jobs may end while ours waits for what they have left."""
+    while not ended.wait(RECLAIMS_EVERY):
+        with suppress(Exception):  # of a dashboard that is busy or away for now
+            reclaim()
 
 
 def give_back() -> None:
@@ -153,7 +173,8 @@ def wait_for_room(bundles: Sequence[dict[str, float]], seconds: float) -> None:
         remove_placement_group(group)  # what has come stays for some idle minutes, and is taken by the workers
 
 
-def _start(cpus: int | None, store: int | None, dashboard: bool) -> None:
+def _start(cpus: int | None, store: int | None, dashboard: bool) -> bool:
+    """Whether it is a cluster of others too, which can be asked what they have left."""
     import ray
 
     if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
@@ -162,9 +183,10 @@ def _start(cpus: int | None, store: int | None, dashboard: bool) -> None:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
-        if ray.init(logging_level=logging.WARNING).dashboard_url:  # which tells of other jobs
+        tells = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
+        if tells:
             reclaim()
-        return
+        return tells
     # Ray's own helpers look the address up, and give up where several clusters run on a machine: it is known before.
     with socket.socket() as free:
         free.bind(("", 0))
@@ -180,3 +202,4 @@ def _start(cpus: int | None, store: int | None, dashboard: bool) -> None:
         )
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
+    return False
