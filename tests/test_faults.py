@@ -93,6 +93,15 @@ for bucket in ("bucket", "mlflow"):
                 print("leak", bucket, found["Key"])
 print("seen", seen)
 """
+# As a cloud says that it takes a node away, with twelve seconds' notice.
+NOTICE = """
+import subprocess, sys
+import ray
+ray.init(log_to_driver=False, logging_level="ERROR")
+(node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == sys.argv[1])
+words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "12"]
+subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *words], check=True)
+"""
 # A data task that takes 8 GiB, but when it is run again.
 HUNGRY = """
 import sys, time
@@ -312,6 +321,22 @@ def test_a_raylet_that_is_killed_is_started_again(cluster, undisturbed):
     until(lambda: not one.processes("/bin/ray"), 60, "`ray start` ends by itself")
     cluster.start(one)
     run.finish(undisturbed)
+
+
+def test_a_node_that_is_to_be_taken_away_is_answered_by_a_checkpoint(cluster, undisturbed):
+    run = cluster.train("spot")
+    run.saved()
+    one = cluster.site.hosts["one"]
+    cluster.start(cluster.site.add("spare", 4))
+    cluster.head.call([PYTHON, "-c", NOTICE, one.address])
+    until(lambda: "is to be taken away" in run.said, 60, "the checkpoint of the notice")
+    time.sleep(12)
+    one.end()
+    run.finish(undisturbed)
+    saved, resumed = (re.search(rf"{text} (\d+)", run.said)[1] for text in ("away: step", "resumed at step"))
+    assert int(resumed) >= int(saved)
+    cluster.site.hosts.pop("spare").end()
+    until(lambda: cluster.alive() == 2, 120, "the head hears of both")
 
 
 def test_a_node_that_is_lost_for_good_leaves_the_others_at_work(cluster, undisturbed):

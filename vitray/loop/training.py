@@ -156,6 +156,8 @@ def descend(job: Job) -> dict[str, Any]:
         # A node that is to be taken away takes at most what comes after the checkpoint of its notice.
         is_new = not is_warned and job.watches and ray.train.get_preemption_info() is not None
         is_warned = is_warned or is_new
+        if is_new:
+            teller.note(f"a node is to be taken away: step {standing.step:,} is saved")
         if saver and (due.saves(standing.step) or is_to_end or is_new):
             saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.spared)
         asks = job.asks and evaluations is not None and standing.step in due.evaluations and standing.step < total
