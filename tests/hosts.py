@@ -100,6 +100,7 @@ class Host:
         """Take its power away, if it has any."""
         self._holder.kill()
         for process in [self._holder, *self._started]:
+            process.send_signal(RESUME)  # nsenter pauses with its child, and does not hear that it is gone
             process.wait()
 
 
