@@ -163,7 +163,9 @@ class Cluster:
 
     def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs", *more: str) -> "Training":
         """Begin a run, driven from the head."""
-        words = ["-m", "pipelines.train", "demo", *SETTINGS, f"compute.workers={workers}", *more, "--name", name]
+        given = {word.partition("=")[0] for word in more}
+        kept = [word for word in SETTINGS if word.partition("=")[0] not in given]
+        words = ["-m", "pipelines.train", "demo", *kept, f"compute.workers={workers}", *more, "--name", name]
         log = self.logs / f"{name}.log"
         return Training(self, name, out, log, self.head.start([PYTHON, *words, "--out", out, "--json"], log))
 
