@@ -93,15 +93,6 @@ for bucket in ("bucket", "mlflow"):
                 print("leak", bucket, found["Key"])
 print("seen", seen)
 """
-# As a cloud says that it takes a node away, with twelve seconds' notice.
-NOTICE = """
-import subprocess, sys
-import ray
-ray.init(log_to_driver=False, logging_level="ERROR")
-(node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == sys.argv[1])
-words = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "12"]
-subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *words], check=True)
-"""
 # A data task that takes 8 GiB when it is told to, but not when it is run again.
 HUNGRY = """
 import sys, time
@@ -161,11 +152,9 @@ class Cluster:
         ask = f"{begin}; print(sum(node['Alive'] for node in ray.nodes()))"
         return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
 
-    def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs", *more: str) -> "Training":
+    def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
         """Begin a run, driven from the head."""
-        given = {word.partition("=")[0] for word in more}
-        kept = [word for word in SETTINGS if word.partition("=")[0] not in given]
-        words = ["-m", "pipelines.train", "demo", *kept, f"compute.workers={workers}", *more, "--name", name]
+        words = ["-m", "pipelines.train", "demo", *SETTINGS, f"compute.workers={workers}", "--name", name]
         log = self.logs / f"{name}.log"
         return Training(self, name, out, log, self.head.start([PYTHON, *words, "--out", out, "--json"], log))
 
@@ -327,21 +316,6 @@ def test_a_raylet_that_is_killed_is_started_again(cluster, undisturbed):
     until(lambda: not one.processes("/bin/ray"), 60, "`ray start` ends by itself")
     cluster.start(one)
     run.finish(undisturbed)
-
-
-def test_a_node_that_is_to_be_taken_away_is_answered_by_a_checkpoint(cluster):
-    cluster.start(cluster.site.add("spare", 4))
-    run = cluster.train("spot", "2", "s3://bucket/runs", "optim.duration=900 steps")  # a minute
-    run.saved()
-    taken = next(host for host in cluster.site.hosts.values() if host.processes("ray::RayTrainWorker"))
-    cluster.head.call([PYTHON, "-c", NOTICE, taken.address])
-    until(lambda: "is to be taken away" in run.said, 60, "the checkpoint of the notice")
-    time.sleep(12)
-    taken.end()
-    assert run.process.wait(600) == 0, run.said
-    assert sorted(step for step, *_ in cluster.told("spot")["points"]) == list(range(1, 901))
-    saved, resumed = (re.search(rf"{text} (\d+)", run.said)[1] for text in ("away: step", "resumed at step"))
-    assert int(resumed) >= int(saved)
 
 
 def test_a_node_that_is_lost_for_good_leaves_the_others_at_work(cluster, undisturbed):
