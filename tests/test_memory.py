@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import OutOfMemoryError
+from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from vitray.loop import memory
@@ -34,3 +35,31 @@ def test_workers_wait_longer_each_time_for_memory_alone(monkeypatch, error, wait
     assert [f"wait {seconds} s" in note["text"] for note, seconds in zip(said, waits, strict=True)] == [True] * len(
         waits
     )
+
+
+@pytest.mark.parametrize(("times", "waits"), [(0, []), (2, [15, 60]), (9, [15, 60, 240])])
+def test_a_worker_that_is_ended_before_it_has_begun_is_waited_for_too(monkeypatch, times, waits):
+    slept, tries = [], []
+
+    def fit():
+        tries.append(len(tries))
+        if len(tries) <= times:
+            raise ControllerError(OutOfMemoryError(SAID))
+        return "trained"
+
+    monkeypatch.setattr(memory.time, "sleep", slept.append)
+    desk = SimpleNamespace(put=SimpleNamespace(remote=lambda _: None))
+    if times > len(memory.WAITS):
+        with pytest.raises(ControllerError):
+            memory.fit_patiently(fit, desk)
+    else:
+        assert memory.fit_patiently(fit, desk) == "trained"
+    assert slept == waits
+
+
+def test_what_is_not_for_memory_is_not_waited_for():
+    def fit():
+        raise ControllerError(ValueError("another"))
+
+    with pytest.raises(ControllerError):
+        memory.fit_patiently(fit, None)

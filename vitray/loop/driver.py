@@ -137,7 +137,7 @@ def _fit(
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from vitray.loop.memory import WaitForMemory
+    from vitray.loop.memory import WaitForMemory, fit_patiently
     from vitray.loop.standing import Job
     from vitray.loop.training import worker
 
@@ -176,12 +176,14 @@ def _fit(
         ),
     )
     try:
-        return ending.wait_for(trainer.fit, desk).return_value or {}
+        return ending.wait_for(lambda: fit_patiently(trainer.fit, desk), desk).return_value or {}
     except ray.train.TrainingFailedError as error:
         if reason := ray.get(desk.given_up.remote()):
             raise RunError(reason) from None
-        times = f"the workers failed {run.compute.max_failures + 1} times"
-        raise RunError(f"{times}, at last {_cause(error)}") from error
+        times = (
+            "" if isinstance(error, ray.train.ControllerError) else f" {run.compute.max_failures + 1} times, at last"
+        )
+        raise RunError(f"the workers failed{times} {_cause(error)}") from error
     finally:
         beside.cleanup()
 
@@ -196,7 +198,7 @@ def _cause(error: BaseException) -> str:
     """Why training failed: of a node without memory the node, otherwise the last line that says something."""
     from vitray.loop.memory import short_of_memory
 
-    if short := short_of_memory(getattr(error, "worker_failures", {}).values()):
+    if short := short_of_memory([error, *getattr(error, "worker_failures", {}).values()]):
         return f"because {short}; wanted more memory there, or less that takes it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"by: {lines[-1] if lines else type(error).__name__}"

@@ -2,10 +2,10 @@
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ray.train import UserCallback
+from ray.train import ControllerError, UserCallback
 
 # Seconds before the first start after it, the second and those after: what took the memory may need as long.
 WAITS = 15, 60, 240
@@ -23,8 +23,25 @@ class WaitForMemory(UserCallback):
         if why := short_of_memory(worker_exceptions.values()):
             seconds = WAITS[min(self._times, len(WAITS) - 1)]
             self._times += 1
-            self._desk.put.remote({"kind": "note", "text": f"{why}; the workers wait {seconds} s for it"})
+            _say(self._desk, why, seconds)
             time.sleep(seconds)
+
+
+def fit_patiently(fit: Callable[[], Any], desk: Any) -> Any:
+    """What training returns. Ray Train gives up at once where a worker is ended before it has begun: that waits too."""
+    for seconds in WAITS:
+        try:
+            return fit()
+        except ControllerError as error:
+            if not (why := short_of_memory([error])):
+                raise
+            _say(desk, why, seconds)
+            time.sleep(seconds)
+    return fit()
+
+
+def _say(desk: Any, why: str, seconds: int) -> None:
+    desk.put.remote({"kind": "note", "text": f"{why}; the workers wait {seconds} s for it"})
 
 
 def short_of_memory(errors: Iterable[BaseException]) -> str | None:
