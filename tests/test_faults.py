@@ -149,8 +149,8 @@ class Cluster:
     def alive(self) -> int:
         """Nodes that the head believes to be there."""
         begin = "import ray; ray.init(log_to_driver=False, logging_level='ERROR')"
-        ask = f"{begin}; print(sum(node['Alive'] for node in ray.nodes()))"
-        return int(self.head.call([PYTHON, "-c", ask]).split()[-1])
+        ask = f"{begin}; print('alive:', sum(node['Alive'] for node in ray.nodes()))"
+        return int(re.search(r"alive: (\d+)", self.head.call([PYTHON, "-c", ask]))[1])  # Ray may say more after it
 
     def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
         """Begin a run, driven from the head."""
