@@ -465,7 +465,14 @@ def test_versions_are_those_of_the_project():
 
 def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
     told = [
-        set(re.findall(r"(RAY_health_check_\w+)(?:=|, value: \")(\d+)", path.read_text()))
+        set(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)(?:=|, value: \")(\d+)", path.read_text()))
         for path in (AWS, LOCAL, KUBERAY)
     ]
-    assert told == [{("RAY_health_check_period_ms", "2000"), ("RAY_health_check_timeout_ms", "3000")}] * 3
+    wanted = {
+        ("RAY_health_check_period_ms", "2000"),
+        ("RAY_health_check_timeout_ms", "3000"),
+        ("RAY_grpc_client_keepalive_timeout_ms", "30000"),
+    }
+    assert told == [wanted] * 3
+    for path in (AWS, LOCAL):  # who has sent something to a lost node is on any node
+        assert path.read_text().count("RAY_grpc_client_keepalive_timeout_ms=30000") == 2

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
 # As shipped.
-HEALTH = dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", (ROOT / "cluster.yaml").read_text()))
+HEALTH = dict(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)=(\d+)", (ROOT / "cluster.yaml").read_text()))
 STEPS, OFTEN = 240, 20
 SETTINGS = [
     "model.name=vit_u2x2_8",

@@ -137,7 +137,7 @@ def _fit(
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    from vitray.loop.memory import WaitForMemory, fit_patiently
+    from vitray.loop.restarts import WaitForMemory, fit_patiently
     from vitray.loop.standing import Job
     from vitray.loop.training import worker
 
@@ -171,7 +171,7 @@ def _fit(
             failure_config=ray.train.FailureConfig(
                 max_failures=run.compute.max_failures, controller_failure_limit=_patience()
             ),
-            callbacks=[WaitForMemory(desk)],
+            callbacks=[WaitForMemory(desk, run.compute.max_failures)],
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
@@ -196,7 +196,7 @@ def _patience() -> int:
 
 def _cause(error: BaseException) -> str:
     """Why training failed: of a node without memory the node, otherwise the last line that says something."""
-    from vitray.loop.memory import short_of_memory
+    from vitray.loop.restarts import short_of_memory
 
     if short := short_of_memory([error, *getattr(error, "worker_failures", {}).values()]):
         return f"because {short}; wanted more memory there, or less that takes it"

@@ -4,7 +4,6 @@ Images, augmentation, mixing, dropout and learning rate are all computed from (s
 random state, and a resumed run goes on as if nothing had been.
 """
 
-import logging
 import math
 import time
 from contextlib import nullcontext
@@ -35,9 +34,6 @@ from vitray.stream.feed import DeviceBatch, Feed
 from vitray.task import Task, recompute_activations
 from vitray.tokenizer import VisualTokenizer
 from vitray.tracking import machine
-
-# A request for nodes that nobody answered within seconds is sent again; its trace would be in each start.
-logging.getLogger("ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client").setLevel("ERROR")
 
 
 def worker(config: dict[str, Job]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Workers that Ray ended since a node ran out of memory: some time for it to be given back, before they begin anew."""
+"""Before workers begin anew, in Ray Train's controller: some time for memory to be given back, and less to read."""
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -9,18 +10,49 @@ from ray.train import ControllerError, UserCallback
 
 # Seconds before the first start after it, the second and those after: what took the memory may need as long.
 WAITS = 15, 60, 240
+# Seconds between two words on workers that still wait for room.
+SAID_EVERY = 60.0
+# Loggers below Ray Train's, as its release of now names them.
+TRAIN = "ray.train.v2._internal.execution"
+
+
+class OneLine(logging.Filter):
+    """Of a start that is tried again every few seconds one line now and then, in place of thirty each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is said."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not type(error).__name__.startswith("WorkerGroupStartup"):
+            return True
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + SAID_EVERY
+        why = str(error).partition(". ")[0]
+        record.msg, record.args, record.exc_info = f"{why}; tried again until there is room for them", None, None
+        return True
+
+
+# A request for nodes that nobody answered within seconds is sent again; its trace would be in each start.
+logging.getLogger(f"{TRAIN}.scaling_policy.autoscaling_coordinator_client").setLevel(logging.ERROR)
+logging.getLogger(f"{TRAIN}.controller.controller").addFilter(OneLine())
 
 
 class WaitForMemory(UserCallback):
     """Holds the restart back; without it Ray ends the new workers too, and all tries are spent within seconds."""
 
-    def __init__(self, desk: Any) -> None:
-        self._desk, self._times = desk, 0
+    def __init__(self, desk: Any, tries: int) -> None:
+        """`tries`: how often workers begin anew, after which nothing is waited for."""
+        self._desk, self._left, self._times = desk, tries, 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray Train's controller, before it decides what is next."""
         del run_context
-        if why := short_of_memory(worker_exceptions.values()):
+        self._left -= 1
+        if self._left >= 0 and (why := short_of_memory(worker_exceptions.values())):
             seconds = WAITS[min(self._times, len(WAITS) - 1)]
             self._times += 1
             _say(self._desk, why, seconds)
