@@ -1,5 +1,6 @@
 """A running Ray: one that grows is waited for, and what nobody uses any longer is given back."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -28,6 +29,22 @@ def groups():
     import ray
 
     return {name for name, group in ray.util.placement_group_table().items() if group["state"] != "REMOVED"}
+
+
+def test_a_ray_that_does_not_start_in_time_is_said(monkeypatch):
+    import ray
+
+    said = "timed out during startup"
+    assert said in inspect.getsource(ray._private.node.Node.__init__).replace('" "', "")
+
+    def init(*_, **__):
+        raise Exception(f"The current node {said}. This could happen because some of the raylet failed")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RunError, match="calmer moment and the same command"), cluster.running():
+        pass
 
 
 @pytest.mark.ray

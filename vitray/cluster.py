@@ -200,6 +200,13 @@ def _start(cpus: int | None, store: int | None, dashboard: bool) -> bool:
             include_dashboard=None if dashboard else False,
             logging_level=logging.WARNING,
         )
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        raise RunError(
+            "Ray did not start on this machine within its 30 seconds, as when other work takes the CPUs or the disk;"
+            " wanted a calmer moment and the same command"
+        ) from error
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
     return False

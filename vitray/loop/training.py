@@ -5,6 +5,7 @@ random state, and a resumed run goes on as if nothing had been.
 """
 
 import math
+import os
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -35,9 +36,14 @@ from vitray.task import Task, recompute_activations
 from vitray.tokenizer import VisualTokenizer
 from vitray.tracking import machine
 
+# Of a worker's process, whatever its node was started with: Ray Data's own census needs one process more, and its
+# counts, which die with a node and nobody here reads, would be an error at each look.
+QUIET = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+
 
 def worker(config: dict[str, Job]) -> dict[str, Any]:
     """Train on this device among all; how it ended, which the driver reads."""
+    os.environ.update(QUIET)
     job = config["job"]
     if reason := ray.get(job.desk.given_up.remote()):
         return {"failed": reason}
