@@ -9,9 +9,12 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
+from vitray import storage
 from vitray.admission import Node
 from vitray.config import ConfigError, load_run
 from vitray.config.sweeping import Goal
+from vitray.loop.driver import HOME, RUN
+from vitray.model.sizes import sizes_of
 from vitray.search.driver import plan_sweep
 from vitray.search.handing import Handing
 from vitray.search.ledger import Entry, Ledger, read_entries
@@ -161,6 +164,18 @@ def test_points_lie_on_disk_before_a_trial_begins(tmp_path, base):
     assert ledger.run(name).optim.lr == ledger.entries[name].point.settings["optim.lr"]
     ledger.add("more", Entry(Point({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
     assert list(read_entries(ledger.home)) == [name, "more"]
+
+
+def test_a_fine_tuning_counts_the_network_of_its_weights_once_that_is_known(tmp_path, base):
+    name, point = "a", Point({}, {}, {}, {})
+    words = {"kind": "finetune", "weights": "elsewhere"}
+    ledger = Ledger(str(tmp_path), base.replace({"task": words}), {name: point}, False)
+    assert ledger.sizes(name) is ledger.cost(name, "params") is None
+    begun = base.replace({"task": words, "model.name": "vit_u3x2_8"})  # as training settles it
+    storage.write_bytes(f"{ledger.place(name)}/{RUN}", begun.to_yaml().encode())
+    storage.write_bytes(f"{ledger.place(name)}/{HOME}", b"{}")
+    assert ledger.cost(name, "params") == sizes_of(begun.model).params
+    assert Ledger(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
 
 
 # ---- the screen ------------------------------------------------------------------------------------------------------

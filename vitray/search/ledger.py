@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from vitray import storage
 from vitray.config import ConfigError, Run
-from vitray.model.sizes import sizes_of
+from vitray.config.training import Finetune
+from vitray.loop.driver import HOME, stored_run
+from vitray.model.sizes import Sizes, sizes_of
 from vitray.search.record import Record, ended, read_record
 from vitray.space import Point, run_of
 
@@ -36,6 +38,7 @@ class Ledger:
         """A search that learns goes on with the points that it drew; any other has these points."""
         self.home, self.base = home, base
         self._runs: dict[str, Run] = {}
+        self._sizes: dict[str, Sizes] = {}
         self._over: dict[str, tuple[Record, dict[str, Any]]] = {}
         known = read_entries(home)
         given = {name: Entry(Point(*json.loads(json.dumps(point)))) for name, point in points.items()}
@@ -76,8 +79,21 @@ class Ledger:
 
     def cost(self, name: str, what: str) -> float | None:
         """What a trial's network or its run takes; None where that is not known yet."""
-        sizes = sizes_of(self.run(name).model)
-        return {"params": sizes.params, "gflops": sizes.gflops}.get(what, self.outcome(name).get(what))
+        if what not in ("params", "gflops"):
+            return self.outcome(name).get(what)
+        sizes = self.sizes(name)
+        return sizes and getattr(sizes, what)
+
+    def sizes(self, name: str) -> Sizes | None:
+        """Of a trial's network: a fine-tuning has that of its weights, which is known once it has begun."""
+        if name not in self._sizes:
+            run, place = self.run(name), self.place(name)
+            if isinstance(run.task, Finetune):
+                if not storage.exists(storage.join(place, HOME)):
+                    return None
+                run = stored_run(place)
+            self._sizes[name] = sizes_of(run.model)
+        return self._sizes[name]
 
     def records(self) -> dict[str, Record]:
         """How far each trial has come, in order."""

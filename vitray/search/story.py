@@ -12,7 +12,6 @@ from ray import tune
 
 from vitray import storage
 from vitray.loop.driver import HOME
-from vitray.model.sizes import sizes_of
 from vitray.report import Sweep, Trial, dataset_of, point_of, write_report
 from vitray.search.driver import SWEEP, Outcome, Planned, Recipe
 from vitray.search.handing import Interruption
@@ -160,7 +159,7 @@ class Story:
     def _trial(self, name: str) -> Trial:
         ledger = self.ledger
         record, over, run, entry = ledger.record(name), ledger.outcome(name), ledger.run(name), ledger.entries[name]
-        sizes = sizes_of(run.model)
+        sizes = ledger.sizes(name)
         curves = {key: [(step, value) for step, value in points] for key, points in over.get("curves", {}).items()}
         settings = settled(entry.point.settings, entry.point.before, self.home)
         words = [f"{key}={_word(value)}" for key, value in settings.items()]
@@ -172,8 +171,8 @@ class Story:
             goal=record.best(self.space.goal.mode),
             curves=curves or {self.space.goal.metric: list(record.scores)},
             device_seconds=over.get("device_seconds"),
-            params=sizes.params,
-            gflops=sizes.gflops,
+            params=sizes and sizes.params,
+            gflops=sizes and sizes.gflops,
             command=shlex.join(["vitray", "train", *self.recipe.words, *words]),
             run_url=self.tracker.url_of(over["mlflow_run"]) if over.get("mlflow_run") else None,
             paper=point_of(run, self._images) if run.task.kind == "supervised" else None,
