@@ -483,6 +483,18 @@ def test_a_logged_delta_is_one_and_says_of_what(store, logged):
     assert "vitray.base" not in store.get_logged_model(logged["whole"].removeprefix("models:/")).tags
 
 
+@pytest.mark.parametrize("folder", ["it's/runs/base", 'a "b"/runs/base'])
+def test_a_version_links_to_the_run_that_its_base_is_of(store, tmp_path, folder):
+    base = save(tmp_path / folder / "model", fresh())
+    run_id, name = new_run(store), folder[0]
+    store.set_tag(run_id, "vitray.home", str(tmp_path / folder))
+    register(store, log_model(new_run(store), save(tmp_path / "d", tuned(fresh()), base)), name, None)
+    said = store.get_model_version(name, "1").description
+    experiment = store.get_run(run_id).info.experiment_id
+    linked = f"[{base}](#/experiments/{experiment}/runs/{run_id})"
+    assert said.startswith(f"A delta of {linked} " if '"' not in folder else f"A delta of `{base}` ")
+
+
 def test_a_served_delta_answers_with_its_base(logged, tmp_path):
     save(tmp_path / "whole", tuned(fresh()), classes=list("abcde"))
     question = [{"image": encoded(image)} for image in pictures(2)]

@@ -102,6 +102,8 @@ def test_a_run_ends_with_its_model_and_its_numbers(place, whole):
     assert run.data.params["plan.dataset_identity"]
     assert "git.commit" in run.data.tags
     assert run.data.metrics["val/top1_ema"] == outcome.val_top1
+    batch = int(run.data.params["plan.global_batch"])
+    assert run.data.metrics["cost/step_ms"] == pytest.approx(1000 * batch / outcome.images_per_second)
     assert {
         "train/lr",
         "train/images_per_second",

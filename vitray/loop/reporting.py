@@ -112,6 +112,11 @@ class Reporting:
         values = {"cost/device_seconds": seconds * devices, "cost/images": float(images), "cost/flops": flops}
         taken = {name: ended[name] for name in ("latency_ms", "peak_memory_bytes")}
         values |= {f"cost/{name}": value for name, value in taken.items()}
+        # The first record holds the start.
+        speeds = [speed for _, speed in self.history.get("train/images_per_second", [])[1:]]
+        speed = median(speeds) if speeds else None
+        if speed:
+            values["cost/step_ms"] = 1000 * self.plan.global_batch / speed
         if saved:
             values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
         if peak := peak_flops(self.device, self.run.compute.precision):
@@ -126,7 +131,6 @@ class Reporting:
         else:
             self.tracker.tag("vitray.stopped_early", f"at step {ended['step']}")
             self.tracker.end("KILLED", f"stopped early at step {ended['step']}, by the scheduler of its sweep")
-        speeds = [speed for _, speed in self.history.get("train/images_per_second", [])[1:]]
         outcome = Outcome(
             name=self.name,
             home=self.home,
@@ -138,7 +142,7 @@ class Reporting:
             mlflow_run=self.tracker.run_id,
             steps=ended["step"],
             seconds=seconds,
-            images_per_second=median(speeds) if speeds else None,
+            images_per_second=speed,
             start={stage: round(seconds, 2) for stage, seconds in self.stages.items()},
         )
         # Written last: a run that has it is over.

@@ -296,9 +296,8 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
     tags = {"vitray.model": model_uri} | base | ({} if top1 is None else {"val/top1": repr(top1)})
     version = same[0] if same else mlflow.register_model(model_uri, name, tags=tags)
     if base:
-        said = (
-            f"A delta of {_linked(base[BASE])} (identity {base[BASE_IDENTITY][:12]}), which must be there to load it."
-        )
+        linked = _linked(client, base[BASE])
+        said = f"A delta of {linked} (identity {base[BASE_IDENTITY][:12]}), which must be there to load it."
         client.update_model_version(name, version.version, said)
     if top1 is None:
         return
@@ -312,13 +311,18 @@ def register(client: "MlflowClient", model_uri: str, name: str, top1: float | No
         client.set_registered_model_alias(name, "champion", version.version)
 
 
-def _linked(url: str) -> str:
-    """An address in Markdown; of a registered model with a link to its page on the same server."""
+def _linked(client: "MlflowClient", url: str) -> str:
+    """An address in Markdown; of what is known to the same server, a registered model or a run, with a link to it."""
     kind, _, rest = url.partition(":/")
     name, _, version = rest.strip("/").partition("/")
     if kind == "models":
         page = f"#/models/{name.partition('@')[0]}{f'/versions/{version}' if version else ''}"
         return f"[{url}]({page})"
+    home = url.rstrip("/").removesuffix("/model")
+    everywhere = [experiment.experiment_id for experiment in client.search_experiments()]
+    asked = f'tags.`vitray.home` = "{home}"'  # MLflow has no way to write a quote in quotes
+    for run in client.search_runs(everywhere, asked, max_results=1) if '"' not in home else []:
+        return f"[{url}](#/experiments/{run.info.experiment_id}/runs/{run.info.run_id})"
     return f"[{url}]({url})" if kind.startswith("http") else f"`{url}`"
 
 
