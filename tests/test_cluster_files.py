@@ -471,8 +471,12 @@ def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
     wanted = {
         ("RAY_health_check_period_ms", "2000"),
         ("RAY_health_check_timeout_ms", "3000"),
+        ("RAY_grpc_client_keepalive_time_ms", "75000"),
         ("RAY_grpc_client_keepalive_timeout_ms", "30000"),
     }
     assert told == [wanted] * 3
     for path in (AWS, LOCAL):  # who has sent something to a lost node is on any node
-        assert path.read_text().count("RAY_grpc_client_keepalive_timeout_ms=30000") == 2
+        assert (
+            path.read_text().count("RAY_grpc_client_keepalive_time_ms=75000 RAY_grpc_client_keepalive_timeout_ms=30000")
+            == 2
+        )
