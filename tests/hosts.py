@@ -45,8 +45,9 @@ class Host:
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, words)]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Of a command that runs here."""
-        return os.environ | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
+        """Of a command that runs here: a machine of its own knows nothing of what this process was set to."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "VITRAY_"))}
+        return own | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
 
     def start(
         self, words: Sequence[object], log: Path, more: Mapping[str, str] | None = None

@@ -427,7 +427,7 @@ def test_a_node_that_gloo_cannot_be_reached_at_is_named(cluster):
     two = cluster.site.add("two", 3)
     cluster.start(two, {"GLOO_SOCKET_IFNAME": ""})
     words = cluster.head.command([PYTHON, "-m", "pipelines.doctor", "s3://bucket/runs"])
-    environment = os.environ | cluster.site.environment
+    environment = cluster.head.environment()
     asked = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert asked.returncode == 1
     assert "gloo would listen on 127.0.1.1" in asked.stdout
