@@ -69,8 +69,7 @@ def test_what_is_not_for_memory_is_not_waited_for():
 def test_a_start_that_is_tried_again_is_one_line_a_minute_and_the_rest_is_said_as_it_comes(monkeypatch, caplog):
     now = [1000.0]
     monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
-    logger = logging.getLogger(f"{restarts.TRAIN}.controller.controller")
-    assert any(isinstance(each, restarts.OneLine) for each in logger.filters)
+    logger = logging.getLogger(f"{restarts.TRAIN}.execution.controller.controller")
     caplog.set_level(logging.WARNING, "ray")
     monkeypatch.setattr(logger, "filters", [restarts.OneLine()])
     for _ in range(7):
@@ -84,3 +83,12 @@ def test_a_start_that_is_tried_again_is_one_line_a_minute_and_the_rest_is_said_a
     assert (first.exc_info, last.getMessage()) == (None, "another error")
     assert first.getMessage() == second.getMessage()
     assert "waiting for 2 workers; tried again" in first.getMessage()
+
+
+def test_the_loggers_are_those_of_this_ray():
+    from ray.train.v2._internal.callbacks import backend_setup
+    from ray.train.v2._internal.execution.controller import controller
+    from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
+
+    assert backend_setup.logger.level == autoscaling_coordinator_client.logger.level == logging.ERROR
+    assert any(isinstance(each, restarts.OneLine) for each in controller.logger.filters)

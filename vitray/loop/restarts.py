@@ -13,7 +13,7 @@ WAITS = 15, 60, 240
 # Seconds between two words on workers that still wait for room.
 SAID_EVERY = 60.0
 # Loggers below Ray Train's, as its release of now names them.
-TRAIN = "ray.train.v2._internal.execution"
+TRAIN = "ray.train.v2._internal"
 
 
 class OneLine(logging.Filter):
@@ -36,9 +36,11 @@ class OneLine(logging.Filter):
         return True
 
 
-# A request for nodes that nobody answered within seconds is sent again; its trace would be in each start.
-logging.getLogger(f"{TRAIN}.scaling_policy.autoscaling_coordinator_client").setLevel(logging.ERROR)
-logging.getLogger(f"{TRAIN}.controller.controller").addFilter(OneLine())
+# Both say themselves that they may be ignored, in thirty lines: a request for nodes that nobody answered within seconds
+# and that is sent again, and a farewell to workers that are gone.
+for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
+    logging.getLogger(f"{TRAIN}.{_name}").setLevel(logging.ERROR)
+logging.getLogger(f"{TRAIN}.execution.controller.controller").addFilter(OneLine())
 
 
 class WaitForMemory(UserCallback):
