@@ -232,9 +232,9 @@ class Training(NamedTuple):
         return int(steps()[-1].replace(",", ""))
 
     def still(self, since: float = 0, before: float = 1e10) -> float:
-        """The longest time between two steps of which the second came, and the first had come, within these times."""
+        """The longest time between two steps, of which most lies within these times."""
         times = sorted(at / 1000 for _, at, _ in self.cluster.told(self.name)["points"])
-        return max(after - at for at, after in itertools.pairwise(times) if since <= after and at < before)
+        return max(after - at for at, after in itertools.pairwise(times) if since <= (at + after) / 2 < before)
 
     def tell(self, faults: dict[str, float]) -> None:
         """Print how long it stood still for each fault, which came at these times."""
