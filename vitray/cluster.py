@@ -33,6 +33,7 @@ ENVIRONMENT = {
 LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away, and its absence logs an error
+    "RAY_raylet_start_wait_time_s": "180",  # Ray's 30 were twice too few beside other work
 }
 # Actors of Ray's libraries that outlive the job that started them, for seconds or for good, and ask for no room.
 HELPERS = {"PlacementGroupCleaner", "_StatsActor", "_AutoscalingCoordinatorActor"}
@@ -203,9 +204,10 @@ def _start(cpus: int | None, store: int | None, dashboard: bool) -> bool:
     except Exception as error:
         if "timed out during startup" not in str(error):
             raise
+        patience = os.environ["RAY_raylet_start_wait_time_s"]  # noqa: SIM112 (Ray's spelling)
         raise RunError(
-            "Ray did not start on this machine within its 30 seconds, as when other work takes the CPUs or the disk;"
-            " wanted a calmer moment and the same command"
+            f"Ray did not start on this machine within {patience} seconds, as when other work takes the CPUs or the"
+            " disk; wanted a calmer moment and the same command"
         ) from error
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
