@@ -400,6 +400,18 @@ def test_a_full_disk_of_results_is_said_and_waited_for(cluster, undisturbed):
     run.finish(undisturbed)
 
 
+def test_a_full_disk_of_results_is_said_and_gone_on_from(cluster, undisturbed):
+    out = f"{cluster.site.shared}/runs"
+    run = cluster.train("ended", out=out)
+    run.saved()
+    fill(cluster.site.shared)
+    assert run.process.wait(400) == 1, run.said
+    assert "is tried again in 120 s" in run.said
+    assert "No space left on device" in run.said.splitlines()[-1]
+    (cluster.site.shared / "ballast").unlink()
+    cluster.train("ended", out=out).finish(undisturbed)
+
+
 def test_memory_that_runs_out_is_waited_for_and_a_data_task_that_takes_it_is_run_again(cluster, undisturbed):
     cluster.site.hosts["two"].end()
     two = cluster.site.add("two", 3)

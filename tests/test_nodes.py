@@ -63,8 +63,11 @@ def test_a_sweep_survives_the_loss_of_the_head(tmp_path):
     words = [sys.executable, "-c", HEADS, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["finished"] == 2
-    cut, alone = (
-        json.loads((tmp_path / home / "outcome.json").read_text()) for home in ("sweeps/parted/lr=0.01", "alone")
-    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    places = [*(tmp_path / "sweeps" / "parted" / name for name in ("lr=1e-3", "lr=0.01")), tmp_path / "alone"]
+    early, cut, alone = (json.loads((place / "outcome.json").read_text()) for place in places)
     assert (cut["val_top1"], cut["val_loss"]) == (alone["val_top1"], alone["val_loss"])
+    assert told["finished"] == 2
+    best = max(early, cut, key=lambda run: run["val_top1"])
+    assert told["best_goal"] == best["val_top1"]
+    assert {"lr=1e-3": early, "lr=0.01": cut}[told["best"]]["val_top1"] == best["val_top1"]

@@ -175,12 +175,12 @@ def test_a_search_learns_from_its_trials(place):
     (place / "tpe.yaml").write_text(
         "space:\n  depth: {grid: [1, 2]}\n  branches: {grid: [1, 2]}\n  model.name: vit_u{depth}x{branches}_8\n"
         "  optim.lr: {loguniform: [1.0e-3, 0.1]}\nwhere: [depth * branches == 2]\n"
-        "search: {kind: nsga2, trials: 4, population: 2, against: latency_ms}\n"
+        "search: {kind: nsga2, trials: 5, population: 2, against: latency_ms}\n"
     )
     outcome = begin(place, "learned", space="tpe.yaml")
-    assert (outcome.trials, outcome.finished) == (4, 4)
+    assert (outcome.trials, outcome.finished) == (5, 5)
     entries = read_entries(outcome.home)
-    assert [len(entry.asked["params"]) for entry in entries.values()] == [2] * 4
+    assert [len(entry.asked["params"]) for entry in entries.values()] == [2] * 5
     assert {entry.asked["notes"].get("NSGAIISampler:generation") for entry in entries.values()} >= {0, 1}
     row = next(csv.DictReader((Path(outcome.home) / "report" / "results.csv").read_text().splitlines()))
     assert float(row["latency_ms"]) > 0
@@ -237,24 +237,29 @@ def test_a_stopped_trial_gives_everything_back(place):
     assert states.count("FINISHED") == outcome.finished
 
 
-def launch(place, ray_cluster, until):
-    """`vitray sweep` in a process of its own, once a file of it is there."""
+def launch(place, ray_cluster, name):
+    """`vitray sweep` in a process of its own, once a first checkpoint is there; its words, and its environment."""
     words = [sys.executable, "-m", "pipelines.sweep", str(place / "tiny.yaml"), str(place / "lr.yaml")]
-    words += ["--name", "ended", "--out", str(place / "sweeps"), "--json"]
+    words += ["--name", name, "--out", str(place / "sweeps"), "--json"]
     environment = os.environ | {"RAY_ADDRESS": ray_cluster}
-    driver = subprocess.Popen(
-        words, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while until and not any((place / "sweeps" / "ended").glob(until)):
+    driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not any((place / "sweeps" / name).glob("*/checkpoints/*/checkpoint.json")):
         assert driver.poll() is None
         time.sleep(0.05)
-    return driver
+    return driver, words, environment
+
+
+def same_table(words, environment, swept):
+    done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    told = ("trials", "finished", "failed", "best", "best_goal")
+    return [outcome[key] for key in told] == [getattr(swept, key) for key in told]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sweep_that_is_told_to_end_says_so_and_goes_on_and_one_that_is_killed_too(place, swept, ray_cluster):
-    driver = launch(place, ray_cluster, "*/checkpoints/*/checkpoint.json")
+def test_a_sweep_that_is_told_to_end_says_so_and_goes_on(place, swept, ray_cluster):
+    driver, words, environment = launch(place, ray_cluster, "told")
     driver.send_signal(signal.SIGTERM)
     _, said = driver.communicate(timeout=120)
     assert driver.returncode == 128 + signal.SIGTERM
@@ -263,16 +268,18 @@ def test_a_sweep_that_is_told_to_end_says_so_and_goes_on_and_one_that_is_killed_
     assert not any(line.startswith("Traceback") for line in said.splitlines())
     assert is_idle()
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    (parent,) = client.search_runs(["1"], "attributes.run_name = 'ended'")
+    (parent,) = client.search_runs(["1"], "attributes.run_name = 'told'")
     children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert parent.info.status == "KILLED"
     assert "RUNNING" not in {child.info.status for child in children}
-
-    killed = launch(place, ray_cluster, "lr=0.01/outcome.json")
-    killed.kill()
-    killed.communicate()
-    said, _ = launch(place, ray_cluster, "").communicate(timeout=600)
-    outcome = json.loads(said.splitlines()[-1])
-    for key in ("trials", "finished", "failed", "best", "best_goal"):
-        assert outcome[key] == getattr(swept, key)
+    assert same_table(words, environment, swept)
     assert client.get_run(parent.info.run_id).info.status == "FINISHED"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_driver_goes_on_and_ends_in_the_same_table(place, swept, ray_cluster):
+    driver, words, environment = launch(place, ray_cluster, "killed")
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    assert same_table(words, environment, swept)
