@@ -10,7 +10,7 @@ settings=/etc/vitray
 address=$(hostname -I | cut -d' ' -f1)
 python=$HOME/venv/bin/python
 
-~/venv/bin/uv pip install --quiet --python "$python" -c ~/vitray/constraints.txt -e ~/vitray"[server]"
+~/venv/bin/uv pip install --quiet --compile-bytecode --python "$python" -c ~/vitray/constraints.txt -e ~/vitray"[server]"
 sudo install -d -m 700 -o "$USER" "$home" "$settings"
 
 # ---- settings, in files that one user may read: what stands in a command, every user of the machine can list -------

@@ -12,7 +12,7 @@ if ! test -x ~/venv/bin/pip; then
   python3 -m venv ~/venv
 fi
 ~/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt uv
-~/venv/bin/uv pip install --quiet --python ~/venv/bin/python -c constraints.txt -e .
+~/venv/bin/uv pip install --quiet --compile-bytecode --python ~/venv/bin/python -c constraints.txt -e .
 
 # For `python` in jobs, and for `ray` over ssh. The first line, since the file ends early where nobody types.
 line='export RAY_AUTH_MODE=token PATH="$HOME/venv/bin:$PATH"'
