@@ -7,7 +7,7 @@ EXAMPLES = (
     "examples: vitray bench branches --models vit_s18x2_16 --batches 1,8; vitray bench ingest data/demo; "
     "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; "
     "vitray bench train --dataset data/demo; "
-    "vitray bench finetune --model vit_b12x1_16 --image-size 384 --batch 1 --rounds 3; "
+    "vitray bench finetune --model vit_b12x1_16 --image-size 384; "
     "vitray bench sweep data/demo --trials 4"
 )
 
@@ -41,7 +41,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         default="full,attn,ffn,head,attn+feedforward",
         help="task.mode, or task.mode+compute.recompute, separated by commas; the first is compared with (%(default)s)",
     )
-    finetune.add_argument("--batch", type=int, default=8, help="images in a batch (%(default)s)")
+    finetune.add_argument("--batch", type=int, help="images in a batch (8 on a GPU, 1 on a CPU)")
     sweep = what.add_parser("sweep", help="runs as trials of one sweep, against as many vitray train: CPU and overhead")
     sweep.add_argument("dataset", help="a folder written by vitray shard, with a split val")
     sweep.add_argument("--model", default="vit_u3x1_8", help="a name (%(default)s)")
