@@ -57,8 +57,7 @@ class WaitForMemory(UserCallback):
         if self._left >= 0 and (why := short_of_memory(worker_exceptions.values())):
             seconds = WAITS[min(self._times, len(WAITS) - 1)]
             self._times += 1
-            _say(self._desk, why, seconds)
-            time.sleep(seconds)
+            _wait(self._desk, why, seconds)
 
 
 def fit_patiently(fit: Callable[[], Any], desk: Any) -> Any:
@@ -69,13 +68,13 @@ def fit_patiently(fit: Callable[[], Any], desk: Any) -> Any:
         except ControllerError as error:
             if not (why := short_of_memory([error])):
                 raise
-            _say(desk, why, seconds)
-            time.sleep(seconds)
+            _wait(desk, why, seconds)
     return fit()
 
 
-def _say(desk: Any, why: str, seconds: int) -> None:
+def _wait(desk: Any, why: str, seconds: int) -> None:
     desk.put.remote({"kind": "note", "text": f"{why}; the workers wait {seconds} s for it"})
+    time.sleep(seconds)
 
 
 def short_of_memory(errors: Iterable[BaseException]) -> str | None:
