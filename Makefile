@@ -1,4 +1,4 @@
-# Every target works on a clean clone of a bare machine: python3 >= 3.11 with venv, make, git, a package index.
+# Every target works on a clean clone of a bare machine: python3 (3.11 to 3.13) with venv, make, git, a package index.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -10,7 +10,7 @@ help:  ## this list
 # Made again only when what it installs changes, so that a second call starts within seconds. Compiled here, once: a run
 # starts a dozen processes, and where Python may not write bytecode (PYTHONDONTWRITEBYTECODE) each would compile torch anew.
 .venv/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "vitray needs Python 3.11 to 3.13, $(PYTHON) is `$(PYTHON) -V`: try make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv .venv || { echo "no venv module: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
@@ -37,7 +37,7 @@ down: .venv/.installed  ## keep MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-test: .venv/.installed  ## install what is missing and run the tests (CPU, a few minutes)
+test: .venv/.installed  ## install what is missing and run the tests (CPU, some ten minutes)
 	$(BIN)/python -m pytest
 
 # What the slow tests take for real: hosts with a network of their own, Ceph's S3, PostgreSQL, a browser.

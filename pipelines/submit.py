@@ -19,7 +19,7 @@ def main(words: list[str]) -> dict[str, Any]:
         description="Sends the files of this folder that git has or would take, without .git and what it ignores, and"
         " runs `python -m pipelines.VERB WORDS` there. Packages are the cluster's. Addresses of stores in the"
         " environment are sent, secrets are not: the nodes have their own.",
-        epilog="example: vitray submit --follow train demo data.url=s3://b/demo --out s3://b/runs",
+        epilog="example: vitray submit --follow train demo data.url=s3://b/demo compute.device=gpu --out s3://b/runs",
     )
     parser.add_argument("verb", metavar="VERB", help="train, sweep, shard, ... with its words; ours go before it")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORDS", help="as `vitray VERB -h` says")

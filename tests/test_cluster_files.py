@@ -13,6 +13,7 @@ import yaml
 
 from vitray import launching
 from vitray.config import ConfigError
+from vitray.jobs import GRACE
 
 ROOT = Path(__file__).parent.parent
 AWS, LOCAL, KUBERAY = ROOT / "cluster.yaml", ROOT / "deploy" / "local.yaml", ROOT / "deploy" / "kuberay.yaml"
@@ -461,6 +462,14 @@ def test_versions_are_those_of_the_project():
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert f"FROM rayproject/ray:{RAY}-py312-gpu" in dockerfile
     assert f"vitray:ray-{RAY}" in dockerfile
+
+
+def test_a_job_that_is_stopped_has_the_same_time_on_every_kind_of_cluster():
+    told = [
+        re.findall(r"RAY_JOB_STOP_WAIT_TIME_S(?:=|, value: \")(\d+)", path.read_text())
+        for path in (AWS, LOCAL, KUBERAY)
+    ]
+    assert told == [[str(GRACE)]] * 3
 
 
 def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
