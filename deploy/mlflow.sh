@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# MLflow's server as a service of the head: mlflow.sh DESTINATION, of artifacts (s3://bucket/mlflow, or a folder).
+# MLflow's server as a service of the head: mlflow.sh DESTINATION [ADDRESS]. The destination is of artifacts
+# (s3://bucket/mlflow, or a folder), the address the head's private one.
 #
 # It listens on 127.0.0.1:5000, the far end of `make tunnel`; a proxy of systemd's listens on the head's private
 # address, for jobs. Both ask for the user and password of ~/.mlflow/credentials. Runs at each start of the cluster.
@@ -7,7 +8,7 @@ set -euo pipefail
 destination=$1
 home=/var/lib/vitray
 settings=/etc/vitray
-address=$(hostname -I | cut -d' ' -f1)
+address=${2:-$(hostname -I | cut -d' ' -f1)}
 python=$HOME/venv/bin/python
 
 ~/venv/bin/uv pip install --quiet --compile-bytecode --python "$python" -c ~/vitray/constraints.txt -e ~/vitray"[server]"
@@ -47,6 +48,8 @@ After=network-online.target
 [Service]
 User=$USER
 EnvironmentFile=$settings/mlflow.env
+# MLflow answers to no other name (403), and by itself to none but those of RFC 1918.
+Environment=MLFLOW_SERVER_ALLOWED_HOSTS=localhost:*,127.0.0.1:*,$address:*,$(hostname):*
 # A head that is new finds the records of the one before.
 ExecStartPre=$python $HOME/vitray/deploy/mlflow_store.py restore $home $destination/server
 # The health check of workers: five seconds are few for a busy machine, on which they would be started again and again.

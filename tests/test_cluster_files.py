@@ -307,6 +307,31 @@ def test_secrets_are_made_once_and_for_one_user(monkeypatch, tmp_path):
         assert {launching.TOKEN, launching.CREDENTIALS} <= set(mounted)
 
 
+@pytest.mark.parametrize(("source", "newer"), [(AWS, "1"), (LOCAL, "0")])
+def test_what_is_fit_is_launched(source, newer, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for tool in ("ssh", "rsync"):
+        (tmp_path / tool).touch(mode=0o755)
+    monkeypatch.setattr(launching, "make_account", lambda tree: [])
+    monkeypatch.setattr(launching.subprocess, "call", lambda words, env: called.append((words, env)) or 3)
+    path = filled(source, tmp_path / "cluster.yaml")
+    assert launching.main([path, "--yes"]) == 3
+    ((words, environment),) = called
+    assert words[1:] == ["up", path, "--yes"]
+    assert environment["RAY_UP_enable_autoscaler_v2"] == newer
+
+
+def test_a_missing_tool_is_one_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "ssh").touch(mode=0o755)
+    assert launching.main([filled(LOCAL, tmp_path / "cluster.yaml")]) == 2
+    assert capsys.readouterr().err.startswith("vitray: rsync: not found here")
+    assert not (tmp_path / ".ray").exists()
+
+
 # ---- what nodes run --------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +373,8 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     first = machine.run("mlflow.sh", "s3://vitray-test/mlflow")
     assert "-e " in first
     assert "[server]" in first
-    units = {path.name: path.read_text() for path in (machine.place / "etc/systemd/system").iterdir()}
+    units_place = machine.place / "etc/systemd/system"
+    units = {path.name: path.read_text() for path in units_place.iterdir()}
     assert set(units) == {
         "vitray-mlflow.service",
         "vitray-mlflow-private.service",
@@ -370,7 +396,10 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     assert dict(ini["mlflow"])["default_permission"] == "NO_PERMISSIONS"
     assert (ini["mlflow"]["admin_username"], ini["mlflow"]["admin_password"]) == ("me", "ca=na ry")
     made = (settings / "mlflow.env").read_text()
-    machine.run("mlflow.sh", "s3://vitray-test/mlflow")
+    machine.run("mlflow.sh", "s3://vitray-test/mlflow", "203.0.113.7")
+    assert "ListenStream=203.0.113.7:5000" in (units_place / "vitray-mlflow-private.socket").read_text()
+    # Else MLflow answers 403 to a name that is neither the loopback's nor of a network that is private by RFC 1918.
+    assert re.search(r"_ALLOWED_HOSTS=\S*,203.0.113.7:\*,", (units_place / "vitray-mlflow.service").read_text())
     assert (settings / "mlflow.env").read_text() == made  # another key would end every session of a browser
 
 

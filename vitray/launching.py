@@ -1,6 +1,6 @@
-"""A cluster's file checked before anything is launched, and what its nodes need of an AWS account made beforehand.
+"""A cluster's file checked before anything is launched, what its nodes need of an AWS account made, and `ray up`.
 
-`python -m vitray.launching cluster.yaml` does both, and is what `make up` calls before `ray up`.
+`make up` is `python -m vitray.launching cluster.yaml`; words after the file are `ray up`'s.
 """
 
 import ipaddress
@@ -8,6 +8,8 @@ import json
 import os
 import re
 import secrets
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -120,6 +122,14 @@ def _places(rule: Tree) -> list[str]:
 
 
 # ---- what nodes and their owner need ---------------------------------------------------------------------------------
+
+
+def check_tools() -> None:
+    """What `ray up` reaches nodes by, whose absence it would tell in forty lines."""
+    if missing := [tool for tool in ("ssh", "rsync") if shutil.which(tool) is None]:
+        raise ConfigError(
+            f"{', '.join(missing)}: not found here; files go to nodes by it: apt-get install rsync openssh-client"
+        )
 
 
 def make_secrets() -> list[str]:
@@ -274,12 +284,13 @@ def _launch_statements(cluster: str, node_role: str) -> list[Tree]:
 
 
 def main(words: list[str]) -> int:
-    """Check a cluster's file, make what it needs, and say so."""
-    if len(words) != 1:
-        print("usage: python -m vitray.launching cluster.yaml", file=sys.stderr)
+    """Check a cluster's file, make what it needs, say so, and launch it."""
+    if not words:
+        print("usage: python -m vitray.launching cluster.yaml [WORDS of ray up]", file=sys.stderr)
         return 2
     try:
         tree = read_cluster(words[0])
+        check_tools()
         done = make_secrets()
         if tree["provider"]["type"] == "aws":
             done += make_account(tree)
@@ -287,7 +298,10 @@ def main(words: list[str]) -> int:
         print(f"vitray: {error}", file=sys.stderr)
         return 2
     print("\n".join(f"vitray: {line}" for line in [*done, f"{words[0]} is fit to be launched"]), file=sys.stderr)
-    return 0
+    # The newer autoscaler takes the head of one's own machines for one that has ended, and starts no node (Ray 2.60).
+    newer = "0" if tree["provider"]["type"] == "local" else "1"
+    ray = Path(sys.executable).with_name("ray")
+    return subprocess.call([ray, "up", *words], env=os.environ | {"RAY_UP_enable_autoscaler_v2": newer})
 
 
 if __name__ == "__main__":
