@@ -148,11 +148,14 @@ def test_a_dry_run_says_the_plan(place, capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_images_are_decoded_once_for_all_trials_and_scored_beside_them(place, ray_cluster):
+    def decoding():
+        return {task.task_id for task in list_tasks(address=ray_cluster, limit=9999) if task.name == "_decode_block"}
+
     (place / "seeds.yaml").write_text("space: {seed: {seeds: 2}}\n")
+    before = decoding()  # other tests' of the same Ray
     outcome = begin(place, "decoded", space="seeds.yaml", **{"data.cache": "decoded", "evaluate.where": "cpu"})
     assert outcome.finished == 2
-    decoding = [task for task in list_tasks(address=ray_cluster, limit=9999) if task.name == "_decode_block"]
-    assert len(decoding) == 2  # one block of train, one of val: 100 images are far from filling two
+    assert len(decoding() - before) == 2  # one block of train, one of val: 100 images are far from filling two
     dataset = open_dataset(str(place / "demo"))
     for split in dataset.splits:
         forget_decoded(dataset, split)
