@@ -128,6 +128,7 @@ def _git_files(folder: Path) -> list[str] | None:
 
 def check_size(files: Files) -> None:
     """Refuse, before anything is sent, what the cluster would not take."""
+    _prepare()
     from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE  # what a dashboard reads of one upload
 
     if files.total < DASHBOARD_CLIENT_MAX_SIZE:
@@ -238,9 +239,7 @@ def connect() -> "JobSubmissionClient":
             f"RAY_ADDRESS: {where}: cannot be reached ({error}); wanted a running cluster, and a tunnel to it where it"
             " is elsewhere (`make tunnel`)"
         ) from None
-    cluster.prepare_environment()
-    if "RAY_AUTH_MODE" not in os.environ and _has_token():  # where it is not set, Ray would not send its token
-        os.environ["RAY_AUTH_MODE"] = "token"
+    _prepare()
     from ray.job_submission import JobSubmissionClient
 
     logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)  # it tells of each upload
@@ -250,9 +249,12 @@ def connect() -> "JobSubmissionClient":
         raise ConfigError(f"RAY_ADDRESS: {where}: {_refused(error)}") from None
 
 
-def _has_token() -> bool:
+def _prepare() -> None:
+    """Set what Ray reads as it is imported, and never again: it sends a token only where it is told to."""
+    cluster.prepare_environment()
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(named) or (Path.home() / ".ray" / "auth_token").exists()
+    if "RAY_AUTH_MODE" not in os.environ and (named or (Path.home() / ".ray" / "auth_token").exists()):
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _refused(error: Exception) -> str:
