@@ -14,7 +14,7 @@ import pytest
 
 from vitray import cluster
 from vitray.config import ConfigError, RunError, load_run
-from vitray.loop.driver import _patience, await_nodes
+from vitray.loop.driver import _patience, await_nodes, lay_out
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,6 +75,31 @@ def test_room_that_does_not_come_is_given_up_and_nothing_stays_asked_for(growing
 def test_what_only_nodes_that_are_there_could_decide_is_refused(growing, words, message):
     with pytest.raises(ConfigError, match=message):
         await_nodes(load_run(None, words))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words", "cpus"),
+    [
+        ([4], ["compute.workers=2"], 1),
+        ([2], ["compute.workers=2"], 0.5),
+        ([2, 2], ["compute.workers=2"], 1),
+        ([2, 2], ["compute.workers=2", "compute.cpus=1.5"], None),  # half a CPU left of each: nothing would decode
+        ([1, 2, 2], ["compute.workers=2", "compute.cpus=1.5"], 1.5),
+        ([1, 1, 1], ["compute.workers=5"], 0.2),  # 0.4 would leave 0.2 of two nodes, and 0.6 of one
+        ([], ["compute.workers=1"], None),
+    ],
+)
+def test_workers_leave_a_whole_cpu_of_some_node(nodes, words, cpus, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(sum(nodes))})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(cpu)}} for cpu in nodes])
+    run = load_run(None, words)
+    if cpus is None:
+        with pytest.raises(ConfigError, match=r"workers.* beside one CPU to decode images do not fit"):
+            lay_out(run)
+    else:
+        assert lay_out(run).cpus == pytest.approx(cpus)
 
 
 def test_a_lost_node_may_come_back_within_half_an_hour_or_as_long_as_the_cluster_says(monkeypatch):

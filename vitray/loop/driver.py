@@ -332,6 +332,13 @@ def await_nodes(run: Run) -> None:
     cluster.wait_for_room(bundles, seconds)
 
 
+def _taken(nodes: list[float], each: float) -> int:
+    """How many workers nodes of so many CPUs take at most, where one of them keeps a whole CPU to decode images."""
+    counts = [(int(cpus / each + 1e-9), int(max(cpus - 1, 0) / each + 1e-9)) for cpus in nodes]
+    keeps = [count - less for (count, less), cpus in zip(counts, nodes, strict=True) if cpus >= 1]
+    return sum(count for count, _ in counts) - min(keeps, default=0)
+
+
 def lay_out(run: Run, at_a_time: int = 1) -> Layout:
     """Where the workers run, or one message: what does not fit would be waited for without end.
 
@@ -354,12 +361,15 @@ def lay_out(run: Run, at_a_time: int = 1) -> Layout:
     smallest = min(nodes, default=0.0)
     fair = 1.0 if use_gpu else min((cpus - kept) / highest, smallest / per_node)
     each = compute.cpus or (fair if fair < 1 else float(int(fair)))
-    if each <= 0 or lowest * each + kept > cpus:
+    if not compute.cpus and each > 0:
+        while each > 0.01 and _taken(nodes, each) < highest:  # what is left of each node would be too little for a task
+            each /= 2
+    if each <= 0 or lowest * each + kept > cpus or lowest > _taken(nodes, each):
         evaluating = ", and one to evaluate apart," if kept > 1 else ""
         share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
             f"compute.workers: {lowest} workers{share} beside one CPU to decode images{evaluating} do not fit into the"
-            f" {cpus:g} CPUs of the cluster"
+            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}"
         )
     beside = -(-highest * at_a_time // max(1, len(nodes)))
     return Layout((lowest, highest), use_gpu, each, max(1, int(smallest // beside)))
