@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-full lint
+.PHONY: help demo ui up tunnel down test test-full test-apart test-beside lint
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,8 +48,18 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }
 	@touch $@
 
+# These start Rays of their own, and wait more than they work: side by side with the others that share one, whose progress
+# is shown, while what these say comes at their end.
+APART := tests/test_faults.py tests/test_nodes.py tests/test_bench_sweep.py
+
 test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where there is one; installs what they need, as root
-	$(BIN)/python -m pytest -m ''
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside
+
+test-apart: .venv/.packages
+	@$(BIN)/python -m pytest -m '' -rP $(APART) >.venv/apart.log 2>&1; status=$$?; cat .venv/apart.log; exit $$status
+
+test-beside: .venv/.packages
+	@$(BIN)/python -m pytest -m '' $(addprefix --ignore=,$(APART))
 
 lint: .venv/.installed  ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .
