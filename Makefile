@@ -50,7 +50,7 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 
 # These start Rays of their own, and wait more than they work: side by side with the others that share one, whose progress
 # is shown, while what these say comes at their end.
-APART := tests/test_faults.py tests/test_nodes.py tests/test_bench_sweep.py
+APART := $(addprefix tests/test_,faults.py nodes.py bench_sweep.py bench_train.py)
 
 test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where there is one; installs what they need, as root
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside

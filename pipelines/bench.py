@@ -34,10 +34,11 @@ def main(words: list[str]) -> dict[str, Any]:
     for name in models:
         load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])
     if args.what == "train":
-        from vitray.bench import train
+        from vitray.bench import runs, train
 
-        names = ("dataset", "batch", "image_size", "dtype", "compile", "rounds", "seconds", "steps", "out")
-        return train.measure_train(train.Settings(models=models, **{name: vars(args)[name] for name in names}))
+        names = ("batch", "image_size", "dtype", "compile", "rounds", "seconds", "out")
+        settings = train.Settings(models=models, **{name: vars(args)[name] for name in names})
+        return runs.measure_runs(settings, args.dataset) if args.dataset else train.measure_train(settings)
     if not all(batch.isdecimal() and int(batch) for batch in args.batches.split(",")):
         parser.error(f"--batches {args.batches}: wanted whole numbers from 1 on")
 

@@ -18,6 +18,8 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 # At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 cluster.prepare_environment()
+# Threads that wait for each other give their CPU away: networks are tiny here, and the CPUs have many others to serve.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 # No test is timed: the machine may be busy with something else.
 settings.register_profile("vitray", deadline=None)

@@ -33,7 +33,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     ingest.add_argument("--object-store", type=int, metavar="MB", help="of the Ray that is started here (Ray's choice)")
     train = what.add_parser("train", help="a training step against a bare loop, or a whole run against a DataLoader")
     train.add_argument("--dataset", help="measure whole runs on this dataset, of the first model, instead of the step")
-    train.add_argument("--steps", type=int, default=200, help="of a whole run (%(default)s)")
+    train.add_argument("--seconds", type=float, help="length of one variant's turn (0.5; 10 of a whole run)")
     finetune = what.add_parser("finetune", help="steps that train all, attn, ffn or head: time and memory")
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a name (%(default)s)")
     finetune.add_argument(
@@ -53,6 +53,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         each.add_argument("--compile", action="store_true", help="through torch.compile")
     for each in (branches, train, finetune):
         each.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast (%(default)s)")
+    for each in (branches, finetune):
         each.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn (%(default)s)")
     for each in (ingest, train, sweep):
         each.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")

@@ -1,14 +1,8 @@
-"""How fast training is: vitray's step against a bare loop on tensors in memory, and a whole run against a DataLoader.
+"""How fast a step of training is, against a bare loop on tensors in memory.
 
-Both neighbours are plain PyTorch: the same network, optimizer, precision and batch, and no Ray.
+The neighbour is plain PyTorch: the same network, optimizer, precision and batch.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,54 +10,46 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
 
 from vitray.augment.batch import normalised
-from vitray.bench.ingest.pipelines import Batches
-from vitray.bench.ingest.pipelines import ours as decode_ours
-from vitray.bench.measure import circumstances, interleave, progress, ratio_of, spread_of, write_csv
+from vitray.bench.measure import circumstances, interleave, ratio_of, spread_of, write_csv
 from vitray.config import Run, load_run
 from vitray.loop.reporting import peak_flops
 from vitray.loop.training import take_step
 from vitray.model.counts import count
 from vitray.optim import build_optimizer
-from vitray.schedule import total_steps
-from vitray.shards import open_dataset
-from vitray.shards.manifest import Dataset
-from vitray.stream import Share, Stream
+from vitray.stream import Share
 from vitray.stream.feed import DeviceBatch
 from vitray.task import build_task
+
+# Seconds of a turn.
+SECONDS = 0.5
 
 
 class Settings(NamedTuple):
     """What is measured, and how long."""
 
-    dataset: str | None
-    """None measures the step alone."""
     models: list[str]
     batch: int = 32
     image_size: int = 224
     dtype: str = "fp32"
     compile: bool = False
     rounds: int = 7
-    seconds: float = 2.0
-    steps: int = 200
-    """Of one run against a DataLoader."""
+    seconds: float | None = None
+    """Of one turn; None is what suits what is measured."""
     out: Path = Path("bench_out")
 
 
 def measure_train(settings: Settings) -> dict[str, Any]:
     """Measure, print the table, write a CSV, and return the rows."""
-    if settings.dataset:
-        return _measure_runs(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{circumstances(device)}; {_mode(settings)}, {settings.image_size} px, batches of {settings.batch}")
+    print(f"{circumstances(device)}; {mode(settings)}, {settings.image_size} px, batches of {settings.batch}")
     print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}")
     rows = []
     for name in settings.models:
         run = recipe(settings, name, 1000)
-        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device)
+        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds or SECONDS, device)
         images = {variant: [speed * settings.batch for speed in some] for variant, some in speeds.items()}
         ours, bare, ratio = spread_of(images["vitray"]), spread_of(images["bare"]), ratio_of(*images.values())
         mfu = utilisation(run, ours.median, device)
@@ -81,7 +67,7 @@ def recipe(settings: Settings, name: str, classes: int) -> Run:
         "model.image_size": settings.image_size,
         "model.num_classes": classes,
         "optim.batch": settings.batch,
-        "optim.duration": f"{settings.steps} steps",
+        "optim.duration": "200 steps",
         "optim.warmup": "10 steps",
         "compute.workers": 1,
         "compute.precision": settings.dtype,
@@ -132,69 +118,6 @@ def utilisation(run: Run, images_per_second: float, device: torch.device) -> flo
     return None if peak is None else 6e9 * count(run.model).gflops * images_per_second / peak
 
 
-def _mode(settings: Settings) -> str:
+def mode(settings: Settings) -> str:
+    """Of the arithmetic."""
     return f"{settings.dtype}{', compiled' if settings.compile else ''}"
-
-
-# ---- whole runs ------------------------------------------------------------------------------------------------------
-
-
-def _measure_runs(settings: Settings) -> dict[str, Any]:
-    """`vitray train` and a loop around a DataLoader that decodes as the stream does, turn by turn."""
-    dataset = open_dataset(settings.dataset or "")
-    run = recipe(settings, settings.models[0], len(dataset.classes)).replace(
-        {"data.url": str(Path(dataset.url).absolute()), "data.val": None, "tracking.experiment": "bench"}
-    )
-    ours: list[float] = []
-    theirs: list[float] = []
-    stages: list[dict[str, float]] = []
-    for turn in range(settings.rounds):
-        for name in ("vitray", "loader") if turn % 2 == 0 else ("loader", "vitray"):
-            progress(f"round {turn + 1} of {settings.rounds}: {name}")
-            if name == "loader":
-                theirs.append(_loader_speed(run, dataset))
-                continue
-            outcome = _outcome_of(run)
-            ours.append(outcome["images_per_second"])
-            stages.append(outcome["start"])
-    started = {stage: spread_of([stage_of[stage] for stage_of in stages]) for stage in stages[0]}
-    ratio = ratio_of(ours, theirs)
-    print(f"\nimages/s of whole runs, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{circumstances(torch.device('cpu'))}; {_mode(settings)}, {run.model.name}, {settings.image_size} px")
-    print(f"batches of {settings.batch}, {settings.steps} steps, the first fifth left out")
-    print(f"\n  vitray train                      {spread_of(ours)!s:>18}")
-    print(f"  DataLoader, same decode, no Ray   {spread_of(theirs)!s:>18}\n  ratio{ratio!s:>47}")
-    print("\nseconds from the call of train() to: " + ", ".join(f"{name} {time_}" for name, time_ in started.items()))
-    row = {"model": run.model.name, "vitray": spread_of(ours).median, "loader": spread_of(theirs).median}
-    row |= {"ratio": ratio.median, **{f"start_{name}": time_.median for name, time_ in started.items()}}
-    write_csv(settings.out / "train_runs.csv", [row])
-    return {"rows": [row]}
-
-
-def _outcome_of(run: Run) -> dict[str, Any]:
-    """What `vitray train` says of a run, in a process and with a tracking store of its own."""
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        recipe_file = Path(folder) / "bench.yaml"
-        recipe_file.write_text(run.to_yaml())
-        store = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlruns.db", "VITRAY_HOME": folder}
-        words = [sys.executable, "-m", "pipelines.train", str(recipe_file), "--out", f"{folder}/runs", "--json"]
-        done = subprocess.run(words, env=os.environ | store, stdout=subprocess.PIPE, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
-
-
-def _loader_speed(run: Run, dataset: Dataset) -> float:
-    """Images a second of the bare step on what one process of a DataLoader decodes."""
-    stream = Stream(dataset, run.data.train, batch=run.optim.batch, size=run.model.image_shape, crop=run.data.augment)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    step, images_of_run = bare_step(run, device), total_steps(run.optim, stream.steps) * run.optim.batch
-    done, first, first_done, began = 0, images_of_run // 5, 0, 0.0
-    for epoch in range(-(-images_of_run // stream.images)):
-        batches = Batches(stream, epoch, stream.steps * stream.batch, decode_ours)
-        for images, labels in DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="fork"):
-            step(normalised(images.to(device), run.data.normalise), labels.to(device))
-            done += len(images)
-            if done >= images_of_run:
-                break
-            if done - len(images) < first <= done:
-                began, first_done = time.perf_counter(), done
-    return (done - first_done) / (time.perf_counter() - began)

@@ -121,7 +121,6 @@ class Reporting:
             values |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
         if peak := peak_flops(self.device, self.run.compute.precision):
             values["cost/mfu"] = flops / (seconds * devices) / peak
-        values |= {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
         self.tracker.metrics(ended["step"], values)
         self.tracker.figure("curves.png", figures.draw_curves(self.history))
         if model:
@@ -179,7 +178,7 @@ class Reporting:
             case "resumed":
                 self.display.resume(record["step"], record["workers"])
             case "progress":
-                self.stages.setdefault("first step", time.monotonic() - self.called)
+                self._begin(record["step"])
                 self.display.progress(record["step"])
             case "metrics" | "metrics again":  # what has arrived already, tracking leaves out
                 step, values = record["step"], record["values"]
@@ -205,6 +204,14 @@ class Reporting:
                 self.tracker.tag("vitray.checkpoint", str(record["step"]))
             case other:
                 raise AssertionError(f"a worker said {other!r}, which nobody hears")
+
+    def _begin(self, step: int) -> None:
+        """The first step is done: what the start took."""
+        if "first step" in self.stages:
+            return
+        self.stages["first step"] = time.monotonic() - self.called
+        taken = {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
+        self.tracker.metrics(step, taken)
 
     def _draw(self, score: Score) -> None:
         """The confusion matrix and the surest mistakes."""
