@@ -1,6 +1,7 @@
 """What several test files share: one local Ray, and one real S3 server."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 cluster.prepare_environment()
 # Threads that wait for each other give their CPU away: networks are tiny here, and the CPUs have many others to serve.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# What a shell begins in the background ignores Ctrl-C, and so would all that tests begin.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test is timed: the machine may be busy with something else.
 settings.register_profile("vitray", deadline=None)

@@ -149,7 +149,8 @@ def test_a_dry_run_says_the_plan(place, capsys):
 @pytest.mark.timeout(900)
 def test_images_are_decoded_once_for_all_trials_and_scored_beside_them(place, ray_cluster):
     def decoding():
-        return {task.task_id for task in list_tasks(address=ray_cluster, limit=9999) if task.name == "_decode_block"}
+        named = [("name", "=", "_decode_block")]
+        return {task.task_id for task in list_tasks(address=ray_cluster, filters=named, limit=9999)}
 
     (place / "seeds.yaml").write_text("space: {seed: {seeds: 2}}\n")
     before = decoding()  # other tests' of the same Ray
