@@ -6,7 +6,7 @@ from pathlib import Path
 EXAMPLES = (
     "examples: vitray bench branches --models vit_s18x2_16 --batches 1,8; vitray bench ingest data/demo; "
     "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; "
-    "vitray bench train --dataset data/demo; "
+    "vitray bench train --dataset data/demo --models vit_u6x2_8_hmlp_bn --image-size 64 --batch 32; "
     "vitray bench finetune --model vit_b12x1_16 --image-size 384; "
     "vitray bench sweep data/demo --trials 4"
 )
