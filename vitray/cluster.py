@@ -51,8 +51,8 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def running(cpus: int | None = None, store: int | None = None, *, dashboard: bool = True) -> Iterator[None]:
-    """Ray, for as long as the block lasts.
+def running(cpus: int | None = None, store: int | None = None, *, dashboard: bool = True) -> Iterator[bool]:
+    """Ray, for as long as the block lasts; whether it ends with the block, and nobody else uses it.
 
     Of a cluster of this machine: how many tasks run at a time, and the bytes of its object store, None being Ray's
     choice; and whether it has a dashboard, whose start takes a second.
@@ -61,15 +61,15 @@ def running(cpus: int | None = None, store: int | None = None, *, dashboard: boo
     import ray  # takes a second, which a refused word must not
 
     if ray.is_initialized():
-        yield
+        yield False
         return
-    ended = threading.Event()
+    ended, is_own = threading.Event(), "RAY_ADDRESS" not in os.environ
     is_shared = _start(cpus, store, dashboard)
     sweeper = threading.Thread(target=_reclaim_now_and_then, args=[ended], name="reclaim", daemon=True)
     if is_shared:
         sweeper.start()
     try:
-        yield
+        yield is_own
     finally:
         ended.set()
         if is_shared:

@@ -100,7 +100,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         return over
     cluster.prepare_environment()
     ending = Ending(member.ends if member else None)
-    with cluster.running(), ending.listening():
+    with cluster.running(dashboard=False) as is_alone, ending.listening():
         from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
 
         await_nodes(run)
@@ -110,7 +110,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
             asks = member is not None and member.asks
             tokenizer = vocabulary and vocabulary.tokenizer
-            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first, tokenizer, ending)
+            ended = _fit(run, dataset, aside, home, layout, is_alone, reporting.desk, asks, first, tokenizer, ending)
             if "told to end" in ended:
                 display.line(f"  step {ended['step']:,} is saved")
                 raise ending.error
@@ -127,6 +127,7 @@ def _fit(
     aside: np.ndarray | None,
     home: str,
     layout: Layout,
+    is_alone: bool,
     desk: Any,
     asks: bool,
     first: "dict[str, Tensor] | None",
@@ -135,10 +136,10 @@ def _fit(
 ) -> dict[str, Any]:
     import ray
     import ray.train
-    from ray.train.torch import TorchTrainer
 
     from vitray.loop.restarts import WaitForMemory, fit_patiently
     from vitray.loop.standing import Job
+    from vitray.loop.trainer import Trainer
     from vitray.loop.training import worker
 
     job = Job(
@@ -157,7 +158,7 @@ def _fit(
     lowest, highest = layout.workers
     # Ray Train's own storage, of which nothing is used: beside the driver, so that no outage of the run's can end it.
     beside = tempfile.TemporaryDirectory(prefix="vitray-")
-    trainer = TorchTrainer(
+    trainer = Trainer(
         worker,
         train_loop_config={"job": job},
         scaling_config=ray.train.ScalingConfig(
@@ -175,6 +176,7 @@ def _fit(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
+    trainer.is_alone = is_alone
     try:
         return ending.wait_for(lambda: fit_patiently(trainer.fit, desk), desk).return_value or {}
     except ray.train.TrainingFailedError as error:
