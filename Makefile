@@ -56,10 +56,10 @@ test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where 
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside
 
 test-apart: .venv/.packages
-	@$(BIN)/python -m pytest -m '' -rP $(APART) >.venv/apart.log 2>&1; status=$$?; cat .venv/apart.log; exit $$status
+	@$(BIN)/python -m pytest -m '' -rP --durations=20 $(APART) >.venv/apart.log 2>&1; status=$$?; cat .venv/apart.log; exit $$status
 
 test-beside: .venv/.packages
-	@$(BIN)/python -m pytest -m '' $(addprefix --ignore=,$(APART))
+	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
 
 lint: .venv/.installed  ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .

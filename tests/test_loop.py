@@ -255,6 +255,28 @@ def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name,
         assert outcome.mlflow_run == found[0].info.run_id
 
 
+@pytest.mark.slow
+def test_a_run_by_itself_outlives_a_worker_and_says_when_what_leads_them_dies(place, whole):
+    run, home = recipe(place, "evaluate.every=2 steps"), place / "runs" / "alone"
+    (place / "alone.yaml").write_text(run.to_yaml())
+    words = [sys.executable, "-m", "pipelines.train", str(place / "alone.yaml"), "--out", str(place / "runs")]
+    with (place / "alone.txt").open("w") as told:
+        driver = subprocess.Popen([*words, "--name", "alone"], stderr=told)
+    for step, victim in (6, "RayTrainWorker"), (12, "TrainController"):
+        while step not in checkpoints.complete_steps(str(home)):
+            assert driver.poll() is None, (place / "alone.txt").read_text()
+            time.sleep(0.01)
+        started = psutil.Process(driver.pid).children(recursive=True)
+        next(each for each in started if victim in each.name()).kill()
+    said = (place / "alone.txt").read_text() if driver.wait() else ""
+    assert driver.returncode == 1, said
+    assert "resumed at step" in said
+    assert said.splitlines()[-1].startswith("vitray: the driver's node has lost a process"), said
+    outcome = train(run, "alone", str(place / "runs"))
+    assert same(weights(outcome.home), whole[1])
+    assert losses(outcome.mlflow_run) == whole[2]
+
+
 def test_what_does_not_fit_the_cluster_is_said_at_once(place):
     with pytest.raises(
         ConfigError, match="2 workers of 1 CPUs beside one CPU to decode images, and one to evaluate apart, do"

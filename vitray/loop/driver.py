@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -136,6 +137,7 @@ def _fit(
 ) -> dict[str, Any]:
     import ray
     import ray.train
+    from ray.exceptions import ActorDiedError
 
     from vitray.loop.restarts import WaitForMemory, fit_patiently
     from vitray.loop.standing import Job
@@ -186,6 +188,12 @@ def _fit(
             "" if isinstance(error, ray.train.ControllerError) else f" {run.compute.max_failures + 1} times, at last"
         )
         raise RunError(f"the workers failed{times} {_cause(error)}") from error
+    except ActorDiedError as error:
+        who = re.search(r"class_name: (\S+)", str(error))
+        raise RunError(
+            f"the driver's node has lost a process of Ray's that leads the workers, {who[1] if who else 'an actor'}, as"
+            " where memory runs out; wanted more of it there, and the run resumed"
+        ) from error
     finally:
         beside.cleanup()
 

@@ -172,7 +172,7 @@ class Reporting:
     def _hear(self, record: dict[str, Any]) -> None:
         match record["kind"]:
             case "workers":
-                self.stages["workers"] = time.monotonic() - self.called
+                self.stages.setdefault("workers", time.monotonic() - self.called)  # not those that replace them
                 self.device = record["device"]
                 self.display.line(f"  {record['workers']} workers on {record['device']}")
             case "resumed":
