@@ -5,6 +5,7 @@ that ran there, as when a machine loses its power. Needs root, and iproute2 and 
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -89,9 +90,9 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def fill(self) -> None:
-        """Write to its disk until no byte is left."""
-        fill(self.seen(self.own))
+    def fill(self, spare: int = 0) -> None:
+        """Write to its disk until so many bytes are left."""
+        fill(self.seen(self.own), spare)
 
     def empty(self) -> None:
         """Take that away again."""
@@ -148,11 +149,11 @@ class Site:
         subprocess.run(["umount", "--lazy", self.shared], check=True)
 
 
-def fill(folder: Path) -> None:
-    """Write to a disk until no byte is left."""
-    with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as ballast:
-        while ballast.write(bytes(2**20)):
-            pass
+def fill(folder: Path, spare: int = 0) -> None:
+    """Write to a disk until so many bytes are left."""
+    with suppress(OSError), (folder / "ballast").open("ab", buffering=0) as ballast:
+        while shutil.disk_usage(folder).free > spare:
+            ballast.write(bytes(2**20))
 
 
 def until(found: Callable[[], object], seconds: float, what: str) -> None:
