@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from vitray import checkpoints, storage
 from vitray.checkpoints import LAST, Checkpoint, Saver
@@ -156,3 +157,23 @@ def test_an_optimizer_goes_on_bit_by_bit(tmp_path, kind):
     train(one, first, 3)
     train(other, second, 3)
     assert torch.equal(one, other)
+
+
+def test_a_full_disk_of_the_node_is_waited_for_as_that_of_the_results(tmp_path, monkeypatch):
+    real, full = checkpoints.save_file, [True]
+
+    def save_file(tensors, path):
+        if full:
+            full.clear()
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoints, "save_file", save_file)
+    monkeypatch.setattr(checkpoints, "PAUSES", (0.01,))
+    said, saved = [], []
+    saver = Saver(str(tmp_path), 2, saved.append, said.append)
+    saver.save(made(7))
+    saver.close()
+    assert saved == [7] == checkpoints.complete_steps(str(tmp_path))
+    assert "step 7 is tried again" in said[0]
+    assert "No space left" in said[0]

@@ -166,7 +166,7 @@ class Saver:
         for pause in PAUSES:
             try:
                 return write_checkpoint(self.home, checkpoint)
-            except ConfigError as error:
+            except (ConfigError, SafetensorError, OSError) as error:  # the latter of a full disk of this node
                 self.delayed(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
                 time.sleep(pause)
         return write_checkpoint(self.home, checkpoint)
