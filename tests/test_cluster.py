@@ -47,6 +47,18 @@ def test_a_ray_that_does_not_start_in_time_is_said(monkeypatch):
         pass
 
 
+def test_actors_that_would_be_waited_for_are_begun_where_ray_has_them(monkeypatch):
+    begun = []
+    scaling = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
+    monkeypatch.setattr(f"{scaling}.get_or_create_autoscaling_coordinator", lambda: begun.append("room"))
+    monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: begun.append("numbers"))
+    cluster.begin_helpers()
+    assert begun == ["room", "numbers"]
+    monkeypatch.setitem(sys.modules, scaling, None)
+    cluster.begin_helpers()
+    assert begun == ["room", "numbers"]
+
+
 @pytest.mark.ray
 def test_room_that_is_there_is_not_waited_for(growing, capsys):
     await_nodes(load_run(None, ["compute.workers=2", "compute.device=cpu"]))

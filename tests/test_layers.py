@@ -31,7 +31,7 @@ LAYERS = (
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.registry", "vitray.tracking"},
-    "ray.data": {"vitray.stream"},
+    "ray.data": {"vitray.stream", "vitray.cluster"},  # the cluster: actors of Ray Data that are begun early
     "ray.train": {"vitray.loop"},
     "ray.tune": {"vitray.search"},
     "ray.job_submission": {"vitray.jobs"},

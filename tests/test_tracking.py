@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
@@ -480,6 +481,27 @@ def test_a_model_is_logged_and_registered_once(logged):
             again.deliver()
     assert logged == ["folder", "unregistered"]
     assert len(open_client(tracking_uri()).search_model_versions("name = 'vit'")) == 1
+
+
+def test_a_run_begins_while_mlflow_is_still_loaded(monkeypatch):
+    loading = threading.Event()
+    monkeypatch.setattr(tracker, "import_mlflow", lambda: loading.wait(60))
+    with begin() as run:
+        run.metrics(1, {"loss": 1.5})
+        assert runs() == []
+        loading.set()
+    assert points("loss") == [(1, 1.5)]
+    assert the_run().info.status == "FINISHED"
+
+
+def test_an_mlflow_that_does_not_load_is_said_and_no_end_of_the_run(monkeypatch, caplog):
+    def missing():
+        raise ImportError("no MLflow")
+
+    monkeypatch.setattr(tracker, "import_mlflow", missing)
+    with begin() as run:
+        until(lambda: "records wait: ImportError: no MLflow" in caplog.text, 30, "MLflow is missed")
+        run.metrics(1, {"loss": 1.5})
 
 
 # Dead drivers

@@ -77,6 +77,21 @@ def running(cpus: int | None = None, store: int | None = None, *, dashboard: boo
         ray.shutdown()
 
 
+def begin_helpers() -> None:
+    """Start the actors of Ray Data that the leader of Ray Train's workers and a stream would start, and wait for.
+
+    They outlive whoever asks first, near whom they run: this is for a Ray that ends with the run.
+    """
+    with suppress(ImportError):  # another Ray starts them as before
+        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+            get_or_create_autoscaling_coordinator,
+        )
+        from ray.data._internal.stats import get_or_create_stats_actor
+
+        get_or_create_autoscaling_coordinator()
+        get_or_create_stats_actor()
+
+
 def reclaim() -> None:
     """Remove the placement groups of jobs that are over.
 

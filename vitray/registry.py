@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import warnings
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # MLflow keeps the address of a store, and what it reads from the environment, for the whole process.
 _AMBIENT = threading.RLock()
+_IMPORTING = threading.Lock()
 
 
 def tracking_uri() -> str:
@@ -64,7 +66,8 @@ def said_by(error: BaseException) -> str:
 def import_mlflow() -> None:
     """Load MLflow, quiet and with bounded time-outs, unless the environment says otherwise.
 
-    In the caller's thread: modules that two threads import at once may see each other half made.
+    One thread at a time: modules that two import at once may see each other half made. So what else it is made of and a
+    caller wants in another thread (torch, pandas) is to be there before.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -72,9 +75,11 @@ def import_mlflow() -> None:
     # MLflow's own 7 retries of 120 s would hold a thread for a quarter of an hour, and may make a run twice.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MLflow 3.17 uses what SQLAlchemy 2.1 deprecates
-        import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+    with _IMPORTING:
+        if "mlflow.store.tracking.sqlalchemy_store" not in sys.modules:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # MLflow 3.17 uses what SQLAlchemy 2.1 deprecates
+                import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
     for name in ("mlflow.store.db.utils", "mlflow.pyfunc", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)

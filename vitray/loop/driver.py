@@ -102,7 +102,11 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
     cluster.prepare_environment()
     ending = Ending(member.ends if member else None)
     with cluster.running(dashboard=False) as is_alone, ending.listening():
-        from vitray.loop.reporting import Reporting  # Ray, torch and MLflow take seconds, a refused recipe must not
+        if is_alone:
+            cluster.begin_helpers()
+        # They take seconds, which a refused recipe must not. What trains is loaded before a thread loads MLflow.
+        from vitray.loop import trainer, training  # noqa: F401
+        from vitray.loop.reporting import Reporting
 
         await_nodes(run)
         layout = lay_out(run, member.at_a_time if member else 1)

@@ -27,7 +27,7 @@ from vitray.shards.manifest import Dataset
 from vitray.start import Start
 from vitray.stream.decoding import read_rows, rows_of
 from vitray.stream.looking import sample_sheet
-from vitray.tracking import Tracker, figures, machine, shown, tracking_uri
+from vitray.tracking import Tracker, machine, shown, tracking_uri
 from vitray.tuning import audit_table
 from vitray.weights import Saved
 
@@ -103,6 +103,8 @@ class Reporting:
 
     def finish(self, ended: dict[str, Any], saved: Saved | None) -> Outcome:
         """The last numbers and pictures, and the end block; a run that was stopped early has saved no model."""
+        from vitray.tracking import figures  # Matplotlib takes a second, which a start must not
+
         self._stop()
         model = storage.join(self.home, "model") if saved else None
         seconds, devices = ended["seconds"], ended["workers"]
@@ -194,6 +196,8 @@ class Reporting:
             case "score":
                 self._draw(record["score"])
             case "pictures":
+                from vitray.tracking import figures
+
                 pictures = figures.draw_pictures(record["pictures"], self.run.data.normalise)
                 self.tracker.figure("reconstructed.png", pictures)
             case "note":
@@ -215,6 +219,8 @@ class Reporting:
 
     def _draw(self, score: Score) -> None:
         """The confusion matrix and the surest mistakes."""
+        from vitray.tracking import figures
+
         classes = self.dataset.classes
         if score.confusion is None:
             return

@@ -54,10 +54,6 @@ class Tracker:
 
         Continued, it is the same MLflow run: RUNNING again, and a step that a metric already has is not recorded again.
         """
-        try:
-            import_mlflow()
-        except Exception as error:
-            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", said_by(error))
         tracker = cls(uid, name, experiment)
         commit = {"mlflow.source.git.commit": tags["git.commit"]} if "git.commit" in tags else {}
         tracker._note(
@@ -233,6 +229,10 @@ class Shipper:
 
     def _work(self) -> None:
         pause = 0.0
+        try:
+            import_mlflow()  # here, since it takes seconds that a run need not wait for
+        except Exception as error:
+            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", said_by(error))
         try:
             while not self._closing.is_set():
                 self._stir.wait(pause)
