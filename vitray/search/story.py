@@ -5,6 +5,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray import tune
 
 from vitray import storage
 from vitray.loop.driver import HOME
+from vitray.registry import import_mlflow
 from vitray.report import Sweep, Trial, dataset_of, point_of, write_report
 from vitray.search.driver import SWEEP, Outcome, Planned, Recipe
 from vitray.search.handing import Interruption
@@ -47,6 +49,8 @@ class Story:
         params = base.dotted() | {f"space.{key}": value for key, value in space.model_dump(mode="json").items()}
         plan = planned.plan
         self._images = plan and dataset_of(plan.images, plan.val_images, plan.classes)
+        with suppress(Exception):  # which the tracker says
+            import_mlflow()  # before Optuna is loaded, which is partly made of the same modules
         self.tracker = Tracker.begin(
             uid=uid,
             name=name,
