@@ -39,10 +39,11 @@ down: .venv/.installed  ## keep MLflow's records, and end the cluster
 test: .venv/.installed  ## install what is missing and run the tests (CPU, some ten minutes)
 	$(BIN)/python -m pytest
 
-# What the slow tests take for real: hosts with a network of their own, Ceph's S3, PostgreSQL, a browser.
-PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd
+# What the slow tests take for real: hosts with a network of their own, Ceph's S3, PostgreSQL, a browser, ssh.
+PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \
+  dropbear-bin openssh-client rsync bsdutils
 
-.venv/.packages: .venv/.installed
+.venv/.packages: .venv/.installed Makefile
 	@dpkg-query --show $(PACKAGES) >/dev/null 2>&1 || \
 		{ apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $(PACKAGES); } || \
 		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }

@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from hosts import Site, until
 
 from vitray import launching
 from vitray.config import ConfigError
@@ -518,3 +520,58 @@ def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
             path.read_text().count("RAY_grpc_client_keepalive_time_ms=75000 RAY_grpc_client_keepalive_timeout_ms=30000")
             == 2
         )
+
+
+# ---- `make tunnel`, to a host of its own -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site():
+    with tempfile.TemporaryDirectory(prefix="vt") as name:
+        made = Site(ROOT, Path(name), {})
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+@pytest.mark.slow
+def test_the_tunnel_leads_from_here_alone_to_what_listens_on_the_heads_loopback(site):
+    here, head, folder = site.add("here", 1), site.add("head", 2), site.folder
+    for name in ("user", "machine"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-m", "PEM", "-N", "", "-f", folder / name], check=True)
+    allowed = folder / "home" / ".ssh" / "authorized_keys"
+    allowed.parent.mkdir(parents=True, mode=0o700)
+    allowed.write_bytes((folder / "user.pub").read_bytes())
+    (folder / "passwd").write_text(f"guest:x:0:0::{folder}/home:/bin/bash\n{Path('/etc/passwd').read_text()}")
+    head.call(["mount", "--bind", folder / "passwd", "/etc/passwd"])
+    head.call(["dropbearconvert", "openssh", "dropbear", folder / "machine", folder / "key"])
+    head.start(["dropbear", "-F", "-E", "-r", folder / "key", "-P", folder / "pid"], folder / "ssh.log")
+    ports = {8265: "the dashboard", 5000: "the records"}
+    for port, page in ports.items():
+        (folder / str(port)).mkdir()
+        (folder / str(port) / "index.html").write_text(page)
+        words = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", folder / str(port)]
+        head.start(words, folder / "pages.log")
+    file = folder / "cluster.yaml"
+    tree = {"cluster_name": "tunnel", "head_start_ray_commands": ["true"], "worker_start_ray_commands": ["true"]}
+    tree |= {"provider": {"type": "local", "head_ip": head.address, "worker_ips": []}}
+    tree |= {"auth": {"ssh_user": "guest", "ssh_private_key": str(folder / "user")}}
+    file.write_text(yaml.safe_dump(tree))
+    told = {"RAY_TMPDIR": str(here.own), "TERM": "dumb"}
+    here.call([sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", file], told)
+
+    # A terminal whose user types nothing.
+    tunnel = f"sleep infinity | script --quiet --return --command 'make tunnel CLUSTER={file}' /dev/null"
+    here.start(["sh", "-c", tunnel], folder / "tunnel.log", told)
+    read = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+    for port, page in ports.items():
+        words = here.command([sys.executable, "-c", read, f"http://127.0.0.1:{port}"])
+        until(
+            lambda words=words, page=page: page in subprocess.run(words, capture_output=True, text=True).stdout,
+            60,
+            f"{page}: {(folder / 'tunnel.log').read_text()}",
+        )
+        # Nobody else enters there.
+        stranger = head.command([sys.executable, "-c", read, f"http://{here.address}:{port}"])
+        assert "Connection refused" in subprocess.run(stranger, capture_output=True, text=True).stderr
