@@ -28,13 +28,15 @@ MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 END
 fi
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
-# Others that the owner lets in see what they are given, not everything.
+# Others that the owner lets in see what they are given, not everything. A password that was right is so for a minute:
+# to check one takes tens of milliseconds of a CPU, and a call of MLflow checks it several times.
 cat >$settings/mlflow.ini <<END
 [mlflow]
 default_permission = NO_PERMISSIONS
 database_uri = sqlite:///$home/auth.db
 admin_username = $(credential username)
 admin_password = $(credential password)
+auth_cache_ttl_seconds = 60
 END
 
 # ---- services ------------------------------------------------------------------------------------------------------

@@ -14,9 +14,7 @@ from hypothesis import settings
 
 from vitray import cluster
 
-# Ray reads these when it is imported; here a lost worker is noticed sooner.
-os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
-# At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them.
+# At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them. Read when Ray is imported.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 cluster.prepare_environment()
 # Threads that wait for each other give their CPU away: networks are tiny here, and the CPUs have many others to serve.

@@ -98,7 +98,7 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     # As deploy/mlflow.sh does.
     admin, settings = secrets.token_urlsafe(24), host.own / "mlflow.ini"
     lines = ["[mlflow]", "default_permission = NO_PERMISSIONS", f"database_uri = sqlite:///{host.own}/auth.db"]
-    lines += [f"admin_username = {USER}", f"admin_password = {admin}"]
+    lines += [f"admin_username = {USER}", f"admin_password = {admin}", "auth_cache_ttl_seconds = 60"]
     host.call(["sh", "-ec", f"umask 077 && cat > {settings}"], given="\n".join(lines))
     told = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     told |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}

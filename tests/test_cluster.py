@@ -212,6 +212,31 @@ sys.exit(driver.wait())
 """
 
 
+SETTLED = """
+import gc
+before = gc.get_threshold()
+import pipelines
+print(gc.get_threshold()[0])
+from vitray.waking import settle
+settle()
+print(gc.get_threshold() == before, gc.get_freeze_count() > 0)
+"""
+
+
+@pytest.mark.ray
+def test_garbage_is_seldom_looked_for_while_modules_are_loaded_and_then_as_ever(ray_cluster):
+    import ray
+
+    def look():
+        import gc
+
+        return gc.get_threshold()[0]
+
+    assert ray.get(ray.remote(num_cpus=0)(look).remote()) == 50_000
+    words = [sys.executable, "-c", SETTLED]
+    assert subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout == "50000\nTrue True\n"
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -503,6 +503,15 @@ def test_a_job_that_is_stopped_has_the_same_time_on_every_kind_of_cluster():
     assert told == [[str(GRACE)]] * 3
 
 
+def test_workers_load_alike_on_every_kind_of_cluster():
+    found = [
+        re.findall(r"RAY_preload_python_modules(?:=|, value: \")([\w.]+)", path.read_text()) for path in (AWS, LOCAL)
+    ]
+    assert found == [["vitray.waking"] * 2] * 2  # heads and workers
+    assert KUBERAY.read_text().count("env: *environment") == 2
+    assert 'RAY_preload_python_modules, value: "vitray.waking"' in KUBERAY.read_text()
+
+
 def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
     told = [
         set(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)(?:=|, value: \")(\d+)", path.read_text()))

@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
 # As shipped.
-HEALTH = dict(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)=(\d+)", (ROOT / "cluster.yaml").read_text()))
+OF_NODES = re.compile(r"(RAY_(?:health_check|grpc_client|preload)_\w+)=(\S+)")
+SHIPPED = dict(OF_NODES.findall((ROOT / "cluster.yaml").read_text()))
 STEPS, OFTEN = 400, 20
 SETTINGS = [
     "model.name=vit_u2x2_8",
@@ -197,8 +198,8 @@ class Training(NamedTuple):
         """What it has printed."""
         return self.log.read_text()
 
-    def finish(self, whole: dict[str, Any], *, exact: bool = True) -> None:
-        """It came to what the undisturbed run came to; how long it stood still is printed."""
+    def finish(self, whole: dict[str, Any], faults: dict[str, float] | None = None, *, exact: bool = True) -> None:
+        """It came to what the undisturbed run came to; how long it stood still for each fault's time is printed."""
         assert self.process.wait(600) == 0, self.said
         told = self.cluster.told(self.name)
         assert told["status"] == "FINISHED"
@@ -210,7 +211,10 @@ class Training(NamedTuple):
         )
         for key in ("val/loss", "val/top1"):
             assert told["metrics"][key] == pytest.approx(whole["metrics"][key], rel=share, abs=0)
-        print(f"{self.name}: no step for {self.still():.1f} s; resumed {self.said.count('resumed at step')} times")
+        times, resumed = sorted(at / 1000 for _, at, _ in points), self.said.count("resumed at step")
+        print(f"{self.name}: no step for {longest_between(times):.1f} s; resumed {resumed} times")
+        for (what, since), (_, before) in itertools.pairwise([*(faults or {}).items(), ("the end", 1e10)]):
+            print(f"  {what}: no step for {longest_between(times, since, before):.1f} s")
 
     def at_work(self) -> list[Host]:
         """The hosts of its workers, once they have begun."""
@@ -231,16 +235,10 @@ class Training(NamedTuple):
         until(lambda: len(steps()) == times, 240, f"resumed {times} times")
         return int(steps()[-1].replace(",", ""))
 
-    def still(self, since: float = 0, before: float = 1e10) -> float:
-        """The longest time between two steps, of which most lies within these times."""
-        times = sorted(at / 1000 for _, at, _ in self.cluster.told(self.name)["points"])
-        return max(after - at for at, after in itertools.pairwise(times) if since <= (at + after) / 2 < before)
 
-    def tell(self, faults: dict[str, float]) -> None:
-        """Print how long it stood still for each fault, which came at these times."""
-        times = [*faults.values(), 1e10]
-        for (what, since), before in zip(faults.items(), times[1:], strict=True):
-            print(f"  {what}: no step for {self.still(since, before):.1f} s")
+def longest_between(times: list[float], since: float = 0, before: float = 1e10) -> float:
+    """The longest time between two of these, of which most lies within since and before."""
+    return max(after - at for at, after in itertools.pairwise(times) if since <= (at + after) / 2 < before)
 
 
 @pytest.fixture(scope="module")
@@ -254,13 +252,12 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         environment = {
-            **HEALTH,
+            **SHIPPED,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_raylet_start_wait_time_s": "180",
             "RAY_worker_niceness": "0",  # other tests run beside these
             "RAY_ADDRESS": "10.55.0.1:6379",
-            "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
             "GLOO_SOCKET_IFNAME": "eth0",
             "VITRAY_HOME": str(folder / "own" / "home"),
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -334,9 +331,8 @@ def test_what_comes_back_is_waited_for(cluster, undisturbed):
     store.signal("mlflow", PAUSE)
     run.saved(STEPS)
     store.signal("mlflow", RESUME)
-    run.finish(undisturbed)
+    run.finish(undisturbed, faults)
     assert "resumed at step" not in run.said
-    run.tell(faults)
 
 
 def test_nodes_that_go_are_replaced(cluster, undisturbed):
@@ -365,9 +361,8 @@ def test_nodes_that_go_are_replaced(cluster, undisturbed):
     killed.signal("raylet/raylet", KILL)
     until(lambda: not killed.processes("/bin/ray"), 60, "`ray start` ends by itself")
     cluster.start(killed)
-    run.finish(undisturbed)
+    run.finish(undisturbed, faults)
     assert run.said.count("resumed at step") == 3
-    run.tell(faults)
 
 
 def test_nodes_that_are_lost_for_good_leave_the_others_at_work(cluster, undisturbed):
@@ -387,9 +382,8 @@ def test_nodes_that_are_lost_for_good_leave_the_others_at_work(cluster, undistur
     faults["a node with a worker"] = time.time()
     cluster.site.cut(working[1].name)
     working[1].end()
-    run.finish(undisturbed, exact=False)
+    run.finish(undisturbed, faults, exact=False)
     assert run.said.count("resumed at step") == 1
-    run.tell(faults)
 
 
 def test_a_full_disk_of_results_is_said_waited_for_and_gone_on_from(cluster, undisturbed):

@@ -265,6 +265,7 @@ def head(tmp_path_factory):
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_worker_niceness": "0",
+        "RAY_preload_python_modules": "vitray.waking",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlruns.db'}",
         "VITRAY_HOME": str(place / "home"),
@@ -299,11 +300,15 @@ def settings_of(place):
     ]
 
 
-def status_of(place, name):
+def runs_of(place, name):
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{place / 'mlruns.db'}")
-    (found,) = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    return client.search_runs(["1"], f"attributes.run_name = '{name}'")
+
+
+def status_of(place, name):
+    (found,) = runs_of(place, name)
     return found.info.status
 
 
@@ -341,6 +346,8 @@ def test_jobs_run_are_followed_and_stopped_as_killed(head):
     name = json.loads(done.stdout)["id"]
     while not list((place / "runs").glob("stopped/checkpoints/*/checkpoint.json")):
         time.sleep(0.2)  # the test's time-out ends it
+    while not runs_of(place, "stopped"):
+        time.sleep(0.2)  # MLflow is loaded while the workers start, beside other tests maybe not at once
     listed = json.loads(vitray(environment, "jobs", "--json").stdout.splitlines()[-1])["jobs"]
     assert [job["status"] for job in listed if job["id"] == name] == ["RUNNING"]
     done = vitray(environment, "stop", name, "--json")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports only from lower layers. `model` stands for every module of the package but the one named apart.
 LAYERS = (
-    {"vitray.model.names"},  # the standard library alone: names are read before torch is
+    {"vitray.model.names", "vitray.waking"},  # the standard library alone: names are read before torch is
     {"vitray.config"},
     {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
     {"vitray.tuning", "vitray.tokenizer", "vitray.admission", "vitray.expressions", "vitray.report"},
@@ -48,6 +48,7 @@ DOORS = {
 # A recipe loads at once.
 LIGHT = (
     "vitray",
+    "vitray.waking",
     "vitray.config",
     "vitray.model",
     "vitray.model.names",

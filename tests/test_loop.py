@@ -12,14 +12,19 @@ import time
 from pathlib import Path
 
 import mlflow
+import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file
 
 from vitray import checkpoints
 from vitray.config import ConfigError, RunError, load_run
+from vitray.evaluation import Mistake, Score
+from vitray.loop.desk import Desk
 from vitray.loop.driver import train
+from vitray.loop.standing import Teller
 from vitray.shards import read_job, write_dataset
 from vitray.weights import load_model
 
@@ -275,6 +280,17 @@ def test_a_run_by_itself_outlives_a_worker_and_says_when_what_leads_them_dies(pl
     outcome = train(run, "alone", str(place / "runs"))
     assert same(weights(outcome.home), whole[1])
     assert losses(outcome.mlflow_run) == whole[2]
+
+
+def test_the_desk_loads_nothing_for_what_it_keeps(ray_cluster):
+    desk, mistake = Desk.remote(), Mistake(1, 2, 3, 0.5)
+    Teller(desk, is_heard=True).score(Score(3, 0.5, confusion=np.eye(2), mistakes=[mistake]))
+    (record,) = ray.get(desk.take.remote())
+    assert np.array_equal(record["confusion"], np.eye(2))
+    assert [Mistake(**found) for found in record["mistakes"]] == [mistake]
+    loaded = ray.get(desk.__ray_call__.remote(lambda _: set(sys.modules)))
+    assert "numpy" in loaded
+    assert not {"torch", "vitray.evaluation"} & loaded
 
 
 def test_what_does_not_fit_the_cluster_is_said_at_once(place):

@@ -17,7 +17,6 @@ from vitray.augment.decode import decode_image
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, Supervised
-from vitray.evaluation import Score
 from vitray.loop.desk import Desk
 from vitray.loop.display import Display, clock
 from vitray.loop.driver import ENDED, Layout, Member, Outcome
@@ -194,7 +193,7 @@ class Reporting:
                 if self.member and "val/loss" in values:
                     self.desk.decide.remote(step, self.member.is_enough(step, values))
             case "score":
-                self._draw(record["score"])
+                self._draw(record["confusion"], record["mistakes"])
             case "pictures":
                 from vitray.tracking import figures
 
@@ -217,24 +216,24 @@ class Reporting:
         taken = {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self.stages.items()}
         self.tracker.metrics(step, taken)
 
-    def _draw(self, score: Score) -> None:
+    def _draw(self, confusion: np.ndarray | None, mistakes: list[dict[str, Any]]) -> None:
         """The confusion matrix and the surest mistakes."""
         from vitray.tracking import figures
 
         classes = self.dataset.classes
-        if score.confusion is None:
+        if confusion is None:
             return
-        self.tracker.figure("confusion.png", figures.draw_confusion(score.confusion, classes))
-        if not score.mistakes or self.run.data.evaluated is None:
+        self.tracker.figure("confusion.png", figures.draw_confusion(confusion, classes))
+        if not mistakes or self.run.data.evaluated is None:
             return
         found = read_rows(
-            np.array([mistake.row for mistake in score.mistakes]), rows_of(self.dataset, self.run.data.evaluated)
+            np.array([mistake["row"] for mistake in mistakes]), rows_of(self.dataset, self.run.data.evaluated)
         )
         shown_ones = []
-        for mistake in score.mistakes:
-            content, _, key = found[mistake.row]
-            true, predicted = classes[mistake.label], classes[mistake.predicted]
-            shown_ones.append(figures.Mistake(decode_image(content), true, predicted, mistake.probability, key))
+        for mistake in mistakes:
+            content, _, key = found[mistake["row"]]
+            true, predicted = classes[mistake["label"]], classes[mistake["predicted"]]
+            shown_ones.append(figures.Mistake(decode_image(content), true, predicted, mistake["probability"], key))
         self.tracker.figure("mistakes.png", figures.draw_mistakes(shown_ones))
 
 

@@ -159,6 +159,11 @@ class Teller:
         """Tell that a checkpoint is whole."""
         self.say("saved", {"step": step})
 
+    def score(self, score: Score) -> None:
+        """Tell what is drawn of a score; in plain words, or the desk would load torch for them."""
+        mistakes = [mistake._asdict() for mistake in score.mistakes]
+        self.say("score", {"confusion": score.confusion, "mistakes": mistakes})
+
     def note(self, text: str) -> None:
         """Tell what a person wants to know."""
         self.say("note", {"text": text})

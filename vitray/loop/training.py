@@ -56,6 +56,8 @@ def worker(config: dict[str, Job]) -> dict[str, Any]:
 
 def descend(job: Job) -> dict[str, Any]:
     """Take every step from the last checkpoint to the end."""
+    from vitray.waking import settle  # not above: it changes the process that loads it
+
     run, context, device = job.run, ray.train.get_context(), ray.train.torch.get_device()
     share = Share(context.get_world_rank(), context.get_world_size())
     first, teller = share.rank == 0, Teller(job.desk, share.rank == 0)
@@ -92,6 +94,7 @@ def descend(job: Job) -> dict[str, Any]:
     feed = Feed(batches_from(run, train, standing.step, total, share), device)
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     is_warned = False
+    settle()
     since = time.perf_counter()
 
     while standing.step < total:
@@ -179,7 +182,8 @@ def descend(job: Job) -> dict[str, Any]:
         if evaluations.latest != total:  # where it was interrupted right here
             evaluations.begin(total, task, average)
         judge(evaluations.done(wait=True), standing, teller)
-        teller.say("score", {"score": standing.latest})
+        if standing.latest:
+            teller.score(standing.latest)
     if saver:
         saver.close()
     return outcome(standing, share, train) | costs(run, task.vit, device)

@@ -23,8 +23,9 @@ LOG = logging.getLogger("vitray.tracking")
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# Seconds that the end of a run waits for MLflow: at most, and where it is away. `ray job stop` kills after 3.
-PATIENCE: dict[Status, tuple[float, float]] = {"FINISHED": (600, 10), "FAILED": (30, 5), "KILLED": (1.5, 1)}
+# Seconds that the end of a run waits for MLflow: at most, and where it is away. What is killed meanwhile, as `ray job
+# stop` does after 3 s unless told otherwise, keeps its journal; and a run that has just begun still loads MLflow.
+PATIENCE: dict[Status, tuple[float, float]] = {"FINISHED": (600, 10), "FAILED": (30, 5), "KILLED": (8, 1)}
 
 # Seconds for `vitray track flush`, or another run's start, to send what an earlier attempt of a run left.
 JOURNAL_PATIENCE = 30.0
