@@ -51,7 +51,7 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 
 # These start Rays of their own, and wait more than they work: side by side with the others that share one, whose progress
 # is shown, while what these say comes at their end.
-APART := $(addprefix tests/test_,faults.py nodes.py bench_sweep.py bench_train.py)
+APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_sweep.py bench_train.py)
 
 test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where there is one; installs what they need, as root
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside

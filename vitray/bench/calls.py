@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import vitray.waking  # noqa: F401 - as `vitray train` begins, with which it is compared
 from vitray import cluster
 from vitray.config import load_run
 from vitray.loop.driver import train
