@@ -28,7 +28,7 @@ MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 END
 fi
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
-# Others that the owner lets in see what they are given, not everything. A password that was right is so for a minute:
+# Others that the owner lets in see what they are given, not everything. A password that was right stays so for a minute:
 # to check one takes tens of milliseconds of a CPU, and a call of MLflow checks it several times.
 cat >$settings/mlflow.ini <<END
 [mlflow]

@@ -1,7 +1,7 @@
 """Loaded before all else by every process of ours, so that Python seldom looks for garbage while modules are loaded.
 
-Its look after every 700 objects more took a tenth of a start's CPU time, and modules leave none. Workers of Ray load
-this by `RAY_preload_python_modules`.
+Its look after every 700 objects more took about a tenth of a start's CPU time, and modules leave none. Workers of Ray
+load this by `RAY_preload_python_modules`.
 """
 
 import gc
