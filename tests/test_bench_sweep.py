@@ -185,6 +185,8 @@ def test_it_measures_and_draws(demo, tmp_path, capsys):
     assert list(rows) == ["one sweep", "vitray train, each", "calls on one Ray"]
     assert all(f"\n{variant} " in out for variant in rows)
     sweep, separate, called = rows.values()
+    # Two runs that each start Ray cost more than two that share it.
+    assert called["cpu"] < separate["cpu"]
     assert result["cpu_ratio"] == pytest.approx(sweep["cpu"] / separate["cpu"], rel=0.01)
     assert result["overhead"] == pytest.approx(sweep["beyond"] - called["beyond"], abs=0.01)
     for row in rows.values():

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 LOCAL = {
     "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away, and its absence logs an error
-    "RAY_preload_python_modules": "vitray.waking",
+    "RAY_preload_python_modules": "vitray.waking",  # workers load modules with less work
     "RAY_raylet_start_wait_time_s": "180",  # Ray's 30 were twice too few beside other work
 }
 # Actors of Ray's libraries that outlive the job that started them, for seconds or for good, and ask for no room.
