@@ -156,11 +156,13 @@ def fill(folder: Path, spare: int = 0) -> None:
             ballast.write(bytes(2**20))
 
 
-def until(found: Callable[[], object], seconds: float, what: str) -> None:
-    """Wait for something, for so long at most."""
+def until(found: Callable[[], object], seconds: float, what: str, log: Path | None = None) -> None:
+    """Wait for something, for so long at most; the log's last lines say why it did not come."""
     end = time.monotonic() + seconds
     while not found():
-        assert time.monotonic() < end, f"not within {seconds:g} seconds: {what}"
+        if time.monotonic() > end:
+            said = f"\n{log.read_text()[-3000:]}" if log else ""
+            raise AssertionError(f"not within {seconds:g} seconds: {what}{said}")
         time.sleep(0.1)
 
 

@@ -125,4 +125,4 @@ def _begin(host: Host, words: Sequence[object], log: Path, more: Mapping[str, st
         assert server.poll() is None, log.read_text()[-3000:]
         return f":{port} " in host.call(["ss", "-ltn"])
 
-    until(listens, seconds, f"{words[0]} listens: {log}")
+    until(listens, seconds, f"{words[0]} listens", log)

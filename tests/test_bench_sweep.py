@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -175,9 +176,13 @@ def test_a_cluster_that_runs_already_cannot_be_counted(capsys, monkeypatch):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_it_measures_and_draws(demo, tmp_path, capsys):
+def test_it_measures_and_draws(demo, tmp_path, capsys, monkeypatch):
     words = ["--model", "vit_u2x1_8", "--trials", "2", "--steps", "4", "--batch", "8", "--rounds", "1"]
-    assert main(["bench", "sweep", demo, *words, "--out", str(tmp_path), "--json"]) == 0
+    with TemporaryDirectory(prefix="v") as rays:  # short: the paths of Ray's sockets are limited
+        monkeypatch.setenv("RAY_TMPDIR", rays)
+        assert main(["bench", "sweep", demo, *words, "--out", str(tmp_path), "--json"]) == 0
+        # The sweep starts one Ray, each of the two runs its own, and the two calls share one: that is what is compared.
+        assert len([*Path(rays).glob("ray/session_[0-9]*")]) == 4
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert all(Path(file).stat().st_size for file in result["files"])
@@ -185,8 +190,6 @@ def test_it_measures_and_draws(demo, tmp_path, capsys):
     assert list(rows) == ["one sweep", "vitray train, each", "calls on one Ray"]
     assert all(f"\n{variant} " in out for variant in rows)
     sweep, separate, called = rows.values()
-    # Two runs that each start Ray cost more than two that share it.
-    assert called["cpu"] < separate["cpu"]
     assert result["cpu_ratio"] == pytest.approx(sweep["cpu"] / separate["cpu"], rel=0.01)
     assert result["overhead"] == pytest.approx(sweep["beyond"] - called["beyond"], abs=0.01)
     for row in rows.values():

@@ -154,7 +154,7 @@ class Cluster:
             assert began.poll() is None, log.read_text()
             return "Ray runtime started" in log.read_text()[before:]
 
-        until(is_up, 240, f"Ray on {host.name}: {log}")
+        until(is_up, 240, f"Ray on {host.name}", log)
 
     def alive(self) -> int:
         """Nodes that the head believes to be there."""
@@ -422,7 +422,7 @@ def test_memory_that_runs_out_is_waited_for_and_a_data_task_that_takes_it_is_run
     run.saved()
     (cluster.site.shared / "now").touch()
     run.finish(undisturbed)
-    until(lambda: "tries: 2" in log.read_text(), 60, f"the data task is run again: {log}")
+    until(lambda: "tries: 2" in log.read_text(), 60, "the data task is run again", log)
     two.end()
 
 

@@ -218,11 +218,11 @@ class Reporting:
 
     def _draw(self, confusion: np.ndarray | None, mistakes: list[dict[str, Any]]) -> None:
         """The confusion matrix and the surest mistakes."""
+        if confusion is None:
+            return
         from vitray.tracking import figures
 
         classes = self.dataset.classes
-        if confusion is None:
-            return
         self.tracker.figure("confusion.png", figures.draw_confusion(confusion, classes))
         if not mistakes or self.run.data.evaluated is None:
             return
