@@ -146,7 +146,7 @@ def test_a_job_gives_back_what_it_asked_for(ray_cluster):
     assert {kept, asked} <= groups()
     cluster.reclaim()  # of jobs that are over, not of this one
     assert {kept, asked} <= groups()
-    cluster.give_back()
+    cluster.give_back("Trial")
     assert groups() & {kept, asked} == {kept}
     ray.util.remove_placement_group(ray.util.get_placement_group("kept"))
 

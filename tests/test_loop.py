@@ -261,25 +261,21 @@ def test_a_run_whose_driver_was_stopped_goes_on(place, whole, ray_cluster, name,
 
 
 @pytest.mark.slow
-def test_a_run_by_itself_outlives_a_worker_and_says_when_what_leads_them_dies(place, whole):
+def test_a_run_by_itself_leads_its_workers_and_outlives_one(place, whole):
     run, home = recipe(place, "evaluate.every=2 steps"), place / "runs" / "alone"
     (place / "alone.yaml").write_text(run.to_yaml())
     words = [sys.executable, "-m", "pipelines.train", str(place / "alone.yaml"), "--out", str(place / "runs")]
     with (place / "alone.txt").open("w") as told:
         driver = subprocess.Popen([*words, "--name", "alone"], stderr=told)
-    for step, victim in (6, "RayTrainWorker"), (12, "TrainController"):
-        while step not in checkpoints.complete_steps(str(home)):
-            assert driver.poll() is None, (place / "alone.txt").read_text()
-            time.sleep(0.01)
-        started = psutil.Process(driver.pid).children(recursive=True)
-        next(each for each in started if victim in each.name()).kill()
-    said = (place / "alone.txt").read_text() if driver.wait() else ""
-    assert driver.returncode == 1, said
-    assert "resumed at step" in said
-    assert said.splitlines()[-1].startswith("vitray: the driver's node has lost a process"), said
-    outcome = train(run, "alone", str(place / "runs"))
-    assert same(weights(outcome.home), whole[1])
-    assert losses(outcome.mlflow_run) == whole[2]
+    while 6 not in checkpoints.complete_steps(str(home)):
+        assert driver.poll() is None, (place / "alone.txt").read_text()
+        time.sleep(0.01)
+    started = {each.name(): each for each in psutil.Process(driver.pid).children(recursive=True)}
+    assert not [name for name in started if "TrainController" in name or "PlacementGroupCleaner" in name]
+    next(each for name, each in started.items() if "RayTrainWorker" in name).kill()
+    assert driver.wait() == 0, (place / "alone.txt").read_text()
+    assert "resumed at step" in (place / "alone.txt").read_text()
+    assert same(weights(str(home)), whole[1])
 
 
 def test_the_desk_loads_nothing_for_what_it_keeps(ray_cluster):

@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S": "300",
     # A lost worker is noticed within a second; every two seconds is Ray's default.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # Workers are led by the driver's process (vitray/loop/trainer.py), in which this would close all handlers of logs.
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     # Workers that wait for the room of a node that is lost, and still listed, soon look again; not of their start.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise a worker's print appears twice
@@ -114,13 +116,13 @@ def _reclaim_now_and_then(ended: threading.Event) -> None:
             reclaim()
 
 
-def give_back() -> None:
-    """Wait until no training of this job is left, whose trials have ended, and remove what it has asked for."""
+def give_back(trial: str) -> None:
+    """Wait until of this job no actor of this class is left, all having ended, and remove what they have asked for."""
     import ray
     from ray.util.state import list_actors
 
     job = ray.get_runtime_context().get_job_id()
-    ours: Any = [("job_id", "=", job), ("class_name", "=", "TrainController"), ("state", "!=", "DEAD")]
+    ours: Any = [("job_id", "=", job), ("class_name", "=", trial), ("state", "!=", "DEAD")]
     until = time.monotonic() + 30
     with suppress(ConnectionError):  # a cluster without a dashboard, which cannot be asked
         while list_actors(filters=ours, **_here()) and time.monotonic() < until:

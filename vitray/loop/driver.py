@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -115,7 +114,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, me
         with Reporting(run, plan, dataset, name, home, uid, display, layout, called, fork, start, member) as reporting:
             asks = member is not None and member.asks
             tokenizer = vocabulary and vocabulary.tokenizer
-            ended = _fit(run, dataset, aside, home, layout, is_alone, reporting.desk, asks, first, tokenizer, ending)
+            ended = _fit(run, dataset, aside, home, layout, reporting.desk, asks, first, tokenizer, ending)
             if "told to end" in ended:
                 display.line(f"  step {ended['step']:,} is saved")
                 raise ending.error
@@ -132,7 +131,6 @@ def _fit(
     aside: np.ndarray | None,
     home: str,
     layout: Layout,
-    is_alone: bool,
     desk: Any,
     asks: bool,
     first: "dict[str, Tensor] | None",
@@ -141,7 +139,6 @@ def _fit(
 ) -> dict[str, Any]:
     import ray
     import ray.train
-    from ray.exceptions import ActorDiedError
 
     from vitray.loop.restarts import WaitForMemory, fit_patiently
     from vitray.loop.standing import Job
@@ -182,7 +179,6 @@ def _fit(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    trainer.is_alone = is_alone
     try:
         return ending.wait_for(lambda: fit_patiently(trainer.fit, desk), desk).return_value or {}
     except ray.train.TrainingFailedError as error:
@@ -192,12 +188,6 @@ def _fit(
             "" if isinstance(error, ray.train.ControllerError) else f" {run.compute.max_failures + 1} times, at last"
         )
         raise RunError(f"the workers failed{times} {_cause(error)}") from error
-    except ActorDiedError as error:
-        who = re.search(r"class_name: (\S+)", str(error))
-        raise RunError(
-            f"the driver's node has lost a process of Ray's that leads the workers, {who[1] if who else 'an actor'}, as"
-            " where memory runs out; wanted more of it there, and the run resumed"
-        ) from error
     finally:
         beside.cleanup()
 

@@ -280,12 +280,13 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
     assert planned.plan is not None, "planned before it was ready"
     assert planned.dataset is not None, "planned before it was ready"
     context = Context(planned.base, planned.dataset, ledger.home, uid, metric, asks, at_a_time, environment)
+    trial = tune.with_resources(tune.with_parameters(Trial, context=context), {"CPU": DRIVER_CPUS})
     with (
         tempfile.TemporaryDirectory(prefix="vitray-") as aside,  # of what Tune keeps nothing is used
         interruptible(ledger.home) as interruption,
     ):
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(Trial, context=context), {"CPU": DRIVER_CPUS}),
+            trial,
             tune_config=tune.TuneConfig(
                 metric="goal",
                 mode=space.goal.mode,
@@ -306,5 +307,5 @@ def _tune(planned: Planned, ledger: Any, space: Space, uid: str, story: Any) -> 
         )
         tuner.fit()
     if interruption.signal:
-        cluster.give_back()
+        cluster.give_back(trial.__qualname__)  # as Ray lists it
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
