@@ -1,4 +1,4 @@
-"""Before workers begin anew, in Ray Train's controller: some time for memory to be given back, and less to read."""
+"""Before the driver has workers begin anew: some time for memory to be given back, and less to read."""
 
 import logging
 import re
@@ -51,7 +51,7 @@ class WaitForMemory(UserCallback):
         self._desk, self._left, self._times = desk, tries, 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray Train's controller, before it decides what is next."""
+        """Called by what leads the workers, before it decides what is next."""
         del run_context
         self._left -= 1
         if self._left >= 0 and (why := short_of_memory(worker_exceptions.values())):
