@@ -275,7 +275,9 @@ def test_a_run_by_itself_leads_its_workers_and_outlives_one(place, whole):
     next(each for name, each in started.items() if "RayTrainWorker" in name).kill()
     assert driver.wait() == 0, (place / "alone.txt").read_text()
     assert "resumed at step" in (place / "alone.txt").read_text()
-    assert same(weights(str(home)), whole[1])
+    outcome = train(run, "alone", str(place / "runs"))  # which is over
+    assert same(weights(outcome.home), whole[1])
+    assert losses(outcome.mlflow_run) == whole[2]
 
 
 def test_the_desk_loads_nothing_for_what_it_keeps(ray_cluster):
