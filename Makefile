@@ -27,7 +27,7 @@ ui: .venv/.installed  ## MLflow's pages about the runs of this folder
 CLUSTER ?= cluster.yaml
 
 up: .venv/.installed  ## start the cluster of cluster.yaml (or of CLUSTER=FILE), or bring it up to date
-	@$(BIN)/python -m vitray.launching $(CLUSTER)
+	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER)
 
 tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until the shell is left
 	$(BIN)/ray attach $(CLUSTER) -p 8265 -p 5000

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vitray.config import ConfigError, RunError
-from vitray.model.names import nearest
+from vitray.errors import ConfigError, RunError, nearest
 
 VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",

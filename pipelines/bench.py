@@ -14,31 +14,26 @@ def main(words: list[str]) -> dict[str, Any]:
     if args.rounds < 1 or args.image_size < 1:
         parser.error(f"--rounds {args.rounds}, --image-size {args.image_size}: wanted whole numbers from 1 on")
     if args.what == "ingest":
-        from vitray.bench.ingest import measuring  # torch and Ray take seconds to load
+        from vitray.bench import ingest  # torch and Ray take seconds to load
 
-        names = ("image_size", "batch", "workers", "images", "slow_consumer", "object_store", "rounds", "out")
-        chosen = {name: vars(args)[name] for name in names} | {"latency": args.simulate_object_store_latency}
-        return measuring.measure_ingest(measuring.Settings(args.dataset, **chosen))
+        names = ("image_size", "batch", "workers", "images", "object_store", "rounds", "out")
+        chosen = {name: vars(args)[name] for name in names}
+        return ingest.measure_ingest(ingest.Settings(args.dataset, **chosen))
     if args.what == "finetune":
         from vitray.bench import finetune
 
         names = ("model", "batch", "image_size", "dtype", "rounds", "seconds", "out")
         chosen = {name: vars(args)[name] for name in names} | {"modes": args.modes.split(",")}
         return finetune.measure_finetune(finetune.Settings(**chosen))
-    if args.what == "sweep":
-        from vitray.bench import sweep
-
-        names = ("dataset", "model", "trials", "steps", "batch", "image_size", "cache", "rounds", "out")
-        return sweep.measure_sweep(sweep.Settings(**{name: vars(args)[name] for name in names}))
     models = [load_run(None, [f"model.name={name}"]).model.name for name in args.models.split(",")]
     for name in models:
         load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])
     if args.what == "train":
-        from vitray.bench import runs, train
+        from vitray.bench import train
 
         names = ("batch", "image_size", "dtype", "compile", "rounds", "seconds", "out")
         settings = train.Settings(models=models, **{name: vars(args)[name] for name in names})
-        return runs.measure_runs(settings, args.dataset) if args.dataset else train.measure_train(settings)
+        return train.measure_train(settings)
     if not all(batch.isdecimal() and int(batch) for batch in args.batches.split(",")):
         parser.error(f"--batches {args.batches}: wanted whole numbers from 1 on")
 

@@ -5,8 +5,9 @@ import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import cluster, storage
-from vitray.config import RunError
+from vitray import storage
+from vitray.cluster import session
+from vitray.errors import RunError
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -22,8 +23,8 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="the result as JSON: nodes, faults (node, what, wanted)")
     args = parser.parse_args(words)
     place = storage.absolute(args.place)
-    with cluster.running():
-        from vitray.doctor import examine  # torch and MLflow take seconds
+    with session.running():
+        from vitray.cluster.doctor import examine  # torch and MLflow take seconds
 
         health = examine(place)
     print(f"{'node':<24} {'address':<16} {'CPUs':>5} {'GPUs':>5} {'store':>8} {'disk':>5} {'clock':>8}  ray, torch")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray import jobs
+from vitray.cluster import jobs
 
 
 def main(words: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.config import Run, load_run
-from vitray.config.reading import parse_words
+from vitray.config.parsing import parse_words
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def main(words: list[str]) -> dict[str, Any]:
     run = Run() if is_weights else load_run(None, [f"model.{word}" for word in (f"name={args.name}", *args.settings)])
 
     # Only after the words were found good: torch takes a second to load.
-    from vitray.model.counts import count, picture
+    from vitray.models.counts import count, picture
     from vitray.weights import open_weights, save_model, write_export
 
     if is_weights:

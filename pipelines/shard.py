@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.shards import Dataset, Settings, read_job, write_dataset
+from vitray.data.shards import Dataset, Settings, read_job, write_dataset
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON: url, identity, splits, ...")
     args = parser.parse_intermixed_args(words)
     if args.look:
-        from vitray.stream.looking import draw_look
+        from vitray.data.stream.preview import draw_look
 
         return draw_look(args.source, args.dest, args.settings)
     dataset = write_dataset(read_job(args.source, args.dest, args.split or (), args.settings, args.index_only))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.__main__ import VERBS, run_verb
-from vitray import jobs
-from vitray.config import ConfigError
-from vitray.model.names import nearest
+from vitray.cluster import jobs
+from vitray.errors import ConfigError, nearest
 
 HERE = {"submit", "jobs", "stop", "ui"}  # verbs of the machine that one sits at
 

@@ -11,7 +11,7 @@ import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray.config import load_run
-from vitray.space import check_words, extended, read_space, words_apart
+from vitray.sweep.space import check_words, extended, read_space, words_apart
 
 EXAMPLES = (
     "examples: vitray sweep demo demo_depth_x_branches data.url=data/demo --name depth; vitray sweep demo demo_lr "
@@ -41,7 +41,7 @@ def main(words: list[str]) -> dict[str, Any]:
     base = load_run(recipes.path_of(args.recipe), words)
     name = args.name or f"{Path(args.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from vitray.search.driver import Recipe, dry_run, sweep
+    from vitray.sweep.driver import Recipe, dry_run, sweep
 
     before = {stage: Recipe(load_run(recipes.path_of(said[0]), said[1:]), said) for stage, said in apart.items()}
     if args.dry_run:

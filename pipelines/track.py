@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.config import ConfigError
+from vitray.errors import ConfigError
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -21,16 +21,18 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.parse_args(words)
 
     # Only after the words were found good: MLflow takes seconds to load.
-    from vitray.tracking import flush_all, shown, tracking_uri
+    from vitray.tracking import flush_all, redact_uri, tracking_uri
 
     runs = flush_all()
     for run in runs:
         print(f"{run.name} ({run.uid}): {run.said}")
     waiting = sum(run.state == "waiting" for run in runs)
     if waiting:
-        raise ConfigError(f"{shown(tracking_uri())}: {waiting} of {len(runs)} runs wait; wanted an MLflow that answers")
+        raise ConfigError(
+            f"{redact_uri(tracking_uri())}: {waiting} of {len(runs)} runs wait; wanted an MLflow that answers"
+        )
     if not runs:
-        print(f"{shown(tracking_uri())}: nothing waits")
+        print(f"{redact_uri(tracking_uri())}: nothing waits")
     return {"runs": [run._asdict() for run in runs]}
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray import storage
-from vitray.config import ConfigError, load_run
+from vitray.config import load_run
+from vitray.errors import ConfigError
 
 EXAMPLES = (
     "examples: vitray train demo data.url=data/demo; vitray train my.yaml optim.lr=3e-4 --name low --out s3://b/runs; "
@@ -40,8 +41,8 @@ def main(words: list[str]) -> dict[str, Any]:
         )
         raise ConfigError(f"got {' and '.join(given) or 'no recipe'}, wanted {wanted}")
 
-    from vitray.loop.driver import stored_run, train
-    from vitray.plan import check_storage, make_plan, plan_text
+    from vitray.runs.driver import stored_run, train
+    from vitray.runs.plan import check_storage, make_plan, plan_text
 
     if args.resume:
         name, run = args.resume, stored_run(storage.join(args.out, args.resume), settings)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.config import ConfigError
-from vitray.tracking import artifacts_beside, shown, tracking_uri
+from vitray.errors import ConfigError
+from vitray.tracking import artifacts_beside, redact_uri, tracking_uri
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -26,11 +26,13 @@ def main(words: list[str]) -> dict[str, Any]:
     args = parser.parse_args(words)
     uri = tracking_uri()
     if uri.startswith(("http://", "https://")):
-        print(f"a server has the runs: open {shown(uri)}")
-        return {"url": shown(uri)}
+        print(f"a server has the runs: open {redact_uri(uri)}")
+        return {"url": redact_uri(uri)}
     artifacts = artifacts_beside(uri)
     if artifacts and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise ConfigError(f"{shown(uri)}: no runs here; wanted the folder that training ran in, or MLFLOW_TRACKING_URI")
+        raise ConfigError(
+            f"{redact_uri(uri)}: no runs here; wanted the folder that training ran in, or MLFLOW_TRACKING_URI"
+        )
     with socket.socket() as knock:
         if knock.connect_ex((args.host, args.port)) == 0:
             raise ConfigError(f"--port: {args.port} is taken; wanted a free one, as in --port {args.port + 1}")
@@ -49,7 +51,7 @@ def main(words: list[str]) -> dict[str, Any]:
             server.terminate()
             raise
     if status != 0:
-        raise ConfigError(f"{shown(uri)}: MLflow ended with status {status}; it said above why")
+        raise ConfigError(f"{redact_uri(uri)}: MLflow ended with status {status}; it said above why")
     return {"url": url}
 
 

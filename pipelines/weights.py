@@ -39,10 +39,10 @@ def main(words: list[str]) -> dict[str, Any]:
 
 def show(url: str) -> dict[str, Any]:
     """What is at an address, as plain values."""
-    from vitray.registry import located
+    from vitray.tracking.mlflow_client import resolve_uri
     from vitray.weights import open_weights, read_delta
 
-    delta, loaded = read_delta(place := located(url)), open_weights(place)
+    delta, loaded = read_delta(place := resolve_uri(url)), open_weights(place)
     sizes = {name: tensor.nbytes for name, tensor in loaded.vit.state_dict().items()}
     taken = () if delta is None else delta.taken
     kept, whole = sum(size for name, size in sizes.items() if name not in taken), sum(sizes.values())

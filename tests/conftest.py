@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from vitray import cluster
+from vitray.cluster import session
 
 # At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them. Read when Ray is imported.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
-cluster.prepare_environment()
+session.prepare_environment()
 # Threads that wait for each other give their CPU away: networks are tiny here, and the CPUs have many others to serve.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # What a shell begins in the background ignores Ctrl-C, and so would all that tests begin.
@@ -75,7 +75,7 @@ def _wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> Non
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server) -> Iterator[str]:
     """The address of one local Ray with three CPUs; its workers see the S3 server, so that starts first."""
-    with cluster.running(cpus=3, store=500 * 10**6):
+    with session.running(cpus=3, store=500 * 10**6):
         import ray
 
         yield ray.get_runtime_context().gcs_address

@@ -47,7 +47,7 @@ class Host:
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Of a command that runs here: a machine of its own knows nothing of what this process was set to."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "VITRAY_"))}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "vitray_"))}
         return own | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
 
     def start(

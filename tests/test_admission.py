@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitray.admission import Admission, Needs, Node, admit, sentence
+from vitray.sweep.capacity import Admission, Needs, Node, admit, sentence
 
 nodes = st.lists(
     st.builds(Node, cpus=st.integers(0, 12) | st.sampled_from([1.5, 3.75]), gpus=st.integers(0, 4)), max_size=4

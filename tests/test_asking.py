@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitray.config import ConfigError
-from vitray.report.groups import pareto_front
-from vitray.search.asking import Told, ask
-from vitray.search.record import Record
-from vitray.space import draw_point, name_of, random_points, read_space
+from vitray.errors import ConfigError
+from vitray.sweep.report.groups import pareto_front
+from vitray.sweep.sampler import Told, ask
+from vitray.sweep.space import draw_point, name_of, random_points, read_space
+from vitray.sweep.trial_record import Record
 
 SPACE = """
 space:

@@ -20,23 +20,6 @@ from pydantic import ValidationError
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import autoaugment as torchvision_auto
 
-from vitray.augment import policy
-from vitray.augment.batch import (
-    Mixing,
-    Rows,
-    cut_box,
-    draw_mixing,
-    draw_rectangles,
-    mix_images,
-    normalised,
-    one_hot,
-    partners,
-    prepare_batch,
-)
-from vitray.augment.decode import UndecodableImage, decode_image
-from vitray.augment.draws import generator, raw_draws, step_generator
-from vitray.augment.look import Sample, contact_sheet
-from vitray.augment.sample import augment_image, crop_centre, draw_box, resize
 from vitray.config.augmentation import (
     Augment,
     CentreCrop,
@@ -48,10 +31,28 @@ from vitray.config.augmentation import (
     ThreeAugment,
     TorchvisionRandAugment,
 )
-from vitray.config.reading import ConfigError, apply_changes, parse_words, parse_yaml
-from vitray.config.refusals import refusal
+from vitray.config.parsing import apply_changes, parse_words, parse_yaml
 from vitray.config.sections import Section
-from vitray.stream.plan import positions_of
+from vitray.config.validation import refusal
+from vitray.data.augment import policy
+from vitray.data.augment.batch import (
+    Mixing,
+    Rows,
+    cut_box,
+    draw_mixing,
+    draw_rectangles,
+    mix_images,
+    normalised,
+    one_hot,
+    partners,
+    prepare_batch,
+)
+from vitray.data.augment.contact_sheets import Sample, contact_sheet
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.image import augment_image, crop_centre, draw_box, resize
+from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
+from vitray.data.stream.epoch_order import positions_of
+from vitray.errors import ConfigError
 
 PIL_MODES = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 POLICIES = {
@@ -402,8 +403,8 @@ VIEWS = """
 def views(order):
     import numpy as np
     from hashlib import sha256
-    from vitray.augment.draws import generator
-    from vitray.augment.sample import augment_image
+    from vitray.data.augment.keyed_random import generator
+    from vitray.data.augment.image import augment_image
     from vitray.config.augmentation import Augment
 
     made = {}

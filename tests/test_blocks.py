@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.models.vision_transformer import ParallelThingsBlock
 
-from vitray.model import blocks
-from vitray.model.blocks import Block, fusing_pays
+from vitray.models import blocks
+from vitray.models.blocks import Block, fusing_pays
 
 WIDTH, HEADS = 32, 4
 

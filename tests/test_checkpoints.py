@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from vitray import checkpoints, storage
-from vitray.checkpoints import LAST, Checkpoint, Saver
-from vitray.config import ConfigError
+from vitray import storage
+from vitray.errors import ConfigError
+from vitray.train import checkpoints
+from vitray.train.checkpoints import LAST, Checkpoint, Saver
 
 
 def made(step, seed=0):

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vitray import cluster
-from vitray.config import ConfigError, RunError, load_run
-from vitray.loop.driver import _patience, await_nodes, lay_out
+from vitray.cluster import session
+from vitray.config import load_run
+from vitray.errors import ConfigError, RunError
+from vitray.runs.driver import _patience, await_nodes, lay_out
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +44,7 @@ def test_a_ray_that_does_not_start_in_time_is_said(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RunError, match="calmer moment and the same command"), cluster.running():
+    with pytest.raises(RunError, match="calmer moment and the same command"), session.running():
         pass
 
 
@@ -52,10 +53,10 @@ def test_actors_that_would_be_waited_for_are_begun_where_ray_has_them(monkeypatc
     scaling = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
     monkeypatch.setattr(f"{scaling}.get_or_create_autoscaling_coordinator", lambda: begun.append("room"))
     monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: begun.append("numbers"))
-    cluster.begin_helpers()
+    session.begin_helpers()
     assert begun == ["room", "numbers"]
     monkeypatch.setitem(sys.modules, scaling, None)
-    cluster.begin_helpers()
+    session.begin_helpers()
     assert begun == ["room", "numbers"]
 
 
@@ -124,10 +125,10 @@ def test_a_lost_node_may_come_back_within_half_an_hour_or_as_long_as_the_cluster
 
 def test_seconds_are_seconds(monkeypatch):
     monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
-    assert cluster.grows_within() is None
+    assert session.grows_within() is None
     monkeypatch.setenv("VITRAY_GROWS_WITHIN", "half an hour")
     with pytest.raises(ConfigError, match="VITRAY_GROWS_WITHIN: got 'half an hour', wanted seconds"):
-        cluster.grows_within()
+        session.grows_within()
 
 
 def room(**settings):
@@ -144,9 +145,9 @@ def test_a_job_gives_back_what_it_asked_for(ray_cluster):
 
     kept, asked = room(lifetime="detached", name="kept"), room()
     assert {kept, asked} <= groups()
-    cluster.reclaim()  # of jobs that are over, not of this one
+    session.reclaim()  # of jobs that are over, not of this one
     assert {kept, asked} <= groups()
-    cluster.give_back("Trial")
+    session.give_back("Trial")
     assert groups() & {kept, asked} == {kept}
     ray.util.remove_placement_group(ray.util.get_placement_group("kept"))
 
@@ -161,10 +162,10 @@ def test_what_a_job_has_left_is_removed_unless_something_of_it_lives(ray_cluster
     monkeypatch.setattr(state, "list_jobs", lambda **_: [SimpleNamespace(job_id=job, status="SUCCEEDED")])
     living = [SimpleNamespace(job_id=job, class_name="Server")]
     monkeypatch.setattr(state, "list_actors", lambda **_: living)
-    cluster.reclaim()
+    session.reclaim()
     assert asked in groups()
-    living[:] = [SimpleNamespace(job_id=job, class_name=name) for name in cluster.HELPERS]
-    cluster.reclaim()
+    living[:] = [SimpleNamespace(job_id=job, class_name=name) for name in session.HELPERS]
+    session.reclaim()
     assert asked not in groups()
 
 
@@ -178,9 +179,9 @@ def test_what_others_leave_meanwhile_is_removed_too(monkeypatch):
             ended.set()
         raise ConnectionError("the dashboard is busy")
 
-    monkeypatch.setattr(cluster, "RECLAIMS_EVERY", 0.01)
-    monkeypatch.setattr(cluster, "reclaim", reclaim)
-    cluster._reclaim_now_and_then(ended)
+    monkeypatch.setattr(session, "RECLAIMS_EVERY", 0.01)
+    monkeypatch.setattr(session, "reclaim", reclaim)
+    session._reclaim_now_and_then(ended)
     assert looks == [0, 1, 2]
 
 
@@ -188,7 +189,7 @@ def test_what_others_leave_meanwhile_is_removed_too(monkeypatch):
 SCRIPT = """
 import os, socket, subprocess, sys
 from vitray import cluster
-cluster.prepare_environment()
+session.prepare_environment()
 os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
@@ -241,7 +242,7 @@ def test_garbage_is_seldom_looked_for_while_modules_are_loaded_and_then_as_ever(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_starts_on_the_nodes_that_come_for_it(tmp_path, ray_cluster):
-    from vitray.shards import read_job, write_dataset
+    from vitray.data.shards import read_job, write_dataset
 
     write_dataset(read_job("demo", str(tmp_path / "demo"), words=["images=100", "image_size=32"]))
     environment = os.environ | {

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from hosts import Site, until
 
-from vitray import launching
-from vitray.config import ConfigError
-from vitray.jobs import GRACE
+from vitray.cluster import launch
+from vitray.cluster.jobs import GRACE
+from vitray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 AWS, LOCAL, KUBERAY = ROOT / "cluster.yaml", ROOT / "deploy" / "local.yaml", ROOT / "deploy" / "kuberay.yaml"
@@ -47,7 +47,7 @@ def filled(source, target):
 @pytest.mark.parametrize("source", [AWS, LOCAL])
 def test_a_file_that_nobody_has_filled_in_is_refused(source):
     with pytest.raises(ConfigError) as error:
-        launching.read_cluster(str(source))
+        launch.read_cluster(str(source))
     named = {word.rstrip(".,;:/]") for word in re.findall(r"YOUR-[A-Z-]+", source.read_text())}
     assert all(name in str(error.value) for name in named)
     assert "\n" not in str(error.value)
@@ -55,7 +55,7 @@ def test_a_file_that_nobody_has_filled_in_is_refused(source):
 
 @pytest.mark.parametrize("source", [AWS, LOCAL])
 def test_a_file_that_is_filled_in_is_fit(source, tmp_path):
-    launching.read_cluster(filled(source, tmp_path / "cluster.yaml"))
+    launch.read_cluster(filled(source, tmp_path / "cluster.yaml"))
 
 
 def gpu(tree):
@@ -97,7 +97,7 @@ def test_a_file_that_would_fail_or_let_others_in_is_refused(change, message, tmp
     change(tree)
     path.write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError, match=message) as error:
-        launching.read_cluster(str(path))
+        launch.read_cluster(str(path))
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_would_fail_or_let_others_in_is_refused(change, message, tmp
 def test_what_is_no_clusters_file_is_said(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"a\.yaml: "):
-        launching.read_cluster(str(tmp_path / "a.yaml"))
+        launch.read_cluster(str(tmp_path / "a.yaml"))
 
 
 # ---- on a simulated AWS ----------------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def aws(tmp_path_factory):
         settings = {"AWS_DEFAULT_REGION": "us-west-2", "HOME": str(place), "MOTO_EC2_LOAD_DEFAULT_AMIS": "false"}
         for name, value in settings.items():
             patch.setenv(name, value)
-        patch.setattr(launching, "SETTLING", 0)
+        patch.setattr(launch, "SETTLING", 0)
         with mock_aws():  # which brings keys of its own
             import boto3
 
             where = {"LocationConstraint": "us-west-2"}
             boto3.client("s3").create_bucket(Bucket="vitray-test", CreateBucketConfiguration=where)
-            tree = launching.read_cluster(filled(AWS, place / "cluster.yaml"))
-            done = launching.make_account(tree)
+            tree = launch.read_cluster(filled(AWS, place / "cluster.yaml"))
+            done = launch.make_account(tree)
             up = bootstrapped(tree)
             yield SimpleNamespace(tree=tree, done=done, up=up, asked=asked_of_aws(up, patch))
 
@@ -179,18 +179,18 @@ def group_of(aws):
 
 def test_nobody_but_the_owner_and_the_nodes_reaches_the_nodes(aws):
     group = group_of(aws)
-    rules = {rule for permission in group["IpPermissions"] for rule in launching._rules(permission)}
+    rules = {rule for permission in group["IpPermissions"] for rule in launch._rules(permission)}
     among = ("-1", None, None, "UserIdGroupPairs", group["GroupId"])
     assert rules == {("tcp", 22, 22, "IpRanges", "203.0.113.7/32"), among}
     assert "vitray lets in 203.0.113.7/32 on 22 and its own nodes, nobody else" in aws.done
 
 
 def test_another_address_replaces_the_old_one_and_the_same_one_changes_nothing(aws):
-    assert launching.make_account(aws.tree) == []
+    assert launch.make_account(aws.tree) == []
     tree = json.loads(json.dumps(aws.tree).replace("203.0.113.7", "198.51.100.9"))
-    assert launching.make_account(tree) == ["vitray lets in 198.51.100.9/32 on 22 and its own nodes, nobody else"]
+    assert launch.make_account(tree) == ["vitray lets in 198.51.100.9/32 on 22 and its own nodes, nobody else"]
     assert "203.0.113.7" not in str(group_of(aws))
-    launching.make_account(aws.tree)
+    launch.make_account(aws.tree)
 
 
 def test_without_it_ray_would_let_everybody_try(aws):
@@ -289,24 +289,24 @@ def test_a_bucket_that_is_not_there_is_said_and_not_made(aws):
 
     tree = json.loads(json.dumps(aws.tree).replace("vitray-test", "vitray-mistyped"))
     with pytest.raises(ConfigError, match="s3://vitray-mistyped: no such bucket"):
-        launching.make_account(tree)
+        launch.make_account(tree)
     assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["vitray-test"]
     tree["metadata"]["bucket"] = "vitray-test"
     with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket that head_setup_commands give"):
-        launching.make_account(tree)
+        launch.make_account(tree)
 
 
 def test_secrets_are_made_once_and_for_one_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert launching.make_secrets() == ["made ~/.ray/auth_token", "made ~/.vitray/mlflow_credentials"]
+    assert launch.make_secrets() == ["made ~/.ray/auth_token", "made ~/.vitray/mlflow_credentials"]
     files = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(files) == 2
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
-    assert launching.make_secrets() == []
+    assert launch.make_secrets() == []
     assert {path: path.read_text() for path in files} == files
     for source in (AWS, LOCAL):
         mounted = yaml.safe_load(source.read_text())["file_mounts"].values()
-        assert {launching.TOKEN, launching.CREDENTIALS} <= set(mounted)
+        assert {launch.TOKEN, launch.CREDENTIALS} <= set(mounted)
 
 
 @pytest.mark.parametrize(("source", "newer"), [(AWS, "1"), (LOCAL, "0")])
@@ -316,10 +316,10 @@ def test_what_is_fit_is_launched(source, newer, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for tool in ("ssh", "rsync"):
         (tmp_path / tool).touch(mode=0o755)
-    monkeypatch.setattr(launching, "make_account", lambda tree: [])
-    monkeypatch.setattr(launching.subprocess, "call", lambda words, env: called.append((words, env)) or 3)
+    monkeypatch.setattr(launch, "make_account", lambda tree: [])
+    monkeypatch.setattr(launch.subprocess, "call", lambda words, env: called.append((words, env)) or 3)
     path = filled(source, tmp_path / "cluster.yaml")
-    assert launching.main([path, "--yes"]) == 3
+    assert launch.main([path, "--yes"]) == 3
     ((words, environment),) = called
     assert words[1:] == ["up", path, "--yes"]
     assert environment["RAY_UP_enable_autoscaler_v2"] == newer
@@ -329,7 +329,7 @@ def test_a_missing_tool_is_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "ssh").touch(mode=0o755)
-    assert launching.main([filled(LOCAL, tmp_path / "cluster.yaml")]) == 2
+    assert launch.main([filled(LOCAL, tmp_path / "cluster.yaml")]) == 2
     assert capsys.readouterr().err.startswith("vitray: rsync: not found here")
     assert not (tmp_path / ".ray").exists()
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vitray.config import ConfigError, Model, Run, load_run
+from vitray.config import Model, Run, load_run
+from vitray.errors import ConfigError
 
 BAD_WORDS = [
     ("model.drop_pth=0.1", ["model.drop_pth: unknown setting", "wanted one of name, image_size", "nearest: drop_path"]),

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from vitray.config import Model
-from vitray.model.counts import count, picture
-from vitray.model.sizes import sizes_of
-from vitray.model.vit import ViT
+from vitray.models.counts import count, picture
+from vitray.models.sizes import sizes_of
+from vitray.models.vit import ViT
 
 LS = {"layerscale": 1e-4}
 # Seed 000 Tables 1, 3 and 7, seed 002 Table 1: millions of parameters, GFLOPs, to the printed digit. L/16 is printed

@@ -16,11 +16,12 @@ from test_tracking import Server
 
 from pipelines.__main__ import main
 from vitray import load_deltas, storage
-from vitray.config import ConfigError, Model, Run
-from vitray.model.vit import ViT
-from vitray.registry import located
-from vitray.tracking.model import log_model
-from vitray.tracking.shipping import register
+from vitray.config import Model, Run
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
+from vitray.tracking.mlflow_client import resolve_uri
+from vitray.tracking.model_flavour import log_model
+from vitray.tracking.uploader import register
 from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
 
 Changed = Callable[[str], bool]
@@ -437,7 +438,7 @@ def logged(store, tmp_path_factory) -> dict[str, str]:
 
 
 def test_models_are_read_by_every_mlflow_address(store, logged, tmp_path):
-    store.log_artifacts(logged["run"], str(Path(located(logged["whole"]))), "weights/model")
+    store.log_artifacts(logged["run"], str(Path(resolve_uri(logged["whole"]))), "weights/model")
     addresses = ["models:/vit@champion", "models:/vit/1", logged["whole"]]
     addresses += [f"runs:/{logged['run']}/{path}" for path in ("vit_u2x2_8", "weights/model", "weights/model/")]
     for number, address in enumerate(addresses):
@@ -447,8 +448,8 @@ def test_models_are_read_by_every_mlflow_address(store, logged, tmp_path):
         assert is_same(load_model(str(tmp_path / str(number))).vit, tuned(fresh())), address
     [network] = load_deltas("models:/vit@champion", ["models:/vit/2"])
     assert is_same(network.vit, tuned(fresh()))
-    assert located("models") == "models"
-    assert Path(located("models:/vit/1")).is_dir()  # no copy
+    assert resolve_uri("models") == "models"
+    assert Path(resolve_uri("models:/vit/1")).is_dir()  # no copy
     assert main(["model", "models:/vit/1"]) == 0
 
 
@@ -463,7 +464,7 @@ def test_a_base_named_by_its_alias_stays_the_base_when_the_alias_moves(store, lo
 
 
 def test_a_logged_delta_is_one_and_says_of_what(store, logged):
-    place = Path(located(logged["delta"]))
+    place = Path(resolve_uri(logged["delta"]))
     assert sorted(file.name for file in place.iterdir()) == [
         "classes.json",
         "delta.json",
@@ -534,7 +535,7 @@ def test_an_mlflow_that_does_not_answer_is_one_message(tmp_path, monkeypatch, ca
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:geheim@127.0.0.1:9")
     assert main(["weights", "show", "models:/vit/1"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("vitray: models:/vit/1: MLflow at http://127.0.0.1:9 cannot say where it lies")
+    assert told.startswith("vitray: models:/vit/1: MLflow at http://127.0.0.1:9 cannot find it")
     assert "geheim" not in told
     assert told.count("\n") == 1
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -561,7 +562,9 @@ def test_what_only_a_server_has_is_fetched_once(tmp_path, store, monkeypatch):
         assert is_same(load_model(f"runs:/{run_id}/weights").vit, fresh())
         assert is_same(load_model(f"runs:/{run_id}/vit_u2x2_8").vit, fresh())
         shutil.rmtree(tmp_path / "artifacts")
-        assert located(uri) == str(tmp_path / "home" / "models" / uri.removeprefix("models:/") / "artifacts" / "model")
+        assert resolve_uri(uri) == str(
+            tmp_path / "home" / "models" / uri.removeprefix("models:/") / "artifacts" / "model"
+        )
         assert is_same(load_model(str(tmp_path / "d")).vit, tuned(fresh()))
         assert "geheim" not in (tmp_path / "d" / "delta.json").read_text()
     finally:

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from test_layers import ROOT
 
-from vitray.config import ConfigError
-from vitray.shards.demo import demo_classes, demo_item
+from vitray.data.shards.demo import demo_classes, demo_item
+from vitray.errors import ConfigError
 
 PAIRS = len(demo_classes("shape")) * len(demo_classes("texture"))
 

@@ -8,8 +8,8 @@ import pytest
 from test_layers import ROOT
 
 from pipelines import doctor
-from vitray.config import RunError
-from vitray.doctor import Seen, examine, judge
+from vitray.cluster.doctor import Seen, examine, judge
+from vitray.errors import RunError
 
 WELL = Seen(
     name="one", address="10.0.0.1", cpus=8.0, gpus=1.0, store=8e9, versions={"python": "3.12.3", "ray": "2.60.0"},
@@ -101,7 +101,7 @@ nodes = Cluster(head_node_args={"num_cpus": 1}, initialize_head=True)
 nodes.add_node(num_cpus=2)
 os.environ["RAY_ADDRESS"] = nodes.address
 with cluster.running():
-    from vitray.doctor import examine
+    from vitray.cluster.doctor import examine
     health = examine(sys.argv[1])
 print(json.dumps([[node.cpus for node in health.nodes], [[*fault] for fault in health.faults]]))
 """

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from vitray.config.augmentation import Normalise
-from vitray.evaluation import MISTAKES, evaluate
-from vitray.stream.feed import DeviceBatch
+from vitray.data.stream.prefetch import DeviceBatch
+from vitray.evaluation.scores import MISTAKES, evaluate
 
 
 class Reader(torch.nn.Module):

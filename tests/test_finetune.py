@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vitray import checkpoints
-from vitray.config import ConfigError, Model, Run, load_run
-from vitray.loop.driver import train
-from vitray.model.vit import ViT
-from vitray.plan import make_plan
-from vitray.shards import open_dataset, read_job, write_dataset
-from vitray.tuning import part_of
+from vitray.config import Model, Run, load_run
+from vitray.data.shards import open_dataset, read_job, write_dataset
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
+from vitray.runs.driver import train
+from vitray.runs.plan import make_plan
+from vitray.train import checkpoints
 from vitray.weights import load_model, save_model
+from vitray.weights.freezing import part_of
 
 pytestmark = pytest.mark.ray
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.__main__ import main
-from vitray import cluster, jobs
-from vitray.config import ConfigError
-from vitray.registry import tracking_uri
+from vitray.cluster import jobs, session
+from vitray.errors import ConfigError
+from vitray.tracking.mlflow_client import tracking_uri
 
 ROOT = Path(__file__).parent.parent
 
@@ -198,12 +198,12 @@ def job(clean, tmp_path):
     """As in a job: a temporary folder, and Ray's word that it is one."""
     clean.chdir(tmp_path)
     clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://a.zip"}}))
-    assert cluster.job_folder() == tmp_path
+    assert session.job_folder() == tmp_path
     return clean
 
 
 def test_a_jobs_own_folder_keeps_neither_results_nor_records(job, tmp_path):
-    from vitray.plan import check_storage
+    from vitray.runs.plan import check_storage
 
     job.setenv("MLFLOW_TRACKING_URI", "http://10.0.0.5:5000")
     for out in ("runs", str(tmp_path / "runs")):
@@ -221,7 +221,7 @@ def test_a_jobs_own_folder_keeps_neither_results_nor_records(job, tmp_path):
 
 
 def test_data_that_was_not_sent_is_said(job):
-    from vitray.shards import open_dataset
+    from vitray.data.shards import open_dataset
 
     with pytest.raises(ConfigError, match=r"data/demo: no dataset here.*only the files that were sent with it"):
         open_dataset("data/demo")
@@ -231,13 +231,13 @@ def test_a_job_without_a_folder_of_its_own_may_write_where_it_runs(clean, tmp_pa
     clean.chdir(tmp_path)
     for environment in ({}, {"working_dir": "local:///srv/vitray"}):
         clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environment}))
-        assert cluster.job_folder() is None
+        assert session.job_folder() is None
 
 
 def test_a_dashboards_address_drives_no_run(clean):
     clean.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="`vitray submit` sends jobs"):
-        cluster._start(None, None, dashboard=True)  # as where no Ray runs yet
+        session._start(None, None, dashboard=True)  # as where no Ray runs yet
 
 
 # ---- on a real head --------------------------------------------------------------------------------------------------

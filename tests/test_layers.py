@@ -1,4 +1,4 @@
-"""Layers and doors: who may import whom, held as two literals and checked on the syntax tree."""
+"""Floors and doors: who may import whom, held as two literals and checked on the syntax tree."""
 
 import ast
 import subprocess
@@ -9,53 +9,47 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A module imports only from lower layers. `model` stands for every module of the package but the one named apart.
-LAYERS = (
-    {"vitray.model.names", "vitray.waking"},  # the standard library alone: names are read before torch is
-    {"vitray.config"},
-    {"vitray.model", "vitray.storage", "vitray.augment", "vitray.optim", "vitray.schedule", "vitray.cluster"},
-    {"vitray.tuning", "vitray.tokenizer", "vitray.admission", "vitray.expressions", "vitray.report"},
-    {"vitray.masked", "vitray.space"},
-    {"vitray.registry"},
-    {"vitray.probing", "vitray.jobs", "vitray.launching"},
-    {"vitray.weights", "vitray.shards", "vitray.task", "vitray.checkpoints", "vitray.doctor"},
-    {"vitray.stream", "vitray.tracking", "vitray.start"},
-    {"vitray.evaluation", "vitray.plan"},
-    {"vitray.loop"},
-    {"vitray.search"},
-    {"vitray.bench"},
-    {"vitray"},
-    {"pipelines"},
+# A module imports only from lower floors. A package stands for its modules, but for those named apart.
+FLOORS = (
+    {"vitray.errors"},
+    {"vitray.config", "vitray.storage", "vitray.cluster.session"},
+    {"vitray.models", "vitray.tracking.mlflow_client", "vitray.data.augment"},
+    {"vitray.weights", "vitray.cluster"},
+    {"vitray.data", "vitray.tasks", "vitray.tracking"},
+    {"vitray.evaluation", "vitray.train"},
+    {"vitray.runs", "vitray.bench"},
+    {"vitray.sweep"},
 )
+# Above all floors: the public names, and the verbs.
+ROOF = {"vitray", "pipelines"}
 
 # A platform enters only through its doors.
 DOORS = {
-    "mlflow": {"vitray.registry", "vitray.tracking"},
-    "ray.data": {"vitray.stream", "vitray.cluster"},  # the cluster: actors of Ray Data that are begun early
-    "ray.train": {"vitray.loop"},
-    "ray.tune": {"vitray.search"},
-    "ray.job_submission": {"vitray.jobs"},
-    "ray.autoscaler": {"vitray.launching"},
-    "optuna": {"vitray.search"},
-    "boto3": {"vitray.storage", "vitray.probing", "vitray.launching"},
-    "botocore": {"vitray.storage", "vitray.probing", "vitray.launching"},
+    "mlflow": {"vitray.tracking"},
+    "ray.data": {"vitray.data", "vitray.cluster.session"},  # the session: actors of Ray Data that are started early
+    "ray.train": {"vitray.train", "vitray.runs"},
+    "ray.tune": {"vitray.sweep"},
+    "ray.job_submission": {"vitray.cluster.jobs"},
+    "ray.autoscaler": {"vitray.cluster.launch"},
+    "optuna": {"vitray.sweep"},
+    "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.launch"},
+    "botocore": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.launch"},
     "pyarrow.fs": {"vitray.storage"},
-    "matplotlib": {"vitray.bench", "vitray.report", "vitray.tracking"},
-    "simplejpeg": {"vitray.augment"},
-    "torchvision": {"vitray.augment", "vitray.bench"},  # the bench: what we compare with
+    "matplotlib": {"vitray.bench", "vitray.sweep.report", "vitray.tracking"},
+    "simplejpeg": {"vitray.data.augment"},
+    "torchvision": {"vitray.data.augment", "vitray.bench"},  # the bench: what we compare with
 }
 
 # A recipe loads at once.
 LIGHT = (
     "vitray",
-    "vitray.waking",
     "vitray.config",
-    "vitray.model",
-    "vitray.model.names",
-    "vitray.model.sizes",
-    "vitray.schedule",
-    "vitray.space",
-    "vitray.admission",
+    "vitray.models",
+    "vitray.config.model_names",
+    "vitray.models.sizes",
+    "vitray.train.schedule",
+    "vitray.sweep.space",
+    "vitray.sweep.capacity",
 )
 
 
@@ -83,23 +77,36 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 def room_of(module: str) -> tuple[int, str]:
-    """The layer and the name of the longest listed entry that `module` is or lies in."""
-    listed = {room: index for index, layer in enumerate(LAYERS) for room in layer}
+    """The floor and the name of the longest listed entry that `module` is or lies in."""
+    listed = {room: floor for floor, rooms in enumerate((*FLOORS, ROOF)) for room in rooms}
     room = module
     while room not in listed:
-        assert room, f"{module} has no layer"
+        assert room, f"{module} has no floor"
         room = room.rpartition(".")[0]
     return listed[room], room
 
 
-def layer_faults(found: dict[str, ast.Module]) -> list[str]:
-    """Imports that do not go down; within one room, modules may use each other."""
+def imported_modules(module: str, trees: dict[str, ast.Module]) -> set[str]:
+    """Our modules that `module` imports, less itself."""
+    return (imports(trees[module]) & set(trees)) - {module}
+
+
+def layer_faults(trees: dict[str, ast.Module]) -> list[str]:
+    """Imports that do not go down; within one room modules may import each other."""
     return [
-        f"{module} imports {target}, which is not in a lower layer"
-        for module, tree in found.items()
-        for target in imports(tree) & set(found)
+        f"{module} imports {target}, which is not on a lower floor"
+        for module in trees
+        for target in imported_modules(module, trees)
         if room_of(module) != room_of(target) and room_of(module)[0] <= room_of(target)[0]
     ]
+
+
+def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
+    """Import circles between modules: what is left once every module without open imports is taken away, repeatedly."""
+    graph = {module: imported_modules(module, trees) for module in trees}
+    while leaves := {module for module, targets in graph.items() if not targets & set(graph)}:
+        graph = {module: targets for module, targets in graph.items() if module not in leaves}
+    return [[module, *sorted(targets & set(graph))] for module, targets in graph.items()]
 
 
 def door_faults(found: dict[str, ast.Module]) -> list[str]:
@@ -118,6 +125,10 @@ def test_imports_go_down():
     assert layer_faults(modules(ROOT)) == []
 
 
+def test_no_imports_go_round():
+    assert circles(modules(ROOT)) == []
+
+
 def test_platforms_enter_by_their_doors():
     assert door_faults(modules(ROOT)) == []
 
@@ -132,21 +143,21 @@ def test_light_modules_load_nothing_heavy(module):
 @pytest.mark.parametrize(
     ("planted", "fault"),
     [
-        ("from vitray.bench import measure", "vitray.model.blocks imports vitray.bench"),
-        ("def late():\n    import pipelines.model", "vitray.model.blocks imports pipelines.model"),
-        ("import mlflow", "vitray.model.blocks imports mlflow: mlflow enters only through"),
+        ("from vitray.bench import measure", "vitray.models.blocks imports vitray.bench"),
+        ("def late():\n    import pipelines.model", "vitray.models.blocks imports pipelines.model"),
+        ("import mlflow", "vitray.models.blocks imports mlflow: mlflow enters only through"),
         (
             "def late():\n    from ray import data",
-            "vitray.model.blocks imports ray.data: ray.data enters only through",
+            "vitray.models.blocks imports ray.data: ray.data enters only through",
         ),
-        ("from pyarrow import fs", "vitray.model.blocks imports pyarrow.fs"),
+        ("from pyarrow import fs", "vitray.models.blocks imports pyarrow.fs"),
     ],
 )
 def test_a_planted_violation_is_found(planted, fault):
-    found = modules(ROOT) | {"vitray.model.blocks": ast.parse(planted)}
+    found = modules(ROOT) | {"vitray.models.blocks": ast.parse(planted)}
     assert any(line.startswith(fault) for line in layer_faults(found) + door_faults(found))
 
 
 def test_names_may_not_import_config():
-    found = modules(ROOT) | {"vitray.model.names": ast.parse("import vitray.config")}
+    found = modules(ROOT) | {"vitray.config.model_names": ast.parse("import vitray.config")}
     assert layer_faults(found)

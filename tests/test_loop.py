@@ -19,13 +19,14 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from vitray import checkpoints
-from vitray.config import ConfigError, RunError, load_run
-from vitray.evaluation import Mistake, Score
-from vitray.loop.desk import Desk
-from vitray.loop.driver import train
-from vitray.loop.standing import Teller
-from vitray.shards import read_job, write_dataset
+from vitray.config import load_run
+from vitray.data.shards import read_job, write_dataset
+from vitray.errors import ConfigError, RunError
+from vitray.evaluation.scores import Mistake, Score
+from vitray.runs.driver import train
+from vitray.runs.mailbox import Desk
+from vitray.train import checkpoints
+from vitray.train.state import Teller
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray
@@ -288,7 +289,7 @@ def test_the_desk_loads_nothing_for_what_it_keeps(ray_cluster):
     assert [Mistake(**found) for found in record["mistakes"]] == [mistake]
     loaded = ray.get(desk.__ray_call__.remote(lambda _: set(sys.modules)))
     assert "numpy" in loaded
-    assert not {"torch", "vitray.evaluation"} & loaded
+    assert not {"torch", "vitray.evaluation.scores"} & loaded
 
 
 def test_what_does_not_fit_the_cluster_is_said_at_once(place):

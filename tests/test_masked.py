@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitray.augment.masks import HIDDEN, VISIBLE, draw_sources
-from vitray.config import ConfigError, Run
+from vitray.config import Run
 from vitray.config.training import Optim
-from vitray.masked import MaskedPrediction, blanked
-from vitray.model.patches import patchify, unpatchify
-from vitray.model.vit import ViT
-from vitray.optim import build_optimizer, parameter_groups
-from vitray.task import build_task, recompute_activations
+from vitray.data.augment.masks import HIDDEN, VISIBLE, draw_sources
+from vitray.errors import ConfigError
+from vitray.models.patches import patchify, unpatchify
+from vitray.models.vit import ViT
+from vitray.tasks.masked import MaskedPrediction, blanked
+from vitray.tasks.supervised import build_task, recompute_activations
+from vitray.train.optim import build_optimizer, parameter_groups
 
 PATCH, GRID = 8, (4, 3)
 PATCHES = GRID[0] * GRID[1]

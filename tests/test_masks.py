@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from vitray.augment.draws import raw_draws
-from vitray.augment.masks import HIDDEN, VISIBLE, draw_rectangles, draw_sources
-from vitray.config import ConfigError, Run, load_run
+from vitray.config import Run, load_run
 from vitray.config.pretraining import (
     BlockMask,
     Mask,
@@ -21,6 +19,9 @@ from vitray.config.pretraining import (
     paper_mask,
     predicted_patches,
 )
+from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.augment.masks import HIDDEN, VISIBLE, draw_rectangles, draw_sources
+from vitray.errors import ConfigError
 
 GRID = (14, 14)
 BERT = RandomMask(ratio=0.5, other=0.1, kept=0.1)

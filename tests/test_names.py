@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitray.model.names import STEMS, WIDTHS, Name, parse_name
+from vitray.config.model_names import STEMS, WIDTHS, Name, parse_name
 
 
 @pytest.mark.parametrize("width", WIDTHS)

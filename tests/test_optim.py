@@ -12,10 +12,11 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitray.config import ConfigError, Model
+from vitray.config import Model
 from vitray.config.training import Ema, Optim
-from vitray.model.vit import ViT
-from vitray.optim import (
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
+from vitray.train.optim import (
     Average,
     Lamb,
     average_decay,

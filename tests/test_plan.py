@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vitray.config import ConfigError, load_run
-from vitray.plan import check_storage, difference, make_plan
-from vitray.shards import open_dataset, read_job, set_aside, write_dataset
+from vitray.config import load_run
+from vitray.data.shards import open_dataset, read_job, set_aside, write_dataset
+from vitray.errors import ConfigError
+from vitray.runs.plan import check_storage, difference, make_plan
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", "optim.batch=16"]

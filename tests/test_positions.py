@@ -8,7 +8,7 @@ import torchvision
 from timm.layers import resample_abs_pos_embed
 
 from vitray.config import Learned, NoPositions, SinCos2d
-from vitray.model.positions import RESAMPLE, Positions, resample, sincos2d
+from vitray.models.positions import RESAMPLE, Positions, resample, sincos2d
 
 
 @pytest.mark.parametrize("frequencies", ["big_vision", "mae"])

@@ -9,15 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vitray import checkpoints
-from vitray.augment.masks import draw_sources
-from vitray.config import ConfigError, load_run
-from vitray.loop.driver import train
-from vitray.loop.reading import with_masks
-from vitray.plan import make_plan
-from vitray.shards import read_job, write_dataset
-from vitray.stream import HostBatch
+from vitray.config import load_run
+from vitray.data.augment.masks import draw_sources
+from vitray.data.shards import read_job, write_dataset
+from vitray.data.stream import HostBatch
+from vitray.errors import ConfigError
+from vitray.runs.driver import train
+from vitray.runs.plan import make_plan
 from vitray.tracking.figures import draw_pictures
+from vitray.train import checkpoints
+from vitray.train.data import with_masks
 from vitray.weights import load_model, load_tokenizer
 
 pytestmark = pytest.mark.ray

@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vitray import storage
-from vitray.config import ConfigError
-from vitray.plan import check_storage
-from vitray.probing import lasting, preflight, readable
+from vitray.cluster.storage_check import lasting, preflight, readable
+from vitray.errors import ConfigError
+from vitray.runs.plan import check_storage
 
 SECRET = "canary-secret-0123456789"
 
@@ -197,7 +197,7 @@ def test_a_server_that_hangs_is_said_within_seconds(monkeypatch):
         for name, value in {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": SECRET, "REGION": "us-east-1"}.items():
             monkeypatch.setenv(f"AWS_{name}", value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr("vitray.probing.ANSWER", 1)
+        monkeypatch.setattr("vitray.cluster.storage_check.ANSWER", 1)
         assert "does not answer within 1 seconds" in refused("s3://bucket/runs")
 
 
@@ -240,7 +240,7 @@ def test_a_file_that_is_not_there_may_still_be_read(s3_server):
 
 def test_data_on_s3_is_asked_for_before_it_is_opened(s3_server, monkeypatch):
     from vitray.config import load_run
-    from vitray.plan import make_plan
+    from vitray.runs.plan import make_plan
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     with pytest.raises(ConfigError, match="the secret key does not belong to the access key"):

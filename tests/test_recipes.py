@@ -30,16 +30,17 @@ import torch
 from test_layers import ROOT
 
 from pipelines import recipes
-from vitray.augment.batch import prepare_batch
-from vitray.augment.draws import generator
-from vitray.augment.masks import draw_sources
-from vitray.augment.sample import augment_image
-from vitray.config import ConfigError, Run, load_run
+from vitray.config import Run, load_run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.model.counts import count
-from vitray.optim import Average, build_optimizer, clip_gradients, set_learning_rate
-from vitray.schedule import in_steps, learning_rate, total_steps
-from vitray.task import Task, build_task
+from vitray.data.augment.batch import prepare_batch
+from vitray.data.augment.image import augment_image
+from vitray.data.augment.keyed_random import generator
+from vitray.data.augment.masks import draw_sources
+from vitray.errors import ConfigError
+from vitray.models.counts import count
+from vitray.tasks.supervised import Task, build_task
+from vitray.train.optim import Average, build_optimizer, clip_gradients, set_learning_rate
+from vitray.train.schedule import in_steps, learning_rate, total_steps
 
 FOUND = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167

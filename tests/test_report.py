@@ -26,17 +26,17 @@ from test_layers import ROOT
 from test_recipes import PROMISES
 
 from vitray.config import load_run
-from vitray.config.reading import parse_words
-from vitray.model.names import parse_name
-from vitray.report import Point, Sweep, Trial, comparisons, dataset_of, point_of, write_report
-from vitray.report.drawing import DARK, LIGHT, Label, dressed, label_points, new_figure, png, spread_out
-from vitray.report.groups import grouped, pairs_of, pareto_front, results_of
-from vitray.report.intervals import interval_of, student_t, summary_of
-from vitray.report.markup import joined, link, tag
-from vitray.report.papers import DOSOVITSKIY, PAPER, TOUVRON, TOUVRON_START
-from vitray.report.trends import smooth
-from vitray.report.trials import Measure, leader
-from vitray.report.writing import drawings_of, table_of
+from vitray.config.model_names import parse_name
+from vitray.config.parsing import parse_words
+from vitray.sweep.report import Point, Sweep, Trial, comparisons, dataset_of, point_of, write_report
+from vitray.sweep.report.drawing import DARK, LIGHT, Label, dressed, label_points, new_figure, png, spread_out
+from vitray.sweep.report.groups import grouped, pairs_of, pareto_front, results_of
+from vitray.sweep.report.intervals import interval_of, student_t, summary_of
+from vitray.sweep.report.markup import joined, link, tag
+from vitray.sweep.report.papers import DOSOVITSKIY, PAPER, TOUVRON, TOUVRON_START
+from vitray.sweep.report.trends import smooth
+from vitray.sweep.report.trials import Measure, leader
+from vitray.sweep.report.writing import drawings_of, table_of
 
 HOSTILE = "<script>alert(1)</script> $x_{ \"quoted\" & 'single' 猫\n" + "x" * 200
 
@@ -686,7 +686,7 @@ def test_smoothing_keeps_few_points_and_means_many():
 
 
 def test_drawing_leaves_pyplot_alone():
-    code = "import sys, vitray.report; print({'matplotlib.pyplot', 'ray', 'mlflow', 'torch'} & set(sys.modules))"
+    code = "import sys, vitray.sweep.report; print({'matplotlib.pyplot', 'ray', 'mlflow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -8,7 +8,7 @@ from ray.exceptions import OutOfMemoryError
 from ray.train import ControllerError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 
-from vitray.loop import restarts
+from vitray.runs import oom_backoff
 
 # The beginning of what Ray 2.60 says.
 SAID = (
@@ -20,16 +20,16 @@ SAID = (
 def test_the_node_and_its_memory_are_named_however_the_error_is_wrapped():
     wrapped = WorkerHealthCheckFailedError("A worker health check failed.", OutOfMemoryError(SAID))
     expected = "node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken"
-    assert restarts.short_of_memory([ValueError("another"), wrapped]) == expected
-    assert restarts.short_of_memory([OutOfMemoryError("the node running low on memory")]) == "node ran out of memory"
-    assert restarts.short_of_memory([ValueError("another"), RuntimeError("CUDA out of memory")]) is None
+    assert oom_backoff.short_of_memory([ValueError("another"), wrapped]) == expected
+    assert oom_backoff.short_of_memory([OutOfMemoryError("the node running low on memory")]) == "node ran out of memory"
+    assert oom_backoff.short_of_memory([ValueError("another"), RuntimeError("CUDA out of memory")]) is None
 
 
 @pytest.mark.parametrize(("error", "waits"), [(OutOfMemoryError(SAID), [15, 60, 240, 240]), (ValueError("no"), [])])
 def test_workers_wait_longer_each_time_for_memory_alone_and_not_before_the_end(monkeypatch, error, waits):
     slept, said = [], []
-    monkeypatch.setattr(restarts.time, "sleep", slept.append)
-    callback = restarts.WaitForMemory(SimpleNamespace(put=SimpleNamespace(remote=said.append)), tries=4)
+    monkeypatch.setattr(oom_backoff.time, "sleep", slept.append)
+    callback = oom_backoff.WaitForMemory(SimpleNamespace(put=SimpleNamespace(remote=said.append)), tries=4)
     for _ in range(5):
         callback.after_exception(None, {1: error})
     assert slept == waits
@@ -48,13 +48,13 @@ def test_a_worker_that_is_ended_before_it_has_begun_is_waited_for_too(monkeypatc
             raise ControllerError(OutOfMemoryError(SAID))
         return "trained"
 
-    monkeypatch.setattr(restarts.time, "sleep", slept.append)
+    monkeypatch.setattr(oom_backoff.time, "sleep", slept.append)
     desk = SimpleNamespace(put=SimpleNamespace(remote=lambda _: None))
-    if times > len(restarts.WAITS):
+    if times > len(oom_backoff.WAITS):
         with pytest.raises(ControllerError):
-            restarts.fit_patiently(fit, desk)
+            oom_backoff.fit_patiently(fit, desk)
     else:
-        assert restarts.fit_patiently(fit, desk) == "trained"
+        assert oom_backoff.fit_patiently(fit, desk) == "trained"
     assert slept == waits
 
 
@@ -63,15 +63,15 @@ def test_what_is_not_for_memory_is_not_waited_for():
         raise ControllerError(ValueError("another"))
 
     with pytest.raises(ControllerError):
-        restarts.fit_patiently(fit, None)
+        oom_backoff.fit_patiently(fit, None)
 
 
 def test_a_start_that_is_tried_again_is_one_line_a_minute_and_the_rest_is_said_as_it_comes(monkeypatch, caplog):
     now = [1000.0]
-    monkeypatch.setattr(restarts.time, "monotonic", lambda: now[0])
-    logger = logging.getLogger(f"{restarts.TRAIN}.execution.controller.controller")
+    monkeypatch.setattr(oom_backoff.time, "monotonic", lambda: now[0])
+    logger = logging.getLogger(f"{oom_backoff.TRAIN}.execution.controller.controller")
     caplog.set_level(logging.WARNING, "ray")
-    monkeypatch.setattr(logger, "filters", [restarts.OneLine()])
+    monkeypatch.setattr(logger, "filters", [oom_backoff.OneLine()])
     for _ in range(7):
         try:
             raise WorkerGroupStartupTimeoutError(2)
@@ -91,4 +91,4 @@ def test_the_loggers_are_those_of_this_ray():
     from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
 
     assert backend_setup.logger.level == autoscaling_coordinator_client.logger.level == logging.ERROR
-    assert any(isinstance(each, restarts.OneLine) for each in controller.logger.filters)
+    assert any(isinstance(each, oom_backoff.OneLine) for each in controller.logger.filters)

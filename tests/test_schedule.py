@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from vitray.config import ConfigError
 from vitray.config.training import Optim
-from vitray.schedule import in_steps, learning_rate, total_steps
+from vitray.errors import ConfigError
+from vitray.train.schedule import in_steps, learning_rate, total_steps
 
 
 def optim(**settings) -> Optim:

@@ -10,19 +10,20 @@ from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
 from vitray import storage
-from vitray.admission import Node
-from vitray.config import ConfigError, load_run
-from vitray.config.sweeping import Goal
-from vitray.loop.driver import HOME, RUN
-from vitray.model.sizes import sizes_of
-from vitray.search.driver import plan_sweep
-from vitray.search.handing import Handing
-from vitray.search.ledger import Entry, Ledger, read_entries
-from vitray.search.record import Record, write_record
-from vitray.search.screen import Screen
-from vitray.search.stopping import scheduler_of
-from vitray.shards import read_job, write_dataset
-from vitray.space import Point, extended, read_space
+from vitray.config import load_run
+from vitray.config.sweep import Goal
+from vitray.data.shards import read_job, write_dataset
+from vitray.errors import ConfigError
+from vitray.models.sizes import sizes_of
+from vitray.runs.driver import HOME, RUN
+from vitray.sweep.capacity import Node
+from vitray.sweep.console import Screen
+from vitray.sweep.driver import plan_sweep
+from vitray.sweep.schedulers import scheduler_of
+from vitray.sweep.searcher import Handing
+from vitray.sweep.space import Point, extended, read_space
+from vitray.sweep.trial_record import Record, write_record
+from vitray.sweep.trial_store import Entry, Ledger, read_entries
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -217,7 +218,7 @@ def test_a_terminal_shows_a_table_and_rewrites_it():
 
 def test_time_left_counts_down_until_the_next_trial_ends(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("vitray.search.screen.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("vitray.sweep.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     screen = Screen(3, Goal(), {}, stream)
     for now[0], end in ((100.0, "0:03:20 left\n"), (150.0, "0:02:30 left\n"), (1000.0, "0:00:00 left\n")):

@@ -31,8 +31,8 @@ from torchvision.transforms.v2 import functional as vision
 
 from vitray import storage
 from vitray.config import Run
-from vitray.model.vit import ViT
-from vitray.tracking.model import REQUIREMENTS, log_model
+from vitray.models.vit import ViT
+from vitray.tracking.model_flavour import REQUIREMENTS, log_model
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]

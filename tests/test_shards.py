@@ -22,14 +22,14 @@ from PIL import Image
 
 from pipelines import shard
 from pipelines.__main__ import run_verb
-from vitray.augment.decode import UndecodableImage, shown
-from vitray.config import ConfigError
-from vitray.shards import Settings, open_dataset, read_job, write_dataset
-from vitray.shards.demo import demo_classes, demo_item
-from vitray.shards.images import look, png
-from vitray.shards.plan import find_duplicates
-from vitray.shards.sources import Listing, list_source, read_items, recognise
-from vitray.shards.tasks import Progress
+from vitray.data.augment.decode import UndecodableImage, shown
+from vitray.data.shards import Settings, open_dataset, read_job, write_dataset
+from vitray.data.shards.demo import demo_classes, demo_item
+from vitray.data.shards.images import look, png
+from vitray.data.shards.plan import find_duplicates
+from vitray.data.shards.sources import Listing, list_source, read_items, recognise
+from vitray.data.shards.tasks import Progress
+from vitray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 

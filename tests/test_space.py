@@ -14,11 +14,11 @@ from test_layers import ROOT
 
 import tune_spaces
 from pipelines import recipes
-from vitray.config import ConfigError, Run, load_run
-from vitray.config.sweeping import Draw, spelled
-from vitray.expressions import evaluate, names_in
-from vitray.schedule import total_steps
-from vitray.space import (
+from vitray.config import Run, load_run
+from vitray.config.sweep import Draw, spelled
+from vitray.errors import ConfigError
+from vitray.sweep.expressions import evaluate, names_in
+from vitray.sweep.space import (
     Space,
     check_space,
     check_words,
@@ -32,6 +32,7 @@ from vitray.space import (
     stage_space,
     words_apart,
 )
+from vitray.train.schedule import total_steps
 
 DEPTH = """
 space:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vitray.model.names import STEMS, parse_name
-from vitray.model.stems import Stem, synchronise_norms
+from vitray.config.model_names import STEMS, parse_name
+from vitray.models.stems import Stem, synchronise_norms
 
 
 def stem(name: str, seed: int = 0) -> Stem:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from vitray import storage
-from vitray.config import ConfigError, Model, Run
-from vitray.model.vit import ViT
+from vitray.config import Model, Run
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
 from vitray.weights import load_model, save_model
 
 

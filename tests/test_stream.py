@@ -15,13 +15,21 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipelines.__main__ import main
-from vitray.config import ConfigError
 from vitray.config.augmentation import Augment, CentreCrop
-from vitray.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
-from vitray.stream import Cursor, Share, Stream, forget_decoded
-from vitray.stream.cache import decoded_split
-from vitray.stream.decoding import rows_of
-from vitray.stream.plan import DEAL, LANES, REGION, epoch_order, evaluation_positions, positions_of, repeated
+from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.data.stream import Cursor, Share, Stream, forget_decoded
+from vitray.data.stream.cache import decoded_split
+from vitray.data.stream.decoding import rows_of
+from vitray.data.stream.epoch_order import (
+    DEAL,
+    LANES,
+    REGION,
+    epoch_order,
+    evaluation_positions,
+    positions_of,
+    repeated,
+)
+from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))

@@ -15,13 +15,14 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
-from vitray.config import ConfigError, Model, Run, load_run
-from vitray.model.vit import ViT
-from vitray.search.driver import Recipe, dry_run, sweep
-from vitray.search.ledger import read_entries
-from vitray.shards import open_dataset, read_job, write_dataset
-from vitray.space import read_space
-from vitray.stream import forget_decoded
+from vitray.config import Model, Run, load_run
+from vitray.data.shards import open_dataset, read_job, write_dataset
+from vitray.data.stream import forget_decoded
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
+from vitray.sweep.driver import Recipe, dry_run, sweep
+from vitray.sweep.space import read_space
+from vitray.sweep.trial_store import read_entries
 from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray

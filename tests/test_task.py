@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
-from vitray.config import ConfigError, Run
-from vitray.task import Supervised, binary_cross_entropy, build_task, recompute_activations, soft_cross_entropy
+from vitray.config import Run
+from vitray.errors import ConfigError
+from vitray.tasks.supervised import (
+    Supervised,
+    binary_cross_entropy,
+    build_task,
+    recompute_activations,
+    soft_cross_entropy,
+)
 
 
 def run(**settings) -> Run:

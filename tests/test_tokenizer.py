@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.config import ConfigError, Run, load_run
+from vitray.config import Run, load_run
 from vitray.config.training import Optim
-from vitray.model.patches import patchify
-from vitray.optim import parameter_groups
-from vitray.start import open_vocabulary
-from vitray.task import build_task
-from vitray.tokenizer import VisualTokenizer
+from vitray.errors import ConfigError
+from vitray.models.patches import patchify
+from vitray.models.tokenizer import VisualTokenizer
+from vitray.tasks.supervised import build_task
+from vitray.train.optim import parameter_groups
 from vitray.weights import identity_of, load_model, load_tokenizer, open_weights, save_model, save_tokenizer
+from vitray.weights.pretrained import open_vocabulary
 
 LEVELS = (5, 4, 3)
 PATCH, PATCHES = 8, 12

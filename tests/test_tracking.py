@@ -22,11 +22,21 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray import tracking
-from vitray.config import ConfigError
-from vitray.registry import import_mlflow, open_client, without_credentials
-from vitray.tracking import Tracker, close_orphans, facts, flush_all, machine, sample, shown, tracker, tracking_uri
-from vitray.tracking.journal import Journal, now, spool
-from vitray.tracking.shipping import Delivery
+from vitray.errors import ConfigError, redact
+from vitray.tracking import (
+    Tracker,
+    close_orphans,
+    facts,
+    flush_all,
+    redact_uri,
+    sample,
+    system_info,
+    tracker,
+    tracking_uri,
+)
+from vitray.tracking.mlflow_client import import_mlflow, open_client
+from vitray.tracking.spool import Journal, now, spool
+from vitray.tracking.uploader import Delivery
 
 EXPERIMENT = "vitray"
 ROOT = Path(__file__).parent.parent
@@ -210,7 +220,7 @@ def test_one_process_at_a_time_has_a_journal(tmp_path):
     ],
 )
 def test_credentials_are_left_out(text, shown):
-    assert without_credentials(text) == shown
+    assert redact(text) == shown
 
 
 # The embedded store
@@ -224,7 +234,7 @@ def test_the_default_store_lies_in_the_working_folder(folder, monkeypatch):
     assert the_run().info.artifact_uri.startswith(str(folder / "mlruns"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host:1")
     assert tracking_uri() == "http://me:secret@host:1"
-    assert shown(tracking_uri()) == "http://host:1"
+    assert redact_uri(tracking_uri()) == "http://host:1"
 
 
 def test_a_run_arrives_whole(folder):
@@ -451,7 +461,7 @@ def logged(monkeypatch):
         client.finalize_logged_model(model.model_id, "READY")
         return model.model_uri
 
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
     return folders
 
 
@@ -553,17 +563,17 @@ def test_a_killed_driver_is_proved_dead_and_its_run_closed(folder, monkeypatch):
 
 
 def test_only_what_is_proved_dead_is_dead():
-    alive = machine.identity()
+    alive = system_info.identity()
     machine_id, boot, space, born = alive["vitray.pid_started"].split()
-    assert not machine.has_died(alive)
-    assert not machine.has_died({})
+    assert not system_info.has_died(alive)
+    assert not system_info.has_died({})
     gone = {**alive, "vitray.pid_started": f"{machine_id} {boot} {space} {int(born) - 1}"}
-    assert machine.has_died(gone), "the number of a dead process, given out again"
-    assert not machine.has_died({**gone, "vitray.host": "elsewhere"})
+    assert system_info.has_died(gone), "the number of a dead process, given out again"
+    assert not system_info.has_died({**gone, "vitray.host": "elsewhere"})
     container = {**gone, "vitray.pid_started": f"{machine_id} {boot} pid:[1] {int(born) - 1}"}
-    assert not machine.has_died(container)
+    assert not system_info.has_died(container)
     unknown = {**gone, "vitray.pid_started": f"{machine_id} {boot} {space} ?"}
-    assert not machine.has_died(unknown)
+    assert not system_info.has_died(unknown)
 
 
 def test_a_machine_is_said_in_numbers_and_facts():

@@ -4,8 +4,8 @@ import pytest
 import ray
 from ray.train.torch import TorchTrainer
 
-from vitray.loop.desk import Desk
-from vitray.loop.trainer import Trainer
+from vitray.runs.mailbox import Desk
+from vitray.runs.trainer import Trainer
 
 
 def callbacks(trainer):
@@ -27,7 +27,7 @@ def test_what_a_trial_reserves_is_given_back_when_it_dies(ray_cluster):
     def begun_in_a_thread(_):
         from concurrent.futures import ThreadPoolExecutor
 
-        from vitray.loop.trainer import Trainer
+        from vitray.runs.trainer import Trainer
 
         with ThreadPoolExecutor() as threads:
             return [type(each).__name__ for each in threads.submit(Trainer(print)._create_default_callbacks).result()]

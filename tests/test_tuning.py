@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitray.config import ConfigError, Model, Run
+from vitray.config import Model, Run
+from vitray.config.model_names import STEMS
 from vitray.config.training import TRAINED, Ema, Finetune, Optim, Part
-from vitray.model.names import STEMS
-from vitray.model.positions import resample
-from vitray.model.sizes import sizes_of
-from vitray.model.vit import ViT
-from vitray.optim import Average, build_optimizer, clip_gradients, parameter_groups
-from vitray.task import Supervised, build_task
-from vitray.tuning import adapt, audit, audit_table, freeze, part_of, parts_of
+from vitray.errors import ConfigError
+from vitray.models.positions import resample
+from vitray.models.sizes import sizes_of
+from vitray.models.vit import ViT
+from vitray.tasks.supervised import Supervised, build_task
+from vitray.train.optim import Average, build_optimizer, clip_gradients, parameter_groups
+from vitray.weights.freezing import adapt, audit, audit_table, freeze, part_of, parts_of
 
 MODES = tuple(TRAINED)
 TINY = {"name": "vit_u2x2_8_hmlp_bn", "image_size": 32, "num_classes": 7, "layerscale": 0.1}

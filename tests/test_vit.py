@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vitray.config import Model
-from vitray.model.names import STEMS, WIDTHS
-from vitray.model.vit import ViT, drop_path_rates, regroup
+from vitray.config.model_names import STEMS, WIDTHS
+from vitray.models.vit import ViT, drop_path_rates, regroup
 
 
 def vit(name="vit_u3x2_8", **settings) -> ViT:

@@ -14,8 +14,9 @@ from timm.models.vision_transformer import ParallelThingsBlock, VisionTransforme
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from vitray.config import ConfigError, Model, Run
-from vitray.model.vit import ViT
+from vitray.config import Model, Run
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
 from vitray.weights import export_weights, import_weights, load_model, save_model
 
 WIDTH, PATCH, CLASSES = 64, 8, 5

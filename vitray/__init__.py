@@ -4,15 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitray.config import ConfigError as ConfigError
     from vitray.config import Model as Model
     from vitray.config import Run as Run
     from vitray.config import load_run as load_run
-    from vitray.loop.driver import train as train
-    from vitray.model.counts import count as count
-    from vitray.model.names import parse_name as parse_name
-    from vitray.model.vit import ViT as ViT
-    from vitray.model.vit import regroup as regroup
+    from vitray.config.model_names import parse_name as parse_name
+    from vitray.errors import ConfigError as ConfigError
+    from vitray.models.counts import count as count
+    from vitray.models.vit import ViT as ViT
+    from vitray.models.vit import regroup as regroup
+    from vitray.runs.driver import train as train
     from vitray.weights import export_weights as export_weights
     from vitray.weights import flatten_model as flatten_model
     from vitray.weights import import_weights as import_weights
@@ -27,11 +27,11 @@ PUBLIC = {
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",
-    "train": "vitray.loop.driver",
-    "count": "vitray.model.counts",
-    "parse_name": "vitray.model.names",
-    "ViT": "vitray.model.vit",
-    "regroup": "vitray.model.vit",
+    "train": "vitray.runs.driver",
+    "count": "vitray.models.counts",
+    "parse_name": "vitray.config.model_names",
+    "ViT": "vitray.models.vit",
+    "regroup": "vitray.models.vit",
     "export_weights": "vitray.weights",
     "flatten_model": "vitray.weights",
     "import_weights": "vitray.weights",

@@ -18,7 +18,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from vitray.config import ConfigError
+from vitray.errors import ConfigError
 
 
 def is_remote(url: str) -> bool:

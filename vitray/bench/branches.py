@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.bench.measure import circumstances, interleave, progress, ratio_of, spread_of, write_csv
-from vitray.config import ConfigError, Model
-from vitray.model.vit import ViT, regroup
+from vitray.bench.rounds import circumstances, interleave, progress, ratio_of, spread_of, write_csv
+from vitray.config import Model
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT, regroup
 
 VARIANTS = ("seq", "loop", "fused", "auto")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

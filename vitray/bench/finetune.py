@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.bench.measure import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_csv
+from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_csv
 from vitray.config import Run, load_run
-from vitray.optim import build_optimizer
-from vitray.task import build_task, recompute_activations
-from vitray.tuning import audit
+from vitray.tasks.supervised import build_task, recompute_activations
+from vitray.train.optim import build_optimizer
+from vitray.weights.freezing import audit
 
 # Beside the step's time, what is measured once, in bytes, and how the table calls it.
 COSTS = {"peak": "peak MB", "activations": "activations MB", "gradients": "gradients MB", "optimizer": "optimizer MB"}

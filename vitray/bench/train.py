@@ -11,16 +11,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vitray.augment.batch import normalised
-from vitray.bench.measure import circumstances, interleave, ratio_of, spread_of, write_csv
+from vitray.bench.rounds import circumstances, interleave, ratio_of, spread_of, write_csv
 from vitray.config import Run, load_run
-from vitray.loop.reporting import peak_flops
-from vitray.loop.training import take_step
-from vitray.model.counts import count
-from vitray.optim import build_optimizer
-from vitray.stream import Share
-from vitray.stream.feed import DeviceBatch
-from vitray.task import build_task
+from vitray.data.augment.batch import normalised
+from vitray.data.stream import Share
+from vitray.data.stream.prefetch import DeviceBatch
+from vitray.models.counts import count
+from vitray.runs.run_logger import peak_flops
+from vitray.tasks.supervised import build_task
+from vitray.train.loop import take_step
+from vitray.train.optim import build_optimizer
 
 # Seconds of a turn.
 SECONDS = 0.5

@@ -4,8 +4,6 @@ Nothing mutates a `Run`; `run.replace({"model.pool": "mean"})` makes another. Th
 setting: on the command line, in a sweep and in MLflow. Knows neither torch nor ray, so that a recipe loads at once.
 """
 
-from vitray.config.reading import ConfigError as ConfigError
-from vitray.config.reading import RunError as RunError
 from vitray.config.run import Run as Run
 from vitray.config.run import load_run as load_run
 from vitray.config.sections import Learned as Learned

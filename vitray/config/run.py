@@ -6,21 +6,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_words, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer, misfit
-from vitray.config.reading import apply_changes, dump_yaml, flatten, parse_words, read_recipe
-from vitray.config.refusals import refusal
 from vitray.config.sections import Model, Section, one_of
-from vitray.config.training import (
-    Checkpoint,
-    Compute,
-    Data,
-    Evaluate,
-    Finetune,
-    Guard,
-    Optim,
-    Supervised,
-    Tracking,
-)
+from vitray.config.training import Checkpoint, Compute, Data, Evaluate, Finetune, Guard, Optim, Supervised, Tracking
+from vitray.config.validation import refusal
 
 
 class Run(Section):

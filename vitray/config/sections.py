@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from vitray.model.names import Name, parse_name
+from vitray.config.model_names import Name, parse_name
 
 
 class Section(BaseModel):

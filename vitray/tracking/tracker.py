@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from vitray.config import ConfigError
-from vitray.registry import import_mlflow, open_client, said_by, shown, tracking_uri, without_credentials
-from vitray.tracking.journal import RECORDS, Journal, now, spool
-from vitray.tracking.machine import has_died, identity
-from vitray.tracking.shipping import REASON, UID, Delivery
+from vitray.errors import ConfigError, one_line, redact, redact_uri
+from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.spool import RECORDS, Journal, now, spool
+from vitray.tracking.system_info import has_died, identity
+from vitray.tracking.uploader import REASON, UID, Delivery
 
 LOG = logging.getLogger("vitray.tracking")
 
@@ -103,7 +103,7 @@ class Tracker:
 
     def text(self, path: str, text: str) -> None:
         """Record a text as the artifact `path`."""
-        self._keep(path, without_credentials(text).encode())
+        self._keep(path, redact(text).encode())
 
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
@@ -125,7 +125,7 @@ class Tracker:
 
     def run_url(self) -> str:
         """Where a person finds the run: an address, or the command that opens it."""
-        where = shown(self.uri).rstrip("/")
+        where = redact_uri(self.uri).rstrip("/")
         if where.startswith("http"):
             return (self.run_id and self.url_of(self.run_id)) or where
         prefix = f"MLFLOW_TRACKING_URI={where} " if "MLFLOW_TRACKING_URI" in os.environ else ""
@@ -133,7 +133,7 @@ class Tracker:
 
     def url_of(self, run_id: str) -> str | None:
         """The address of the page of a run of the same experiment; None where no server shows it."""
-        where = shown(self.uri).rstrip("/")
+        where = redact_uri(self.uri).rstrip("/")
         experiment = self._shipper.delivery.experiment_id if self._shipper else None
         is_shown = where.startswith("http") and experiment is not None
         return f"{where}/#/experiments/{experiment}/runs/{run_id}" if is_shown else None
@@ -152,7 +152,7 @@ class Tracker:
         if self._ended or self._shipper is None:
             return
         self._ended = True
-        said = None if reason is None else without_credentials(reason)
+        said = None if reason is None else redact(reason)
         self._note({"kind": "end", "time": now(), "status": status, "reason": said})
         left = self._shipper.flush(*PATIENCE[status])
         self._shipper.close(is_whole=left is None)
@@ -171,7 +171,7 @@ class Tracker:
             case SystemExit():
                 self.end("KILLED", f"SystemExit: {error}")
             case _:
-                self.end("FAILED", said_by(error))
+                self.end("FAILED", one_line(error))
 
     def _keep(self, path: str, content: bytes) -> None:
         try:
@@ -190,7 +190,7 @@ class Tracker:
     def _complain(self, error: Exception) -> None:
         """Say once that records are lost."""
         if not self._complained:
-            LOG.warning("tracking: records are lost: %s: %s", self._journal.folder, said_by(error))
+            LOG.warning("tracking: records are lost: %s: %s", self._journal.folder, one_line(error))
         self._complained = True
 
 
@@ -233,7 +233,7 @@ class Shipper:
         try:
             import_mlflow()  # here, since it takes seconds that a run need not wait for
         except Exception as error:
-            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", said_by(error))
+            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", one_line(error))
         try:
             while not self._closing.is_set():
                 self._stir.wait(pause)
@@ -256,7 +256,7 @@ class Shipper:
                 threading.Thread(target=_quietly, args=[self._then], name="vitray-orphans", daemon=True).start()
                 self._then = None
         except Exception as error:
-            self._is_away(said_by(error))
+            self._is_away(one_line(error))
             return False
         return True
 
@@ -280,7 +280,7 @@ def _quietly(then: Callable[[], object]) -> None:
     try:
         then()
     except Exception as error:
-        LOG.debug("tracking: what dead drivers left is not complete: %s", said_by(error))
+        LOG.debug("tracking: what dead drivers left is not complete: %s", one_line(error))
 
 
 class Flushed(NamedTuple):
@@ -358,7 +358,7 @@ def _settle(folder: Path, uri: str) -> Flushed:
         journal.remove()
         return Flushed(begin["uid"], begin["name"], "complete", "complete")
     except Exception as error:
-        return Flushed(folder.name, folder.name, "waiting", f"still waits: {said_by(error)}")
+        return Flushed(folder.name, folder.name, "waiting", f"still waits: {one_line(error)}")
     finally:
         journal.close()
 

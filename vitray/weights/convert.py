@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitray import storage
-from vitray.config import ConfigError, Model, Run
-from vitray.model.names import WIDTHS, nearest
-from vitray.model.vit import ViT
+from vitray.config import Model, Run
+from vitray.config.model_names import WIDTHS
+from vitray.errors import ConfigError, nearest
+from vitray.models.vit import ViT
 from vitray.weights.layouts import LAYOUTS, Layout, names_in
 
 State = dict[str, Tensor]

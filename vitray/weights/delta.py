@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitray import storage
-from vitray.config import ConfigError
-from vitray.config.refusals import refusal
 from vitray.config.sections import Section
-from vitray.registry import is_address, lasting, located
+from vitray.config.validation import refusal
+from vitray.errors import ConfigError
+from vitray.tracking.mlflow_client import is_address, pin_uri, resolve_uri
 from vitray.weights.convert import State, import_weights
 
 WEIGHTS, DELTA, CLASSES, RUN = "model.safetensors", "delta.json", "classes.json", "run.yaml"
@@ -81,7 +81,7 @@ def _is_same(one: Tensor, other: Tensor | None) -> bool:
 
 def make_delta(place: str, state: State, base_url: str) -> Delta:
     """What the tensors of a network that will lie at `place` have in common with those of its base."""
-    url = lasting(base_url)
+    url = pin_uri(base_url)
     base = read_state(url)
     is_path = not (is_address(url) or storage.is_remote(url) or storage.is_remote(place))
     beside = os.path.relpath(url, storage.absolute(place)) if is_path else None
@@ -125,7 +125,7 @@ def _place_of(base: Origin, place: str) -> str:
     lost = f"{place}: a delta of {base.url} (identity {base.identity[:12]})"
     remedy = "wanted it back there; where it still lies, `vitray weights flatten` writes the delta as a whole model"
     try:
-        places = [located(base.url)]
+        places = [resolve_uri(base.url)]
     except ConfigError as error:
         raise ConfigError(f"{lost}, which is not to be had: {error}; {remedy}") from None
     if base.beside is not None and not storage.is_remote(place):
@@ -138,7 +138,7 @@ def _place_of(base: Origin, place: str) -> str:
 
 def read_state(url: str) -> State:
     """The tensors of the network at an address under our names: of a whole one, of a delta, or of another library."""
-    links, root = read_chain(located(url))
+    links, root = read_chain(resolve_uri(url))
     return compose(links, _read_whole(root))
 
 

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vitray import storage
-from vitray.config import ConfigError, Run, load_run
-from vitray.model.vit import ViT
-from vitray.registry import located
-from vitray.tokenizer import VisualTokenizer
+from vitray.config import Run, load_run
+from vitray.errors import ConfigError
+from vitray.models.tokenizer import VisualTokenizer
+from vitray.models.vit import ViT
+from vitray.tracking.mlflow_client import resolve_uri
 from vitray.weights.convert import State, import_weights
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, compose, identity_of, make_delta, read_chain, read_state
 
@@ -131,7 +132,7 @@ def flatten_model(url: str, target: str) -> Saved:
 
 def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> Loaded:
     """What is at an address: a model folder, or a weights file of another library."""
-    place = located(url)
+    place = resolve_uri(url)
     if storage.exists(storage.join(place, RUN)):
         if settings:
             raise ConfigError(f"{url}: a model folder says its own settings; got {', '.join(settings)}, wanted none")
@@ -141,7 +142,7 @@ def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> Loaded:
 
 
 def _folder_at(url: str) -> str:
-    place = located(url)
+    place = resolve_uri(url)
     if not storage.exists(storage.join(place, RUN)):
         raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
     return place

@@ -1,0 +1,118 @@
+"""What a network costs, from shapes alone, and its picture in text."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitray.config import Model
+from vitray.models.vit import ViT
+
+
+class Counts(NamedTuple):
+    """The costs of one image."""
+
+    params: int
+    gflops: float
+    """Billions of multiply-adds forward, counted as the papers do: matrix products, and 5 per normalised element."""
+    activation_bytes: int
+    """What one fp32 image keeps for the way back: the growth of a training step's memory per image."""
+
+
+def count(model: Model) -> Counts:
+    """The costs of a model, with no weight and no image ever allocated."""
+    with torch.device("meta"):
+        vit = ViT(model.model_copy(update={"execution": "loop"}))
+    norm_elements = 0
+
+    def see_norm(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal norm_elements
+        norm_elements += output.numel()
+
+    for module in vit.modules():
+        if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+            module.register_forward_hook(see_norm)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[id(storage)] = storage
+        return tensor
+
+    # Fake CPU tensors, not meta ones: on meta, attention is decomposed and would keep its N x N weights.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        vit.to_empty(device="cpu")
+        images = torch.empty(1, 3, *model.image_shape)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with FlopCounterMode(display=False) as flops:
+                vit(images)
+        weights = {id(parameter.untyped_storage()) for parameter in vit.parameters()}
+    activation_bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+    multiply_adds = flops.get_total_flops() // 2 + 5 * norm_elements
+    return Counts(sum(p.numel() for p in vit.parameters()), multiply_adds / 1e9, activation_bytes)
+
+
+def picture(model: Model, counts: Counts) -> str:
+    """The network drawn from the image down, with what each part holds."""
+    with torch.device("meta"):
+        vit = ViT(model)
+    shape, (height, width), (rows, columns) = model.shape, model.image_shape, model.grid
+    tokens = rows * columns + model.class_token
+
+    def size(*modules: nn.Module) -> str:
+        return _amount(sum(parameter.numel() for module in modules for parameter in module.parameters()))
+
+    stem = " > ".join(_layer(layer) for layer in vit.stem.proj)
+    block: list[tuple[str, str]] = []
+    for part, text in (
+        ("attn", f"{shape.heads} heads"),
+        ("ffn", f"{shape.size} > {4 * shape.size} > {shape.size}"),
+    ):
+        for branch in range(1, shape.branches + 1):
+            module = vit.blocks[0].get_submodule(f"{part}{branch}")
+            scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
+            fork = "──" if shape.branches == 1 else "┬─" if branch == 1 else "└─" if branch == shape.branches else "├─"
+            block.append((f"│ {fork} norm > {part}{branch} {text}{scale}", size(module)))
+        block.append(("⊕ add", ""))
+    positions = model.positions.kind + (
+        f", resized as {model.positions.resample}" if model.positions.kind == "learned" else ""
+    )
+    lines = [
+        (f"image 3 x {height} x {width}", ""),
+        (f"stem {shape.stem}: {stem}", size(vit.stem)),
+        (f"{rows} x {columns} patches + positions ({positions})", size(vit.positions)),
+        *([("class token first", _amount(shape.size))] if model.class_token else []),
+        (f"┌ {shape.depth} levels on {tokens} tokens of {shape.size}", f"{size(*vit.blocks)} in all"),
+        *block,
+        ("└", ""),
+        (f"norm, pool {model.pool}", size(vit.norm)),
+        (
+            f"head {model.head.kind} > {model.num_classes} classes" if model.num_classes else "no head",
+            size(vit.head),
+        ),
+    ]
+    left = max(len(text) for text, _ in lines) + 2
+    total = (
+        f"{counts.params / 1e6:.1f} M parameters   {counts.gflops:.2f} GFLOPs   "
+        f"{counts.activation_bytes / 1e6:.0f} MB of activations per image in training"
+    )
+    drawn = [f"{text:<{left}}{amount:>12}".rstrip() for text, amount in lines]
+    return "\n".join([f"{model.name}   ({shape.paper_spelling})", total, "", *drawn])
+
+
+def _amount(number: int) -> str:
+    return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{number / 1e3:.1f} k" if number else ""
+
+
+def _layer(layer: nn.Module) -> str:
+    match layer:
+        case nn.Conv2d():
+            return f"{layer.kernel_size[0]}x{layer.kernel_size[0]}/{layer.stride[0]} conv {layer.out_channels}"
+        case nn.BatchNorm2d():
+            return "bn"
+        case nn.LayerNorm():
+            return "ln"
+        case _:
+            return "gelu"

@@ -1,0 +1,95 @@
+"""What a network holds and computes, by arithmetic on its settings alone: in microseconds, and without torch.
+
+D width, N tokens, K classes. `counts` measures the same on the network itself, and a test holds the two together.
+"""
+
+from typing import Literal, NamedTuple
+
+from vitray.config import Model
+from vitray.config.model_names import Name
+from vitray.config.training import Part
+
+
+class Sizes(NamedTuple):
+    """The size of a network, and the work that one image is."""
+
+    parts: dict[Part, int]
+    """Parameters of each part; `norms` are those of the blocks and the last one."""
+    gflops: float
+    """Billions of multiply-adds forward, counted as the papers do: matrix products, and 5 per normalised element."""
+
+    @property
+    def params(self) -> int:
+        """All parameters."""
+        return sum(self.parts.values())
+
+
+class Convolution(NamedTuple):
+    """One convolution of a stem."""
+
+    kernel: int
+    stride: int
+    padding: int
+    channels: int
+
+
+def convolutions(name: Name) -> list[Convolution]:
+    """The convolutions of a model's stem, in order."""
+    width, patch = name.size, name.patch
+    match name.stem.partition("_")[0]:
+        case "linear":
+            return [Convolution(patch, patch, 0, width)]
+        case "hmlp":
+            # Seed 000, Algorithm 1: patches of 4 pixels, then doubled, a quarter of the width until the last step. (The
+            # paper's text starts at 2 x 2, both of its listings at 4 x 4.)
+            doublings = (patch // 4).bit_length() - 1
+            sizes, channels = [4] + [2] * doublings, [width // 4] * doublings + [width]
+            return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
+        case "conv":  # LeViT
+            return [Convolution(3, 2, 1, width // divisor) for divisor in (8, 4, 2, 1)]
+        case other:
+            raise AssertionError(f"stem {other} is in names.STEMS and not here")
+
+
+def stem_norm(name: Name) -> Literal["ln", "bn"] | None:
+    """The norm after each convolution of a model's stem."""
+    kind, *extras = name.stem.split("_")
+    return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
+
+
+def sizes_of(model: Model) -> Sizes:
+    """The sizes of a model."""
+    shape, classes = model.shape, model.num_classes or 0
+    D, patches = shape.size, model.grid[0] * model.grid[1]
+    N, pairs = patches + model.class_token, shape.depth * shape.branches
+    hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
+    stem, stem_work = _stem(model)
+    # A matrix of the head needs no bias of its own in the count of work; D x hidden x K, or D x K.
+    head_matrices = (D * hidden + hidden * classes if hidden else D * classes) if classes else 0
+    parts: dict[Part, int] = {
+        "stem": stem,
+        "class_token": D * model.class_token,
+        "positions": patches * D * (model.positions.kind == "learned"),
+        "norms": (4 * pairs + 2) * D,
+        "attn": pairs * (4 * D * D + 4 * D),
+        "ffn": pairs * (8 * D * D + 5 * D),
+        "layerscale": pairs * 2 * D * (model.layerscale is not None),
+        "head": head_matrices + (hidden + classes if classes else 0),
+    }
+    products = pairs * (12 * N * D * D + 2 * N * N * D) + head_matrices
+    normalised = pairs * 2 * N * D + D * (patches if model.pool == "mean" else 1)
+    return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
+
+
+def _stem(model: Model) -> tuple[int, int]:
+    """Parameters of the stem, and its work on one image."""
+    params = work = 0
+    before, (height, width) = 3, model.image_shape
+    for kernel, stride, _, channels in convolutions(model.shape):
+        height, width = height // stride, width // stride
+        weights = kernel * kernel * before * channels
+        norm = stem_norm(model.shape) is not None
+        params += weights + channels + 2 * channels * norm
+        work += (weights + 5 * channels * norm) * height * width
+        before = channels
+    return params, work
