@@ -1,14 +1,14 @@
-# Every target works on a clean clone of a bare machine: python3 (3.11 to 3.13) with venv, make, git, a package index.
+# Every target works in a new clone; it needs python3 (3.11 to 3.13) with venv, make, git and a package index.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-full test-apart test-beside lint
+.PHONY: help demo ui up tunnel down test test-full test-apart test-beside lint settings
 
-help:  ## this list
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# Made again only when what it installs changes, so that a second call starts within seconds. Compiled here, once: a run
-# starts a dozen processes, and where Python may not write bytecode (PYTHONDONTWRITEBYTECODE) each would compile torch anew.
+# Runs again only when the pins change. It compiles bytecode once: a run starts a dozen processes, and each would
+# compile torch again where Python may not write bytecode (PYTHONDONTWRITEBYTECODE).
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "vitray needs Python 3.11 to 3.13, $(PYTHON) is `$(PYTHON) -V`: try make PYTHON=python3.12"; exit 1; }
@@ -17,29 +17,29 @@ help:  ## this list
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the network (minutes)
+demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the model (minutes)
 	@test -e data/demo/dataset.json || $(BIN)/vitray shard demo data/demo images=6000 image_size=64 workers=2
 	@$(BIN)/vitray train demo --json
 
-ui: .venv/.installed  ## MLflow's pages about the runs of this folder
+ui: .venv/.installed  ## open MLflow on the runs of this folder
 	@$(BIN)/vitray ui
 
 CLUSTER ?= cluster.yaml
 
-up: .venv/.installed  ## start the cluster of cluster.yaml (or of CLUSTER=FILE), or bring it up to date
+up: .venv/.installed  ## start or update the cluster of cluster.yaml (or CLUSTER=FILE)
 	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER)
 
-tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until the shell is left
+tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until you exit the shell
 	$(BIN)/ray attach $(CLUSTER) -p 8265 -p 5000
 
-down: .venv/.installed  ## keep MLflow's records, and end the cluster
+down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-test: .venv/.installed  ## install what is missing and run the tests (CPU, some ten minutes)
+test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
 	$(BIN)/python -m pytest
 
-# What the slow tests take for real: hosts with a network of their own, Ceph's S3, PostgreSQL, a browser, ssh.
+# Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, a browser, ssh.
 PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \
   dropbear-bin openssh-client rsync bsdutils
 
@@ -49,11 +49,11 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }
 	@touch $@
 
-# These start Rays of their own, and wait more than they work: side by side with the others that share one, whose progress
-# is shown, while what these say comes at their end.
-APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_sweep.py bench_train.py)
+# These tests start their own Rays and mostly wait, so they run beside the others, which share one. The output of the
+# others appears at once, that of these at their end.
+APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_train.py)
 
-test-full: .venv/.packages  ## the same with the slow tests, and on a GPU where there is one; installs what they need, as root
+test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside
 
 test-apart: .venv/.packages
@@ -62,7 +62,10 @@ test-apart: .venv/.packages
 test-beside: .venv/.packages
 	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
 
-lint: .venv/.installed  ## ruff (lint and format) and pyright
+settings: .venv/.installed  ## regenerate docs/settings.md
+	$(BIN)/python -m vitray.config settings > docs/settings.md
+
+lint: .venv/.installed  ## run ruff (lint and format) and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

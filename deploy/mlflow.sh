@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# MLflow's server as a service of the head: mlflow.sh DESTINATION [ADDRESS]. The destination is of artifacts
-# (s3://bucket/mlflow, or a folder), the address the head's private one.
+# Install MLflow's server as a service on the head node: mlflow.sh DESTINATION [ADDRESS]. DESTINATION stores artifacts
+# (s3://bucket/mlflow, or a folder); ADDRESS is the head's private address.
 #
-# It listens on 127.0.0.1:5000, the far end of `make tunnel`; a proxy of systemd's listens on the head's private
-# address, for jobs. Both ask for the user and password of ~/.mlflow/credentials. Runs at each start of the cluster.
+# The server listens on 127.0.0.1:5000, the end of `make tunnel`; a systemd proxy listens on the private address, for
+# jobs. Both require the user and password of ~/.mlflow/credentials. The script runs at each start of the cluster.
 set -euo pipefail
 destination=$1
 home=/var/lib/vitray
@@ -14,22 +14,22 @@ python=$HOME/venv/bin/python
 ~/venv/bin/uv pip install --quiet --compile-bytecode --python "$python" -c ~/vitray/constraints.txt -e ~/vitray"[server]"
 sudo install -d -m 700 -o "$USER" "$home" "$settings"
 
-# ---- settings, in files that one user may read: what stands in a command, every user of the machine can list -------
+# ---- settings, in private files, because every user of the machine can list command lines --------------------------
 umask 077
 if ! test -e $settings/mlflow.env; then
-  # For PostgreSQL change the store there, postgresql+psycopg2://user:password@host/mlflow, and install psycopg2-binary.
+  # For PostgreSQL set the store to postgresql+psycopg2://user:password@host/mlflow, and install psycopg2-binary.
   cat >$settings/mlflow.env <<END
 MLFLOW_BACKEND_STORE_URI=sqlite:///$home/mlflow.db
 MLFLOW_FLASK_SERVER_SECRET_KEY=$(openssl rand -hex 32)
 MLFLOW_AUTH_CONFIG_PATH=$settings/mlflow.ini
 MLFLOW_DISABLE_TELEMETRY=true
-# Jobs of its own: seven processes and 1.2 GB that serve nothing here.
+# MLflow's job runner takes seven processes and 1.2 GB, and vitray does not use it.
 MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 END
 fi
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
-# Others that the owner lets in see what they are given, not everything. A password that was right stays so for a minute:
-# to check one takes tens of milliseconds of a CPU, and a call of MLflow checks it several times.
+# Other users see only the entities that the owner shares. Authentication results are cached for 60 s: a check takes tens
+# of milliseconds of CPU, and a call of MLflow makes several.
 cat >$settings/mlflow.ini <<END
 [mlflow]
 default_permission = NO_PERMISSIONS
@@ -50,11 +50,11 @@ After=network-online.target
 [Service]
 User=$USER
 EnvironmentFile=$settings/mlflow.env
-# MLflow answers to no other name (403), and by itself to none but those of RFC 1918.
+# MLflow rejects requests for other host names with 403; its default allows only RFC 1918 addresses.
 Environment=MLFLOW_SERVER_ALLOWED_HOSTS=localhost:*,127.0.0.1:*,$address:*,$(hostname):*
-# A head that is new finds the records of the one before.
+# A new head node starts with the databases of the previous one.
 ExecStartPre=$python $HOME/vitray/deploy/mlflow_store.py restore $home $destination/server
-# The health check of workers: five seconds are few for a busy machine, on which they would be started again and again.
+# Uvicorn restarts workers that miss a health check of 5 s by default, which is too short for a busy machine.
 ExecStart=$python -m mlflow server --app-name basic-auth --host 127.0.0.1 --port 5000 --workers 2 \\
   --uvicorn-opts "--timeout-worker-healthcheck 120" --artifacts-destination $destination
 Restart=always
@@ -87,10 +87,10 @@ DynamicUser=true
 ExecStart=/usr/lib/systemd/systemd-socket-proxyd 127.0.0.1:5000
 END
 
-# The disk ends with the head: the databases are kept where the artifacts are.
+# The disk is lost with the head node, so the databases are backed up next to the artifacts.
 unit vitray-mlflow-save.service <<END
 [Unit]
-Description=Keep the records of MLflow for vitray
+Description=Back up the MLflow databases of vitray
 [Service]
 Type=oneshot
 User=$USER
@@ -99,7 +99,7 @@ END
 
 unit vitray-mlflow-save.timer <<END
 [Unit]
-Description=Keep the records of MLflow for vitray
+Description=Back up the MLflow databases of vitray
 [Timer]
 OnUnitActiveSec=15min
 OnActiveSec=15min

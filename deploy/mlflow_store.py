@@ -1,4 +1,4 @@
-"""Keep MLflow's SQLite databases where they outlive the head: mlflow_store.py save|restore FOLDER DESTINATION."""
+"""Back up MLflow's SQLite databases outside the head node: mlflow_store.py save|restore FOLDER DESTINATION."""
 
 import sqlite3
 import sys
@@ -10,27 +10,30 @@ from vitray import storage
 
 
 def save(folder: Path, destination: str) -> list[str]:
-    """Copy every database as it is at one moment, while the server goes on writing; their names."""
+    """Upload a consistent copy of every database while the server keeps writing; return their names."""
     names = sorted(path.name for path in folder.glob("*.db"))
-    with tempfile.TemporaryDirectory() as aside:
+    with tempfile.TemporaryDirectory() as temporary:
         for name in names:
-            copy = Path(aside) / name
-            with closing(sqlite3.connect(folder / name)) as live, closing(sqlite3.connect(copy)) as still:
-                live.backup(still)
+            copy = Path(temporary) / name
+            with closing(sqlite3.connect(folder / name)) as live, closing(sqlite3.connect(copy)) as snapshot:
+                live.backup(snapshot)
             storage.upload(copy, storage.join(destination, name))
     return names
 
 
 def restore(folder: Path, destination: str) -> list[str]:
-    """Bring back the databases that are not here; their names. What is here is newer, and stays."""
+    """Download the databases that do not exist locally; return their names. Local ones are newer and stay."""
     names = [name for name in storage.list_files(destination) if name.endswith(".db") and not (folder / name).exists()]
     for name in names:
-        with storage.local_copy(storage.join(destination, name)) as copy, storage.created(str(folder / name)) as aside:
-            aside.write_bytes(copy.read_bytes())
+        with (
+            storage.local_copy(storage.join(destination, name)) as copy,
+            storage.atomic_write(str(folder / name)) as target,
+        ):
+            target.write_bytes(copy.read_bytes())
     return names
 
 
 if __name__ == "__main__":
-    verb, place, kept = sys.argv[1:]
-    done = {"save": save, "restore": restore}[verb](Path(place), kept)
-    print(f"{verb}: {', '.join(done) or 'nothing'}")
+    verb, folder, destination = sys.argv[1:]
+    names = {"save": save, "restore": restore}[verb](Path(folder), destination)
+    print(f"{verb}: {', '.join(names) or 'nothing'}")

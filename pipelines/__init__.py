@@ -1,1 +1,1 @@
-"""What one runs: each verb parses its words, calls one function and prints one result."""
+"""The verbs of the command line: each module parses its arguments, calls one function and prints one result."""

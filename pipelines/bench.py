@@ -1,4 +1,4 @@
-"""vitray bench WHAT ...: speed against a named alternative, interleaved in one run, with spread and circumstances."""
+"""vitray bench BENCHMARK ...: speed against a named alternative, interleaved in one run, with spread and hardware."""
 
 import sys
 from typing import Any
@@ -8,40 +8,38 @@ from vitray.bench.options import build_parser
 from vitray.config import load_run
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(args: list[str]) -> dict[str, Any]:
+    """Run one benchmark and return its rows."""
     parser = build_parser(__doc__ or "")
-    args = parser.parse_args(words)
-    if args.rounds < 1 or args.image_size < 1:
-        parser.error(f"--rounds {args.rounds}, --image-size {args.image_size}: wanted whole numbers from 1 on")
-    if args.what == "ingest":
-        from vitray.bench import ingest  # torch and Ray take seconds to load
+    options = vars(parser.parse_args(args))
+    options.pop("json", None)
+    benchmark = options.pop("benchmark")
+    if options["rounds"] < 1 or options["image_size"] < 1:
+        parser.error(f"got --rounds {options['rounds']}, --image-size {options['image_size']}, wanted at least 1")
+    # Torch and Ray take seconds to load.
+    if benchmark == "ingest":
+        from vitray.bench.ingest import IngestSettings, measure_ingest
 
-        names = ("image_size", "batch", "workers", "images", "object_store", "rounds", "out")
-        chosen = {name: vars(args)[name] for name in names}
-        return ingest.measure_ingest(ingest.Settings(args.dataset, **chosen))
-    if args.what == "finetune":
-        from vitray.bench import finetune
+        return measure_ingest(IngestSettings(url=options.pop("dataset"), **options))
+    if benchmark == "finetune":
+        from vitray.bench.finetune import FinetuneSettings, measure_finetune
 
-        names = ("model", "batch", "image_size", "dtype", "rounds", "seconds", "out")
-        chosen = {name: vars(args)[name] for name in names} | {"modes": args.modes.split(",")}
-        return finetune.measure_finetune(finetune.Settings(**chosen))
-    models = [load_run(None, [f"model.name={name}"]).model.name for name in args.models.split(",")]
-    for name in models:
-        load_run(None, [f"model.name={name}", f"model.image_size={args.image_size}"])
-    if args.what == "train":
-        from vitray.bench import train
+        return measure_finetune(FinetuneSettings(modes=options.pop("modes").split(","), **options))
+    options["models"] = [load_run(None, [f"model.name={name}"]).model.name for name in options["models"].split(",")]
+    for name in options["models"]:
+        load_run(None, [f"model.name={name}", f"model.image_size={options['image_size']}"])
+    if benchmark == "train":
+        from vitray.bench.train import TrainSettings, measure_train
 
-        names = ("batch", "image_size", "dtype", "compile", "rounds", "seconds", "out")
-        settings = train.Settings(models=models, **{name: vars(args)[name] for name in names})
-        return train.measure_train(settings)
-    if not all(batch.isdecimal() and int(batch) for batch in args.batches.split(",")):
-        parser.error(f"--batches {args.batches}: wanted whole numbers from 1 on")
+        return measure_train(TrainSettings(**options))
+    batches = options["batches"].split(",")
+    if not all(batch.isdecimal() and int(batch) for batch in batches):
+        parser.error(f"got --batches {options['batches']}, wanted whole numbers from 1 on, as in 1,8,64")
+    options["batches"] = [int(batch) for batch in batches]
 
-    from vitray.bench.branches import Settings, measure_branches
+    from vitray.bench.branches import BranchesSettings, measure_branches
 
-    batches = [int(batch) for batch in args.batches.split(",")]
-    shape = (models, batches, args.image_size, args.dtype, args.compile, args.train)
-    return measure_branches(Settings(*shape, args.rounds, args.seconds, args.out))
+    return measure_branches(BranchesSettings(**options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vitray doctor [PLACE]: look at a cluster before a long run, and say what would end it later."""
+"""vitray doctor [URL]: check every node of a cluster before a long run."""
 
 import argparse
 import sys
@@ -13,32 +13,32 @@ from vitray.errors import RunError
 def main(words: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray doctor",
-        description="Asks every node of the cluster at RAY_ADDRESS (or this machine) what it has and reaches: versions,"
-        " GPUs, disk, object store, clock, the place for results, MLflow; and lets the nodes meet as training does.",
+        description="Checks every node of the cluster at RAY_ADDRESS (or this machine): versions, GPUs, disk, object"
+        " store, clock, access to the results and to MLflow; and runs an all-reduce between the nodes.",
         epilog="examples: vitray doctor; vitray submit --follow doctor s3://bucket/runs",
     )
     parser.add_argument(
-        "place", nargs="?", default="runs", metavar="PLACE", help="where results will lie (%(default)s)"
+        "url", nargs="?", default="runs", metavar="URL", help="the destination of results (%(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="the result as JSON: nodes, faults (node, what, wanted)")
+    parser.add_argument("--json", action="store_true", help="the result as JSON: nodes, faults")
     args = parser.parse_args(words)
-    place = storage.absolute(args.place)
-    with session.running():
-        from vitray.cluster.doctor import examine  # torch and MLflow take seconds
+    results_url = storage.absolute(args.url)
+    with session.ray_session():
+        from vitray.cluster.doctor import check_cluster  # torch and MLflow take seconds
 
-        health = examine(place)
+        report = check_cluster(results_url)
     print(f"{'node':<24} {'address':<16} {'CPUs':>5} {'GPUs':>5} {'store':>8} {'disk':>5} {'clock':>8}  ray, torch")
-    for node in health.nodes:
+    for node in report.nodes:
         print(
             f"{node.name:<24} {node.address:<16} {node.cpus:>5g} {node.gpus:>5g} {node.store / 1e9:>5.1f} GB"
             f" {node.disk:>5.0%} {node.clock:>+6.1f} s  {node.versions['ray']}, {node.versions['torch']}"
         )
-    for fault in health.faults:
-        print(f"\n{fault.node}: {fault.what}\n  wanted: {fault.wanted}")
-    if health.faults:
-        raise RunError(f"{len(health.faults)} faults on {len(health.nodes)} nodes")
-    print("\nnothing is wrong")
-    return {"nodes": [node._asdict() for node in health.nodes], "faults": []}
+    for finding in report.findings:
+        print(f"\n{finding.node}: {finding.problem}\n  wanted: {finding.remedy}")
+    if report.findings:
+        raise RunError(f"{len(report.findings)} problems on {len(report.nodes)} nodes")
+    print("\nno problems found")
+    return {"nodes": [node._asdict() for node in report.nodes], "faults": []}
 
 
 if __name__ == "__main__":

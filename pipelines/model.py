@@ -1,4 +1,4 @@
-"""vitray model NAME|WEIGHTS [setting=value ...]: what a network costs, its picture, its weights in other layouts."""
+"""vitray model NAME|WEIGHTS [setting=value ...]: the cost and shape of a network, and its weights in other layouts."""
 
 import argparse
 import sys
@@ -7,10 +7,10 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.config import Run, load_run
-from vitray.config.parsing import parse_words
+from vitray.config.parsing import parse_overrides
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray model",
         description="Parameters, GFLOPs (as the papers count them) and training memory from shapes, or "
@@ -22,32 +22,32 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="any `model.` setting of a recipe")
     parser.add_argument("--save", metavar="FOLDER", help="write the weights as a model folder (a path or s3://)")
     parser.add_argument("--export", nargs=2, metavar=("LAYOUT", "FILE"), help="write them for timm, torchvision or hf")
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON: params, gflops, activation_bytes"
-    )
-    args = parser.parse_args(words)
-    remote = args.name.startswith(("s3://", "models:/", "runs:/"))
-    is_weights = remote or Path(args.name).suffix != "" or Path(args.name).is_dir()
-    if (args.save or args.export) and not is_weights:
+    json_help = "print the result as JSON: params, gflops, activation_bytes"
+    parser.add_argument("--json", action="store_true", help=json_help)
+    options = parser.parse_args(args)
+    remote = options.name.startswith(("s3://", "models:/", "runs:/"))
+    is_weights = remote or Path(options.name).suffix != "" or Path(options.name).is_dir()
+    if (options.save or options.export) and not is_weights:
         parser.error(
-            f"--save and --export write weights, and {args.name} is a name; wanted a file or folder of weights"
+            f"--save and --export write weights, and {options.name} is a name; wanted a file or folder of weights"
         )
-    run = Run() if is_weights else load_run(None, [f"model.{word}" for word in (f"name={args.name}", *args.settings)])
+    overrides = [f"model.{override}" for override in (f"name={options.name}", *options.settings)]
+    run = Run() if is_weights else load_run(None, overrides)
 
-    # Only after the words were found good: torch takes a second to load.
-    from vitray.models.counts import count, picture
+    # Imported late, because torch takes a second.
+    from vitray.models.counts import count, diagram
     from vitray.weights import open_weights, save_model, write_export
 
     if is_weights:
-        run, vit, classes = open_weights(args.name, parse_words(args.settings))
-        if args.save:
-            save_model(args.save, run, vit, classes)
-            print(f"wrote the model folder {args.save}", file=sys.stderr)
-        if args.export:
-            layout, url = args.export
+        run, vit, classes = open_weights(options.name, parse_overrides(options.settings))
+        if options.save:
+            save_model(options.save, run, vit, classes)
+            print(f"wrote the model folder {options.save}", file=sys.stderr)
+        if options.export:
+            layout, url = options.export
             print(f"wrote {url}; load it by {write_export(vit, layout, url, classes)}", file=sys.stderr)
     counts = count(run.model)
-    print(picture(run.model, counts))
+    print(diagram(run.model, counts))
     return {"name": run.model.name, **counts._asdict()}
 
 

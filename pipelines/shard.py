@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.data.shards import Dataset, Settings, read_job, write_dataset
+from vitray.data.shards import Dataset, ShardSettings, read_request, write_dataset
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def main(words: list[str]) -> dict[str, Any]:
         " folders (train/ and val/ may lie above them); a .csv, .tsv or .parquet index of paths and labels; WebDataset"
         " tars; Parquet with the images in it; CIFAR's python archive; IDX files (MNIST); or the word demo. Both ends"
         " are paths or s3:// addresses. A job that was killed goes on when it is run again.",
-        epilog=f"settings: {', '.join(Settings.model_fields)}. example: vitray shard demo data/demo images=6000",
+        epilog=f"settings: {', '.join(ShardSettings.model_fields)}. example: vitray shard demo data/demo images=6000",
     )
     parser.add_argument("source", help="a path, an s3:// address, or demo")
     parser.add_argument("dest", help="a new folder, or that of a job to finish")
@@ -29,10 +29,10 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON: url, identity, splits, ...")
     args = parser.parse_intermixed_args(words)
     if args.look:
-        from vitray.data.stream.preview import draw_look
+        from vitray.data.stream.preview import write_preview
 
-        return draw_look(args.source, args.dest, args.settings)
-    dataset = write_dataset(read_job(args.source, args.dest, args.split or (), args.settings, args.index_only))
+        return write_preview(args.source, args.dest, args.settings)
+    dataset = write_dataset(read_request(args.source, args.dest, args.split or (), args.settings, args.index_only))
     print(summary(dataset))
     return {
         "url": dataset.url,

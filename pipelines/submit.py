@@ -1,4 +1,4 @@
-"""vitray submit VERB ...: send this folder and a verb to the cluster at RAY_ADDRESS, where it runs as a job."""
+"""vitray submit VERB ...: run a verb as a job of the cluster at RAY_ADDRESS, with the files of this folder."""
 
 import argparse
 import sys
@@ -7,49 +7,51 @@ from typing import Any
 
 from pipelines.__main__ import VERBS, run_verb
 from vitray.cluster import jobs
+from vitray.cluster.job_command import command_line, job_environment
+from vitray.cluster.package_files import MEGABYTE, check_size, list_files
 from vitray.errors import ConfigError, nearest
 
-HERE = {"submit", "jobs", "stop", "ui"}  # verbs of the machine that one sits at
+LOCAL_VERBS = {"submit", "jobs", "stop", "ui"}
 
 
 def main(words: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray submit",
-        description="Sends the files of this folder that git has or would take, without .git and what it ignores, and"
-        " runs `python -m pipelines.VERB WORDS` there. Packages are the cluster's. Addresses of stores in the"
-        " environment are sent, secrets are not: the nodes have their own.",
+        description="Sends this folder's tracked files, plus untracked files that git does not ignore, and runs"
+        " `python -m pipelines.VERB ARGS` there, with the cluster's packages. Addresses of stores in the environment"
+        " are sent; secrets are not: the nodes have their own.",
         epilog="example: vitray submit --follow train demo data.url=s3://b/demo compute.device=gpu --out s3://b/runs",
     )
-    parser.add_argument("verb", metavar="VERB", help="train, sweep, shard, ... with its words; ours go before it")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORDS", help="as `vitray VERB -h` says")
-    parser.add_argument("--follow", action="store_true", help="print its log, and end as it ends")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and stop")
+    parser.add_argument("verb", metavar="VERB", help="train, sweep, shard, ...; options of submit go before it")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the verb: vitray VERB -h")
+    parser.add_argument("--follow", action="store_true", help="print the job's log, and exit with its status")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, size and environment, and stop")
     parser.add_argument("--json", action="store_true", help="the result as JSON: id, command, files, bytes, status")
-    args = parser.parse_args(words)
-    if args.verb not in VERBS or args.verb in HERE:
-        known = [verb for verb in VERBS if verb not in HERE]
-        raise ConfigError(f"got {args.verb!r}, wanted one of {', '.join(known)}{nearest(args.verb, known)}")
-    if "--follow" in args.words:
-        raise ConfigError(f"--follow: wanted before {args.verb}, as in vitray submit --follow {args.verb} ...")
-    files = jobs.list_files(Path.cwd())
-    command = jobs.command_of(args.verb, args.words, files)
-    sent, said = jobs.environment()
-    said += [f"left out, no plain files: {', '.join(files.left)}"] if files.left else []
-    jobs.check_size(files)
-    told = {"command": command, "files": len(files.sizes), "bytes": files.total, "environment": sorted(sent)}
-    said.append(
-        f"{len(files.sizes)} files, {files.total / 1e6:.1f} MB; environment: {', '.join(sorted(sent)) or 'none'}"
-    )
-    print("\n".join(f"vitray: {line}" for line in said), file=sys.stderr)
-    if args.dry_run:
-        return told
+    options = parser.parse_args(words)
+    if options.verb not in VERBS or options.verb in LOCAL_VERBS:
+        known = [verb for verb in VERBS if verb not in LOCAL_VERBS]
+        raise ConfigError(f"got {options.verb!r}, wanted one of {', '.join(known)}{nearest(options.verb, known)}")
+    if "--follow" in options.args:
+        raise ConfigError(f"--follow: wanted before {options.verb}, as in vitray submit --follow {options.verb} ...")
+    files = list_files(Path.cwd())
+    command = command_line(options.verb, options.args, files)
+    variables, messages = job_environment()
+    check_size(files)
+    if files.skipped:
+        messages.append(f"not sent, no plain files: {', '.join(files.skipped)}")
+    names = ", ".join(sorted(variables)) or "none"
+    messages.append(f"{len(files.sizes)} files, {files.total / MEGABYTE:.1f} MB; environment: {names}")
+    print("\n".join(f"vitray: {line}" for line in messages), file=sys.stderr)
+    result = {"command": command, "files": len(files.sizes), "bytes": files.total, "environment": sorted(variables)}
+    if options.dry_run:
+        return result
     client = jobs.connect()
-    name = jobs.submit(client, args.verb, command, files, sent)
-    nexts = [f"vitray jobs {name} --follow", f"vitray stop {name}"]
-    print(f"{name} is sent; its log: {nexts[0]}; its end: {nexts[1]}", file=sys.stderr, flush=True)
-    if args.follow:
-        told |= jobs.followed(client, name)._asdict()
-    return {"id": name} | told
+    job_id = jobs.submit(client, command, files, variables)
+    commands = f"its log: vitray jobs {job_id} --follow; to end it: vitray stop {job_id}"
+    print(f"{job_id} is submitted; {commands}", file=sys.stderr, flush=True)
+    if options.follow:
+        result |= jobs.follow(client, job_id)._asdict()
+    return {"id": job_id} | result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vitray sweep RECIPE SPACE [setting=value ...]: many trainings that differ in what the space says, on Ray Tune."""
+"""vitray sweep RECIPE SPACE [setting=value ...]: train every point of a search space, on Ray Tune."""
 
 import argparse
 import shlex
@@ -11,44 +11,46 @@ import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray.config import load_run
-from vitray.sweep.space import check_words, extended, read_space, words_apart
+from vitray.sweep.space import check_overrides, extend_space, read_space, split_overrides
 
 EXAMPLES = (
     "examples: vitray sweep demo demo_depth_x_branches data.url=data/demo --name depth; vitray sweep demo demo_lr "
-    "--dry-run --json; the same command again goes on with a sweep that was interrupted"
+    "--dry-run --json; the same command again resumes an interrupted sweep"
 )
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="vitray sweep", description=__doc__, epilog=EXAMPLES)
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or one that vitray brings")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file or a built-in recipe")
     parser.add_argument("space", metavar="SPACE", help="a YAML file, or one of tune_spaces/")
+    override = "override for all trials; stage.setting=value for a stage before them"
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help=override)
     parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="setting=value",
-        help="laid over the recipe, for all trials; stage.setting=value for what the space trains before them",
+        "--name", help="of the sweep; resumes an interrupted one of this name (default: space and time)"
     )
-    parser.add_argument("--name", help="of the sweep; one of this name that was interrupted goes on (space and time)")
-    parser.add_argument("--out", default="sweeps", help="folder of all sweeps, or s3:// (%(default)s)")
+    parser.add_argument("--out", default="sweeps", help="folder of all sweeps, or s3:// (default: %(default)s)")
     parser.add_argument("--add", action="append", default=[], metavar="setting=value", help="one more value of a grid")
-    parser.add_argument("--dry-run", action="store_true", help="check every trial, say the plan, and stop")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on the last line")
-    args = parser.parse_intermixed_args(words)
-    space = extended(read_space(tune_spaces.path_of(args.space)), args.add)
-    words, apart = words_apart(space, args.settings)
-    check_words(space, words)
-    base = load_run(recipes.path_of(args.recipe), words)
-    name = args.name or f"{Path(args.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    parser.add_argument("--dry-run", action="store_true", help="check every trial, and print the plan")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    options = parser.parse_intermixed_args(args)
+    space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
+    overrides, stages = split_overrides(space, options.settings)
+    check_overrides(space, overrides)
+    base = load_run(recipes.path_of(options.recipe), overrides)
+    name = options.name or f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from vitray.sweep.driver import Recipe, dry_run, sweep
+    from vitray.sweep.driver import sweep
+    from vitray.sweep.plan import Recipe, dry_run
 
-    before = {stage: Recipe(load_run(recipes.path_of(said[0]), said[1:]), said) for stage, said in apart.items()}
-    if args.dry_run:
-        return dry_run(base, space, before)
-    flags = ["--name", name, "--out", args.out, *(word for value in args.add for word in ("--add", value))]
-    command = shlex.join(["vitray", "sweep", args.recipe, args.space, *args.settings, *flags])
-    return sweep(Recipe(base, [args.recipe, *words]), space, name, args.out, command, before)._asdict()
+    stage_recipes = {
+        stage: Recipe(load_run(recipes.path_of(recipe), own), [recipe, *own])
+        for stage, (recipe, *own) in stages.items()
+    }
+    if options.dry_run:
+        return dry_run(base, space, stage_recipes)
+    flags = ["--name", name, "--out", options.out, *(part for value in options.add for part in ("--add", value))]
+    command = shlex.join(["vitray", "sweep", options.recipe, options.space, *options.settings, *flags])
+    return sweep(Recipe(base, [options.recipe, *overrides]), space, name, options.out, command, stage_recipes)._asdict()
 
 
 if __name__ == "__main__":

@@ -1,39 +1,37 @@
-"""vitray track flush: complete in MLflow what runs recorded while it was away."""
+"""vitray track flush: upload the records of runs that ended while MLflow was offline."""
 
 import argparse
 import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, redact_uri
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         prog="vitray track",
-        description="A run's records wait on the disk of its driver, below $VITRAY_HOME or ~/.vitray, until MLflow has "
-        "them. flush sends what runs left there that ended without it, to MLFLOW_TRACKING_URI or the store of this "
-        "folder. A run whose driver died on this machine becomes KILLED.",
+        description="The records of a run wait on its driver's disk, below $VITRAY_HOME or ~/.vitray, until MLflow has "
+        "them. flush uploads the records of ended runs to MLFLOW_TRACKING_URI, or else to the store of this folder. "
+        "A run whose driver died on this machine becomes KILLED.",
         epilog="example: MLFLOW_TRACKING_URI=http://tracker:5000 vitray track flush",
     )
     parser.add_argument("action", choices=["flush"])
     parser.add_argument("--json", action="store_true", help="print the result as JSON: runs (uid, name, state, said)")
-    parser.parse_args(words)
+    parser.parse_args(args)
 
-    # Only after the words were found good: MLflow takes seconds to load.
-    from vitray.tracking import flush_all, redact_uri, tracking_uri
+    # Imported late, because MLflow takes seconds.
+    from vitray.tracking import flush_all, tracking_uri
 
-    runs = flush_all()
-    for run in runs:
-        print(f"{run.name} ({run.uid}): {run.said}")
-    waiting = sum(run.state == "waiting" for run in runs)
+    results, uri = flush_all(), redact_uri(tracking_uri())
+    for result in results:
+        print(f"{result.name} ({result.uid}): {result.message}")
+    waiting = sum(result.state == "waiting" for result in results)
     if waiting:
-        raise ConfigError(
-            f"{redact_uri(tracking_uri())}: {waiting} of {len(runs)} runs wait; wanted an MLflow that answers"
-        )
-    if not runs:
-        print(f"{redact_uri(tracking_uri())}: nothing waits")
-    return {"runs": [run._asdict() for run in runs]}
+        raise ConfigError(f"{uri}: {waiting} of {len(results)} runs wait; wanted an MLflow that answers")
+    if not results:
+        print(f"{uri}: nothing waits")
+    return {"runs": [{"uid": r.uid, "name": r.name, "state": r.state, "said": r.message} for r in results]}
 
 
 if __name__ == "__main__":

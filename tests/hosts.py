@@ -1,7 +1,7 @@
-"""Hosts on this machine: each with its own network, processes, disk and name, on one segment that reaches nothing else.
+"""Simulated hosts: each with its own network, processes, disk and name, on one isolated network segment.
 
-A host is a set of Linux namespaces, held by a process that sleeps. When that process is killed the kernel kills all
-that ran there, as when a machine loses its power. Needs root, and iproute2 and util-linux.
+A host is a set of Linux namespaces, held by a sleeping process. When that process is killed, the kernel kills every
+process of the host, like a power loss. Needs root, iproute2 and util-linux.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Of a host: bytes of its disk, and of its shared memory.
+# Sizes of a host's disk and of its shared memory.
 DISK, SHARED_MEMORY = "1g", "1200m"
 
 
@@ -25,8 +25,8 @@ class Host:
         self.own = site.folder / "own"
         self._started: list[subprocess.Popen[bytes]] = []
         names = site.folder / f"hosts-{name}"
-        names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as Debian sets a machine up
-        # Children that nobody waits for vanish by themselves: what holds the host is its process number 1.
+        names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as on Debian
+        # The holder is the host's init process, so it must reap orphans.
         script = (
             f"hostname {name} && mount --bind {names} /etc/hosts && ip link set lo up"
             f" && mount -t tmpfs -o size={DISK},mode=1777 none {self.own}"
@@ -35,82 +35,82 @@ class Host:
         )
         spaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._holder = subprocess.Popen(["unshare", *spaces, "sh", "-c", script], stdout=subprocess.PIPE, text=True)
-        with self._holder.stdout as said:
-            assert said.readline() == "up\n", f"{name}: no host; root, iproute2 and util-linux are needed"
+        with self._holder.stdout as output:
+            assert output.readline() == "up\n", f"{name}: no host; root, iproute2 and util-linux are needed"
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
         self.pid = int(children.read_text().split()[0])
 
-    def command(self, words: Sequence[object]) -> list[str]:
-        """The words of a command that runs on this host."""
+    def command(self, args: Sequence[object]) -> list[str]:
+        """Return the arguments that run a command on this host."""
         spaces = ["--net", "--mount", "--uts", "--pid"]
-        return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, words)]
+        return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, args)]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Of a command that runs here: a machine of its own knows nothing of what this process was set to."""
+        """Return the environment of a command on this host, without this process's Ray settings."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "vitray_"))}
         return own | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
 
     def start(
-        self, words: Sequence[object], log: Path, more: Mapping[str, str] | None = None
+        self, args: Sequence[object], log: Path, more: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Begin a command here; what it says is in a file."""
-        with log.open("a") as told:
-            began = subprocess.Popen(self.command(words), env=self.environment(more), stdout=told, stderr=told)
-        self._started.append(began)
-        return began
+        """Start a command on this host; its output goes to a file."""
+        with log.open("a") as output:
+            process = subprocess.Popen(self.command(args), env=self.environment(more), stdout=output, stderr=output)
+        self._started.append(process)
+        return process
 
-    def call(self, words: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
-        """Run a command here to its end; what it printed."""
-        words, environment = self.command(words), self.environment(more)
-        done = subprocess.run(words, env=environment, input=given, capture_output=True, text=True)
-        assert done.returncode == 0, f"{self.name}: {words}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
+    def call(self, args: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
+        """Run a command on this host and return its output."""
+        command, environment = self.command(args), self.environment(more)
+        done = subprocess.run(command, env=environment, input=given, capture_output=True, text=True)
+        assert done.returncode == 0, f"{self.name}: {command}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
         return done.stdout
 
     def seen(self, path: Path) -> Path:
-        """A path of this host, as it is reached from outside."""
+        """Return the outside path of a file of this host."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def processes(self, text: str = "") -> list[int]:
-        """The processes of this host with this in their command line."""
-        found: list[int] = []
+        """Return the processes of this host with `text` in their command line."""
+        pids: list[int] = []
         if self._holder.poll() is not None:
-            return found
+            return pids
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
                 if os.readlink(folder / "ns" / "pid") == space and text in (folder / "cmdline").read_text():
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
     def signal(self, text: str, number: int) -> None:
-        """Send a signal to those processes, of which there must be one."""
-        found = self.processes(text)
-        assert found, f"{self.name}: no process with {text}"
-        for pid in found:
+        """Send a signal to those processes, at least one."""
+        pids = self.processes(text)
+        assert pids, f"{self.name}: no process with {text}"
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def fill(self, spare: int = 0) -> None:
-        """Write to its disk until so many bytes are left."""
+        """Fill this host's disk up to `spare` bytes."""
         fill(self.seen(self.own), spare)
 
     def empty(self) -> None:
-        """Take that away again."""
+        """Free the disk again."""
         (self.seen(self.own) / "ballast").unlink()
 
     def end(self) -> None:
-        """Take its power away, if it has any."""
+        """Kill the host."""
         self._holder.kill()
         for process in [self._holder, *self._started]:
-            process.send_signal(RESUME)  # nsenter pauses with its child, and does not hear that it is gone
+            process.send_signal(RESUME)  # a paused nsenter does not notice the end of its child
             process.wait()
 
 
 class Site:
-    """Hosts on one segment, and what they share: the project, and `shared`, as a network disk would be."""
+    """Hosts on one segment that share the project and a folder, like a network disk."""
 
     def __init__(self, root: Path, folder: Path, environment: Mapping[str, str]) -> None:
-        """`folder` must have a short name: sockets lie below it."""
+        """`folder` needs a short name, because it holds sockets."""
         self.root, self.folder, self.environment = root, folder, dict(environment)
         self.hosts: dict[str, Host] = {}
         (folder / "own").mkdir()
@@ -122,47 +122,47 @@ class Site:
         self.switch.call(["ip", "link", "set", "segment", "up"])
 
     def add(self, name: str, number: int) -> Host:
-        """A host more on the segment; one of this name that lost its power is replaced."""
+        """Add a host, in place of a killed host of this name."""
         host = self.hosts[name] = Host(name, number, self)
         port = ["netns", self.switch.pid]
-        # The network of a host without power goes when the last of it is forgotten, which may take a while.
+        # The network of a killed host may remain for a while.
         self.switch.call(["sh", "-c", f"ip link delete to-{name} 2>/dev/null || true"])
-        words = ["ip", "link", "add", "eth0", "netns", host.pid, "type", "veth", "peer", "name", f"to-{name}", *port]
-        subprocess.run([str(word) for word in words], check=True)
+        command = ["ip", "link", "add", "eth0", "netns", host.pid, "type", "veth", "peer", "name", f"to-{name}", *port]
+        subprocess.run([str(arg) for arg in command], check=True)
         self.switch.call(["ip", "link", "set", f"to-{name}", "master", "segment", "up"])
         host.call(["ip", "address", "add", f"{host.address}/24", "dev", "eth0"])
         host.call(["ip", "link", "set", "eth0", "up"])
         return host
 
     def cut(self, name: str) -> None:
-        """Let nothing through to a host, as when its cable is pulled: nobody is told."""
+        """Cut a host off the segment, silently, like a pulled cable."""
         self.switch.call(["ip", "link", "set", f"to-{name}", "nomaster"])
 
     def mend(self, name: str) -> None:
-        """Let everything through again."""
+        """Reconnect a host."""
         self.switch.call(["ip", "link", "set", f"to-{name}", "master", "segment"])
 
     def end(self) -> None:
-        """End all hosts with all that runs there."""
+        """Kill all hosts."""
         for host in [*self.hosts.values(), self.switch]:
             host.end()
         subprocess.run(["umount", "--lazy", self.shared], check=True)
 
 
 def fill(folder: Path, spare: int = 0) -> None:
-    """Write to a disk until so many bytes are left."""
+    """Fill a disk up to `spare` bytes."""
     with suppress(OSError), (folder / "ballast").open("ab", buffering=0) as ballast:
         while shutil.disk_usage(folder).free > spare:
             ballast.write(bytes(2**20))
 
 
-def until(found: Callable[[], object], seconds: float, what: str, log: Path | None = None) -> None:
-    """Wait for something, for so long at most; the log's last lines say why it did not come."""
+def until(condition: Callable[[], object], seconds: float, name: str, log: Path | None = None) -> None:
+    """Wait for a condition; on a timeout, raise an error with the last lines of the log."""
     end = time.monotonic() + seconds
-    while not found():
+    while not condition():
         if time.monotonic() > end:
-            said = f"\n{log.read_text()[-3000:]}" if log else ""
-            raise AssertionError(f"not within {seconds:g} seconds: {what}{said}")
+            lines = f"\n{log.read_text()[-3000:]}" if log else ""
+            raise AssertionError(f"not within {seconds:g} seconds: {name}{lines}")
         time.sleep(0.1)
 
 

@@ -1,10 +1,13 @@
-"""Servers as in production, on a host of the tests: Ceph's S3 gateway, and MLflow on PostgreSQL."""
+"""Production servers on a test host: Ceph's S3 gateway, and MLflow on PostgreSQL."""
 
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hosts import Host, until
+
+# Seconds for a server to listen.
+START_TIMEOUT = 300
 
 KEY, SECRET, USER = "vitraykey", secrets.token_urlsafe(24), "vitray"
 
@@ -36,7 +39,7 @@ rgw frontends = beast endpoint={address}:8000
 rgw dns name = {address}
 """
 
-# One monitor, one store in memory, and their keys; no manager, which S3 does not need.
+# One monitor, one in-memory store, and their keys; S3 needs no manager.
 PREPARE = """
 ceph-authtool --create-keyring {own}/keys --gen-key --name mon. --cap mon 'allow *'
 ceph-authtool {own}/keys --gen-key --name client.admin --cap mon 'allow *' --cap osd 'allow *'
@@ -50,24 +53,24 @@ ceph-mon --id a --mkfs --monmap {own}/map --keyring {own}/keys
 
 
 def start_ceph(host: Host, logs: Path) -> dict[str, str]:
-    """An S3 server on this host, with one user; the environment that clients of it need."""
+    """Start an S3 server with one user on this host; return the environment of its clients."""
     where = {"own": host.own, "address": host.address}
     conf = host.own / "ceph.conf"
-    more = {"CEPH_CONF": str(conf)}
+    environment = {"CEPH_CONF": str(conf)}
     host.call(["sh", "-ec", f"cat > {conf}"], given=CEPH.format(**where))
-    host.call(["sh", "-ec", PREPARE.format(**where)], more)
-    host.start(["ceph-mon", "--id", "a", "-f"], logs / "mon.log", more)
+    host.call(["sh", "-ec", PREPARE.format(**where)], environment)
+    host.start(["ceph-mon", "--id", "a", "-f"], logs / "mon.log", environment)
     store = (
         "id=$(cat /proc/sys/kernel/random/uuid)\n"
         "key=$(ceph-authtool {own}/keys --name osd.0 --print-key)\n"
         'echo "{{\\"cephx_secret\\": \\"$key\\"}}" | ceph osd new $id -i -\n'
         "ceph-osd --id 0 --mkfs --osd-uuid $id\n"
     )
-    host.call(["sh", "-ec", store.format(**where)], more)
-    host.start(["ceph-osd", "--id", "0", "-f"], logs / "osd.log", more)
-    _begin(host, ["radosgw", "--name", "client.gateway", "-f"], logs / "gateway.log", more, 8000, 180)
+    host.call(["sh", "-ec", store.format(**where)], environment)
+    host.start(["ceph-osd", "--id", "0", "-f"], logs / "osd.log", environment)
+    _start_server(host, ["radosgw", "--name", "client.gateway", "-f"], logs / "gateway.log", environment, 8000)
     user = ["user", "create", f"--uid={USER}", f"--display-name={USER}", f"--access-key={KEY}", f"--secret={SECRET}"]
-    host.call(["radosgw-admin", "--name", "client.gateway", *user], more)
+    host.call(["radosgw-admin", "--name", "client.gateway", *user], environment)
     return {
         "AWS_ENDPOINT_URL": f"http://{host.address}:8000",
         "AWS_ACCESS_KEY_ID": KEY,
@@ -80,7 +83,7 @@ def start_ceph(host: Host, logs: Path) -> dict[str, str]:
 
 
 def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[str, str]:
-    """MLflow's server with a password, on a PostgreSQL of its own on this host; what clients of it need to know."""
+    """Start MLflow's server, with a password and its own PostgreSQL; return the environment of its clients."""
     programs = max(Path("/usr/lib/postgresql").iterdir(), key=lambda folder: int(folder.name)) / "bin"  # the newest
     data, password = host.own / "postgres", secrets.token_urlsafe(24)
     as_postgres = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
@@ -88,21 +91,21 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
     access = ["-A", "scram-sha-256", f"--pwfile={data}.password", "-U", USER]
     host.call([*as_postgres, programs / "initdb", "-D", data, *access])
     listens = ["-c", f"listen_addresses={host.address}", "-c", f"unix_socket_directories={data}"]
-    _begin(host, [*as_postgres, programs / "postgres", "-D", data, *listens], logs / "postgres.log", {}, 5432, 60)
-    # Others than this machine may ask, with the password.
+    _start_server(host, [*as_postgres, programs / "postgres", "-D", data, *listens], logs / "postgres.log", {}, 5432)
+    # Other hosts may connect with the password.
     rule = f"echo 'host all all 10.55.0.0/24 scram-sha-256' >> {data}/pg_hba.conf"
     host.call([*as_postgres, "sh", "-ec", f"{rule} && {programs}/pg_ctl reload -D {data}"])
     store = f"postgresql://{USER}:{password}@{host.address}/postgres"
-    words = ["mlflow", "server", "--app-name", "basic-auth", "--host", host.address, "--port", "5000", "--workers", "1"]
-    words += ["--artifacts-destination", artifacts]
-    # As deploy/mlflow.sh does.
+    args = ["mlflow", "server", "--app-name", "basic-auth", "--host", host.address, "--port", "5000", "--workers", "1"]
+    args += ["--artifacts-destination", artifacts]
+    # The settings of deploy/mlflow.sh.
     admin, settings = secrets.token_urlsafe(24), host.own / "mlflow.ini"
     lines = ["[mlflow]", "default_permission = NO_PERMISSIONS", f"database_uri = sqlite:///{host.own}/auth.db"]
     lines += [f"admin_username = {USER}", f"admin_password = {admin}", "auth_cache_ttl_seconds = 60"]
     host.call(["sh", "-ec", f"umask 077 && cat > {settings}"], given="\n".join(lines))
-    told = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    told |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
-    _begin(host, [python, "-m", *words], logs / "mlflow.log", told, 5000, 300)
+    environment = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment |= {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
+    _start_server(host, [python, "-m", *args], logs / "mlflow.log", environment, 5000)
     return {
         "MLFLOW_TRACKING_URI": f"http://{host.address}:5000",
         "MLFLOW_TRACKING_USERNAME": USER,
@@ -111,18 +114,18 @@ def start_mlflow(host: Host, logs: Path, python: str, artifacts: str) -> dict[st
 
 
 def dump_mlflow(host: Host) -> str:
-    """All that MLflow has stored, as text."""
+    """Return all data of MLflow's database as text."""
     password = host.seen(host.own / "postgres.password").read_text()
-    words = ["pg_dump", "-h", host.address, "-U", USER, "--data-only", "postgres"]
-    return host.call(words, {"PGPASSWORD": password})
+    command = ["pg_dump", "-h", host.address, "-U", USER, "--data-only", "postgres"]
+    return host.call(command, {"PGPASSWORD": password})
 
 
-def _begin(host: Host, words: Sequence[object], log: Path, more: Mapping[str, str], port: int, seconds: float) -> None:
+def _start_server(host: Host, command: Sequence[object], log: Path, environment: Mapping[str, str], port: int) -> None:
     """Start a server, and wait until it listens."""
-    server = host.start(words, log, more)
+    server = host.start(command, log, environment)
 
     def listens() -> bool:
         assert server.poll() is None, log.read_text()[-3000:]
         return f":{port} " in host.call(["ss", "-ltn"])
 
-    until(listens, seconds, f"{words[0]} listens", log)
+    until(listens, START_TIMEOUT, f"{command[0]} listens", log)

@@ -1,4 +1,4 @@
-"""The fine-tuning benchmark: what it measures is what is there."""
+"""The fine-tuning benchmark: its memory numbers agree with the tensors that exist."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pipelines.__main__ import main
-from vitray.bench.finetune import Settings, Variant, allocated, measure_memory, recipe
+from vitray.bench.finetune import FinetuneSettings, Variant, allocated, measure_memory, recipe
 
 CPU = torch.device("cpu")
-TINY = Settings("vit_u2x1_8", batch=4, image_size=32)
+TINY = FinetuneSettings("vit_u2x1_8", batch=4, image_size=32)
 
 
-def test_allocations_are_counted_at_their_most_and_at_the_end():
+def test_allocations_are_counted_at_the_peak_and_at_the_end():
     held = torch.zeros(1000)
 
     def call():
@@ -25,18 +25,18 @@ def test_allocations_are_counted_at_their_most_and_at_the_end():
     assert allocated(call, CPU) == (16 * 4000, 4000)
 
 
-def test_activations_are_what_autograd_keeps():
+def test_activations_are_the_tensors_that_autograd_keeps():
     variant = Variant(recipe(TINY, "full"), CPU)
-    kept: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = variant.loss()
     outside = {tensor.data_ptr() for tensor in [*variant.task.parameters(), variant.images, variant.targets]}
-    by_autograd = sum(storage.nbytes() for place, storage in kept.items() if place not in outside)
+    by_autograd = sum(storage.nbytes() for place, storage in saved.items() if place not in outside)
     assert loss.requires_grad
     assert allocated(variant.loss, CPU)[1] == pytest.approx(by_autograd, rel=0.01)
 
@@ -47,14 +47,14 @@ def test_memory_adds_up():
     trained = 4 * sum(parameter.numel() for parameter in variant.task.parameters() if parameter.requires_grad)
     weights = 4 * sum(parameter.numel() for parameter in variant.task.parameters())
     assert costs["gradients"] == trained
-    # Two moments, and a count of steps a tensor.
+    # Two moments, and a step count for each tensor.
     assert 2 * trained < costs["optimizer"] < 2 * trained + 4 * 100
     assert costs["peak"] > weights + costs["optimizer"] + max(costs["activations"], costs["gradients"])
 
 
 def test_it_measures_and_draws(tmp_path, capsys):
-    words = ["--model", "vit_u2x2_8", "--image-size", "32", "--batch", "4", "--rounds", "2", "--seconds", "0.01"]
-    assert main(["bench", "finetune", *words, "--out", str(tmp_path), "--json"]) == 0
+    args = ["--model", "vit_u2x2_8", "--image-size", "32", "--batch", "4", "--rounds", "2", "--seconds", "0.01"]
+    assert main(["bench", "finetune", *args, "--out", str(tmp_path), "--json"]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert all(Path(file).stat().st_size for file in result["files"])
@@ -70,7 +70,7 @@ def test_it_measures_and_draws(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--modes", "full,atn"], "task.mode: got 'atn'"),
         (["--modes", "full+block"], "compute.recompute: got 'block'"),
@@ -78,6 +78,6 @@ def test_it_measures_and_draws(tmp_path, capsys):
         (["--batch", "0"], "optim.batch: got 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words, message, capsys):
-    assert main(["bench", "finetune", *words]) == 2
+def test_invalid_settings_are_rejected(args, message, capsys):
+    assert main(["bench", "finetune", *args]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The block: eq. (2) for any number of branches, however it is executed."""
+"""The block: eq. (2) of "Three things" for any number of branches and any execution."""
 
 import copy
 import math
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from timm.models.vision_transformer import ParallelThingsBlock
 
 from vitray.models import blocks
-from vitray.models.blocks import Block, fusing_pays
+from vitray.models.blocks import Block, BlockSpec, is_fusing_faster
 
 WIDTH, HEADS = 32, 4
 
 
 def block(branches=2, seed=0, dtype=torch.float64, **kind) -> Block:
-    """A block in which every parameter is random: at its initial values, folded norms and scales would not show."""
-    made = Block(WIDTH, HEADS, branches, **kind)
+    """A block with random parameters: initial values would hide errors in folded norms and scales."""
+    made = Block(BlockSpec(WIDTH, HEADS, branches, **kind))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -76,7 +76,7 @@ def test_a_block_is_equation_2(execution, branches, layerscale):
         torch.testing.assert_close(made(tokens()), slow_block(made, tokens()), atol=1e-10, rtol=1e-10)
 
 
-def test_a_block_is_timms_parallel_block():
+def test_a_block_equals_timm():
     made = block(3, layerscale=0.1, execution="loop")
     theirs = ParallelThingsBlock(WIDTH, HEADS, num_parallel=3, qkv_bias=True, init_values=0.1).double().eval()
     theirs_state = theirs.state_dict()
@@ -127,7 +127,7 @@ def test_fused_training_is_loop_training(branches, batch, count, layerscale, dro
 
 def test_fused_in_bfloat16_and_autocast_stays_within_rounding():
     exact = block(2, layerscale=0.1, dtype=torch.float32)
-    wanted = exact(tokens(dtype=torch.float32))
+    expected = exact(tokens(dtype=torch.float32))
     for made, x in (
         (exact, tokens(dtype=torch.float32)),
         (copy.deepcopy(exact).bfloat16(), tokens(dtype=torch.float32).bfloat16()),
@@ -137,12 +137,12 @@ def test_fused_in_bfloat16_and_autocast_stays_within_rounding():
             for gradients in (False, True):
                 with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, x.dtype == torch.float32):
                     out = made(x).float()
-                errors[made.execution, gradients] = ((out - wanted).norm() / wanted.norm()).item()
+                errors[made.execution, gradients] = ((out - expected).norm() / expected.norm()).item()
         assert max(errors.values()) < 0.02
         assert errors["fused", False] < 2 * errors["loop", False] + 1e-3
 
 
-def test_joint_weights_follow_their_parameters():
+def test_fused_weights_follow_their_parameters():
     made = block(2, layerscale=0.1)
     reference = copy.deepcopy(made)
     reference.execution = "loop"
@@ -153,9 +153,9 @@ def test_joint_weights_follow_their_parameters():
             torch.testing.assert_close(made(tokens()), reference(tokens()), atol=1e-10, rtol=1e-10)
 
     agree()
-    kept = made._joint
+    cached = made._fused
     agree()
-    assert made._joint is kept
+    assert made._fused is cached
     for both in (made, reference):
         torch.optim.SGD(both.parameters(), lr=0.1)
         both(tokens()).sum().backward()
@@ -169,7 +169,7 @@ def test_joint_weights_follow_their_parameters():
         both.attn2.qkv.weight.data = both.attn2.qkv.weight.data * 2
     agree()
     for both in (made, reference):
-        both.ffn1.up.bias.data.add_(1)  # no version counts this; eval() forgets what was joined
+        both.ffn1.up.bias.data.add_(1)  # no version counts this; eval() clears the cache
         both.eval()
     agree()
     made.float()
@@ -187,7 +187,7 @@ def test_execution_changes_no_name_and_no_state():
         made(tokens())
     assert before.keys() == made.state_dict().keys() == block(2, execution="loop").state_dict().keys()
     for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert again._joint == {}
+        assert again._fused == {}
         assert torch.equal(again(tokens()), made(tokens()))
         assert again.attentions[1] is again.attn2
 
@@ -209,14 +209,14 @@ def test_drop_path_is_drawn_per_branch_and_sample():
     made = block(2, layerscale=0.1, drop_path=rate, execution="loop").train()
     x = tokens(1, 3).expand(4000, -1, -1)
     torch.manual_seed(0)
-    keep = made._keep(x)
+    keep = made._drop_path_factors(x)
     assert keep.shape == (4000, 2)
     values = keep.unique()
     torch.testing.assert_close(values, torch.tensor([0, 1 / (1 - rate)], dtype=torch.float64))
-    kept = (keep > 0).double()
-    assert abs(kept.mean().item() - 0.7) < 0.02
-    assert abs(torch.corrcoef(kept.T)[0, 1].item()) < 0.05
-    # The mean over draws is the block without drop path, up to the feed-forwards' curvature: take the attentions alone.
+    is_kept = (keep > 0).double()
+    assert abs(is_kept.mean().item() - 0.7) < 0.02
+    assert abs(torch.corrcoef(is_kept.T)[0, 1].item()) < 0.05
+    # The mean over draws equals the block without drop path, up to the curvature of the feed-forwards: test attention.
     dropped = made._attend_loop(x, None, "").mean(0)
     made.eval()
     torch.testing.assert_close(dropped, made._attend_loop(x[:1], None, "")[0], atol=0.05, rtol=0.05)
@@ -237,29 +237,29 @@ def test_dropout_follows_every_dense_layer_but_qkv(monkeypatch):
 
 def test_active_dropout_is_never_fused():
     made = block(2, dropout=0.1, execution="fused")
-    made(tokens())  # not active in evaluation
+    made(tokens())  # inactive in evaluation
     with pytest.raises(ValueError, match="execution fused is not exact while dropout is active"):
         made.train()(tokens())
     made.execution = "auto"
     assert not made._is_fused(tokens())
 
 
-def test_auto_fuses_small_work_alone():
+def test_auto_fuses_only_small_inputs():
     made = block(2, execution="auto")
     with torch.no_grad():
         assert made._is_fused(tokens(1, 5))
         assert not made._is_fused(torch.zeros(64, 64, WIDTH))
         assert not block(1)._is_fused(tokens(1, 5))
-        assert fusing_pays(1_000_000, "cuda")
-        assert not fusing_pays(1_000_000, "cpu")
-        assert not fusing_pays(1, "a device nobody measured")
-    # Joint weights that gradients flow through are made anew for each step.
+        assert is_fusing_faster(1_000_000, "cuda")
+        assert not is_fusing_faster(1_000_000, "cpu")
+        assert not is_fusing_faster(1, "a device nobody measured")
+    # Under autograd the weights would be fused anew in each step.
     assert not made._is_fused(tokens(1, 5))
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused", "auto"])
 def test_a_compiled_block_is_the_block(execution):
-    # aot_eager traces and differentiates as inductor does, without its minutes of C++; test-full has inductor.
+    # aot_eager traces and differentiates like inductor, without minutes of C++ compilation.
     check_compiled(execution, "aot_eager")
 
 
@@ -270,7 +270,7 @@ def test_an_inductor_block_is_the_block(execution):
 
 
 def check_compiled(execution, backend):
-    torch.compiler.reset()  # each test's block counts as one more compilation of the same code
+    torch.compiler.reset()  # each test would count as a recompilation of the same code
     made = block(2, layerscale=0.1, dtype=torch.float32, execution=execution)
     compiled = torch.compile(made, backend=backend, fullgraph=True)
     x = tokens(dtype=torch.float32)

@@ -11,31 +11,31 @@ import pytest
 from pipelines.__main__ import VERBS, main, run_verb
 
 
-def vitray(*words):
-    return subprocess.run([sys.executable, "-m", "pipelines", *words], capture_output=True, text=True)
+def vitray(*args):
+    return subprocess.run([sys.executable, "-m", "pipelines", *args], capture_output=True, text=True)
 
 
-def test_the_bare_command_teaches(capsys):
-    for words in ([], ["-h"], ["--help"]):
-        assert main(words) == 0
-        taught = capsys.readouterr().out
-        assert all(verb in taught for verb in VERBS)
+def test_the_bare_command_lists_the_verbs(capsys):
+    for args in ([], ["-h"], ["--help"]):
+        assert main(args) == 0
+        usage = capsys.readouterr().out
+        assert all(verb in usage for verb in VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_teaches(verb, capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as exit_:
         main([verb, "-h"])
-    assert leaving.value.code == 0
-    text = capsys.readouterr().out
-    assert "--json" in text
-    assert "example" in text
+    assert exit_.value.code == 0
+    usage = capsys.readouterr().out
+    assert "--json" in usage
+    assert "example" in usage
 
 
-def test_an_unknown_verb_names_the_nearest(capsys):
+def test_an_unknown_verb_suggests_the_nearest(capsys):
     assert main(["modle"]) == 2
-    assert "unknown verb 'modle'" in (said := capsys.readouterr().err)
-    assert "nearest: model" in said
+    assert "unknown verb 'modle'" in (message := capsys.readouterr().err)
+    assert "nearest: model" in message
 
 
 def test_json_is_the_last_line(capsys):
@@ -48,7 +48,7 @@ def test_json_is_the_last_line(capsys):
 def test_bad_input_exits_2_without_a_traceback():
     done = vitray("model", "vit_u2x2_8", "image_size=33")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("vitray: the word 'model.image_size=33'")
+    assert done.stderr.startswith("vitray: override 'model.image_size=33'")
     assert "Traceback" not in done.stderr
 
 
@@ -66,17 +66,17 @@ def test_each_verb_runs_as_a_module():
 
 
 def test_control_c_exits_130(capsys):
-    def interrupted(words):
+    def interrupted(args):
         raise KeyboardInterrupt
 
     assert run_verb(interrupted, []) == 130
 
 
-def test_what_fails_is_not_hidden():
-    def failing(words):
-        raise RuntimeError("a fault of ours")
+def test_an_internal_error_keeps_its_traceback():
+    def failing(args):
+        raise RuntimeError("an internal error")
 
-    with pytest.raises(RuntimeError, match="a fault of ours"):
+    with pytest.raises(RuntimeError, match="an internal error"):
         run_verb(failing, [])
 
 
@@ -90,18 +90,18 @@ def test_weights_are_described_saved_and_exported(tmp_path, capsys):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["id2label"]["1"] == "dog"
     assert main(["model", str(tmp_path / "hf"), "--save", str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "vit_u2x1_8"
-    same = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab"]
-    assert same[0] == same[1]
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab"]
+    assert weights[0] == weights[1]
     assert main(["model", str(tmp_path / "a"), "image_size=64"]) == 2
-    assert "a model folder says its own settings; got image_size" in capsys.readouterr().err
+    assert "a model folder has its own settings; got image_size" in capsys.readouterr().err
     assert main(["model", str(tmp_path / "absent.pth")]) == 2
     assert "absent.pth: no such file" in capsys.readouterr().err
 
 
-def test_a_name_has_no_weights_to_save(tmp_path, capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_a_model_name_has_no_weights_to_save(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
         main(["model", "B12", "--save", str(tmp_path / "m")])
-    assert leaving.value.code == 2
+    assert exit_.value.code == 2
     assert "B12 is a name" in capsys.readouterr().err
 
 
@@ -115,9 +115,9 @@ def test_the_public_names_resolve():
 
 
 def test_the_branch_benchmark_measures_and_draws(tmp_path, capsys):
-    words = ["--models", "ViT-U2x2/8", "--image-size", "32", "--batches", "1,2", "--rounds", "2", "--seconds", "0.01"]
-    for more in ([], ["--train", "--dtype", "bf16"]):
-        assert main(["bench", "branches", *words, "--out", str(tmp_path), "--json", *more]) == 0
+    args = ["--models", "ViT-U2x2/8", "--image-size", "32", "--batches", "1,2", "--rounds", "2", "--seconds", "0.01"]
+    for options in ([], ["--train", "--dtype", "bf16"]):
+        assert main(["bench", "branches", *args, "--out", str(tmp_path), "--json", *options]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert [row["batch"] for row in result["rows"]] == [1, 2]
         assert all(row[variant] > 0 for row in result["rows"] for variant in ("seq", "loop", "fused", "auto"))
@@ -126,13 +126,13 @@ def test_the_branch_benchmark_measures_and_draws(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--models", "vit_s18x1_16"], "one branch leaves nothing to compare"),
         (["--models", "vit_q2x2_16"], "width 'q'"),
         (["--image-size", "100"], "image_size 100 is not a multiple"),
     ],
 )
-def test_a_benchmark_of_nothing_is_refused(words, message, capsys):
-    assert main(["bench", "branches", *words]) == 2
+def test_a_benchmark_without_anything_to_compare_is_rejected(args, message, capsys):
+    assert main(["bench", "branches", *args]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The files that make clusters: what Ray and a simulated AWS make of them, and who is let in."""
+"""The cluster files: their validation, the nodes and permissions on a simulated AWS, and the services of a node."""
 
 import json
 import os
@@ -13,13 +13,13 @@ import pytest
 import yaml
 from hosts import Site, until
 
-from vitray.cluster import launch
-from vitray.cluster.jobs import GRACE
+from vitray.cluster import aws_account, launch
+from vitray.cluster.jobs import STOP_GRACE
 from vitray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 AWS, LOCAL, KUBERAY = ROOT / "cluster.yaml", ROOT / "deploy" / "local.yaml", ROOT / "deploy" / "kuberay.yaml"
-SET = {
+VALUES = {
     "YOUR-ADDRESS": "203.0.113.7",
     "YOUR-ARTIFACTS": "/srv/mlflow",
     "YOUR-BUCKET": "vitray-test",
@@ -33,28 +33,28 @@ RAY = re.search(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULT
 
 
 def filled(source, target):
-    """A file as its owner leaves it."""
+    """Return the path of a cluster file with all placeholders set."""
     text = source.read_text()
-    for name, value in SET.items():
+    for name, value in VALUES.items():
         text = text.replace(name, value)
     target.write_text(text)
     return str(target)
 
 
-# ---- what is refused before anything is launched ---------------------------------------------------------------------
+# ---- validation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [AWS, LOCAL])
-def test_a_file_that_nobody_has_filled_in_is_refused(source):
+def test_unset_placeholders_are_rejected(source):
     with pytest.raises(ConfigError) as error:
         launch.read_cluster(str(source))
-    named = {word.rstrip(".,;:/]") for word in re.findall(r"YOUR-[A-Z-]+", source.read_text())}
-    assert all(name in str(error.value) for name in named)
+    placeholders = {word.rstrip(".,;:/]") for word in re.findall(r"YOUR-[A-Z-]+", source.read_text())}
+    assert all(name in str(error.value) for name in placeholders)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("source", [AWS, LOCAL])
-def test_a_file_that_is_filled_in_is_fit(source, tmp_path):
+def test_a_file_with_all_placeholders_set_is_valid(source, tmp_path):
     launch.read_cluster(filled(source, tmp_path / "cluster.yaml"))
 
 
@@ -62,8 +62,8 @@ def gpu(tree):
     return tree["available_node_types"]["gpu_spot"]["node_config"]
 
 
-def ingress(place):
-    return lambda tree: tree["provider"]["security_group"]["IpPermissions"][0].update(IpRanges=[{"CidrIp": place}])
+def ingress(source):
+    return lambda tree: tree["provider"]["security_group"]["IpPermissions"][0].update(IpRanges=[{"CidrIp": source}])
 
 
 def replaced(key, old, new):
@@ -82,7 +82,7 @@ def replaced(key, old, new):
         (lambda tree: tree.update(head_node_type="haed"), "head_node_type"),
         (lambda tree: gpu(tree).update(InstanceTyp="g5.2xlarge"), "gpu_spot.node_config: .*InstanceTyp"),
         (lambda tree: gpu(tree).update(MetadataOptions={}), "gpu_spot.*HttpTokens: wanted required"),
-        (ingress("0.0.0.0/0"), "0.0.0.0/0 is open to too many"),
+        (ingress("0.0.0.0/0"), "0.0.0.0/0 admits too many"),
         (ingress("1.2.3.4/8"), "1.2.3.4/8 has host bits set"),
         (lambda tree: tree["provider"].pop("security_group"), "wanted ssh from your address"),
         (replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token", ""), "worker_start_ray_commands: .*token"),
@@ -91,7 +91,7 @@ def replaced(key, old, new):
         (lambda tree: tree.pop("head_start_ray_commands"), "head_start_ray_commands: wanted a `ray start`"),
     ],
 )
-def test_a_file_that_would_fail_or_let_others_in_is_refused(change, message, tmp_path):
+def test_an_invalid_or_insecure_file_is_rejected(change, message, tmp_path):
     path = tmp_path / "cluster.yaml"
     tree = yaml.safe_load(Path(filled(AWS, path)).read_text())
     change(tree)
@@ -102,7 +102,7 @@ def test_a_file_that_would_fail_or_let_others_in_is_refused(change, message, tmp
 
 
 @pytest.mark.parametrize("text", ["a: [", "[1, 2]", "a: 1"])
-def test_what_is_no_clusters_file_is_said(text, tmp_path):
+def test_a_file_of_another_kind_is_rejected(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"a\.yaml: "):
         launch.read_cluster(str(tmp_path / "a.yaml"))
@@ -113,30 +113,30 @@ def test_what_is_no_clusters_file_is_said(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def aws(tmp_path_factory):
-    """What Ray makes of the file in an account that `make up` has prepared: its tree, and what it asked AWS to run."""
+    """The file, and Ray's configuration and RunInstances requests, in an account that `make up` prepared."""
     from moto import mock_aws
 
-    place = tmp_path_factory.mktemp("aws")
+    folder = tmp_path_factory.mktemp("aws")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             patch.delenv(name)
-        settings = {"AWS_DEFAULT_REGION": "us-west-2", "HOME": str(place), "MOTO_EC2_LOAD_DEFAULT_AMIS": "false"}
+        settings = {"AWS_DEFAULT_REGION": "us-west-2", "HOME": str(folder), "MOTO_EC2_LOAD_DEFAULT_AMIS": "false"}
         for name, value in settings.items():
             patch.setenv(name, value)
-        patch.setattr(launch, "SETTLING", 0)
-        with mock_aws():  # which brings keys of its own
+        patch.setattr(aws_account, "ROLE_DELAY", 0)
+        with mock_aws():  # it sets its own keys
             import boto3
 
-            where = {"LocationConstraint": "us-west-2"}
-            boto3.client("s3").create_bucket(Bucket="vitray-test", CreateBucketConfiguration=where)
-            tree = launch.read_cluster(filled(AWS, place / "cluster.yaml"))
-            done = launch.make_account(tree)
-            up = bootstrapped(tree)
-            yield SimpleNamespace(tree=tree, done=done, up=up, asked=asked_of_aws(up, patch))
+            region = {"LocationConstraint": "us-west-2"}
+            boto3.client("s3").create_bucket(Bucket="vitray-test", CreateBucketConfiguration=region)
+            tree = launch.read_cluster(filled(AWS, folder / "cluster.yaml"))
+            changes = aws_account.make_account(tree)
+            config = bootstrapped(tree)
+            yield SimpleNamespace(tree=tree, changes=changes, config=config, requests=instance_requests(config, patch))
 
 
 def bootstrapped(tree):
-    """As `ray up` does before it launches anything."""
+    """Return the configuration as `ray up` completes it before it launches anything."""
     from ray.autoscaler._private.aws.config import bootstrap_aws
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler._private.util import prepare_config, validate_config
@@ -146,84 +146,84 @@ def bootstrapped(tree):
     return AWSNodeProvider.fillout_available_node_types_resources(bootstrap_aws(prepared))
 
 
-def asked_of_aws(up, patch):
-    """{node type: the parameters of RunInstances} of one node of each type."""
+def instance_requests(config, patch):
+    """Return {node type: the parameters of RunInstances} for one node of each type."""
     from botocore.client import BaseClient
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler.tags import NODE_KIND_HEAD, NODE_KIND_WORKER, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 
-    asked = {}
-    plain = BaseClient._make_api_call
+    requests = {}
+    original = BaseClient._make_api_call
 
     def call(client, name, parameters):
         if name == "RunInstances":
-            asked["latest"] = parameters
-        return plain(client, name, parameters)
+            requests["latest"] = parameters
+        return original(client, name, parameters)
 
     patch.setattr(BaseClient, "_make_api_call", call)
-    provider = AWSNodeProvider(up["provider"], up["cluster_name"])
-    for name, kind in up["available_node_types"].items():
-        role = NODE_KIND_HEAD if name == up["head_node_type"] else NODE_KIND_WORKER
+    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+    for name, kind in config["available_node_types"].items():
+        role = NODE_KIND_HEAD if name == config["head_node_type"] else NODE_KIND_WORKER
         tags = {TAG_RAY_NODE_KIND: role, TAG_RAY_USER_NODE_TYPE: name, "ray-launch-config": "x", "ray-node-name": name}
         provider.create_node(kind["node_config"], {**tags, "ray-node-status": "uninitialized"}, 1)
-        asked[name] = asked.pop("latest")
-    return asked
+        requests[name] = requests.pop("latest")
+    return requests
 
 
 def group_of(aws):
     import boto3
 
-    (found,) = {tuple(asked["SecurityGroupIds"]) for asked in aws.asked.values()}
-    return boto3.client("ec2").describe_security_groups(GroupIds=list(found))["SecurityGroups"][0]
+    (ids,) = {tuple(request["SecurityGroupIds"]) for request in aws.requests.values()}
+    return boto3.client("ec2").describe_security_groups(GroupIds=list(ids))["SecurityGroups"][0]
 
 
-def test_nobody_but_the_owner_and_the_nodes_reaches_the_nodes(aws):
+def test_only_the_owner_and_the_nodes_reach_the_nodes(aws):
     group = group_of(aws)
-    rules = {rule for permission in group["IpPermissions"] for rule in launch._rules(permission)}
+    rules = {rule for permission in group["IpPermissions"] for rule in aws_account.split_rules(permission)}
     among = ("-1", None, None, "UserIdGroupPairs", group["GroupId"])
     assert rules == {("tcp", 22, 22, "IpRanges", "203.0.113.7/32"), among}
-    assert "vitray lets in 203.0.113.7/32 on 22 and its own nodes, nobody else" in aws.done
+    assert "vitray admits 203.0.113.7/32 on 22 and its own nodes, nobody else" in aws.changes
 
 
-def test_another_address_replaces_the_old_one_and_the_same_one_changes_nothing(aws):
-    assert launch.make_account(aws.tree) == []
+def test_a_new_address_replaces_the_old_one(aws):
+    assert aws_account.make_account(aws.tree) == []
     tree = json.loads(json.dumps(aws.tree).replace("203.0.113.7", "198.51.100.9"))
-    assert launch.make_account(tree) == ["vitray lets in 198.51.100.9/32 on 22 and its own nodes, nobody else"]
+    assert aws_account.make_account(tree) == ["vitray admits 198.51.100.9/32 on 22 and its own nodes, nobody else"]
     assert "203.0.113.7" not in str(group_of(aws))
-    launch.make_account(aws.tree)
+    aws_account.make_account(aws.tree)
 
 
-def test_without_it_ray_would_let_everybody_try(aws):
+def test_a_security_group_that_ray_makes_is_open_to_everyone(aws):
     import boto3
 
     tree = json.loads(json.dumps(aws.tree))
     tree["provider"]["security_group"]["GroupName"] = "left-to-ray"
     group = bootstrapped(tree)["available_node_types"]["head"]["node_config"]["SecurityGroupIds"]
-    found = boto3.client("ec2").describe_security_groups(GroupIds=group)["SecurityGroups"][0]
-    assert "0.0.0.0/0" in str(found["IpPermissions"])  # why `make up` makes the group; once Ray does not, it need not
+    made = boto3.client("ec2").describe_security_groups(GroupIds=group)["SecurityGroups"][0]
+    assert "0.0.0.0/0" in str(made["IpPermissions"])  # the reason for which `make up` makes the group
 
 
-def test_every_node_is_asked_for_as_the_file_says(aws):
-    assert set(aws.asked) == {"head", "cpu_spot", "cpu_on_demand", "gpu_spot", "gpu_on_demand"}
-    for name, asked in aws.asked.items():
-        assert asked["MetadataOptions"]["HttpTokens"] == "required"
-        assert asked["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
-        assert all(disk["Ebs"]["Encrypted"] for disk in asked["BlockDeviceMappings"])
-        assert asked["IamInstanceProfile"] == {"Name": "vitray-head" if name == "head" else "vitray-node"}
-        assert asked.get("InstanceMarketOptions", {}).get("MarketType") == ("spot" if "spot" in name else None)
-        assert asked["ImageId"].startswith("resolve:ssm:/aws/service/")
-        assert ("nvidia" in asked["ImageId"]) == ("gpu" in name)
-        assert asked["KeyName"]
+def test_each_node_is_requested_as_configured(aws):
+    assert set(aws.requests) == {"head", "cpu_spot", "cpu_on_demand", "gpu_spot", "gpu_on_demand"}
+    for name, request in aws.requests.items():
+        assert request["MetadataOptions"]["HttpTokens"] == "required"
+        assert request["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
+        assert all(disk["Ebs"]["Encrypted"] for disk in request["BlockDeviceMappings"])
+        assert request["IamInstanceProfile"] == {"Name": "vitray-head" if name == "head" else "vitray-node"}
+        assert request.get("InstanceMarketOptions", {}).get("MarketType") == ("spot" if "spot" in name else None)
+        assert request["ImageId"].startswith("resolve:ssm:/aws/service/")
+        assert ("nvidia" in request["ImageId"]) == ("gpu" in name)
+        assert request["KeyName"]
     for kind in ("cpu", "gpu"):
-        same = [{**aws.asked[f"{kind}_{how}"]} for how in ("spot", "on_demand")]
-        for asked in same:
+        same = [{**aws.requests[f"{kind}_{market}"]} for market in ("spot", "on_demand")]
+        for request in same:
             for varying in ("InstanceMarketOptions", "TagSpecifications", "ClientToken"):
-                asked.pop(varying, None)
+                request.pop(varying, None)
         assert same[0] == same[1]
 
 
-def test_the_head_has_no_resources_for_work_and_the_others_what_their_machines_have(aws):
-    kinds = aws.up["available_node_types"]
+def test_the_head_takes_no_tasks_and_other_nodes_use_their_hardware(aws):
+    kinds = aws.config["available_node_types"]
     assert kinds["head"]["resources"] == {"CPU": 0, "GPU": 0}
     assert "--num-cpus=0 --num-gpus=0" in aws.tree["head_start_ray_commands"][-1]
     assert kinds["gpu_spot"]["resources"].items() >= {"CPU": 8, "GPU": 1}.items()
@@ -232,7 +232,7 @@ def test_the_head_has_no_resources_for_work_and_the_others_what_their_machines_h
 
 
 @pytest.mark.parametrize(
-    ("asked", "failed", "wanted"),
+    ("demand", "failed", "chosen"),
     [
         ({"GPU": 1, "CPU": 1}, [], "gpu_spot"),
         ({"GPU": 1, "CPU": 1}, ["gpu_spot"], "gpu_on_demand"),
@@ -240,26 +240,26 @@ def test_the_head_has_no_resources_for_work_and_the_others_what_their_machines_h
         ({"CPU": 1}, ["cpu_spot"], "cpu_on_demand"),
     ],
 )
-def test_spot_comes_first_and_on_demand_where_there_is_none(aws, asked, failed, wanted):
+def test_spot_comes_first_and_on_demand_if_there_is_none(aws, demand, failed, chosen):
     from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
     from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
     from ray.autoscaler.v2.utils import ResourceRequestUtil
 
-    config = AutoscalingConfig(json.loads(json.dumps(aws.up)), skip_content_hash=True)
+    config = AutoscalingConfig(json.loads(json.dumps(aws.config)), skip_content_hash=True)
     request = SchedulingRequest(
         node_type_configs=config.get_node_type_configs(),
         max_num_nodes=config.get_max_num_nodes(),
         disable_launch_config_check=True,
-        resource_requests=ResourceRequestUtil.group_by_count([ResourceRequestUtil.make(asked)]),
+        resource_requests=ResourceRequestUtil.group_by_count([ResourceRequestUtil.make(demand)]),
         recoverable_resource_availabilities=dict.fromkeys(failed, 0.5),
     )
 
     class NoEvents:
         def __getattr__(self, name):
-            return lambda *words, **settings: None
+            return lambda *args, **options: None
 
     launched = ResourceDemandScheduler(NoEvents()).schedule(request).to_launch
-    assert {launch.instance_type for launch in launched if launch.instance_type != "head"} == {wanted}
+    assert {launch.instance_type for launch in launched if launch.instance_type != "head"} == {chosen}
 
 
 def statements(role):
@@ -269,7 +269,7 @@ def statements(role):
     return document["Statement"]
 
 
-def test_nodes_may_touch_one_bucket_and_the_head_may_launch_and_end_its_own(aws):
+def test_nodes_may_use_one_bucket_and_the_head_may_launch_and_end_its_own(aws):
     for role in ("vitray-head", "vitray-node"):
         for statement in statements(role):
             actions = statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]]
@@ -278,25 +278,27 @@ def test_nodes_may_touch_one_bucket_and_the_head_may_launch_and_end_its_own(aws)
                 assert statement["Resource"] in ("arn:aws:s3:::vitray-test", "arn:aws:s3:::vitray-test/*")
                 assert "s3:CreateBucket" not in actions
     assert all(action.startswith("s3:") for statement in statements("vitray-node") for action in statement["Action"])
-    ends = [statement for statement in statements("vitray-head") if "ec2:TerminateInstances" in statement["Action"]]
-    assert ends[0]["Condition"] == {"StringEquals": {"aws:ResourceTag/ray-cluster-name": "vitray"}}
-    (passes,) = (statement for statement in statements("vitray-head") if statement["Action"] == "iam:PassRole")
-    assert passes["Resource"].endswith(":role/vitray-node")
+    terminating = [
+        statement for statement in statements("vitray-head") if "ec2:TerminateInstances" in statement["Action"]
+    ]
+    assert terminating[0]["Condition"] == {"StringEquals": {"aws:ResourceTag/ray-cluster-name": "vitray"}}
+    (passing,) = (statement for statement in statements("vitray-head") if statement["Action"] == "iam:PassRole")
+    assert passing["Resource"].endswith(":role/vitray-node")
 
 
-def test_a_bucket_that_is_not_there_is_said_and_not_made(aws):
+def test_a_missing_bucket_is_reported_and_not_made(aws):
     import boto3
 
     tree = json.loads(json.dumps(aws.tree).replace("vitray-test", "vitray-mistyped"))
     with pytest.raises(ConfigError, match="s3://vitray-mistyped: no such bucket"):
-        launch.make_account(tree)
+        aws_account.make_account(tree)
     assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["vitray-test"]
     tree["metadata"]["bucket"] = "vitray-test"
-    with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket that head_setup_commands give"):
-        launch.make_account(tree)
+    with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket of MLflow in head_setup_commands"):
+        aws_account.make_account(tree)
 
 
-def test_secrets_are_made_once_and_for_one_user(monkeypatch, tmp_path):
+def test_secrets_are_made_once_and_readable_by_one_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert launch.make_secrets() == ["made ~/.ray/auth_token", "made ~/.vitray/mlflow_credentials"]
     files = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -309,20 +311,20 @@ def test_secrets_are_made_once_and_for_one_user(monkeypatch, tmp_path):
         assert {launch.TOKEN, launch.CREDENTIALS} <= set(mounted)
 
 
-@pytest.mark.parametrize(("source", "newer"), [(AWS, "1"), (LOCAL, "0")])
-def test_what_is_fit_is_launched(source, newer, tmp_path, monkeypatch):
-    called = []
+@pytest.mark.parametrize(("source", "version_2"), [(AWS, "1"), (LOCAL, "0")])
+def test_a_valid_file_is_launched(source, version_2, tmp_path, monkeypatch):
+    calls = []
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     for tool in ("ssh", "rsync"):
         (tmp_path / tool).touch(mode=0o755)
     monkeypatch.setattr(launch, "make_account", lambda tree: [])
-    monkeypatch.setattr(launch.subprocess, "call", lambda words, env: called.append((words, env)) or 3)
+    monkeypatch.setattr(launch.subprocess, "call", lambda command, env: calls.append((command, env)) or 3)
     path = filled(source, tmp_path / "cluster.yaml")
     assert launch.main([path, "--yes"]) == 3
-    ((words, environment),) = called
-    assert words[1:] == ["up", path, "--yes"]
-    assert environment["RAY_UP_enable_autoscaler_v2"] == newer
+    ((command, environment),) = calls
+    assert command[1:] == ["up", path, "--yes"]
+    assert environment["RAY_UP_enable_autoscaler_v2"] == version_2
 
 
 def test_a_missing_tool_is_one_message(tmp_path, monkeypatch, capsys):
@@ -330,17 +332,17 @@ def test_a_missing_tool_is_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "ssh").touch(mode=0o755)
     assert launch.main([filled(LOCAL, tmp_path / "cluster.yaml")]) == 2
-    assert capsys.readouterr().err.startswith("vitray: rsync: not found here")
+    assert capsys.readouterr().err.startswith("vitray: rsync: not found on this machine")
     assert not (tmp_path / ".ray").exists()
 
 
-# ---- what nodes run --------------------------------------------------------------------------------------------------
+# ---- the scripts of a node -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """A head as far as its services' files go: scripts run with commands that only note that they were called."""
-    home, called = tmp_path / "home", tmp_path / "called"
+    """Folders of a head, in which scripts run with stubs that record their calls."""
+    home, calls = tmp_path / "home", tmp_path / "calls"
     for name in (".mlflow", ".ray", "venv/bin", "bin"):
         (home / name).mkdir(parents=True)
     (home / ".mlflow" / "credentials").write_text(
@@ -351,22 +353,22 @@ def machine(tmp_path):
     for name in ("etc/systemd/system", "etc/vitray", "var/lib/vitray"):
         (tmp_path / name).mkdir(parents=True)
     stubs = {"bin/sudo": 'exec "$@"', "bin/systemctl": "", "bin/install": "", "venv/bin/uv": "", "venv/bin/pip": ""}
-    for name, does in stubs.items():
-        (home / name).write_text(f'#!/bin/sh\necho "{name} $@" >>{called}\n{does}\n')
+    for name, action in stubs.items():
+        (home / name).write_text(f'#!/bin/sh\necho "{name} $@" >>{calls}\n{action}\n')
         (home / name).chmod(0o755)
 
-    def run(name, *words):
+    def run(name, *args):
         text = (ROOT / "deploy" / name).read_text().replace('"$(dirname "$0")/.."', str(ROOT))
-        for place in ("/etc/", "/var/lib/"):
-            text = text.replace(place, f"{tmp_path}{place}")
+        for system_path in ("/etc/", "/var/lib/"):
+            text = text.replace(system_path, f"{tmp_path}{system_path}")
         (tmp_path / name).write_text(text)
         environment = {"HOME": str(home), "USER": "somebody", "PATH": f"{home}/bin:{os.environ['PATH']}"}
-        command = ["bash", str(tmp_path / name), *words]
+        command = ["bash", str(tmp_path / name), *args]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        return called.read_text()
+        return calls.read_text()
 
-    return SimpleNamespace(run=run, place=tmp_path, home=home)
+    return SimpleNamespace(run=run, root=tmp_path, home=home)
 
 
 def test_mlflow_is_a_service_that_asks_for_a_password(machine):
@@ -375,8 +377,8 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     first = machine.run("mlflow.sh", "s3://vitray-test/mlflow")
     assert "-e " in first
     assert "[server]" in first
-    units_place = machine.place / "etc/systemd/system"
-    units = {path.name: path.read_text() for path in units_place.iterdir()}
+    unit_folder = machine.root / "etc/systemd/system"
+    units = {path.name: path.read_text() for path in unit_folder.iterdir()}
     assert set(units) == {
         "vitray-mlflow.service",
         "vitray-mlflow-private.service",
@@ -391,7 +393,7 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     assert not any("0.0.0.0" in text or "canary" in text or "ca=na" in text for text in units.values())
     (listening,) = re.findall(r"ListenStream=(\S+):5000", units["vitray-mlflow-private.socket"])
     assert re.fullmatch(r"[\d.]+", listening)
-    settings = machine.place / "etc/vitray"
+    settings = machine.root / "etc/vitray"
     assert {path.stat().st_mode & 0o777 for path in settings.iterdir()} == {0o600}
     ini = configparser.ConfigParser()
     ini.read(settings / "mlflow.ini")
@@ -399,28 +401,28 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     assert (ini["mlflow"]["admin_username"], ini["mlflow"]["admin_password"]) == ("me", "ca=na ry")
     made = (settings / "mlflow.env").read_text()
     machine.run("mlflow.sh", "s3://vitray-test/mlflow", "203.0.113.7")
-    assert "ListenStream=203.0.113.7:5000" in (units_place / "vitray-mlflow-private.socket").read_text()
-    # Else MLflow answers 403 to a name that is neither the loopback's nor of a network that is private by RFC 1918.
-    assert re.search(r"_ALLOWED_HOSTS=\S*,203.0.113.7:\*,", (units_place / "vitray-mlflow.service").read_text())
-    assert (settings / "mlflow.env").read_text() == made  # another key would end every session of a browser
+    assert "ListenStream=203.0.113.7:5000" in (unit_folder / "vitray-mlflow-private.socket").read_text()
+    # MLflow answers 403 to other names, except the loopback and networks that are private by RFC 1918.
+    assert re.search(r"_ALLOWED_HOSTS=\S*,203.0.113.7:\*,", (unit_folder / "vitray-mlflow.service").read_text())
+    assert (settings / "mlflow.env").read_text() == made  # a new key would end all browser sessions
 
 
 @pytest.mark.slow  # for systemd-analyze, which `make test-full` installs
-def test_units_are_what_systemd_takes(machine):
+def test_systemd_accepts_the_units(machine):
     machine.run("mlflow.sh", "s3://vitray-test/mlflow")
     (machine.home / "venv/bin/python").symlink_to(sys.executable)
-    folder = machine.place / "etc/systemd/system"
+    folder = machine.root / "etc/systemd/system"
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *map(str, sorted(folder.iterdir()))], capture_output=True, text=True
     )
-    said = [line for line in done.stderr.splitlines() if str(folder) in line or "vitray" in line]
-    assert said == []
+    complaints = [line for line in done.stderr.splitlines() if str(folder) in line or "vitray" in line]
+    assert complaints == []
 
 
-def test_a_node_keeps_secrets_to_one_user_and_finds_the_project(machine):
+def test_a_nodes_secrets_are_private_and_its_path_has_the_project(machine):
     machine.run("node.sh")
-    called = machine.run("node.sh")
-    assert called.count("-c constraints.txt -e .") == 2
+    calls = machine.run("node.sh")
+    assert calls.count("-c constraints.txt -e .") == 2
     lines = (machine.home / ".bashrc").read_text().splitlines()
     assert lines.count('export RAY_AUTH_MODE=token PATH="$HOME/venv/bin:$PATH"') == 1
     for name in (".ray/auth_token", ".mlflow/credentials"):
@@ -435,17 +437,17 @@ def kuberay():
     return cluster, job
 
 
-def test_kuberay_gets_a_cluster_and_a_job_on_it():
+def test_the_kuberay_file_has_a_cluster_and_a_job_on_it():
     cluster, job = kuberay()
     assert (cluster["kind"], job["kind"]) == ("RayCluster", "RayJob")
     assert {cluster["apiVersion"], job["apiVersion"]} == {"ray.io/v1"}
     assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
-    assert "shutdownAfterJobFinishes" not in job["spec"]  # KubeRay refuses it beside a selector
+    assert "shutdownAfterJobFinishes" not in job["spec"]  # KubeRay rejects it together with a selector
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
     assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
-def test_ray_reads_kuberays_resources_as_the_file_means_them():
+def test_ray_derives_the_intended_resources_from_the_kuberay_file():
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     cluster, _ = kuberay()
@@ -461,7 +463,7 @@ def test_ray_reads_kuberays_resources_as_the_file_means_them():
     assert kinds["gpu"]["resources"].items() >= {"CPU": 8, "GPU": 1}.items()
 
 
-def test_every_pod_says_what_it_takes_and_holds_no_secret():
+def test_every_pod_has_limits_and_no_secret():
     cluster, _ = kuberay()
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     for group in groups:
@@ -474,17 +476,17 @@ def test_every_pod_says_what_it_takes_and_holds_no_secret():
             assert ("secretKeyRef" in variable.get("valueFrom", {})) == secret
 
 
-def test_the_job_is_one_that_vitray_takes():
+def test_the_kuberay_job_is_a_valid_command():
     from pipelines import recipes
     from vitray.config import load_run
 
     entry = kuberay()[1]["spec"]["entrypoint"].replace("YOUR-BUCKET", "b").split()
     assert entry[:3] == ["python", "-m", "pipelines.train"]
-    assert load_run(recipes.path_of(entry[3]), [word for word in entry[4:] if "=" in word]).compute.workers == 2
+    assert load_run(recipes.path_of(entry[3]), [arg for arg in entry[4:] if "=" in arg]).compute.workers == 2
     assert entry[entry.index("--out") + 1].startswith("s3://")
 
 
-def test_versions_are_those_of_the_project():
+def test_versions_match_the_project():
     cluster, _ = kuberay()
     assert cluster["spec"]["rayVersion"] == RAY
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
@@ -495,36 +497,27 @@ def test_versions_are_those_of_the_project():
     assert f"vitray:ray-{RAY}" in dockerfile
 
 
-def test_a_job_that_is_stopped_has_the_same_time_on_every_kind_of_cluster():
-    told = [
+def test_a_stopped_job_has_the_same_time_on_every_kind_of_cluster():
+    settings = [
         re.findall(r"RAY_JOB_STOP_WAIT_TIME_S(?:=|, value: \")(\d+)", path.read_text())
         for path in (AWS, LOCAL, KUBERAY)
     ]
-    assert told == [[str(GRACE)]] * 3
+    assert settings == [[str(STOP_GRACE)]] * 3
 
 
-def test_workers_load_alike_on_every_kind_of_cluster():
-    found = [
-        re.findall(r"RAY_preload_python_modules(?:=|, value: \")([\w.]+)", path.read_text()) for path in (AWS, LOCAL)
-    ]
-    assert found == [["vitray.waking"] * 2] * 2  # heads and workers
-    assert KUBERAY.read_text().count("env: *environment") == 2
-    assert 'RAY_preload_python_modules, value: "vitray.waking"' in KUBERAY.read_text()
-
-
-def test_a_lost_node_is_noticed_alike_on_every_kind_of_cluster():
-    told = [
+def test_heartbeats_are_the_same_on_every_kind_of_cluster():
+    settings = [
         set(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)(?:=|, value: \")(\d+)", path.read_text()))
         for path in (AWS, LOCAL, KUBERAY)
     ]
-    wanted = {
+    expected = {
         ("RAY_health_check_period_ms", "2000"),
         ("RAY_health_check_timeout_ms", "3000"),
         ("RAY_grpc_client_keepalive_time_ms", "75000"),
         ("RAY_grpc_client_keepalive_timeout_ms", "30000"),
     }
-    assert told == [wanted] * 3
-    for path in (AWS, LOCAL):  # who has sent something to a lost node is on any node
+    assert settings == [expected] * 3
+    for path in (AWS, LOCAL):  # any node may have sent something to a lost one
         assert (
             path.read_text().count("RAY_grpc_client_keepalive_time_ms=75000 RAY_grpc_client_keepalive_timeout_ms=30000")
             == 2
@@ -545,7 +538,7 @@ def site():
 
 
 @pytest.mark.slow
-def test_the_tunnel_leads_from_here_alone_to_what_listens_on_the_heads_loopback(site):
+def test_the_tunnel_connects_only_this_machine_to_the_heads_loopback(site):
     here, head, folder = site.add("here", 1), site.add("head", 2), site.folder
     for name in ("user", "machine"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-m", "PEM", "-N", "", "-f", folder / name], check=True)
@@ -560,28 +553,28 @@ def test_the_tunnel_leads_from_here_alone_to_what_listens_on_the_heads_loopback(
     for port, page in ports.items():
         (folder / str(port)).mkdir()
         (folder / str(port) / "index.html").write_text(page)
-        words = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", folder / str(port)]
-        head.start(words, folder / "pages.log")
+        command = [sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", folder / str(port)]
+        head.start(command, folder / "pages.log")
     file = folder / "cluster.yaml"
     tree = {"cluster_name": "tunnel", "head_start_ray_commands": ["true"], "worker_start_ray_commands": ["true"]}
     tree |= {"provider": {"type": "local", "head_ip": head.address, "worker_ips": []}}
     tree |= {"auth": {"ssh_user": "guest", "ssh_private_key": str(folder / "user")}}
     file.write_text(yaml.safe_dump(tree))
-    told = {"RAY_TMPDIR": str(here.own), "TERM": "dumb"}
-    here.call([sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", file], told)
+    environment = {"RAY_TMPDIR": str(here.own), "TERM": "dumb"}
+    here.call([sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", file], environment)
 
-    # A terminal whose user types nothing.
+    # A terminal without input.
     tunnel = f"sleep infinity | script --quiet --return --command 'make tunnel CLUSTER={file}' /dev/null"
-    here.start(["sh", "-c", tunnel], folder / "tunnel.log", told)
+    here.start(["sh", "-c", tunnel], folder / "tunnel.log", environment)
     read = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
     for port, page in ports.items():
-        words = here.command([sys.executable, "-c", read, f"http://127.0.0.1:{port}"])
+        command = here.command([sys.executable, "-c", read, f"http://127.0.0.1:{port}"])
         until(
-            lambda words=words, page=page: page in subprocess.run(words, capture_output=True, text=True).stdout,
+            lambda command=command, page=page: page in subprocess.run(command, capture_output=True, text=True).stdout,
             60,
             page,
             folder / "tunnel.log",
         )
-        # Nobody else enters there.
+        # Other hosts cannot connect to it.
         stranger = head.command([sys.executable, "-c", read, f"http://{here.address}:{port}"])
         assert "Connection refused" in subprocess.run(stranger, capture_output=True, text=True).stderr

@@ -1,4 +1,4 @@
-"""A run is a value; every bad input has one message: where, got, wanted, nearest."""
+"""`Run` as a value, its YAML and overrides, the messages for bad input, and the generated reference of settings."""
 
 import json
 import subprocess
@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from test_layers import ROOT
 
 from vitray.config import Model, Run, load_run
+from vitray.config.reference import settings_page
 from vitray.errors import ConfigError
 
-BAD_WORDS = [
+BAD_OVERRIDES = [
     ("model.drop_pth=0.1", ["model.drop_pth: unknown setting", "wanted one of name, image_size", "nearest: drop_path"]),
     ("modle.pool=mean", ["modle: unknown setting, wanted one of seed, model, task", "nearest: model"]),
     ("model.positions.resampel=timm", ["model.positions.resampel: unknown setting", "nearest: resample"]),
@@ -33,9 +35,9 @@ BAD_WORDS = [
     ("seed=-1", ["seed: got -1, wanted greater than or equal to 0"]),
     ("seed.x=1", ["seed: got {'x': 1}, wanted a whole number"]),
     ("model=3", ["model: got 3, wanted settings as `key: value`"]),
-    ("seed", ["the word 'seed': wanted setting=value"]),
-    ("=1", ["the word '=1': wanted setting=value"]),
-    ("seed=@", ["the word 'seed=@': not YAML"]),
+    ("seed", ["override 'seed': wanted setting=value"]),
+    ("=1", ["override '=1': wanted setting=value"]),
+    ("seed=@", ["override 'seed=@': not YAML"]),
     ("model.execution=fused model.dropout=0.1", ["execution fused is not exact with dropout 0.1"]),
     ("model.class_token=false", ["pool token needs class_token: true"]),
     (
@@ -67,16 +69,16 @@ BAD_WORDS = [
         ["compute.recompute: got 'feedforwards', wanted 'none'", "nearest: feedforward"],
     ),
     ("compute.recompute=1", ["compute.recompute: got 1, wanted 'none', 'feedforward' or 'blocks'"]),
-    ("seed=1 seed=2", ["the word 'seed=2': seed is given twice"]),
+    ("seed=1 seed=2", ["override 'seed=2': seed is given twice"]),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD_WORDS, ids=[words for words, _ in BAD_WORDS])
-def test_a_bad_word_gets_one_message(words, message):
+@pytest.mark.parametrize(("overrides", "message"), BAD_OVERRIDES, ids=[overrides for overrides, _ in BAD_OVERRIDES])
+def test_a_bad_override_gives_one_message(overrides, message):
     with pytest.raises(ConfigError) as error:
-        load_run(None, words.split(" "))
+        load_run(None, overrides.split(" "))
     assert len(str(error.value).splitlines()) == 1
-    for part in [*message, f"the word '{words.split(' ')[-1]}'"]:
+    for part in [*message, f"override '{overrides.split(' ')[-1]}'"]:
         assert part in str(error.value)
 
 
@@ -92,7 +94,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_a_bad_recipe_names_its_line(tmp_path, text, message):
+def test_an_error_in_a_recipe_names_the_line(tmp_path, text, message):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path / "recipe.yaml")
@@ -100,7 +102,7 @@ def test_a_bad_recipe_names_its_line(tmp_path, text, message):
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_missing_recipe_names_the_nearest(tmp_path):
+def test_a_missing_recipe_suggests_the_nearest(tmp_path):
     (tmp_path / "supervised.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match=r"supervized.yaml: no such file; nearest: supervised.yaml"):
         load_run(tmp_path / "supervized.yaml")
@@ -111,7 +113,7 @@ def test_a_missing_recipe_names_the_nearest(tmp_path):
         load_run(tmp_path / "image.yaml")
 
 
-def test_plain_scalars_mean_what_they_look_like(tmp_path):
+def test_plain_scalars_follow_yaml_1_2(tmp_path):
     text = "model: {drop_path: 1e-1, layerscale: 1.e-4, norm_eps: 1E-6, image_size: 0224, num_classes: None}\n"
     (tmp_path / "recipe.yaml").write_text(text)
     model = load_run(tmp_path / "recipe.yaml", ["model.layerscale=2e-5"]).model
@@ -124,29 +126,29 @@ def test_an_empty_recipe_is_the_defaults(tmp_path):
     assert load_run(tmp_path / "recipe.yaml") == Run() == load_run()
 
 
-def test_words_are_laid_over_the_recipe(tmp_path):
+def test_overrides_apply_to_the_recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model:\n  positions: {kind: learned, resample: timm}\n  head: mlp\n")
     run = load_run(tmp_path / "recipe.yaml", ["model.head.hidden=32", "model.image_size=[32,64]"])
     assert run.model.head.model_dump() == {"kind": "mlp", "hidden": 32}
     assert run.model.image_size == (32, 64)
-    # Another kind starts afresh, in whatever order the words come.
+    # Another kind discards the other settings, in any order of the overrides.
     other = run.replace({"model.positions.frequencies": "big_vision", "model.positions.kind": "sincos2d"})
     assert other.model.positions.model_dump() == {"kind": "sincos2d", "frequencies": "big_vision"}
 
 
-def test_recomputation_was_once_true_or_false():
-    spelled = {"true": "blocks", "false": "none", "feedforward": "feedforward", "none": "none"}
-    for word, meant in spelled.items():
-        assert load_run(None, [f"compute.recompute={word}"]).compute.recompute == meant
+def test_recompute_accepts_booleans_of_earlier_versions():
+    expected = {"true": "blocks", "false": "none", "feedforward": "feedforward", "none": "none"}
+    for text, value in expected.items():
+        assert load_run(None, [f"compute.recompute={text}"]).compute.recompute == value
 
 
-def test_a_finetuning_run_survives_its_yaml(tmp_path):
-    words = ["task=finetune", "task.weights=models:/vit@champion", "task.mode=attn", "task.also=[norms, stem]"]
-    run = load_run(None, words)
+def test_a_fine_tuning_run_round_trips_through_yaml(tmp_path):
+    overrides = ["task=finetune", "task.weights=models:/vit@champion", "task.mode=attn", "task.also=[norms, stem]"]
+    run = load_run(None, overrides)
     assert run.task.trained == {"attn", "positions", "head", "norms", "stem"}
     (tmp_path / "run.yaml").write_text(run.to_yaml())
     assert load_run(tmp_path / "run.yaml") == run == Run().replace(run.dotted())
-    # Another kind starts afresh.
+    # Another kind discards the other settings.
     assert run.replace({"task.kind": "supervised"}) == Run()
 
 
@@ -160,7 +162,7 @@ def test_a_run_is_frozen_and_replaced():
         run.replace({"model.pol": "mean"})
 
 
-def test_what_was_left_open_stays_open_in_another_run():
+def test_omitted_settings_stay_omitted_in_a_replaced_run():
     run = load_run(None, ["model.image_size=48", "data.normalise.mean=[0, 0, 0]"])
     new = run.replace({"optim.lr": 1e-3, "model.pool": "mean", "data.augment": {"erase": 0.1}})
     assert new.model.model_fields_set == {"image_size", "pool"}
@@ -179,7 +181,7 @@ def test_what_was_left_open_stays_open_in_another_run():
     head=st.sampled_from(["linear", "mlp"]),
     classes=st.none() | st.integers(1, 10_000),
 )
-def test_a_run_survives_its_yaml_and_its_dotted_settings(
+def test_a_run_round_trips_through_yaml_and_dotted_settings(
     tmp_path_factory, seed, drop_path, size, positions, head, classes
 ):
     model = Model(image_size=size, drop_path=drop_path, positions=positions, head=head, num_classes=classes)
@@ -199,6 +201,21 @@ def test_the_schema_describes_every_setting():
     assert set(schema["$defs"]["Model"]["properties"]) == set(Model.model_fields)
 
 
-def test_a_control_character_is_refused_as_any_other_bad_yaml():
-    with pytest.raises(ConfigError, match=r"^the word 'tracking.experiment=.*not YAML: .*special characters"):
+def test_the_settings_page_is_current():
+    """Renew it by `python -m vitray.config settings > docs/settings.md`."""
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == settings_page()
+    # Every setting that is on by default, and those of other kinds.
+    for path in {*Run().dotted(), "task.mode", "optim.ema.decay", "task.objective.tokenizer", "model.head.hidden"}:
+        assert f"| `{path}` |" in page or path.endswith(".kind") or path == "optim.ema", path
+
+
+def test_every_setting_has_a_description():
+    rows = [row.split(" | ") for row in settings_page().splitlines() if row.startswith("| `")]
+    assert len(rows) > 100
+    assert [row[0] for row in rows if len(row[-1].removesuffix(" |").strip()) < 5] == []
+
+
+def test_a_control_character_is_reported_as_bad_yaml():
+    with pytest.raises(ConfigError, match=r"^override 'tracking.experiment=.*not YAML: .*special characters"):
         load_run(None, ["tracking.experiment=a\x07b"])

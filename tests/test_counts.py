@@ -1,16 +1,16 @@
-"""Costs: the papers' tables, and counts by hand."""
+"""Parameters and costs: the papers' tables, and counts by hand."""
 
 import pytest
 import torch
 
 from vitray.config import Model
-from vitray.models.counts import count, picture
+from vitray.models.counts import count, diagram
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 
 LS = {"layerscale": 1e-4}
-# Seed 000 Tables 1, 3 and 7, seed 002 Table 1: millions of parameters, GFLOPs, to the printed digit. L/16 is printed
-# with its LayerScale (24 x 2 x 1024 parameters lift 304.33 to 304.38).
+# "Three things", Tables 1, 3 and 7, and ViT paper, Table 1: millions of parameters and GFLOPs, to the printed digit.
+# L/16 is printed with its LayerScale (24 x 2 x 1024 parameters raise 304.33 to 304.38).
 PAPERS = [
     ("ViT-Ti/16", {}, "5.7", "1.3"),
     ("ViT-S/16", {}, "22.1", "4.6"),
@@ -59,21 +59,21 @@ def test_counts_by_hand(branches):
 
 
 @pytest.mark.parametrize("name", ["vit_u2x2_8_hmlp_bn", "vit_u3x1_8"])
-def test_activation_memory_is_what_a_real_image_keeps(name):
+def test_activation_memory_equals_that_of_a_real_image(name):
     model = Model(name=name, image_size=32)
     vit = ViT(model.model_copy(update={"execution": "loop"}))
-    kept = {}
+    stored = {}
 
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def store(tensor):
+        stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
         out = vit(torch.zeros(1, 3, 32, 32))
     for parameter in vit.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+        stored.pop(parameter.untyped_storage().data_ptr(), None)
     assert out.shape == (1, 1000)
-    assert count(model).activation_bytes == sum(kept.values())
+    assert count(model).activation_bytes == sum(stored.values())
 
 
 def test_counting_does_not_depend_on_execution():
@@ -84,9 +84,9 @@ def test_counting_does_not_depend_on_execution():
     assert counts["loop"] == counts["fused"]
 
 
-def test_the_picture_shows_every_branch():
+def test_the_diagram_shows_every_branch():
     model = Model(name="vit_u4x3_8_hmlp_ln", image_size=32, layerscale=0.1)
-    drawn = picture(model, count(model))
+    text = diagram(model, count(model))
     for part in (
         "vit_u4x3_8_hmlp_ln",
         "4 levels on 17 tokens of 64",
@@ -95,7 +95,7 @@ def test_the_picture_shows_every_branch():
         "4x4/4 conv 16 > ln > gelu",
         "scale 0.1",
     ):
-        assert part in drawn
+        assert part in text
 
 
 ODD = [

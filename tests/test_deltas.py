@@ -1,4 +1,4 @@
-"""A delta and its base are the network, to the last bit; without exactly that base there is none."""
+"""Deltas: with their base they give the network bit for bit, and any other base is rejected."""
 
 import json
 import shutil
@@ -19,9 +19,9 @@ from vitray import load_deltas, storage
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.tracking.mlflow_client import resolve_uri
 from vitray.tracking.model_flavour import log_model
-from vitray.tracking.uploader import register
+from vitray.tracking.model_registry import register_model
+from vitray.tracking.model_uri import resolve_uri
 from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
 
 Changed = Callable[[str], bool]
@@ -42,7 +42,7 @@ def fresh(model: Model = SMALL, seed: int = 0) -> ViT:
 
 
 def tuned(base: ViT, changed: Changed = is_attention, seed: int = 1, **settings) -> ViT:
-    """Another network that keeps every tensor of `base` but those changed or of another shape."""
+    """Return a network with the tensors of `base`, except changed ones and those of another shape."""
     vit = fresh(Model.model_validate(base.model.model_dump() | settings), seed)
     old = base.state_dict()
     for name, tensor in vit.state_dict().items():
@@ -57,7 +57,7 @@ def save(place: Path, vit: ViT, base: Path | str | None = None, classes: list[st
 
 
 def is_same(one: ViT, other: ViT) -> bool:
-    """Whether two networks are the same to the last bit."""
+    """Whether two networks are identical bit for bit."""
     return one.model == other.model and identity_of(one.state_dict()) == identity_of(other.state_dict())
 
 
@@ -68,15 +68,15 @@ def answer(vit: ViT) -> torch.Tensor:
 
 @pytest.fixture
 def base(tmp_path) -> ViT:
-    """A network that is saved at `base`."""
+    """A network saved at `base`."""
     save(tmp_path / "base", vit := fresh())
     return vit
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- saving ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_identity_is_of_the_tensors_and_of_nothing_else(tmp_path):
+def test_an_identity_depends_only_on_the_tensors(tmp_path):
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3), "c": torch.empty(0)}
     identity = identity_of(state)
     save_file(state, tmp_path / "w.safetensors", metadata={"any": "thing"})
@@ -85,7 +85,7 @@ def test_an_identity_is_of_the_tensors_and_of_nothing_else(tmp_path):
     assert identity == identity_of(state | {"a": state["a"].T.contiguous().T})
     others = [
         state | {"a": state["a"] + 1e-6},
-        state | {"a": -state["a"]},  # -0.0 where 0.0 was
+        state | {"a": -state["a"]},  # -0.0 instead of 0.0
         state | {"a": state["a"].reshape(3, 2)},
         state | {"b": torch.tensor(3, dtype=torch.int32)},
         {"a": state["a"], "d": state["b"], "c": state["c"]},
@@ -107,7 +107,7 @@ def test_an_identity_is_of_the_tensors_and_of_nothing_else(tmp_path):
         (is_attention, {"layerscale": 0.1, "head": {"kind": "mlp", "hidden": 8}}),
     ],
 )
-def test_a_delta_is_the_network_to_the_last_bit_and_holds_only_what_differs(tmp_path, changed, settings):
+def test_a_delta_restores_the_network_bit_for_bit_and_holds_only_changed_tensors(tmp_path, changed, settings):
     base = fresh(SMALL.model_copy(update={"name": "vit_u2x2_8_hmlp_bn"}))
     vit = tuned(base, changed, **settings)
     save(tmp_path / "base", base)
@@ -126,7 +126,7 @@ def test_a_delta_is_the_network_to_the_last_bit_and_holds_only_what_differs(tmp_
     assert saved.share == saved.bytes / saved.whole
 
 
-def test_bits_are_compared_and_not_numbers(tmp_path):
+def test_tensors_are_compared_by_bits(tmp_path):
     base = fresh()
     base.norm.bias.data[:] = torch.nan
     base.norm.weight.data[:] = 0.0
@@ -138,9 +138,9 @@ def test_bits_are_compared_and_not_numbers(tmp_path):
     assert is_same(load_model(str(tmp_path / "d")).vit, vit)
 
 
-def test_a_whole_model_says_so_even_where_a_delta_was_begun(tmp_path, base):
+def test_a_whole_model_replaces_an_incomplete_delta(tmp_path, base):
     save(tmp_path / "d", tuned(base), tmp_path / "base")
-    (tmp_path / "d" / "run.yaml").unlink()  # as an interrupted writer leaves it
+    (tmp_path / "d" / "run.yaml").unlink()  # the state after an interrupted write
     saved = save_model(str(tmp_path / "d"), Run(model=base.model), base)
     assert saved.share == 1
     assert not (tmp_path / "d" / "delta.json").exists()
@@ -166,7 +166,7 @@ def test_fine_tuning_only_attention_stores_a_third_of_a_vit_b16(tmp_path):
     print(f"384: {size:,} of {whole:,} bytes, {size / whole:.2%}; of its own whole file {saved.share:.2%}")
     assert size / whole < 0.345
     assert saved.share < 0.345
-    # At 224 the positions are fewer; with the head and the positions of the base, attention alone is left.
+    # At 224 there are fewer positions. With the head and the positions of the base, only attention is left.
     sizes = {name: tensor.nbytes for name, tensor in vit.state_dict().items() if is_tuned(name)}
     fewer = sizes["positions.table"] * (1 - 14**2 / 24**2)
     attention = sum(size for name, size in sizes.items() if ".attn" in name)
@@ -175,12 +175,12 @@ def test_fine_tuning_only_attention_stores_a_third_of_a_vit_b16(tmp_path):
     assert attention / whole < 0.330
 
 
-# ---- chains, and bases that are not what they were -------------------------------------------------------------------
+# ---- chains, and changed or missing bases ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def chain(tmp_path, base) -> list[ViT]:
-    """Networks saved at `base`, at `d1` as a delta of it and at `d2` as a delta of that."""
+    """Three networks: `base`, `d1` (a delta of base) and `d2` (a delta of d1)."""
     first = tuned(base, num_classes=3)
     second = tuned(first, lambda name: name.startswith(("head", "blocks.1.ffn")), seed=2)
     save(tmp_path / "d1", first, tmp_path / "base")
@@ -191,27 +191,27 @@ def chain(tmp_path, base) -> list[ViT]:
 def test_deltas_of_deltas_compose(tmp_path, chain):
     assert [is_same(load_model(str(tmp_path / n)).vit, vit) for n, vit in zip(("base", "d1", "d2"), chain, strict=True)]
     assert all(".attn" not in name for name in load_file(tmp_path / "d2" / "model.safetensors"))
-    # Against the first network, the middle one's tensors are the second's own.
+    # Relative to the first network, the second also holds the tensors of the middle one.
     save(tmp_path / "d3", chain[2], tmp_path / "base")
     assert is_same(load_model(str(tmp_path / "d3")).vit, chain[2])
 
 
-def test_a_changed_base_is_refused(tmp_path, chain):
+def test_a_changed_base_is_rejected(tmp_path, chain):
     for place, other in (("base", chain[2]), ("d1", chain[1])):
         shutil.rmtree(tmp_path / place)
         save(tmp_path / place, tuned(other, lambda name: name == "norm.bias", seed=5))
         wanted = json.loads((tmp_path / "d2" / "delta.json").read_text())["base"]
         got = identity_of(load_model(str(tmp_path / place)).vit.state_dict())
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as rejected:
             load_model(str(tmp_path / ("d1" if place == "base" else "d2")))
         assert f"a delta of {tmp_path / place}, which has changed: got identity {got[:12]}, wanted" in str(
-            refused.value
+            rejected.value
         )
-    assert wanted["identity"][:12] in str(refused.value)
+    assert wanted["identity"][:12] in str(rejected.value)
 
 
 @pytest.mark.parametrize("missing", ["base", "d1"])
-def test_a_missing_base_is_refused_by_name(tmp_path, chain, missing):
+def test_a_missing_base_is_named(tmp_path, chain, missing):
     (tmp_path / missing).rename(tmp_path / "elsewhere")
     with pytest.raises(
         ConfigError, match=rf"a delta of {tmp_path / missing} \(identity \w{{12}}\), which is not there;"
@@ -221,7 +221,7 @@ def test_a_missing_base_is_refused_by_name(tmp_path, chain, missing):
     assert is_same(load_model(str(tmp_path / "d2")).vit, chain[2])
 
 
-def test_what_is_moved_together_stays_together(tmp_path, chain, monkeypatch):
+def test_a_base_and_its_deltas_can_be_moved_together(tmp_path, chain, monkeypatch):
     (tmp_path / "new").mkdir()
     for place in ("base", "d1", "d2"):
         (tmp_path / place).rename(tmp_path / "new" / place)
@@ -239,10 +239,10 @@ def test_a_base_named_from_one_folder_is_found_from_another(tmp_path, base, monk
     assert is_same(load_model("place/d").vit, tuned(base))
 
 
-def test_a_circle_is_refused(tmp_path, chain):
-    told = json.loads((tmp_path / "d1" / "delta.json").read_text())
-    told["base"]["url"] = str(tmp_path / "d2")
-    (tmp_path / "d1" / "delta.json").write_text(json.dumps(told))
+def test_a_circle_of_deltas_is_rejected(tmp_path, chain):
+    delta = json.loads((tmp_path / "d1" / "delta.json").read_text())
+    delta["base"]["url"] = str(tmp_path / "d2")
+    (tmp_path / "d1" / "delta.json").write_text(json.dumps(delta))
     with pytest.raises(ConfigError, match=r"d2: a delta of itself, .*d2 -> .*d1 -> .*d2; wanted a whole network"):
         load_model(str(tmp_path / "d2"))
 
@@ -259,27 +259,27 @@ def test_a_circle_is_refused(tmp_path, chain):
         ('{"format": 1, "base": {"url": "x", "identify": "12"}, "taken": []}', "delta.json.*identify"),
     ],
 )
-def test_a_corrupt_delta_is_refused(tmp_path, base, text, fault):
+def test_a_corrupt_delta_is_rejected(tmp_path, base, text, fault):
     save(tmp_path / "d", tuned(base), tmp_path / "base")
     (tmp_path / "d" / "delta.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=fault):
         load_model(str(tmp_path / "d"))
 
 
-def test_tensors_that_delta_json_cannot_mean_are_refused(tmp_path, base):
+def test_wrong_tensor_names_in_delta_json_are_rejected(tmp_path, base):
     save(tmp_path / "d", tuned(base), tmp_path / "base")
-    told = json.loads((tmp_path / "d" / "delta.json").read_text())
+    delta = json.loads((tmp_path / "d" / "delta.json").read_text())
     for taken, fault in (
-        ([*told["taken"], "blocks.9.attn1.qkv.weight"], "takes blocks.9.attn1.qkv.weight from the base"),
-        ([*told["taken"], "blocks.0.attn1.qkv.weight"], "takes blocks.0.attn1.qkv.weight from the base"),
-        ([name for name in told["taken"] if name != "norm.bias"], "norm.bias is missing"),
+        ([*delta["taken"], "blocks.9.attn1.qkv.weight"], "takes blocks.9.attn1.qkv.weight from the base"),
+        ([*delta["taken"], "blocks.0.attn1.qkv.weight"], "takes blocks.0.attn1.qkv.weight from the base"),
+        ([name for name in delta["taken"] if name != "norm.bias"], "norm.bias is missing"),
     ):
-        (tmp_path / "d" / "delta.json").write_text(json.dumps(told | {"taken": taken}))
+        (tmp_path / "d" / "delta.json").write_text(json.dumps(delta | {"taken": taken}))
         with pytest.raises(ConfigError, match=fault):
             load_model(str(tmp_path / "d"))
 
 
-def test_a_base_may_be_another_library_s_file(tmp_path):
+def test_a_base_may_be_a_file_of_another_library(tmp_path):
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
     _, vit, _ = open_weights(str(tmp_path / "w.safetensors"))
@@ -291,33 +291,33 @@ def test_a_base_may_be_another_library_s_file(tmp_path):
         load_model(str(tmp_path / "d"))
 
 
-def test_a_delta_of_nothing_is_not_begun(tmp_path, base):
+def test_a_delta_of_a_missing_base_is_not_written(tmp_path, base):
     with pytest.raises(ConfigError, match="absent: no such file"):
         save(tmp_path / "d", base, tmp_path / "absent")
     assert not (tmp_path / "d").exists()
 
 
-def test_deltas_lie_on_s3_too(tmp_path, base, s3_server):
-    home = f"s3://bucket/{tmp_path.name}"
+def test_deltas_are_saved_on_s3_too(tmp_path, base, s3_server):
+    folder = f"s3://bucket/{tmp_path.name}"
     for name in storage.list_files(str(tmp_path / "base")):
-        storage.upload(tmp_path / "base" / name, storage.join(home, "base", name))
+        storage.upload(tmp_path / "base" / name, storage.join(folder, "base", name))
     vit = tuned(base)
-    save_model(f"{home}/d", Run(model=vit.model), vit, relative_to=f"{home}/base")
-    assert is_same(load_model(f"{home}/d").vit, vit)
-    flatten_model(f"{home}/d", f"{home}/whole")
-    storage.remove(f"{home}/base")
-    assert is_same(load_model(f"{home}/whole").vit, vit)
-    with pytest.raises(ConfigError, match=f"a delta of {home}/base .*, which is not there"):
-        load_model(f"{home}/d")
-    told = storage.read_bytes(f"{home}/d/delta.json")
-    assert b"KEY" not in told
-    assert b"SECRET" not in told
+    save_model(f"{folder}/d", Run(model=vit.model), vit, relative_to=f"{folder}/base")
+    assert is_same(load_model(f"{folder}/d").vit, vit)
+    flatten_model(f"{folder}/d", f"{folder}/whole")
+    storage.remove(f"{folder}/base")
+    assert is_same(load_model(f"{folder}/whole").vit, vit)
+    with pytest.raises(ConfigError, match=f"a delta of {folder}/base .*, which is not there"):
+        load_model(f"{folder}/d")
+    content = storage.read_bytes(f"{folder}/d/delta.json")
+    assert b"KEY" not in content
+    assert b"SECRET" not in content
 
 
-# ---- many at once, and whole again -----------------------------------------------------------------------------------
+# ---- several deltas, and flattening ----------------------------------------------------------------------------------
 
 
-def test_deltas_of_one_base_share_its_tensors_and_answer_as_before(tmp_path, chain):
+def test_deltas_of_one_base_share_its_tensors_and_give_the_same_outputs(tmp_path, chain):
     base, first, second = chain
     third = tuned(base, lambda name: name.startswith("stem"), seed=3)
     save(tmp_path / "d3", third, tmp_path / "base")
@@ -340,14 +340,14 @@ def test_deltas_of_one_base_share_its_tensors_and_answer_as_before(tmp_path, cha
         assert len(set(others)) == len(others) == 3 - len(users), name
 
 
-def test_deltas_of_one_base_need_it_alone(tmp_path, chain):
+def test_deltas_of_one_base_need_no_other_folder(tmp_path, chain):
     (tmp_path / "base").rename(tmp_path / "moved")
     (tmp_path / "d1").rename(tmp_path / "again")
     [network] = load_deltas(str(tmp_path / "moved"), [str(tmp_path / "again")])
     assert is_same(network.vit, chain[1])
 
 
-def test_a_delta_of_another_base_is_refused_by_name(tmp_path, chain):
+def test_a_delta_of_another_base_is_named(tmp_path, chain):
     save(tmp_path / "other", fresh(seed=8))
     save(tmp_path / "stranger", tuned(fresh(seed=8)), tmp_path / "other")
     names = [str(tmp_path / name) for name in ("d1", "stranger")]
@@ -363,7 +363,7 @@ def test_a_delta_of_another_base_is_refused_by_name(tmp_path, chain):
         load_deltas(str(tmp_path / "base"), [str(tmp_path / "absent")])
 
 
-def test_a_flat_delta_is_the_folder_that_was_never_one(tmp_path, chain):
+def test_a_flattened_delta_equals_the_folder_of_the_whole_model(tmp_path, chain):
     names = [f"c{label}" for label in range(3)]
     save(tmp_path / "whole", chain[2], classes=names)
     save(tmp_path / "d", chain[2], tmp_path / "d1", classes=names)
@@ -377,11 +377,11 @@ def test_a_flat_delta_is_the_folder_that_was_never_one(tmp_path, chain):
 
 
 def test_the_verb_shows_and_flattens(tmp_path, chain, capsys):
-    def told(*words: str) -> dict:
-        assert main(["weights", *words, "--json"]) == 0
+    def result(*args: str) -> dict:
+        assert main(["weights", *args, "--json"]) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    delta, whole = told("show", str(tmp_path / "d1")), told("show", str(tmp_path / "base"))
+    delta, whole = result("show", str(tmp_path / "d1")), result("show", str(tmp_path / "base"))
     sizes = {name: tensor.nbytes for name, tensor in chain[1].state_dict().items()}
     own = load_file(tmp_path / "d1" / "model.safetensors")
     assert delta == {
@@ -397,22 +397,22 @@ def test_the_verb_shows_and_flattens(tmp_path, chain, capsys):
         "share": sum(tensor.nbytes for tensor in own.values()) / sum(sizes.values()),
     }
     assert (whole["kind"], whole["base"], whole["taken"], whole["share"]) == ("whole", None, 0, 1)
-    flat = told("flatten", str(tmp_path / "d2"), str(tmp_path / "flat"))
+    flat = result("flatten", str(tmp_path / "d2"), str(tmp_path / "flat"))
     assert (flat["kind"], flat["url"]) == ("whole", str(tmp_path / "flat"))
     assert is_same(load_model(str(tmp_path / "flat")).vit, chain[2])
-    for words in (["show", "a", "b"], ["flatten", "a"]):
+    for args in (["show", "a", "b"], ["flatten", "a"]):
         with pytest.raises(SystemExit):
-            main(["weights", *words])
+            main(["weights", *args])
         assert "wanted" in capsys.readouterr().err
     assert main(["weights", "show", str(tmp_path / "absent")]) == 2
 
 
-# ---- MLflow's addresses ----------------------------------------------------------------------------------------------
+# ---- MLflow addresses ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Iterator[MlflowClient]:
-    """MLflow on a database of its own, with an experiment whose artifacts lie beside it."""
+    """An MLflow database with one experiment."""
     folder = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
@@ -427,17 +427,17 @@ def new_run(store: MlflowClient, experiment: str = "deltas") -> str:
 
 @pytest.fixture(scope="module")
 def logged(store, tmp_path_factory) -> dict[str, str]:
-    """A network that is logged and registered as `vit`, whose first version is `champion`, and a delta of it."""
+    """A network registered as version 1 of `vit`, the champion, and its delta, registered as version 2."""
     folder = tmp_path_factory.mktemp("models")
     run_id = new_run(store)
     whole = log_model(run_id, save(folder / "base", fresh(), classes=list("abcde")))
-    register(store, whole, "vit", 0.5)
+    register_model(store, whole, "vit", 0.5)
     delta = log_model(new_run(store), save(folder / "d", tuned(fresh()), "models:/vit@champion", list("abcde")))
-    register(store, delta, "vit", 0.25)
+    register_model(store, delta, "vit", 0.25)
     return {"run": run_id, "whole": whole, "delta": delta}
 
 
-def test_models_are_read_by_every_mlflow_address(store, logged, tmp_path):
+def test_models_load_from_every_kind_of_mlflow_address(store, logged, tmp_path):
     store.log_artifacts(logged["run"], str(Path(resolve_uri(logged["whole"]))), "weights/model")
     addresses = ["models:/vit@champion", "models:/vit/1", logged["whole"]]
     addresses += [f"runs:/{logged['run']}/{path}" for path in ("vit_u2x2_8", "weights/model", "weights/model/")]
@@ -453,7 +453,7 @@ def test_models_are_read_by_every_mlflow_address(store, logged, tmp_path):
     assert main(["model", "models:/vit/1"]) == 0
 
 
-def test_a_base_named_by_its_alias_stays_the_base_when_the_alias_moves(store, logged, tmp_path):
+def test_a_base_named_by_an_alias_is_pinned_to_its_version(store, logged, tmp_path):
     save(tmp_path / "d", tuned(fresh()), "models:/vit@champion")
     assert json.loads((tmp_path / "d" / "delta.json").read_text())["base"]["url"] == "models:/vit/1"
     store.set_registered_model_alias("vit", "champion", "2")
@@ -463,7 +463,7 @@ def test_a_base_named_by_its_alias_stays_the_base_when_the_alias_moves(store, lo
         store.set_registered_model_alias("vit", "champion", "1")
 
 
-def test_a_logged_delta_is_one_and_says_of_what(store, logged):
+def test_a_logged_delta_stays_a_delta_and_names_its_base(store, logged):
     place = Path(resolve_uri(logged["delta"]))
     assert sorted(file.name for file in place.iterdir()) == [
         "classes.json",
@@ -476,8 +476,8 @@ def test_a_logged_delta_is_one_and_says_of_what(store, logged):
     assert tags.items() <= store.get_logged_model(logged["delta"].removeprefix("models:/")).tags.items()
     version = store.get_model_version("vit", "2")
     assert {name: version.tags[name] for name in tags} == tags
-    linked = "[models:/vit/1](#/models/vit/versions/1)"
-    assert version.description.startswith(f"A delta of {linked} (identity {tags['vitray.base_identity'][:12]})")
+    link = "[models:/vit/1](#/models/vit/versions/1)"
+    assert version.description.startswith(f"A delta of {link} (identity {tags['vitray.base_identity'][:12]})")
     whole = store.get_model_version("vit", "1")
     assert not whole.description
     assert "vitray.base" not in whole.tags
@@ -485,24 +485,24 @@ def test_a_logged_delta_is_one_and_says_of_what(store, logged):
 
 
 @pytest.mark.parametrize("folder", ["it's/runs/base", 'a "b"/runs/base'])
-def test_a_version_links_to_the_run_that_its_base_is_of(store, tmp_path, folder):
+def test_the_version_of_a_delta_links_to_the_run_of_its_base(store, tmp_path, folder):
     base = save(tmp_path / folder / "model", fresh())
     run_id, name = new_run(store), folder[0]
     store.set_tag(run_id, "vitray.home", str(tmp_path / folder))
-    register(store, log_model(new_run(store), save(tmp_path / "d", tuned(fresh()), base)), name, None)
-    said = store.get_model_version(name, "1").description
-    store.delete_registered_model(name)  # others count what is registered
+    register_model(store, log_model(new_run(store), save(tmp_path / "d", tuned(fresh()), base)), name, None)
+    description = store.get_model_version(name, "1").description
+    store.delete_registered_model(name)  # another test lists the registered models
     experiment = store.get_run(run_id).info.experiment_id
-    linked = f"[{base}](#/experiments/{experiment}/runs/{run_id})"
-    assert said.startswith(f"A delta of {linked} " if '"' not in folder else f"A delta of `{base}` ")
+    link = f"[{base}](#/experiments/{experiment}/runs/{run_id})"
+    assert description.startswith(f"A delta of {link} " if '"' not in folder else f"A delta of `{base}` ")
 
 
-def test_a_served_delta_answers_with_its_base(logged, tmp_path):
+def test_a_served_delta_is_combined_with_its_base(logged, tmp_path):
     save(tmp_path / "whole", tuned(fresh()), classes=list("abcde"))
-    question = [{"image": encoded(image)} for image in pictures(2)]
-    answers = load_logged(logged["delta"]).predict(question)
-    alone = load_logged(log_model(new_run(MlflowClient()), str(tmp_path / "whole"))).predict(question)
-    assert answers == alone
+    request = [{"image": encoded(image)} for image in pictures(2)]
+    answers = load_logged(logged["delta"]).predict(request)
+    expected = load_logged(log_model(new_run(MlflowClient()), str(tmp_path / "whole"))).predict(request)
+    assert answers == expected
 
 
 @pytest.mark.parametrize(
@@ -519,25 +519,25 @@ def test_a_served_delta_answers_with_its_base(logged, tmp_path):
         ),
     ],
 )
-def test_what_is_not_in_mlflow_is_said_with_what_is(logged, tmp_path, address, fault):
+def test_a_missing_model_is_named_with_the_existing_ones(logged, tmp_path, address, fault):
     with pytest.raises(ConfigError, match=f"{address}: .*{fault}"):
         load_model(address)
     with pytest.raises(ConfigError, match=fault):
         save(tmp_path / "d", fresh(), address)
 
 
-def test_a_path_of_a_run_without_a_model_is_refused(logged):
+def test_a_path_of_a_run_without_a_model_is_rejected(logged):
     with pytest.raises(ConfigError, match=r"runs:/\w+/nothing: no run.yaml, so no model folder"):
         load_model(f"runs:/{logged['run']}/nothing")
 
 
-def test_an_mlflow_that_does_not_answer_is_one_message(tmp_path, monkeypatch, capsys):
+def test_an_unreachable_mlflow_is_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:geheim@127.0.0.1:9")
     assert main(["weights", "show", "models:/vit/1"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("vitray: models:/vit/1: MLflow at http://127.0.0.1:9 cannot find it")
-    assert "geheim" not in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("vitray: models:/vit/1: MLflow at http://127.0.0.1:9 cannot find it")
+    assert "geheim" not in error
+    assert error.count("\n") == 1
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"models:/vit/1: no .*mlruns.db; wanted the folder that training ran in"):
@@ -545,8 +545,8 @@ def test_an_mlflow_that_does_not_answer_is_one_message(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow  # for the start of a server
-def test_what_only_a_server_has_is_fetched_once(tmp_path, store, monkeypatch):
+@pytest.mark.slow  # starts a server
+def test_artifacts_of_a_server_are_downloaded_once(tmp_path, store, monkeypatch):
     server = Server(tmp_path)
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri.replace("://", "://somebody:geheim@"))

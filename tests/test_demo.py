@@ -1,4 +1,4 @@
-"""The demo data: a function of its arguments alone, balanced, and out of a linear model's reach."""
+"""The demo data: deterministic, balanced, and too hard for a linear model."""
 
 import hashlib
 import io
@@ -22,7 +22,7 @@ def pixels(image: bytes) -> np.ndarray:
 
 
 def digest(indices: range) -> str:
-    """Of the images in the order of their indices, drawn in the order given."""
+    """Return a hash of the images in index order, drawn in the given order."""
     images = {index: demo_item(index, 3, 64, "shape")[0] for index in indices}
     return hashlib.sha256(b"".join(images[index] for index in sorted(images))).hexdigest()
 
@@ -68,7 +68,7 @@ def test_no_stride_of_the_index_favours_a_class(stride):
 
 
 @pytest.mark.parametrize("size", [1, 8, 33, 64, 224])
-def test_images_are_colour_jpegs_of_the_size_asked_for(size):
+def test_images_are_colour_jpegs_of_the_requested_size(size):
     for index in range(8):
         image = Image.open(io.BytesIO(demo_item(index, 0, size, "shape")[0]))
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (size, size))
@@ -83,11 +83,11 @@ def test_an_unknown_task_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize("task", ["shape", "texture"])
-def test_the_nearest_class_mean_is_a_poor_guess(task):
+def test_the_nearest_class_mean_is_a_poor_classifier(task):
     items = [demo_item(index, 0, 32, task) for index in range(1000)]
     images = np.stack([pixels(image).ravel() for image, _ in items]).astype(np.float32)
     labels = np.array([label for _, label in items])
     means = np.stack([images[:800][labels[:800] == label].mean(axis=0) for label in range(len(demo_classes(task)))])
-    # |x - m|^2 without |x|^2, which is the same for every class: a linear classifier.
+    # |x - m|^2 without |x|^2, which is equal for every class: a linear classifier.
     guesses = (images[800:] @ means.T - (means**2).sum(axis=1) / 2).argmax(axis=1)
     assert (guesses == labels[800:]).mean() < 0.45

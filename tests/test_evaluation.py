@@ -1,16 +1,16 @@
-"""Evaluation: every image counts once, whatever the batches, and the sums are those of a slow loop."""
+"""Evaluation: every image counts once for any batch size, and the scores equal those of a slow loop."""
 
 import numpy as np
 import pytest
 import torch
 
 from vitray.config.augmentation import Normalise
-from vitray.data.stream.prefetch import DeviceBatch
-from vitray.evaluation.scores import MISTAKES, evaluate
+from vitray.data.augment.batch import DeviceBatch
+from vitray.evaluation.scores import MAX_MISTAKES, EvaluationSet, evaluate
 
 
 class Reader(torch.nn.Module):
-    """Reads its logits off the pixels, so that a test knows them; K = 7 classes."""
+    """A network whose logits are the first 7 pixels."""
 
     def forward(self, images_BCHW):
         return images_BCHW.flatten(1)[:, :7]
@@ -26,7 +26,7 @@ def data(count):
 
 
 def batches(images, labels, size):
-    """The images in batches of `size`, the last one filled with black images without weight."""
+    """The images in batches of `size`, the last one padded with black images of weight 0."""
     for start in range(0, len(images), size):
         real = len(images[start : start + size])
         pixels = torch.cat([images[start : start + size], torch.zeros(size - real, 4, 4, 3, dtype=torch.uint8)])
@@ -37,14 +37,13 @@ def batches(images, labels, size):
 
 
 def score(images, labels, size, count=None):
-    batch = batches(images, labels, size)
-    return evaluate(Reader(), batch, PLAIN, images=count or len(images), num_classes=7, device=CPU)
+    return evaluate(Reader(), EvaluationSet(batches(images, labels, size), count or len(images), PLAIN), 7, CPU)
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 64])
-def test_the_score_is_that_of_a_slow_loop_whatever_the_batches(size):
+def test_the_score_equals_a_slow_loop_for_any_batch_size(size):
     images, labels = data(50)
-    found = score(images, labels, size)
+    scored = score(images, labels, size)
     logits = (images.permute(0, 3, 1, 2).double() / 255).flatten(1)[:, :7].numpy()
     confusion, top1, top5, loss, wrong = np.zeros((7, 7), int), 0, 0, 0.0, []
     for row, (values, label) in enumerate(zip(logits, labels, strict=True)):
@@ -56,11 +55,11 @@ def test_the_score_is_that_of_a_slow_loop_whatever_the_batches(size):
         loss -= np.log(shares[label])
         if order[0] != label:
             wrong.append((shares[order[0]], row, label, order[0]))
-    assert (found.images, found.top1, found.top5) == (50, top1 / 50, top5 / 50)
-    assert found.loss == pytest.approx(loss / 50, rel=1e-6)
-    assert np.array_equal(found.confusion, confusion)
-    worst = sorted(wrong, reverse=True)[:MISTAKES]
-    assert [(mistake.row, mistake.label, mistake.predicted) for mistake in found.mistakes] == [w[1:] for w in worst]
+    assert (scored.images, scored.top1, scored.top5) == (50, top1 / 50, top5 / 50)
+    assert scored.loss == pytest.approx(loss / 50, rel=1e-6)
+    assert np.array_equal(scored.confusion, confusion)
+    worst = sorted(wrong, reverse=True)[:MAX_MISTAKES]
+    assert [(mistake.row, mistake.label, mistake.predicted) for mistake in scored.mistakes] == [w[1:] for w in worst]
 
 
 def test_a_missing_or_doubled_image_stops_the_evaluation():
@@ -73,5 +72,5 @@ def test_a_missing_or_doubled_image_stops_the_evaluation():
 def test_the_network_returns_to_training():
     images, labels = data(3)
     reader = Reader().train()
-    evaluate(reader, batches(images, labels, 2), PLAIN, images=3, num_classes=7, device=CPU)
+    evaluate(reader, EvaluationSet(batches(images, labels, 2), 3, PLAIN), 7, CPU)
     assert reader.training

@@ -1,4 +1,4 @@
-"""Figures say what the numbers say, whatever the number of classes and their names, and nothing is cut off."""
+"""Run figures: correct numbers for any number of classes and any name, and no text cut off."""
 
 import io
 import subprocess
@@ -12,8 +12,9 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image, ImageColor
 
+from vitray.plotting import LIGHT
 from vitray.tracking import figures
-from vitray.tracking.figures import Mistake, draw_confusion, draw_curves, draw_mistakes
+from vitray.tracking.figures import MistakePicture, draw_confusion, draw_curves, draw_mistakes
 
 ODD_NAMES = [
     "cat",
@@ -31,17 +32,17 @@ def names(number: int) -> list[str]:
 
 
 def counts(number: int, images: int = 30) -> np.ndarray:
-    """Counts of which most lie on the diagonal."""
+    """Counts with a strong diagonal."""
     rng = np.random.default_rng(number)
     noise = rng.integers(0, 2, (number, number)) * rng.integers(0, 3, (number, number))
     return noise + images * np.eye(number, dtype=int)
 
 
-def mistakes(number: int) -> list[Mistake]:
+def mistakes(number: int) -> list[MistakePicture]:
     rng = np.random.default_rng(number)
     sizes = [(32, 32), (200, 90), (60, 300)]
     return [
-        Mistake(
+        MistakePicture(
             rng.integers(0, 256, (*sizes[place % 3], 3), dtype=np.uint8),
             ODD_NAMES[place % len(ODD_NAMES)],
             ODD_NAMES[(place + 1) % len(ODD_NAMES)],
@@ -78,30 +79,30 @@ DRAWINGS = {
 }
 
 
-@pytest.mark.parametrize("what", DRAWINGS)
-def test_nothing_is_cut_off(what):
-    with Image.open(io.BytesIO(DRAWINGS[what]())) as opened:
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_nothing_is_cut_off(name):
+    with Image.open(io.BytesIO(DRAWINGS[name]())) as opened:
         pixels = np.array(opened.convert("RGB"))
     assert max(pixels.shape) < 3000
-    paper = np.array(ImageColor.getrgb(figures.PAPER))
-    # What reaches the edge is cut off there.
+    paper = np.array(ImageColor.getrgb(LIGHT.paper))
+    # Ink at the edge means that something is cut off.
     edges = [pixels[:4], pixels[-4:], pixels[:, :4], pixels[:, -4:]]
     assert all((edge == paper).all() for edge in edges)
     assert (pixels != paper).any()
 
 
-@pytest.mark.parametrize("what", ["2 classes", "1000 classes", "1 mistake", "one curve"])
-def test_the_same_is_drawn_twice(what):
-    assert DRAWINGS[what]() == DRAWINGS[what]()
+@pytest.mark.parametrize("name", ["2 classes", "1000 classes", "1 mistake", "one curve"])
+def test_equal_input_draws_equal_bytes(name):
+    assert DRAWINGS[name]() == DRAWINGS[name]()
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Lets the functions return the figure itself."""
-    monkeypatch.setattr(figures, "_png", lambda figure: figure)
+    """Make the functions return the figure itself."""
+    monkeypatch.setattr(figures, "to_png", lambda figure: figure)
 
 
-def words(figure: Figure) -> list[str]:
+def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
@@ -109,18 +110,18 @@ def test_rows_of_the_matrix_are_shares_of_the_true_class(drawn):
     figure = draw_confusion(np.array([[3, 1], [0, 0]]), ["cat", "dog"])
     [shares] = figure.axes[0].findobj(AxesImage)
     assert shares.get_array().tolist() == [[0.75, 0.25], [0, 0]]
-    assert {"3", "1", "cat", "dog", "true", "predicted", "75.0 % of 4 images right"} <= set(words(figure))
+    assert {"3", "1", "cat", "dog", "true", "predicted", "75.0 % of 4 images right"} <= set(texts(figure))
     assert figure.findobj(QuadMesh)  # the scale
 
 
 @pytest.mark.parametrize(("number", "counted"), [(20, True), (21, False)])
-def test_counts_are_written_as_long_as_they_can_be_read(drawn, number, counted):
+def test_cells_show_counts_only_while_they_are_readable(drawn, number, counted):
     figure = draw_confusion(7 * np.eye(number, dtype=int), [f"class {label}" for label in range(number)])
-    assert words(figure).count("7") == (number if counted else 0)
-    assert f"class {number - 1}" in words(figure)
+    assert texts(figure).count("7") == (number if counted else 0)
+    assert f"class {number - 1}" in texts(figure)
 
 
-def test_of_many_classes_the_most_confused_pairs_are_listed(drawn):
+def test_many_classes_show_the_most_confused_pairs(drawn):
     counts_KK = 10 * np.eye(100, dtype=int)
     counts_KK[3, 4], counts_KK[4, 3], counts_KK[90, 1], counts_KK[5, 6] = 7, 2, 9, 2
     figure = draw_confusion(counts_KK, [f"class {label}" for label in range(100)])
@@ -128,7 +129,7 @@ def test_of_many_classes_the_most_confused_pairs_are_listed(drawn):
     listed = [label.get_text() for label in axis.get_yticklabels()]
     assert listed == [f"class {true} → class {taken}" for true, taken in [(90, 1), (3, 4), (4, 3), (5, 6)]]
     assert [bar.get_width() for bar in axis.patches] == [9, 7, 2, 2]
-    assert "9 of 19" in words(figure)
+    assert "9 of 19" in texts(figure)
 
 
 def test_counts_must_fit_the_classes():
@@ -141,14 +142,14 @@ def test_the_most_confident_mistakes_come_first(drawn):
     figure = draw_mistakes(some)
     ranked = sorted(some, key=lambda mistake: -mistake.probability)[: figures.MOST_MISTAKES]
     assert [axis.texts[2].get_text() for axis in figure.axes] == [mistake.key for mistake in ranked]
-    assert "24 of 30 mistakes, most confident first" in words(figure)
+    assert "24 of 30 mistakes, most confident first" in texts(figure)
     shown = [np.asarray(axis.images[0].get_array()) for axis in figure.axes]
     assert all((image == mistake.image).all() for image, mistake in zip(shown, ranked, strict=True))
 
 
-def test_curves_show_what_was_recorded_and_count_what_is_not_finite(drawn):
-    told = {"train/loss": [(2, float("inf")), (1, 3.0), (3, 2.0)], "val/top1": [(3, 0.5)], "val/other": [(1, 1.0)]}
-    figure = draw_curves(told)
+def test_curves_show_recorded_metrics_and_count_non_finite_values(drawn):
+    recorded = {"train/loss": [(2, float("inf")), (1, 3.0), (3, 2.0)], "val/top1": [(3, 0.5)], "val/other": [(1, 1.0)]}
+    figure = draw_curves(recorded)
     assert [axis.get_title("left") for axis in figure.axes] == ["loss", "top1"]
     [line] = figure.axes[0].lines
     assert line.get_xdata().tolist() == [1, 2, 3]
@@ -156,7 +157,7 @@ def test_curves_show_what_was_recorded_and_count_what_is_not_finite(drawn):
     assert figure.axes[0].get_title("right") == "last 2 at 3, 1 not finite"
 
 
-def test_the_line_through_many_points_is_their_running_mean(drawn):
+def test_many_points_get_a_running_mean(drawn):
     values = np.random.default_rng(0).random(500)
     figure = draw_curves({"train/loss": list(enumerate(values))})
     mean, raw = figure.axes[0].lines
@@ -166,7 +167,7 @@ def test_the_line_through_many_points_is_their_running_mean(drawn):
         assert np.isclose(value, values[step - 5 : step + 5].mean())
 
 
-def test_drawing_leaves_pyplot_alone():
+def test_drawing_does_not_load_pyplot():
     code = "import sys; from vitray.tracking import figures; figures.draw_curves({'train/loss': [(1, 1.0)]})"
     code += "; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from vitray.config import Model, Run, load_run
-from vitray.data.shards import open_dataset, read_job, write_dataset
+from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.runs.driver import train
@@ -43,7 +43,7 @@ SETTINGS = [
 def place(tmp_path_factory, ray_cluster):
     """A folder with a dataset, a model of its classes at 32 px, a tracking store and a spool of its own."""
     folder = tmp_path_factory.mktemp("finetune")
-    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=48"]))
+    write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=100", "image_size=48"]))
     torch.manual_seed(0)
     model = Model(name="vit_u2x2_8_hmlp_bn", image_size=32, num_classes=10, layerscale=0.1, pool="mean")
     run = Run().replace({"model": model.model_dump(mode="json"), "data.normalise.mean": [0.4, 0.5, 0.6]})
@@ -54,11 +54,10 @@ def place(tmp_path_factory, ray_cluster):
         yield folder
 
 
-def recipe(place, *words):
-    changed = {word.partition("=")[0] for word in words}
-    kept = [word for word in SETTINGS if word.partition("=")[0] not in changed]
-    first = [f"data.url={place / 'demo'}", f"task.weights={place / 'base'}"]
-    return load_run(None, [*kept, *(word for word in first if word.partition("=")[0] not in changed), *words])
+def recipe(place, *overrides):
+    changed = {override.partition("=")[0] for override in overrides}
+    settings = [*SETTINGS, f"data.url={place / 'demo'}", f"task.weights={place / 'base'}"]
+    return load_run(None, [*(setting for setting in settings if setting.partition("=")[0] not in changed), *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def tuned(place):
     return train(recipe(place, "model.image_size=48", "tracking.register_as=tuned"), "tuned", str(place / "runs"))
 
 
-def test_what_is_left_open_is_as_the_weights_have_it(place):
+def test_omitted_settings_come_from_the_weights(place):
     run = make_plan(recipe(place)).run
     assert (run.model.name, run.model.image_size, run.model.pool) == ("vit_u2x2_8_hmlp_bn", 32, "mean")
     assert run.model.layerscale == 0.1
@@ -78,7 +77,7 @@ def test_what_is_left_open_is_as_the_weights_have_it(place):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (["model.name=vit_ti2x2_8"], "task.weights .*base: not the network of this run: model.name: got"),
         (["model.num_classes=7"], "model.num_classes: got 7, wanted 10 as in"),
@@ -86,22 +85,22 @@ def test_what_is_left_open_is_as_the_weights_have_it(place):
         (["task.weights=models:/nothing@champion"], "models:/nothing@champion"),
     ],
 )
-def test_weights_that_do_not_fit_get_one_message(place, words, said):
-    with pytest.raises(ConfigError, match=said):
-        make_plan(recipe(place, *words))
+def test_weights_that_do_not_fit_get_one_message(place, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(recipe(place, *overrides))
 
 
 def test_other_classes_get_a_new_head_and_the_same_keep_theirs(place, tmp_path):
     start = make_plan(recipe(place)).start
-    assert start.adapted == "as it is"
+    assert start.adaptation == "as it is"
     base = load_model(str(place / "base"))
     save_model(str(tmp_path / "other"), base.run, base.vit, [f"other {index}" for index in range(10)])
     start = make_plan(recipe(place, f"task.weights={tmp_path / 'other'}")).start
-    assert start.adapted == "a new head of zeros for 10 classes"
+    assert start.adaptation == "a new head of zeros for 10 classes"
     assert not start.state["head.weight"].any()
 
 
-def test_a_fine_tuning_moves_its_parts_alone_and_ends_as_a_delta(place, tuned):
+def test_a_fine_tuning_changes_only_its_parts_and_ends_as_a_delta(place, tuned):
     base, ended = load_model(str(place / "base")).vit, load_model(tuned.model).vit
     assert ended.model.image_size == 48
     for name, tensor in ended.state_dict().items():
@@ -117,7 +116,7 @@ def test_a_fine_tuning_moves_its_parts_alone_and_ends_as_a_delta(place, tuned):
     assert tuned.model_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
-def test_the_optimizer_holds_nothing_of_what_is_frozen(tuned):
+def test_the_optimizer_has_no_state_of_frozen_weights(tuned):
     last = checkpoints.read_checkpoint(tuned.home, 12)
     trained = {
         name for name in last.parts["model"] if part_of(name.removeprefix("vit.")) in ("attn", "positions", "head")
@@ -147,14 +146,14 @@ def test_mlflow_has_the_audit_the_delta_and_its_base(place, tuned):
 
 @pytest.mark.slow
 def test_an_interrupted_fine_tuning_ends_bit_equal(place, tuned):
-    home = place / "runs" / "again"
-    shutil.copytree(tuned.home, home)
-    shutil.rmtree(home / "model")
-    (home / "outcome.json").unlink()
+    run_dir = place / "runs" / "again"
+    shutil.copytree(tuned.home, run_dir)
+    shutil.rmtree(run_dir / "model")
+    (run_dir / "outcome.json").unlink()
     for step in (10, 12):
-        shutil.rmtree(checkpoints.folder_of(str(home), step))
-    content = json.loads((home / "run.json").read_text())
-    (home / "run.json").write_text(json.dumps(content | {"uid": "again"}))
+        shutil.rmtree(checkpoints.folder_of(str(run_dir), step))
+    content = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(content | {"uid": "again"}))
     outcome = train(recipe(place, "model.image_size=48", "tracking.register_as=null"), "again", str(place / "runs"))
     one, other = (load_file(Path(each.model) / "model.safetensors") for each in (outcome, tuned))
     assert one.keys() == other.keys()
@@ -165,5 +164,5 @@ def test_other_weights_under_the_same_name_are_refused(place, tuned):
     torch.manual_seed(1)
     base = load_model(str(place / "base"))
     save_model(str(place / "changed"), base.run, ViT(base.vit.model), base.classes)
-    with pytest.raises(ConfigError, match="changed: other weights than the run was begun with"):
+    with pytest.raises(ConfigError, match="changed: the weights have changed since the run started"):
         train(recipe(place, "model.image_size=48", f"task.weights={place / 'changed'}"), "tuned", str(place / "runs"))

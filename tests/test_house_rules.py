@@ -1,61 +1,72 @@
-"""The house rules that a syntax tree can show, and the formatter."""
+"""House rules that a syntax tree can check, the formatter, dependencies and the map of modules."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from test_layers import ROOT, modules
 
 MAX_MODULE_LINES = 400
 MAX_VERB_LINES = 60
+MAX_PARAMETERS = 6
 BANNED_FILE_NAMES = {"utils", "helpers", "helper", "common", "misc", "base", "manager", "handler"}
 
 
-def class_names(found: dict[str, ast.Module]) -> set[str]:
-    return {node.name for tree in found.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def class_names(trees: dict[str, ast.Module]) -> set[str]:
+    return {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    """Return the number of parameters; self and *rest count."""
+    args = function.args
+    return len([*args.posonlyargs, *args.args, *args.kwonlyargs]) + (args.vararg is not None)
 
 
 def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
-    """What in one module breaks a rule, as `module:line: fault`."""
-    found: list[tuple[int, str]] = []
+    """Return the broken rules of a module as `module:line: fault`."""
+    broken: list[tuple[int, str]] = []
     if module.rpartition(".")[2] in BANNED_FILE_NAMES or module.rpartition(".")[2] in sys.stdlib_module_names:
-        found.append((1, f"file name {module} is banned or shadows the standard library"))
+        broken.append((1, f"file name {module} is banned or shadows the standard library"))
     if ast.get_docstring(tree) is None:
-        found.append((1, "no module docstring"))
+        broken.append((1, "no module docstring"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base) for base in node.bases} & ours - {"Section"}
             if bases:
-                found.append((node.lineno, f"{node.name} inherits from our class {bases.pop()}"))
+                broken.append((node.lineno, f"{node.name} inherits from our class {bases.pop()}"))
             if not node.name.startswith("_") and ast.get_docstring(node) is None:
-                found.append((node.lineno, f"{node.name} has no docstring"))
+                broken.append((node.lineno, f"{node.name} has no docstring"))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.returns is None:
-                found.append((node.lineno, f"{node.name} states no return type"))
+                broken.append((node.lineno, f"{node.name} states no return type"))
             if node.args.kwarg is not None:
-                found.append((node.lineno, f"{node.name} passes **{node.args.kwarg.arg} through"))
+                broken.append((node.lineno, f"{node.name} passes **{node.args.kwarg.arg} through"))
+            if (number := parameters(node)) > MAX_PARAMETERS:
+                broken.append(
+                    (node.lineno, f"{node.name} takes {number} parameters, at most {MAX_PARAMETERS} are allowed")
+                )
             if node.name == module.rpartition(".")[2] and node in tree.body:
-                found.append((node.lineno, f"{node.name} is named after its module"))
+                broken.append((node.lineno, f"{node.name} is named after its module"))
         if isinstance(node, ast.ExceptHandler) and node.type is None:
-            found.append((node.lineno, "bare except"))
+            broken.append((node.lineno, "bare except"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "torch.load",
             "pickle.load",
             "pickle.loads",
         ):
-            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+            safe = any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in node.keywords)
             if not safe:
-                found.append((node.lineno, f"{ast.unparse(node.func)} can run code from the file"))
-    return [f"{module}:{line}: {fault}" for line, fault in found]
+                broken.append((node.lineno, f"{ast.unparse(node.func)} can run code from the file"))
+    return [f"{module}:{line}: {fault}" for line, fault in broken]
 
 
 def test_rules_hold():
-    found = modules(ROOT)
-    ours = class_names(found)
-    assert [fault for module, tree in found.items() for fault in faults(module, tree, ours)] == []
+    trees = modules(ROOT)
+    ours = class_names(trees)
+    assert [fault for module, tree in trees.items() for fault in faults(module, tree, ours)] == []
 
 
 @pytest.mark.parametrize(
@@ -68,6 +79,12 @@ def test_rules_hold():
         ("vitray.x", '"""Doc."""\nclass B: pass', "B has no docstring"),
         ("vitray.x", '"""Doc."""\ndef f(): pass', "states no return type"),
         ("vitray.x", '"""Doc."""\ndef f(**rest) -> None: pass', "passes **rest through"),
+        ("vitray.x", '"""Doc."""\ndef f(a, b, /, c, *d, e, f, g) -> None: pass', "f takes 7 parameters"),
+        (
+            "vitray.x",
+            '"""D."""\nclass A:\n """D."""\n def m(self, a, b, c, d, e, f) -> None: pass',
+            "m takes 7 parameters",
+        ),
         ("vitray.x", '"""Doc."""\ndef x() -> None: pass', "named after its module"),
         ("vitray.x", '"""Doc."""\ntry: pass\nexcept: pass', "bare except"),
         ("vitray.x", '"""Doc."""\nimport torch\ntorch.load("f")', "can run code"),
@@ -107,7 +124,14 @@ def test_ruff_finds_nothing(check):
     assert done.returncode == 0, done.stdout
 
 
-def test_readme_prints_the_tree():
-    readme = (ROOT / "README.md").read_text()
-    missing = [module for module in modules(ROOT) if Path(module.replace(".", "/")).name not in readme]
-    assert missing == []
+def test_the_architecture_page_names_every_module():
+    rows = {}
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        if line.startswith("| `"):
+            package, *_, names = line.strip("| ").split(" | ")
+            rows[package.strip("`")] = set(re.findall(r"`(\w+)`", names))
+    wanted: dict[str, set[str]] = {}
+    for path in sorted([*ROOT.glob("vitray/**/*.py"), *ROOT.glob("pipelines/*.py")]):
+        package = wanted.setdefault(path.parent.relative_to(ROOT).as_posix(), set())
+        package |= {path.stem} - {"__init__", "__main__"}
+    assert {package: names for package, names in wanted.items() if names and rows.get(package) != names} == {}

@@ -1,7 +1,8 @@
-"""Jobs: what is sent to a cluster and what is not, what is refused before, and a real head that runs and stops them."""
+"""Jobs: the files, command and environment that are sent, rejected input, and jobs on a real head."""
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,20 +16,22 @@ import pytest
 
 from pipelines.__main__ import main
 from vitray.cluster import jobs, session
+from vitray.cluster.job_command import SECRET_VARIABLES, SENT_VARIABLES, job_environment
+from vitray.cluster.package_files import UPLOAD_LIMIT, PackageFiles, check_size, list_files, write_package
 from vitray.errors import ConfigError
 from vitray.tracking.mlflow_client import tracking_uri
 
 ROOT = Path(__file__).parent.parent
 
 
-def git(folder, *words):
+def git(folder, *args):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+    subprocess.run(["git", "-C", str(folder), *identity, *args], check=True, capture_output=True)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small repository: tracked, changed, new, removed, ignored, and a folder below that ignores more."""
+    """A small repository with tracked, new, removed and ignored files, and a folder with its own .gitignore."""
     work = tmp_path / "work"
     for name, content in {
         "kept.py": "1",
@@ -50,36 +53,36 @@ def folder(tmp_path):
     return work
 
 
-def test_what_git_has_or_would_take_is_sent(folder):
-    files = jobs.list_files(folder)
+def test_files_that_git_does_not_ignore_are_sent(folder):
+    files = list_files(folder)
     kept = {".gitignore", "below/.gitignore", "below/kept.yaml", "big.bin", "kept.py", "new file ü.txt"}
     assert set(files.sizes) == kept
     assert files.sizes["big.bin"] == 5000
-    assert set(jobs.list_files(folder / "below").sizes) == {".gitignore", "kept.yaml"}
+    assert set(list_files(folder / "below").sizes) == {".gitignore", "kept.yaml"}
     (folder / ".rayignore").write_text("*.bin\nnew*\n")
-    assert set(jobs.list_files(folder).sizes) == kept - {"big.bin", "new file ü.txt"} | {".rayignore"}
+    assert set(list_files(folder).sizes) == kept - {"big.bin", "new file ü.txt"} | {".rayignore"}
 
 
-def test_a_folder_without_git_is_sent_whole_but_for_environments(tmp_path):
+def test_a_folder_outside_git_is_sent_without_environments(tmp_path):
     for name in ("a.py", "b/c.yaml", ".venv/bin/python", "b/__pycache__/c.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    assert set(jobs.list_files(tmp_path).sizes) == {"a.py", "b/c.yaml"}
+    assert set(list_files(tmp_path).sizes) == {"a.py", "b/c.yaml"}
 
 
-def test_what_cannot_be_sent_is_named(folder):
+def test_files_that_cannot_be_sent_are_listed(folder):
     (folder / "link").symlink_to(folder / "below", target_is_directory=True)
     (folder / "broken").symlink_to(folder / "nowhere")
-    assert jobs.list_files(folder).left == ["link"]
+    assert list_files(folder).skipped == ["link"]
 
 
-def test_the_same_files_make_the_same_package(folder, tmp_path):
+def test_the_same_files_give_the_same_package(folder, tmp_path):
     (folder / "kept.py").chmod(0o755)
-    files = jobs.list_files(folder)
-    jobs.pack(files, tmp_path / "one.zip")
+    files = list_files(folder)
+    write_package(files, tmp_path / "one.zip")
     for path in folder.rglob("*"):
         os.utime(path, (0, 0))
-    jobs.pack(jobs.list_files(folder), tmp_path / "two.zip")
+    write_package(list_files(folder), tmp_path / "two.zip")
     assert (tmp_path / "one.zip").read_bytes() == (tmp_path / "two.zip").read_bytes()
     assert (tmp_path / "one.zip").stat().st_size <= files.total
     with zipfile.ZipFile(tmp_path / "one.zip") as package:
@@ -87,19 +90,25 @@ def test_the_same_files_make_the_same_package(folder, tmp_path):
         assert package.getinfo("kept.py").external_attr >> 16 == 0o100755
 
 
-def test_too_much_is_refused_before_it_is_sent_and_the_largest_named(tmp_path):
+def test_a_package_over_the_limit_is_rejected_with_its_largest_parts(tmp_path):
+    from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
+
+    assert UPLOAD_LIMIT == DASHBOARD_CLIENT_MAX_SIZE
     sizes = {f"photos/{i}.png": 90_000 for i in range(1000)} | {"weights.pt": 30_000_000, "a.py": 1}
     with pytest.raises(ConfigError) as error:
-        jobs.check_size(jobs.Files(tmp_path, sizes, []))
+        check_size(PackageFiles(tmp_path, sizes, []))
     assert "120.2 MB in 1002 files, and a cluster takes 105 MB" in str(error.value)
     assert "the largest: photos/ (90.0 MB), weights.pt (30.0 MB), a.py (0.0 MB)" in str(error.value)
-    jobs.check_size(jobs.Files(tmp_path, {"a": 90_000_000}, []))
+    check_size(PackageFiles(tmp_path, {"a": 90_000_000}, []))
+
+
+RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")
 
 
 @pytest.fixture
 def clean(monkeypatch):
-    """An environment without stores and without a cluster."""
-    for name in (*jobs.SENT, *jobs.KEPT, "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+    """An environment without addresses of stores or of a cluster."""
+    for name in (*SENT_VARIABLES, *SECRET_VARIABLES, *RAY_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -110,24 +119,24 @@ def test_addresses_are_sent_and_secrets_are_not(clean):
     clean.setenv("AWS_REGION", "eu-west-1")
     clean.setenv("AWS_SECRET_ACCESS_KEY", "canary")
     clean.setenv("HOME_MADE_TOKEN", "canary")
-    sent, said = jobs.environment()
-    assert sent == {"AWS_ENDPOINT_URL": "https://s3.example.org", "AWS_REGION": "eu-west-1"}
-    assert "canary" not in "".join(said)
-    assert any("MLFLOW_TRACKING_URI names something of this machine alone" in line for line in said)
-    assert any("AWS_SECRET_ACCESS_KEY" in line for line in said)
+    variables, messages = job_environment()
+    assert variables == {"AWS_ENDPOINT_URL": "https://s3.example.org", "AWS_REGION": "eu-west-1"}
+    assert "canary" not in "".join(messages)
+    assert any("MLFLOW_TRACKING_URI: an address of this machine, not sent" in line for line in messages)
+    assert any("AWS_SECRET_ACCESS_KEY" in line for line in messages)
 
 
-def test_no_name_that_is_sent_is_that_of_a_secret():
+def test_no_sent_variable_is_named_like_a_secret():
     assert not [
-        name for name in jobs.SENT for word in ("KEY", "SECRET", "TOKEN", "PASS", "USER", "CRED") if word in name
+        name for name in SENT_VARIABLES for word in ("KEY", "SECRET", "TOKEN", "PASS", "USER", "CRED") if word in name
     ]
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL"])
-def test_an_address_with_a_password_in_it_is_refused_and_not_repeated(clean, name):
+def test_an_address_with_a_password_is_rejected_and_not_printed(clean, name):
     clean.setenv(name, "https://me:canary@example.org")
     with pytest.raises(ConfigError, match=f"{name}: has a password in it") as error:
-        jobs.environment()
+        job_environment()
     assert "canary" not in str(error.value)
 
 
@@ -135,25 +144,23 @@ OUT = ["--out", "s3://b/runs"]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
-        (["train", "demo"], "--out: got runs, a folder of the job's own"),
-        (["sweep", "demo", "lr", "--out=mine"], "--out: got mine, a folder of the job's own"),
-        (["train", "demo", "data.url=data/demo", *OUT], "data.url=data/demo: stays here"),
-        (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: a word has a password in it"),
+        (["train", "demo"], "--out: got runs, in the job's own folder"),
+        (["sweep", "demo", "lr", "--out=mine"], "--out: got mine, in the job's own folder"),
+        (["train", "demo", "data.url=data/demo", *OUT], "data.url=data/demo: would not be sent"),
+        (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: an argument has a password in it"),
         (["trian", "demo"], "got 'trian', wanted one of .*nearest: train"),
         (["ui"], "got 'ui', wanted one of"),
         (["train", "demo", *OUT, "--follow"], "--follow: wanted before train"),
         (["train", "demo", *OUT], "RAY_ADDRESS: not set; wanted the cluster's dashboard"),
     ],
 )
-def test_what_cannot_work_is_refused_before_it_is_sent(clean, capsys, words, message):
-    assert main(["submit", *words]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "canary" not in said
-    import re
-
-    assert re.search(message, said), said
+def test_invalid_jobs_are_rejected_before_anything_is_sent(clean, capsys, args, message):
+    assert main(["submit", *args]) == 2
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert "canary" not in printed
+    assert re.search(message, printed), printed
 
 
 @pytest.mark.parametrize(
@@ -164,30 +171,30 @@ def test_what_cannot_work_is_refused_before_it_is_sent(clean, capsys, words, mes
         ("http://127.0.0.1:1", "RAY_ADDRESS: http://127.0.0.1:1: cannot be reached"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_said(clean, capsys, where, message):
+def test_an_unreachable_cluster_is_reported(clean, capsys, where, message):
     clean.setenv("RAY_ADDRESS", where)
     began = time.monotonic()
     assert main(["jobs"]) == 2
     assert time.monotonic() - began < 6
-    said = capsys.readouterr().err
-    assert message in said
-    assert "canary" not in said
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "canary" not in printed
 
 
-def test_a_dry_run_says_what_would_be_sent(clean, capsys):
+def test_a_dry_run_lists_the_package_and_the_command(clean, capsys):
     assert main(["submit", "--dry-run", "train", "demo", "data.url=s3://b/d", *OUT, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["command"] == "python -m pipelines.train demo data.url=s3://b/d --out s3://b/runs --json"
-    assert told["files"] > 100
-    assert told["environment"] == []
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["command"] == "python -m pipelines.train demo data.url=s3://b/d --out s3://b/runs --json"
+    assert result["files"] > 100
+    assert result["environment"] == []
 
 
 @pytest.mark.parametrize(
     ("status", "code", "wanted"),
     [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", -9, 137), ("FAILED", None, 1), ("STOPPED", None, 143)],
 )
-def test_a_job_that_was_waited_for_ends_its_command(status, code, wanted):
-    assert jobs.exit_status(jobs.Job("a", status, "x", 0, 1, code)) == wanted
+def test_a_followed_job_sets_the_exit_status(status, code, wanted):
+    assert jobs.exit_status(jobs.ClusterJob("a", status, "x", 0, 1, code)) == wanted
 
 
 # ---- inside a job ----------------------------------------------------------------------------------------------------
@@ -195,19 +202,19 @@ def test_a_job_that_was_waited_for_ends_its_command(status, code, wanted):
 
 @pytest.fixture
 def job(clean, tmp_path):
-    """As in a job: a temporary folder, and Ray's word that it is one."""
+    """The environment inside a job: its temporary folder, and the variable that Ray sets."""
     clean.chdir(tmp_path)
     clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://a.zip"}}))
-    assert session.job_folder() == tmp_path
+    assert session.job_dir() == tmp_path
     return clean
 
 
-def test_a_jobs_own_folder_keeps_neither_results_nor_records(job, tmp_path):
+def test_results_and_records_in_a_jobs_own_folder_are_rejected(job, tmp_path):
     from vitray.runs.plan import check_storage
 
     job.setenv("MLFLOW_TRACKING_URI", "http://10.0.0.5:5000")
     for out in ("runs", str(tmp_path / "runs")):
-        with pytest.raises(ConfigError, match="runs: lies in the folder that this job runs in"):
+        with pytest.raises(ConfigError, match="runs: lies in the folder of this job"):
             check_storage(out)
     shared = tempfile.mkdtemp(dir=tmp_path.parent)
     check_storage(shared)
@@ -220,24 +227,24 @@ def test_a_jobs_own_folder_keeps_neither_results_nor_records(job, tmp_path):
     assert tracking_uri().endswith("/mlruns.db")
 
 
-def test_data_that_was_not_sent_is_said(job):
+def test_a_dataset_that_was_not_sent_is_reported(job):
     from vitray.data.shards import open_dataset
 
     with pytest.raises(ConfigError, match=r"data/demo: no dataset here.*only the files that were sent with it"):
         open_dataset("data/demo")
 
 
-def test_a_job_without_a_folder_of_its_own_may_write_where_it_runs(clean, tmp_path):
+def test_a_job_without_its_own_folder_may_write_to_its_working_directory(clean, tmp_path):
     clean.chdir(tmp_path)
     for environment in ({}, {"working_dir": "local:///srv/vitray"}):
         clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environment}))
-        assert session.job_folder() is None
+        assert session.job_dir() is None
 
 
-def test_a_dashboards_address_drives_no_run(clean):
+def test_a_run_cannot_connect_to_a_dashboard(clean):
     clean.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="`vitray submit` sends jobs"):
-        session._start(None, None, dashboard=True)  # as where no Ray runs yet
+        session._connect_or_start(None, None, dashboard=True)
 
 
 # ---- on a real head --------------------------------------------------------------------------------------------------
@@ -251,108 +258,109 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A head with a dashboard and a token, and the environment of somebody who has the token."""
-    place = tmp_path_factory.mktemp("cluster")
-    (place / "token").write_text("a-token-of-this-test-alone-0123456789")
-    short = tempfile.mkdtemp(prefix="vj", dir="/tmp")  # the paths of its sockets would be too long otherwise
+    """A head with a dashboard and a token, and the environment of a user who has the token."""
+    base_dir = tmp_path_factory.mktemp("cluster")
+    (base_dir / "token").write_text("a-token-of-this-test-alone-0123456789")
+    short = tempfile.mkdtemp(prefix="vj", dir="/tmp")  # longer paths exceed the limit of sockets
     names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
     ports = {name: free_port() for name in names}
     settings = [f"--{name}={port}" for name, port in ports.items()]
     without = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MLFLOW_", "RAY_"))}
     environment = without | {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(place / "token"),
+        "RAY_AUTH_TOKEN_PATH": str(base_dir / "token"),
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_raylet_start_wait_time_s": "180",
         "RAY_worker_niceness": "0",
-        "RAY_preload_python_modules": "vitray.waking",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{place / 'mlruns.db'}",
-        "VITRAY_HOME": str(place / "home"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{base_dir / 'mlruns.db'}",
+        "VITRAY_HOME": str(base_dir / "home"),
     }
-    words = ["start", "--head", "--block", "--num-cpus=3", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-    words += [*settings, f"--temp-dir={short}", "--object-store-memory=200000000"]
+    args = ["start", "--head", "--block", "--num-cpus=3", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+    args += [*settings, f"--temp-dir={short}", "--object-store-memory=200000000"]
     ray = str(Path(sys.executable).with_name("ray"))
-    with (place / "log").open("w") as log:
-        process = subprocess.Popen([ray, *words], env=environment, stdout=log, stderr=log)
+    with (base_dir / "log").open("w") as log:
+        process = subprocess.Popen([ray, *args], env=environment, stdout=log, stderr=log)
     try:
         for _ in range(1800):
-            assert process.poll() is None, (place / "log").read_text()
+            assert process.poll() is None, (base_dir / "log").read_text()
             with socket.socket() as knock:
                 if knock.connect_ex(("127.0.0.1", ports["dashboard-port"])) == 0:
                     break
             time.sleep(0.1)
-        yield place, environment | {"RAY_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
+        yield base_dir, environment | {"RAY_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
     finally:
         process.terminate()
         process.wait(60)
         shutil.rmtree(short, ignore_errors=True)
 
 
-def vitray(environment, *words, command=("-m", "pipelines")):
-    return subprocess.run([sys.executable, *command, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+def vitray(environment, *args, command=("-m", "pipelines")):
+    return subprocess.run([sys.executable, *command, *args], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def settings_of(place):
+def settings_of(base_dir):
     return [
-        *["demo", f"data.url={place / 'demo'}", "model.name=vit_u2x2_8", "model.image_size=32", "optim.batch=16"],
+        *["demo", f"data.url={base_dir / 'demo'}", "model.name=vit_u2x2_8", "model.image_size=32", "optim.batch=16"],
         *["optim.warmup=0 steps", "compute.workers=1", "tracking.register_as=null", "tracking.every=1 step"],
     ]
 
 
-def runs_of(place, name):
+def runs_of(base_dir, name):
     import mlflow
 
-    client = mlflow.MlflowClient(f"sqlite:///{place / 'mlruns.db'}")
+    client = mlflow.MlflowClient(f"sqlite:///{base_dir / 'mlruns.db'}")
     return client.search_runs(["1"], f"attributes.run_name = '{name}'")
 
 
-def status_of(place, name):
-    (found,) = runs_of(place, name)
+def status_of(base_dir, name):
+    (found,) = runs_of(base_dir, name)
     return found.info.status
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_jobs_run_are_followed_and_stopped_as_killed(head):
-    place, environment = head
-    # As the README has it: a token is there, and nothing says that it be sent.
+def test_jobs_run_and_stopped_ones_are_killed(head):
+    base_dir, environment = head
+    # A token exists, and RAY_AUTH_MODE is not set.
     user = {name: value for name, value in environment.items() if name != "RAY_AUTH_MODE"}
     canary = user | {"MLFLOW_TRACKING_PASSWORD": "canary", "AWS_SECRET_ACCESS_KEY": "canary"}
-    words = ["submit", "--follow", "shard", "demo", str(place / "demo"), "images=100", "image_size=32"]
-    done = vitray(canary, *words, "--json")
+    args = ["submit", "--follow", "shard", "demo", str(base_dir / "demo"), "images=100", "image_size=32"]
+    done = vitray(canary, *args, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "SUCCEEDED"
     logged = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"url"')]
-    assert logged[0]["url"] == str(place / "demo")
+    assert logged[0]["url"] == str(base_dir / "demo")
 
-    # Ray's own command does the same, and refuses what would be lost.
-    plain = ["job", "submit", "--working-dir", ".", "--", "python", "-m", "pipelines.train", *settings_of(place)]
+    # `ray job submit` works too, and rejects results in the job's own folder.
+    plain = ["job", "submit", "--working-dir", ".", "--", "python", "-m", "pipelines.train", *settings_of(base_dir)]
     plain += ["optim.duration=4 steps", "--name", "whole", "--json"]
     ray = ("-m", "ray.scripts.scripts")
     refused = vitray(environment, *plain, command=ray)
     assert refused.returncode != 0
-    assert "runs/whole: lies in the folder that this job runs in" in refused.stdout + refused.stderr
-    done = vitray(environment, *plain, "--out", str(place / "runs"), command=ray)
+    assert "runs/whole: lies in the folder of this job" in refused.stdout + refused.stderr
+    done = vitray(environment, *plain, "--out", str(base_dir / "runs"), command=ray)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
     assert (outcome["steps"], outcome["state"]) == (4, "finished")
-    assert status_of(place, "whole") == "FINISHED"
+    assert status_of(base_dir, "whole") == "FINISHED"
 
     endless = ["optim.duration=100000 steps", "checkpoint.every=5 steps", "--name", "stopped"]
-    done = vitray(canary, "submit", "train", *settings_of(place), *endless, "--out", str(place / "runs"), "--json")
+    done = vitray(
+        canary, "submit", "train", *settings_of(base_dir), *endless, "--out", str(base_dir / "runs"), "--json"
+    )
     assert done.returncode == 0, done.stderr
     name = json.loads(done.stdout)["id"]
-    while not list((place / "runs").glob("stopped/checkpoints/*/checkpoint.json")):
-        time.sleep(0.2)  # the test's time-out ends it
-    while not runs_of(place, "stopped"):
-        time.sleep(0.2)  # MLflow is loaded while the workers start, beside other tests maybe not at once
+    while not list((base_dir / "runs").glob("stopped/checkpoints/*/checkpoint.json")):
+        time.sleep(0.2)  # until the test times out
+    while not runs_of(base_dir, "stopped"):
+        time.sleep(0.2)  # the driver imports MLflow while the workers start
     listed = json.loads(vitray(environment, "jobs", "--json").stdout.splitlines()[-1])["jobs"]
     assert [job["status"] for job in listed if job["id"] == name] == ["RUNNING"]
     done = vitray(environment, "stop", name, "--json")
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "STOPPED", done.stderr
-    assert status_of(place, "stopped") == "KILLED"
+    assert status_of(base_dir, "stopped") == "KILLED"
     assert vitray(environment, "stop", name).stdout == f"{name}: STOPPED\n"
 
     everything = vitray(environment, "list", "--log-style=record", command=(*ray, "job")).stdout
@@ -368,15 +376,15 @@ def test_jobs_run_are_followed_and_stopped_as_killed(head):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_nobody_is_let_in_without_the_clusters_token(head, tmp_path):
+def test_a_cluster_rejects_missing_and_wrong_tokens(head, tmp_path):
     _, environment = head
     (tmp_path / "other").write_text("another-token-0123456789-0123456789")
     bare = {name: value for name, value in environment.items() if not name.startswith("RAY_AUTH")}
-    nobody = vitray(bare | {"HOME": str(tmp_path)}, "jobs")
-    assert nobody.returncode == 2
-    assert "asks for a token, and none was sent" in nobody.stderr
-    stranger = vitray(bare | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}, "jobs")
-    assert stranger.returncode == 2
-    assert "refuses the token" in stranger.stderr
-    assert "another-token" not in stranger.stderr
+    without_token = vitray(bare | {"HOME": str(tmp_path)}, "jobs")
+    assert without_token.returncode == 2
+    assert "asks for a token, and none was sent" in without_token.stderr
+    wrong_token = vitray(bare | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}, "jobs")
+    assert wrong_token.returncode == 2
+    assert "refuses the token" in wrong_token.stderr
+    assert "another-token" not in wrong_token.stderr
     assert vitray(bare | {"RAY_AUTH_TOKEN_PATH": environment["RAY_AUTH_TOKEN_PATH"]}, "jobs").returncode == 0

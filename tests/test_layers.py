@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 # A module imports only from lower floors. A package stands for its modules, but for those named apart.
 FLOORS = (
     {"vitray.errors"},
-    {"vitray.config", "vitray.storage", "vitray.cluster.session"},
-    {"vitray.models", "vitray.tracking.mlflow_client", "vitray.data.augment"},
+    {"vitray.config", "vitray.storage", "vitray.plotting", "vitray.cluster.session"},
+    {"vitray.models", "vitray.tracking.mlflow_client", "vitray.tracking.model_uri", "vitray.data.augment"},
     {"vitray.weights", "vitray.cluster"},
-    {"vitray.data", "vitray.tasks", "vitray.tracking"},
-    {"vitray.evaluation", "vitray.train"},
+    {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
+    {"vitray.train"},
     {"vitray.runs", "vitray.bench"},
     {"vitray.sweep"},
 )
@@ -30,12 +31,17 @@ DOORS = {
     "ray.train": {"vitray.train", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.job_submission": {"vitray.cluster.jobs"},
-    "ray.autoscaler": {"vitray.cluster.launch"},
+    "ray.autoscaler": {"vitray.cluster.launch", "vitray.cluster.aws_account"},
     "optuna": {"vitray.sweep"},
-    "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.launch"},
-    "botocore": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.launch"},
+    "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
+    "botocore": {
+        "vitray.storage",
+        "vitray.cluster.storage_check",
+        "vitray.cluster.launch",
+        "vitray.cluster.aws_account",
+    },
     "pyarrow.fs": {"vitray.storage"},
-    "matplotlib": {"vitray.bench", "vitray.sweep.report", "vitray.tracking"},
+    "matplotlib": {"vitray.plotting", "vitray.bench", "vitray.sweep.report", "vitray.tracking"},
     "simplejpeg": {"vitray.data.augment"},
     "torchvision": {"vitray.data.augment", "vitray.bench"},  # the bench: what we compare with
 }
@@ -63,16 +69,19 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return found
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """Every dotted name a module imports, inside functions too; `from a import b` counts as a and a.b."""
+def imports(tree: ast.Module, ours: Collection[str] = ()) -> set[str]:
+    """Return every dotted name that a module imports, inside functions too.
+
+    `from a import b` counts as a.b, and as a as well unless a.b is one of our modules.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import hides its layer"
-            # `from vitray import storage` is a way to write vitray.storage, not an import of the public names.
-            names |= {f"{node.module}.{alias.name}" for alias in node.names} | ({node.module or ""} - {"vitray"})
+            imported = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= imported if imported <= set(ours) else imported | {node.module or ""}
     return names
 
 
@@ -88,17 +97,20 @@ def room_of(module: str) -> tuple[int, str]:
 
 def imported_modules(module: str, trees: dict[str, ast.Module]) -> set[str]:
     """Our modules that `module` imports, less itself."""
-    return (imports(trees[module]) & set(trees)) - {module}
+    return (imports(trees[module], trees) & set(trees)) - {module}
 
 
 def layer_faults(trees: dict[str, ast.Module]) -> list[str]:
-    """Imports that do not go down; within one room modules may import each other."""
-    return [
-        f"{module} imports {target}, which is not on a lower floor"
-        for module in trees
-        for target in imported_modules(module, trees)
-        if room_of(module) != room_of(target) and room_of(module)[0] <= room_of(target)[0]
-    ]
+    """Return the imports that do not go down; on one floor the modules of a package may import each other."""
+    faults = []
+    for module in trees:
+        floor, room = room_of(module)
+        for target in imported_modules(module, trees):
+            target_floor, target_room = room_of(target)
+            same_package = room.split(".")[:2] == target_room.split(".")[:2]
+            if target_floor > floor or (target_floor == floor and not same_package):
+                faults.append(f"{module} imports {target}, which is not on a lower floor")
+    return faults
 
 
 def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
@@ -160,4 +172,28 @@ def test_a_planted_violation_is_found(planted, fault):
 
 def test_names_may_not_import_config():
     found = modules(ROOT) | {"vitray.config.model_names": ast.parse("import vitray.config")}
-    assert layer_faults(found)
+    assert circles(found)
+
+
+@pytest.mark.parametrize(
+    ("planted", "is_fault"),
+    [
+        ("from vitray.cluster import session", False),
+        ("from vitray.cluster.session import job_dir", False),
+        ("from vitray.cluster import doctor", True),
+        ("from vitray.cluster import session, doctor", True),
+        ("import vitray.cluster", True),
+        ("from vitray.cluster import anything", True),
+        ("from vitray import Run", True),
+    ],
+)
+def test_a_module_imported_from_its_package_counts_as_that_module_only(planted, is_fault):
+    trees = modules(ROOT) | {"vitray.tracking.mlflow_client": ast.parse(planted)}
+    assert bool(layer_faults(trees)) is is_fault
+
+
+def test_modules_of_one_package_on_one_floor_may_import_each_other_and_packages_may_not():
+    planted = {"vitray.tracking.model_uri": ast.parse("from vitray.models import vit")}
+    assert layer_faults(modules(ROOT) | planted)
+    planted = {"vitray.tracking.model_uri": ast.parse("import vitray.tracking.mlflow_client")}
+    assert not layer_faults(modules(ROOT) | planted)

@@ -1,4 +1,4 @@
-"""Masked prediction: each loss beside one written as loops, two beside transformers', and what each of them trains."""
+"""Masked prediction: losses compared with loops and with transformers, masking, gradients and pictures."""
 
 import math
 from typing import Any
@@ -16,8 +16,9 @@ from vitray.data.augment.masks import HIDDEN, VISIBLE, draw_sources
 from vitray.errors import ConfigError
 from vitray.models.patches import patchify, unpatchify
 from vitray.models.vit import ViT
-from vitray.tasks.masked import MaskedPrediction, blanked
-from vitray.tasks.supervised import build_task, recompute_activations
+from vitray.tasks.build import build_task
+from vitray.tasks.masked import MaskedPrediction, mask_pixels
+from vitray.tasks.recompute import recompute_activations
 from vitray.train.optim import build_optimizer, parameter_groups
 
 PATCH, GRID = 8, (4, 3)
@@ -46,9 +47,9 @@ def run_of(kind: str, **settings) -> Run:
 def task(kind: str, **settings) -> Any:
     if kind == "beit":
         tokens = {name: value for name, value in settings.items() if name in ("model__name", "model__image_size")}
-        vocabulary = task("tokenizer", **tokens)
+        tokenizer = task("tokenizer", **tokens)
     torch.manual_seed(0)
-    return build_task(run_of(kind, **settings), vocabulary if kind == "beit" else None)
+    return build_task(run_of(kind, **settings), tokenizer if kind == "beit" else None)
 
 
 def images(count=4, height=32, width=24) -> Tensor:
@@ -75,7 +76,7 @@ def patch_of(image_CHW: Tensor, index: int) -> Tensor:
 
 
 def token_of(made: MaskedPrediction, image_CHW: Tensor, index: int) -> Tensor:
-    """The token of a patch, from a stem that is given nothing else."""
+    """The token of a patch, from a stem whose input is that patch alone."""
     return made.vit.stem(patch_of(image_CHW, index)[None])[0][0, 0]
 
 
@@ -87,7 +88,7 @@ def through(blocks: nn.ModuleList, tokens: list[Tensor | None]) -> list[Tensor]:
 
 
 def predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
-    """What is predicted of each predicted patch of one image."""
+    """The prediction of each predicted patch of one image."""
     vit, places, first = made.vit, made.vit.positions.table, int(made.vit.class_token is not None)
     seen = []
     for index in range(PATCHES):
@@ -98,13 +99,13 @@ def predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) ->
 
 
 def mae_predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
-    """The same where the network never meets what is predicted."""
+    """The predictions of objective mae, whose encoder sees visible patches only."""
     vit, decoder, first = made.vit, made.decoder, int(made.vit.class_token is not None)
-    kept = [index for index in range(PATCHES) if source[index] == VISIBLE]
-    seen = [token_of(made, image_CHW, index) + vit.positions.table[index] for index in kept]
+    visible = [index for index in range(PATCHES) if source[index] == VISIBLE]
+    seen = [token_of(made, image_CHW, index) + vit.positions.table[index] for index in visible]
     embedded = [decoder.embed(vit.norm(token)) for token in through(vit.blocks, [vit.class_token, *seen])]
     patches = [made.mask_token] * PATCHES
-    for index, token in zip(kept, embedded[first:], strict=True):
+    for index, token in zip(visible, embedded[first:], strict=True):
         patches[index] = token
     placed = [token + decoder.positions.table[index] for index, token in enumerate(patches)]
     out = through(decoder.blocks, [*embedded[:first], *placed])[first:]
@@ -138,28 +139,28 @@ def loss_of(kind: str, prediction: list[float], patch_CHW: Tensor, code: int) ->
             return sum(losses) / 16
         case "beit":
             return cross_entropy(prediction, code)
-    wanted = [float(patch_CHW[c, y, x]) for y in range(PATCH) for x in range(PATCH) for c in range(3)]
+    expected = [float(patch_CHW[c, y, x]) for y in range(PATCH) for x in range(PATCH) for c in range(3)]
     if kind == "mae":
-        mean = sum(wanted) / len(wanted)
-        variance = sum((value - mean) ** 2 for value in wanted) / (len(wanted) - 1)
-        wanted = [(value - mean) / math.sqrt(variance + 1e-6) for value in wanted]
-    apart = [abs(got - value) for got, value in zip(prediction, wanted, strict=True)]
-    return sum(each if kind == "pixels_l1" else each**2 for each in apart) / len(wanted)
+        mean = sum(expected) / len(expected)
+        variance = sum((value - mean) ** 2 for value in expected) / (len(expected) - 1)
+        expected = [(value - mean) / math.sqrt(variance + 1e-6) for value in expected]
+    difference = [abs(got - value) for got, value in zip(prediction, expected, strict=True)]
+    return sum(each if kind == "pixels_l1" else each**2 for each in difference) / len(expected)
 
 
 @each_objective
 @pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
-def test_every_loss_is_that_of_loops(kind, settings):
+def test_every_loss_equals_a_slow_loop(kind, settings):
     made, images_BCHW, source_BN = task(kind, **settings).eval(), images(), sources(kind)
     codes_BN = made.targets.tokenizer.encode(images_BCHW) if kind == "beit" else torch.zeros_like(source_BN)
     losses = []
     with torch.no_grad():
         for image_CHW, source, codes in zip(images_BCHW, source_BN.tolist(), codes_BN.tolist(), strict=True):
-            found = (mae_predictions if kind == "mae" else predictions)(made, image_CHW, source)
-            assert len(found) == made.predicted
+            predicted = (mae_predictions if kind == "mae" else predictions)(made, image_CHW, source)
+            assert len(predicted) == made.predicted
             losses += [
                 loss_of(kind, prediction.tolist(), patch_of(image_CHW, index), codes[index])
-                for index, prediction in found.items()
+                for index, prediction in predicted.items()
             ]
         assert float(made(images_BCHW, source_BN)) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
@@ -180,7 +181,7 @@ def test_losses_are_computed_in_float32(kind):
     torch.testing.assert_close(loss, made(images_BCHW, source_BN), rtol=0.02, atol=0)
 
 
-# ---- beside transformers ---------------------------------------------------------------------------------------------
+# ---- compared with transformers --------------------------------------------------------------------------------------
 
 SQUARE = {"model__name": "vit_u2x1_8", "model__image_size": 32, "model__norm_eps": 1e-12}
 HF = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256, "patch_size": 8}
@@ -218,8 +219,8 @@ def their_encoder(vit: ViT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-def test_mae_is_that_of_transformers(normalised):
-    from transformers import ViTMAEConfig, ViTMAEForPreTraining  # seconds, which workers that import this file need not
+def test_mae_equals_transformers(normalised):
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining  # slow import, not needed by worker processes
 
     settings = {"task__objective__normalised": normalised, "model__positions": "sincos2d"}
     made = task("mae", **SQUARE, **settings)
@@ -240,7 +241,7 @@ def test_mae_is_that_of_transformers(normalised):
 
     images_BCHW = images(height=32, width=32)
     source_BN = sources("mae", **SQUARE)
-    # Theirs keeps what has the least noise.
+    # transformers keeps the patches with the least noise.
     out = theirs(images_BCHW, noise=(source_BN == HIDDEN).float() + torch.rand(4, 16) / 2)
     assert torch.equal(out.mask, (source_BN == HIDDEN).float())
     loss = made(images_BCHW, source_BN)
@@ -254,18 +255,18 @@ def test_mae_is_that_of_transformers(normalised):
         )
     torch.testing.assert_close(made.mask_token.grad, theirs.decoder.mask_token.grad[0, 0], rtol=1e-3, atol=1e-7)
 
-    drawn = made.reconstruct(images_BCHW, source_BN)
+    rendered = made.reconstruct(images_BCHW, source_BN)
     if not normalised:
-        shown_BNK = torch.where(out.mask[..., None] > 0, out.logits, theirs.patchify(images_BCHW))
-        torch.testing.assert_close(drawn, theirs.unpatchify(shown_BNK).detach(), rtol=1e-4, atol=1e-5)
+        expected_BNK = torch.where(out.mask[..., None] > 0, out.logits, theirs.patchify(images_BCHW))
+        torch.testing.assert_close(rendered, theirs.unpatchify(expected_BNK).detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_pixels_l1_are_those_of_transformers():
+def test_pixels_l1_equals_transformers():
     from transformers import ViTConfig, ViTForMaskedImageModeling
 
     made = task("pixels_l1", **SQUARE)
     theirs = ViTForMaskedImageModeling(ViTConfig(**HF, encoder_stride=8, image_size=32)).eval()
-    # Theirs has a pixel's colours apart: colour, row, column.
+    # The order of transformers: colour, row, column.
     order = torch.arange(192).view(8, 8, 3).permute(2, 0, 1).flatten()
     state = their_encoder(made.vit) | {"vit.embeddings.mask_token": made.mask_token[None, None]}
     state |= {"decoder.0.weight": made.head.weight[order, :, None, None], "decoder.0.bias": made.head.bias[order]}
@@ -275,34 +276,34 @@ def test_pixels_l1_are_those_of_transformers():
     torch.testing.assert_close(made(images_BCHW, source_BN), out.loss, rtol=1e-5, atol=0)
 
 
-# ---- what is hidden is hidden ----------------------------------------------------------------------------------------
+# ---- hidden patches stay hidden --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stem", ["", "_hmlp_ln", "_hmlp_bn", "_linear_bn_gelu"])
-def test_hiding_after_a_stem_is_hiding_before_it(stem):
+def test_masking_after_the_stem_equals_masking_before_it(stem):
     vit = task("pixels_l2", model__name=f"vit_u2x1_8{stem}").vit
     images_BCHW, source_BN = images(), sources("pixels_l2")
     vit.train()
-    vit.stem(images_BCHW)  # so that batch norms have statistics
+    vit.stem(images_BCHW)  # gives batch norms their statistics
     vit.eval()
-    before_BND = vit.stem(blanked(images_BCHW, source_BN, PATCH))[0]
+    before_BND = vit.stem(mask_pixels(images_BCHW, source_BN, PATCH))[0]
     after_BND = vit.stem(images_BCHW)[0]
     for row, source in enumerate(source_BN.tolist()):
         for index, taken in enumerate(source):
-            wanted = after_BND[row, index if taken == VISIBLE else taken]
+            expected = after_BND[row, index if taken == VISIBLE else taken]
             if taken != HIDDEN:
-                torch.testing.assert_close(before_BND[row, index], wanted, rtol=0, atol=1e-5)
-    # A blank patch has one token wherever it is: it says nothing of what was hidden, nor do its neighbours' say any.
-    blank_MD = before_BND[source_BN == HIDDEN]
-    torch.testing.assert_close(blank_MD, blank_MD[:1].expand_as(blank_MD), rtol=0, atol=1e-5)
+                torch.testing.assert_close(before_BND[row, index], expected, rtol=0, atol=1e-5)
+    # All masked patches have the same token, so nothing of the hidden pixels leaks.
+    masked_MD = before_BND[source_BN == HIDDEN]
+    torch.testing.assert_close(masked_MD, masked_MD[:1].expand_as(masked_MD), rtol=0, atol=1e-5)
 
 
 @each_objective
 @pytest.mark.parametrize("stem", ["hmlp_ln", "hmlp_bn"])
-def test_a_prediction_knows_nothing_of_what_is_hidden(kind, stem):
+def test_a_prediction_does_not_depend_on_hidden_patches(kind, stem):
     made = task(kind, model__name=f"vit_u2x1_8_{stem}").eval()
     images_BCHW, source_BN = images(), sources(kind)
-    # Nor may a hidden patch be seen in place of another.
+    # A hidden patch must not replace another one.
     source_BN = torch.where(source_BN >= 0, HIDDEN, source_BN)
     noise_BNK = torch.randn(4, PATCHES, 3 * PATCH**2) * (source_BN == HIDDEN)[..., None]
     other_BCHW = images_BCHW + unpatchify(noise_BNK, GRID, PATCH)
@@ -320,8 +321,8 @@ def test_a_convolutional_stem_leaks(name, leaks):
     with torch.no_grad():
         other_BCHW = images_BCHW + unpatchify(noise_BNK, (4, 4), 16)
         one_BND, other_BND = (made.vit.stem(each)[0] for each in (images_BCHW, other_BCHW))
-    apart = (one_BND - other_BND)[source_BN == VISIBLE].abs().max()
-    assert apart > 0.1 if leaks else apart < 1e-5
+    difference = (one_BND - other_BND)[source_BN == VISIBLE].abs().max()
+    assert difference > 0.1 if leaks else difference < 1e-5
 
 
 def test_mae_computes_a_quarter_of_the_patches():
@@ -331,7 +332,7 @@ def test_mae_computes_a_quarter_of_the_patches():
     assert lengths == [1 + PATCHES // 4]
 
 
-# ---- what is trained -------------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @each_objective
@@ -344,7 +345,7 @@ def test_every_parameter_gets_a_gradient(kind, settings):
 
 
 @each_objective
-def test_the_network_is_the_one_that_is_fine_tuned(kind):
+def test_the_network_is_an_unchanged_vit(kind):
     made = task(kind)
     vit = ViT(run_of(kind).model)
     names = [name for name in made.state_dict() if not name.startswith("vit.")]
@@ -354,47 +355,47 @@ def test_the_network_is_the_one_that_is_fine_tuned(kind):
 
 
 @each_objective
-def test_what_is_beside_the_network_learns_as_its_top_and_tokens_do_not_decay(kind):
+def test_layer_decay_and_weight_decay_of_heads_and_tokens(kind):
     made = task(kind)
     names = {id(parameter): name for name, parameter in made.named_parameters()}
     groups = parameter_groups(made, Optim(weight_decay=0.05, layer_decay=0.5))
-    found = {
+    rates = {
         names[id(each)]: (group["lr_scale"], group["weight_decay"]) for group in groups for each in group["params"]
     }
-    assert len(found) == len(names)
-    assert found["mask_token"] == (1.0, 0.0)
-    beside = {name for name in found if not name.startswith("vit.")}
-    assert {found[name][0] for name in beside} == {1.0}
-    assert {name for name in beside if found[name][1]} == {
-        name for name in beside if name.endswith("weight") and made.get_parameter(name).ndim == 2
+    assert len(rates) == len(names)
+    assert rates["mask_token"] == (1.0, 0.0)
+    outside = {name for name in rates if not name.startswith("vit.")}
+    assert {rates[name][0] for name in outside} == {1.0}
+    assert {name for name in outside if rates[name][1]} == {
+        name for name in outside if name.endswith("weight") and made.get_parameter(name).ndim == 2
     }
     # Two levels of two branches.
-    assert found["vit.class_token"] == found["vit.positions.table"] == (0.125, 0.0)
-    assert found["vit.blocks.0.attn2.qkv.weight"] == (0.25, 0.05)
-    assert found["vit.blocks.1.ffn1.up.weight"] == (0.5, 0.05)
+    assert rates["vit.class_token"] == rates["vit.positions.table"] == (0.125, 0.0)
+    assert rates["vit.blocks.0.attn2.qkv.weight"] == (0.25, 0.05)
+    assert rates["vit.blocks.1.ffn1.up.weight"] == (0.5, 0.05)
 
 
-def test_beit_starts_with_deeper_levels_that_add_less():
+def test_beit_scales_the_initial_weights_of_deeper_levels():
     made, plain = task("beit", model__name="vit_u3x2_8"), task("pixels_l2", model__name="vit_u3x2_8")
     for level in range(3):
         for name, weight in made.vit.blocks[level].named_parameters():
-            wanted = plain.vit.blocks[level].get_parameter(name)
+            expected = plain.vit.blocks[level].get_parameter(name)
             if name.rpartition(".")[0] in ("attn1.out", "attn2.out", "ffn1.down", "ffn2.down"):
-                wanted = wanted / math.sqrt(2 * (level + 1))
-            torch.testing.assert_close(weight, wanted)
+                expected = expected / math.sqrt(2 * (level + 1))
+            torch.testing.assert_close(weight, expected)
 
 
-def test_a_tokenizer_is_not_the_tasks():
+def test_a_tokenizer_is_neither_trained_nor_owned_by_the_task():
     made = task("beit").train()
-    vocabulary = made.targets.tokenizer
-    before = {name: tensor.clone() for name, tensor in vocabulary.state_dict().items()}
+    tokenizer = made.targets.tokenizer
+    before = {name: tensor.clone() for name, tensor in tokenizer.state_dict().items()}
     optimizer = build_optimizer(made, Optim(lr=0.1), torch.device("cpu"))
     made(images(), sources("beit")).backward()
     optimizer.step()
-    assert not vocabulary.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in vocabulary.state_dict().items())
+    assert not tokenizer.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tokenizer.state_dict().items())
     owned = {id(parameter) for parameter in made.parameters()}
-    assert not owned & {id(parameter) for parameter in vocabulary.parameters()}
+    assert not owned & {id(parameter) for parameter in tokenizer.parameters()}
 
 
 @pytest.mark.parametrize(
@@ -445,37 +446,37 @@ def test_recomputed_and_compiled_gradients_are_the_same(kind):
 
 
 def worker(rank: int, workers: int, folder: str) -> None:
-    """Two steps of every task on this worker's images; the first worker keeps the gradients."""
+    """Train every task for two steps on this worker's images; the first worker saves the gradients."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=workers)
     for kind in (*OBJECTIVES, "tokenizer"):
         made = task(kind).train()
-        model = DistributedDataParallel(made)  # which refuses a second step where a parameter had no part in the first
+        model = DistributedDataParallel(made)  # raises in the second step if a parameter had no gradient in the first
         for _ in range(2):
             made.zero_grad()
             model(images()[rank::workers], sources(kind)[rank::workers]).backward()
-        found = {name: parameter.grad for name, parameter in made.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in made.named_parameters()}
         if kind == "tokenizer":
-            found["perplexity"] = torch.tensor(made.read_perplexity())
+            gradients["perplexity"] = torch.tensor(made.read_perplexity())
         if rank == 0:
-            torch.save(found, f"{folder}/{kind}.pt")
+            torch.save(gradients, f"{folder}/{kind}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_workers_take_the_step_of_one(tmp_path):
+def test_two_workers_get_the_gradients_of_one(tmp_path):
     torch.multiprocessing.spawn(worker, (2, str(tmp_path)), nprocs=2)
     for kind in (*OBJECTIVES, "tokenizer"):
         made = task(kind).train()
-        found = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
+        gradients = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         made(images(), sources(kind)).backward()
         if kind == "tokenizer":
-            assert float(found.pop("perplexity")) == pytest.approx(made.read_perplexity())
+            assert float(gradients.pop("perplexity")) == pytest.approx(made.read_perplexity())
         for name, parameter in made.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
 
 
-# ---- learning, and the pictures --------------------------------------------------------------------------------------
+# ---- learning and pictures -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -497,47 +498,47 @@ def test_a_few_images_are_learned(kind, factor):
 
 
 @each_objective
-def test_a_picture_shows_what_is_predicted(kind):
+def test_a_reconstruction_shows_the_prediction(kind):
     made, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
-    drawn_BNK, own_BNK = (patchify(each, PATCH) for each in (made.reconstruct(images_BCHW, source_BN), images_BCHW))
+    rendered_BNK, own_BNK = (patchify(each, PATCH) for each in (made.reconstruct(images_BCHW, source_BN), images_BCHW))
     predicted_BN = source_BN != VISIBLE
-    assert torch.equal(drawn_BNK[~predicted_BN], own_BNK[~predicted_BN])
-    assert (drawn_BNK[predicted_BN] != own_BNK[predicted_BN]).any(dim=1).all()
+    assert torch.equal(rendered_BNK[~predicted_BN], own_BNK[~predicted_BN])
+    assert (rendered_BNK[predicted_BN] != own_BNK[predicted_BN]).any(dim=1).all()
 
-    # Where the prediction is right, so is the picture, as finely as the target says.
+    # A correct prediction gives the true picture, up to the resolution of the target.
     index_BM = made.predict(images_BCHW, source_BN)[0]
     targets_BMK = patchify(images_BCHW, PATCH).gather(1, index_BM[..., None].expand(-1, -1, 192))
     match kind:
         case "mean_colour" | "small_patch":
             cells = {"mean_colour": 1, "small_patch": 4}[kind]
             classes_BMS = made.targets.classes(images_BCHW).gather(1, index_BM[..., None].expand(-1, -1, cells**2))
-            shown = made.targets.drawn(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
+            rendered = made.targets.render(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
             mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
-            apart_BMssC = (
-                (shown - targets_BMK).unflatten(2, (cells, PATCH // cells, cells, PATCH // cells, 3)).mean((3, 5))
+            error_BMssC = (
+                (rendered - targets_BMK).unflatten(2, (cells, PATCH // cells, cells, PATCH // cells, 3)).mean((3, 5))
             )
-            assert (apart_BMssC * std).abs().max() <= 1 / 16 + 1e-6  # half of a level of three bits
+            assert (error_BMssC * std).abs().max() <= 1 / 16 + 1e-6  # half of a level of three bits
             assert mean.shape == (3,)
         case "pixels_l2" | "pixels_l1":
-            torch.testing.assert_close(made.targets.drawn(targets_BMK, images_BCHW, index_BM), targets_BMK)
+            torch.testing.assert_close(made.targets.render(targets_BMK, images_BCHW, index_BM), targets_BMK)
         case "mae":
             spread = (targets_BMK.var(-1, keepdim=True) + 1e-6).sqrt()
             normal = (targets_BMK - targets_BMK.mean(-1, keepdim=True)) / spread
-            torch.testing.assert_close(made.targets.drawn(normal, images_BCHW, index_BM), targets_BMK)
+            torch.testing.assert_close(made.targets.render(normal, images_BCHW, index_BM), targets_BMK)
         case "beit":
-            vocabulary = made.targets.tokenizer
-            codes_BM = vocabulary.encode(images_BCHW).gather(1, index_BM)
-            shown = made.targets.drawn(F.one_hot(codes_BM, vocabulary.codes).float(), images_BCHW, index_BM)
-            wanted = patchify(vocabulary.reconstruct(images_BCHW), PATCH)
-            torch.testing.assert_close(shown, wanted.gather(1, index_BM[..., None].expand(-1, -1, 192)))
+            tokenizer = made.targets.tokenizer
+            codes_BM = tokenizer.encode(images_BCHW).gather(1, index_BM)
+            rendered = made.targets.render(F.one_hot(codes_BM, tokenizer.codes).float(), images_BCHW, index_BM)
+            expected = patchify(tokenizer.reconstruct(images_BCHW), PATCH)
+            torch.testing.assert_close(rendered, expected.gather(1, index_BM[..., None].expand(-1, -1, 192)))
 
 
-def test_a_blanked_image_shows_what_the_network_sees():
+def test_masked_pixels_show_the_input_of_the_network():
     images_BCHW = images(1)
     source_BN = torch.full((1, PATCHES), VISIBLE)
     source_BN[0, :3] = torch.tensor([HIDDEN, 5, 2])
-    drawn_CHW = blanked(images_BCHW, source_BN, PATCH)[0]
-    assert not patch_of(drawn_CHW, 0).any()
-    for index, wanted in [(1, 5), (2, 2), *((index, index) for index in range(3, PATCHES))]:
-        assert torch.equal(patch_of(drawn_CHW, index), patch_of(images_BCHW[0], wanted))
+    masked_CHW = mask_pixels(images_BCHW, source_BN, PATCH)[0]
+    assert not patch_of(masked_CHW, 0).any()
+    for index, expected in [(1, 5), (2, 2), *((index, index) for index in range(3, PATCHES))]:
+        assert torch.equal(patch_of(masked_CHW, index), patch_of(images_BCHW[0], expected))
     assert torch.equal(unpatchify(patchify(images_BCHW, PATCH), GRID, PATCH), images_BCHW)

@@ -1,4 +1,4 @@
-"""Masks: as many patches of every image, the same whoever draws them, BeiT's rectangles, and what is refused."""
+"""Masks: equal numbers of patches per image, reproducible draws, BeiT's rectangles, and rejected settings."""
 
 import math
 
@@ -46,7 +46,7 @@ def masked_grids(draw) -> tuple[Mask, tuple[int, int]]:
     return BlockMask(ratio=ratio, least=least), grid
 
 
-# ---- how many, and whoever draws -------------------------------------------------------------------------------------
+# ---- numbers and reproducibility -------------------------------------------------------------------------------------
 
 
 @given(masked_grids(), st.integers(0, 2**31), st.integers(0, 5))
@@ -97,7 +97,7 @@ def test_every_patch_is_as_likely():
     assert np.abs(hidden_N - 0.75).max() < 5 * math.sqrt(0.75 * 0.25 / 2000)
 
 
-def test_of_what_is_predicted_a_tenth_is_another_patch_and_a_tenth_is_itself():
+def test_a_tenth_of_predicted_patches_shows_another_patch_and_a_tenth_itself():
     source_BN = sources(BERT, range(400))
     predicted = source_BN != VISIBLE
     assert np.array_equal(predicted, sources(RandomMask(ratio=0.5), range(400)) != VISIBLE)  # the same patches
@@ -194,17 +194,20 @@ def test_blocks_hide_neighbours():
 WITHOUT_CLASSES = "model.num_classes=null"
 
 
-def masked(*words: str) -> Masked:
-    task = load_run(None, [WITHOUT_CLASSES, "task=masked", *words]).task
+def masked(*overrides: str) -> Masked:
+    task = load_run(None, [WITHOUT_CLASSES, "task=masked", *overrides]).task
     assert isinstance(task, Masked)
     return task
 
 
 @pytest.mark.parametrize("kind", ["mean_colour", "small_patch", "pixels_l2", "pixels_l1", "mae", "beit"])
-def test_what_is_left_open_of_a_mask_is_as_in_the_paper(kind):
-    words = [f"task.objective={kind}", *(["task.objective.tokenizer=runs/tokenizer/model"] if kind == "beit" else [])]
-    own = masked(*words).mask
-    assert own == paper_mask(masked(*words).objective)
+def test_omitted_mask_settings_are_those_of_the_paper(kind):
+    overrides = [
+        f"task.objective={kind}",
+        *(["task.objective.tokenizer=runs/tokenizer/model"] if kind == "beit" else []),
+    ]
+    own = masked(*overrides).mask
+    assert own == paper_mask(masked(*overrides).objective)
     assert own.kind == ("blocks" if kind == "beit" else "random")
     assert own.ratio == {"mae": 0.75, "beit": 0.38}.get(kind, 0.5)
     assert (
@@ -212,10 +215,10 @@ def test_what_is_left_open_of_a_mask_is_as_in_the_paper(kind):
         == getattr(own, "kept", 0)
         == (0.1 if kind in ("mean_colour", "small_patch", "pixels_l2") else 0)
     )
-    assert masked(*words, f"task.mask={own.kind}").mask == own
-    assert masked(*words, "task.mask.ratio=0.3").mask == own.model_copy(update={"ratio": 0.3})
+    assert masked(*overrides, f"task.mask={own.kind}").mask == own
+    assert masked(*overrides, "task.mask.ratio=0.3").mask == own.model_copy(update={"ratio": 0.3})
     other = {"random": "blocks", "blocks": "random"}[own.kind]
-    assert masked(*words, f"task.mask={other}").mask == TypeAdapter(Mask).validate_python({"kind": other})
+    assert masked(*overrides, f"task.mask={other}").mask == TypeAdapter(Mask).validate_python({"kind": other})
 
 
 def test_a_masked_run_survives_its_yaml(tmp_path):
@@ -227,22 +230,22 @@ def test_a_masked_run_survives_its_yaml(tmp_path):
 
 
 BAD = [
-    ("task.mask.ratio=1.5", "the word 'task.mask.ratio=1.5': task.mask.ratio: got 1.5, wanted less than 1"),
+    ("task.mask.ratio=1.5", "override 'task.mask.ratio=1.5': task.mask.ratio: got 1.5, wanted less than 1"),
     ("task.mask.ratio=1", "task.mask.ratio: got 1, wanted less than 1"),
     ("task.mask.ratio=0", "task.mask.ratio: got 0, wanted greater than 0"),
     ("task.mask.ratio=0.999", "task.mask.ratio: got 0.999, wanted one that leaves some of 14 x 14 patches"),
     (
         "task.mask=blocks task.mask.least=300",
-        "task.mask.least: got 300, wanted at most 196: what fits into a grid of 14 x 14",
+        "task.mask.least: got 300, wanted at most 196: the largest rectangle in 14 x 14",
     ),
     (
         "task.mask=blocks task.mask.aspect=[0.5,0.5]  task.mask.least=99",
-        "task.mask.least: got 99, wanted at most 98: what fits into a grid of 14 x 14 patches with an aspect of 0.5 to",
+        "task.mask.least: got 99, wanted at most 98: the largest rectangle in 14 x 14 patches with an aspect of 0.5 to",
     ),
     ("task.mask=blocks task.mask.aspect=[2,1]", "task.mask.aspect: got [2.0, 1.0], wanted [lowest, highest]"),
     ("task.mask=block", "task.mask: got 'block', wanted 'random', 'blocks'; nearest: blocks"),
     ("task.mask.least=16", "task.mask.least: unknown setting, wanted one of kind, ratio, other, kept"),
-    ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, wanted 0: objective mae drops what it"),
+    ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, wanted 0: objective mae drops the"),
     (
         "task.objective=pixels_l2 task.mask.kept=0.9",
         "task.mask: other 0.1 and kept 0.9 leave nothing hidden, wanted a sum below 1",
@@ -250,15 +253,15 @@ BAD = [
     ("task.objective=mean_color", "task.objective: got 'mean_color', wanted 'mean_colour'"),
     (
         "task.objective=beit",
-        "task.objective.tokenizer: got nothing, wanted the model folder of a run of task tokenizer",
+        "task.objective.tokenizer: got nothing, wanted the model folder of a tokenizer run",
     ),
     ("task.objective.decoder_width=100", "task.objective: decoder_width: got 100, wanted a multiple of its 16 heads"),
     ("model.name=vit_u2x1_7 model.image_size=28 task.objective=small_patch", "task.objective: got small_patch, wanted"),
     ("model.image_size=225", "model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"),
     (
         "model.name=vit_b12x1_16_conv",
-        "the word 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
-        " patches: others would tell the network what is hidden after the stem; wanted a linear or hmlp stem, or task.",
+        "override 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
+        " patches and so leaks hidden pixels; wanted a linear or hmlp stem, or task.",
     ),
     ("model.num_classes=10", "model.num_classes: got 10, wanted null: task masked learns no classes"),
     ("data.mix.mixup=0.8", "data.mix: got mixup 0.8, cutmix 0, wanted 0: no labels to mix"),
@@ -266,12 +269,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD, ids=[words for words, _ in BAD])
-def test_bad_input_gets_one_message(words, message):
-    given_words = words.split()
-    without = [] if any(word.startswith("model.num_classes") for word in given_words) else [WITHOUT_CLASSES]
+@pytest.mark.parametrize(("overrides", "message"), BAD, ids=[overrides for overrides, _ in BAD])
+def test_bad_input_gets_one_message(overrides, message):
+    given = overrides.split()
+    without = [] if any(override.startswith("model.num_classes") for override in given) else [WITHOUT_CLASSES]
     with pytest.raises(ConfigError) as error:
-        load_run(None, [*without, "task=masked", *given_words])
+        load_run(None, [*without, "task=masked", *given])
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 

@@ -1,4 +1,4 @@
-"""Names and their grammar."""
+"""Model names and their grammar."""
 
 import pytest
 from hypothesis import given
@@ -23,10 +23,10 @@ def test_any_text_is_a_name_or_refused_with_a_reason(text):
     try:
         name = parse_name(text)
     except ValueError as refused:
-        said = str(refused)
+        message = str(refused)
     else:
-        said = f"model name {text!r}" if parse_name(str(name)) == name else ""
-    assert said.startswith(f"model name {text!r}")
+        message = f"model name {text!r}" if parse_name(str(name)) == name else ""
+    assert message.startswith(f"model name {text!r}")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_papers_spellings_name_the_same(spelling, name):
     assert str(parse_name(spelling)) == name
 
 
-def test_a_name_says_its_shape():
+def test_a_name_has_a_shape():
     assert parse_name("vit_b18x2_16_hmlp_ln") == Name("b", 18, 2, 16, "hmlp_ln")
     assert (parse_name("L/16").size, parse_name("L/16").heads) == (1024, 16)
     assert parse_name("vit_ti12x1_16").paper_spelling == "ViT-Ti12x1/16"
@@ -73,7 +73,7 @@ def test_a_name_says_its_shape():
         ("b12x", "cannot read 'b12x'"),
     ],
 )
-def test_an_impossible_name_says_which_part(name, wrong):
+def test_an_impossible_name_is_refused_with_the_wrong_part(name, wrong):
     with pytest.raises(ValueError, match="model name") as error:
         parse_name(name)
     assert wrong in str(error.value)

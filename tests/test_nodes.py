@@ -1,4 +1,4 @@
-"""The head of a cluster that is lost in the middle of a sweep; tests/test_faults.py loses other nodes."""
+"""Loss of the cluster's head during a sweep; tests/test_faults.py loses other nodes."""
 
 import json
 import os
@@ -11,13 +11,12 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parent.parent
 
-# The head dies with all that it held, and the same command is given on the head that comes after it. In a process of
-# its own: the other tests have another Ray.
+# Kills the head, and repeats the command on a new head. In a process of its own, as other tests use another Ray.
 HEADS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from vitray import cluster
-cluster.prepare_environment()
+from vitray.cluster import session
+session.prepare_environment()
 os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
@@ -27,13 +26,13 @@ settings = ["model.name=vit_u2x2_8", "model.image_size=32", f"data.url={folder}/
 settings += ["optim.warmup=4 steps", "checkpoint.every=10 steps", "evaluate.every=20 steps", "optim.batch=16"]
 settings += ["compute.workers=1", "tracking.register_as=null"]
 (folder / "rates.yaml").write_text("space: {optim.lr: {grid: [1.0e-3, 0.01]}}")
-words = [*python, "pipelines.sweep", "demo", str(folder / "rates.yaml"), *settings]
+command = [*python, "pipelines.sweep", "demo", str(folder / "rates.yaml"), *settings]
 
 
 def sweep(nodes):
     environment = os.environ | {"RAY_ADDRESS": nodes.address}
     where = ["--name", "parted", "--out", str(folder / "sweeps"), "--json"]
-    return subprocess.Popen([*words, *where], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, *where], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 subprocess.run([*python, "pipelines.shard", "demo", f"{folder}/demo", "images=400", "image_size=32"], check=True)
@@ -60,14 +59,14 @@ def test_a_sweep_survives_the_loss_of_the_head(tmp_path):
         "VITRAY_HOME": str(tmp_path / "home"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     }
-    words = [sys.executable, "-c", HEADS, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", HEADS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     places = [*(tmp_path / "sweeps" / "parted" / name for name in ("lr=1e-3", "lr=0.01")), tmp_path / "alone"]
     early, cut, alone = (json.loads((place / "outcome.json").read_text()) for place in places)
     assert (cut["val_top1"], cut["val_loss"]) == (alone["val_top1"], alone["val_loss"])
-    assert told["finished"] == 2
+    assert result["finished"] == 2
     best = max(early, cut, key=lambda run: run["val_top1"])
-    assert told["best_goal"] == best["val_top1"]
-    assert {"lr=1e-3": early, "lr=0.01": cut}[told["best"]]["val_top1"] == best["val_top1"]
+    assert result["best_goal"] == best["val_top1"]
+    assert {"lr=1e-3": early, "lr=0.01": cut}[result["best"]]["val_top1"] == best["val_top1"]

@@ -1,4 +1,4 @@
-"""Descending: groups, LAMB, clipping and averages, each beside an independent reference."""
+"""Parameter groups, LAMB, clipping and averages, compared with independent references."""
 
 import io
 import math
@@ -30,14 +30,14 @@ CPU = torch.device("cpu")
 
 
 class Task(nn.Module):
-    """As a task: a ViT, and perhaps something beside it."""
+    """A task: a ViT, and possibly another module."""
 
-    def __init__(self, name="vit_u2x1_8", beside=None, **settings):
+    def __init__(self, name="vit_u2x1_8", extra=None, **settings):
         super().__init__()
         torch.manual_seed(0)
         self.vit = ViT(Model(name=name, **({"image_size": 32, "num_classes": 7} | settings)))
-        if beside is not None:
-            self.beside = beside
+        if extra is not None:
+            self.extra = extra
 
 
 def optim(**settings) -> Optim:
@@ -56,13 +56,13 @@ def by_name(task: nn.Module, settings: Optim) -> dict[str, tuple[float, float]]:
     groups = parameter_groups(task, settings)
     listed = [id(parameter) for group in groups for parameter in group["params"]]
     assert len(listed) == len(set(listed))
-    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
-    names = {name: found.pop(id(parameter)) for name, parameter in task.named_parameters() if id(parameter) in found}
-    assert not found
+    scales = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    names = {name: scales.pop(id(parameter)) for name, parameter in task.named_parameters() if id(parameter) in scales}
+    assert not scales
     return names
 
 
-def test_matrices_and_kernels_alone_decay():
+def test_only_matrices_and_kernels_decay():
     names = by_name(Task(layerscale=1e-4), optim(weight_decay=0.3))
     branches = [f"vit.blocks.{block}.{branch}" for block in (0, 1) for branch in ("attn1", "ffn1")]
     layers = {"attn1": ("qkv", "out"), "ffn1": ("up", "down")}
@@ -78,7 +78,7 @@ def test_matrices_and_kernels_alone_decay():
 
 
 @pytest.mark.parametrize("norm", ["bn", "ln"])
-def test_of_an_hmlp_stem_the_kernels_decay(norm):
+def test_only_the_kernels_of_an_hmlp_stem_decay(norm):
     names = by_name(Task(f"vit_u1x2_8_hmlp_{norm}", positions="sincos2d"), optim(weight_decay=0.3))
     stem = {name.removeprefix("vit.stem.proj."): decay for name, (_, decay) in names.items() if ".stem." in name}
     still = {"0.bias": 0, "1.weight": 0, "1.bias": 0, "3.bias": 0, "4.weight": 0, "4.bias": 0}
@@ -86,19 +86,19 @@ def test_of_an_hmlp_stem_the_kernels_decay(norm):
 
 
 def test_frozen_parameters_are_left_out_and_shared_ones_counted_once():
-    task = Task(beside=nn.Linear(64, 7))
-    task.beside.weight = task.vit.head.weight
+    task = Task(extra=nn.Linear(64, 7))
+    task.extra.weight = task.vit.head.weight
     task.vit.stem.requires_grad_(False)
     names = by_name(task, optim())
     assert set(names) == {name for name, parameter in task.named_parameters() if parameter.requires_grad}
     assert not any(".stem." in name for name in names)
 
 
-def test_a_level_is_a_row_of_branches():
-    beside = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    names = by_name(Task("vit_u3x2_8", beside=beside), optim(layer_decay=0.5))
+def test_parallel_branches_share_a_level():
+    extra = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    names = by_name(Task("vit_u3x2_8", extra=extra), optim(layer_decay=0.5))
     scales = {name: scale for name, (scale, _) in names.items()}
-    assert {scales[name] for name in scales if name.startswith("beside.")} == {1.0}
+    assert {scales[name] for name in scales if name.startswith("extra.")} == {1.0}
     assert {scales[name] for name in scales if name.startswith(("vit.norm.", "vit.head."))} == {1.0}
     for level, scale in enumerate([1 / 8, 1 / 4, 1 / 2]):
         assert {scales[name] for name in scales if name.startswith(f"vit.blocks.{level}.")} == {scale}
@@ -106,11 +106,11 @@ def test_a_level_is_a_row_of_branches():
     assert {scales[name] for name in scales if name.startswith(below)} == {1 / 16}
 
 
-def test_layer_decay_is_timms_but_for_the_last_norm():
+def test_layer_decay_equals_timms_except_for_the_last_norm():
     theirs = VisionTransformer(
         img_size=32, patch_size=8, embed_dim=64, depth=3, num_heads=2, num_classes=7, no_embed_class=True
     )
-    # timm counts the last norm to the last block; ours goes with the head, as MAE's and BEiT's does.
+    # timm puts the last norm in the last block's level; ours is in the head's, as in MAE and BEiT.
     theirs.norm.requires_grad_(False)
     task = Task("vit_u3x1_8")
     norm = by_name(task, optim(layer_decay=0.7))["vit.norm.weight"]
@@ -136,7 +136,7 @@ def test_without_layer_decay_there_are_two_groups():
 
 
 @pytest.mark.parametrize("rule", [{"kind": "adamw"}, {"kind": "sgd", "momentum": 0.0}])
-def test_without_gradients_what_decays_shrinks_by_lr(rule):
+def test_without_gradients_the_decay_shrinks_weights_by_lr(rule):
     task = Task()
     settings = optim(rule=rule, weight_decay=0.3, layer_decay=0.5)
     optimizer = build_optimizer(task, settings, CPU)
@@ -175,10 +175,10 @@ def test_nesterov_needs_momentum():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
-def test_every_optimizer_learns_and_resumes_bit_equal(kind):
+def test_every_optimizer_learns_and_resumes_exactly(kind):
     settings = optim(rule=kind if kind != "adamw" else {"kind": kind}, weight_decay=0.05, layer_decay=0.8)
 
-    def descend(task, optimizer, steps):
+    def take_steps(task, optimizer, steps):
         losses = []
         for step in steps:
             set_learning_rate(optimizer, 0.02 / (1 + step))
@@ -192,7 +192,7 @@ def test_every_optimizer_learns_and_resumes_bit_equal(kind):
 
     task = Task("vit_u1x1_8")
     optimizer = build_optimizer(task, settings, CPU)
-    losses = descend(task, optimizer, range(4))
+    losses = take_steps(task, optimizer, range(4))
     assert losses[-1] < losses[0]
     stored = io.BytesIO()
     torch.save({"task": task.state_dict(), "optimizer": optimizer.state_dict()}, stored)
@@ -202,7 +202,7 @@ def test_every_optimizer_learns_and_resumes_bit_equal(kind):
     other.load_state_dict(state["task"])
     resumed = build_optimizer(other, settings, CPU)
     resumed.load_state_dict(state["optimizer"])
-    assert descend(task, optimizer, range(4, 7)) == descend(other, resumed, range(4, 7))
+    assert take_steps(task, optimizer, range(4, 7)) == take_steps(other, resumed, range(4, 7))
     for name, parameter in task.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
 
@@ -213,7 +213,7 @@ SHAPES = [(5, 3), (4,), (2, 3, 2, 2), (3, 3)]
 def weights() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-    made[3].zero_()  # a length of 0, whose ratio is 1
+    made[3].zero_()  # a norm of 0, for which the ratio is 1
     return [nn.Parameter(tensor) for tensor in made]
 
 
@@ -233,7 +233,7 @@ DECAYS = [(0.0,) * 4, (0.3,) * 4, (0.3, 0.0, 0.1, 0.3)]
 
 
 @pytest.mark.parametrize("decays", DECAYS)
-def test_lamb_is_timms(decays):
+def test_lamb_equals_timms(decays):
     ours, theirs = weights(), weights()
     mine = Lamb(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
     reference = timm.optim.Lamb(lamb_groups(theirs, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=None)
@@ -248,7 +248,7 @@ def test_lamb_is_timms(decays):
 
 
 @pytest.mark.parametrize("decays", DECAYS)
-def test_lamb_is_its_formula(decays):
+def test_lamb_equals_its_formula(decays):
     parameters = weights()
     optimizer = Lamb(lamb_groups(parameters, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
     slow = [[float(value) for value in parameter.detach().flatten()] for parameter in parameters]
@@ -269,18 +269,18 @@ def test_lamb_is_its_formula(decays):
             lengths = math.hypot(*slow[index]), math.hypot(*update)
             ratio = lengths[0] / lengths[1] if decays[index] and all(lengths) else 1.0
             slow[index] = [w - 0.1 * ratio * u for w, u in zip(slow[index], update, strict=True)]
-            wanted = torch.tensor(slow[index], dtype=torch.float64).view(SHAPES[index])
-            torch.testing.assert_close(parameters[index].detach(), wanted, rtol=1e-11, atol=1e-12)
+            expected = torch.tensor(slow[index], dtype=torch.float64).view(SHAPES[index])
+            torch.testing.assert_close(parameters[index].detach(), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_lamb_stays_where_gradient_and_decay_cancel():
+def test_lamb_does_not_move_if_gradient_and_decay_cancel():
     parameter = nn.Parameter(torch.full((3,), -0.5, dtype=torch.float64))
     parameter.grad = torch.ones_like(parameter)
     Lamb([{"params": [parameter], "weight_decay": 1.0}], lr=0.1, eps=1.0).step()  # u = 1 / (1 + 1) - 1 * 0.5
     assert parameter.tolist() == [-0.5] * 3
 
 
-def test_lamb_takes_tensors_of_one_group_each_by_itself():
+def test_lamb_scales_each_tensor_of_a_group_separately():
     apart, together = weights(), weights()
     one_each = Lamb(lamb_groups(apart, (0.3,) * 4), lr=0.1)
     one = Lamb([{"params": together, "weight_decay": 0.3}], lr=0.1)
@@ -298,16 +298,16 @@ def test_lamb_takes_tensors_of_one_group_each_by_itself():
 
 
 @pytest.mark.parametrize("longest", [None, 0.5, 1e6])
-def test_clipping_shortens_what_is_too_long(longest):
+def test_clipping_shortens_long_gradients(longest):
     parameters = weights()
     for parameter, gradient in zip(parameters, gradients(0), strict=True):
         parameter.grad = gradient.clone()
     parameters[1].grad = None
-    kept = [gradient for index, gradient in enumerate(gradients(0)) if index != 1]
-    length = math.sqrt(sum(float((gradient**2).sum()) for gradient in kept))
+    present = [gradient for index, gradient in enumerate(gradients(0)) if index != 1]
+    length = math.sqrt(sum(float((gradient**2).sum()) for gradient in present))
     assert float(clip_gradients(iter(parameters), longest)) == pytest.approx(length, rel=1e-12)
     factor = min(1.0, (longest or math.inf) / length)
-    for parameter, gradient in zip([p for p in parameters if p.grad is not None], kept, strict=True):
+    for parameter, gradient in zip([p for p in parameters if p.grad is not None], present, strict=True):
         torch.testing.assert_close(parameter.grad, gradient * factor, rtol=1e-6, atol=0)
 
 
@@ -324,11 +324,11 @@ def test_a_step_never_waits_for_the_device():
     average.update(task, 0)
 
 
-# ---- the average -----------------------------------------------------------------------------------------------------
+# ---- moving average --------------------------------------------------------------------------------------------------
 
 
 def shaken(module: nn.Module, seed: int) -> None:
-    """Other weights and other batch statistics, as a step leaves them."""
+    """Change weights and batch statistics, like a step."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -337,13 +337,13 @@ def shaken(module: nn.Module, seed: int) -> None:
     module.train()(images(seed))
 
 
-def test_the_young_average_forgets_faster():
+def test_a_young_average_has_a_lower_decay():
     assert [average_decay(Ema(decay=0.5), step) for step in (0, 1, 8, 1000)] == [0.1, 2 / 11, 0.5, 0.5]
     assert average_decay(Ema(decay=0.5, warmup=False), 0) == 0.5
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_the_average_is_the_slow_sum(warmup):
+def test_the_average_equals_the_explicit_sum(warmup):
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average = Average(task, Ema(decay=0.7, warmup=warmup))
     slow = {name: tensor.double() for name, tensor in task.state_dict().items()}
@@ -364,7 +364,7 @@ def test_the_average_is_the_slow_sum(warmup):
     assert set(average.state()) == set(slow)
 
 
-def test_the_average_is_timms():
+def test_the_average_equals_timms():
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average, reference = Average(task, Ema(decay=0.9, warmup=False)), ModelEmaV3(task, decay=0.9)
     for step in range(4):
@@ -376,7 +376,7 @@ def test_the_average_is_timms():
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused"])
-def test_the_average_is_applied_and_taken_back_bit_by_bit(execution):
+def test_the_average_is_applied_and_removed_bit_by_bit(execution):
     task = Task("vit_u1x2_8_hmlp_bn", execution=execution, layerscale=0.1).vit
     average = Average(task, Ema(decay=0.5))
     shaken(task, 1)
@@ -418,13 +418,13 @@ def test_the_average_is_kept_in_float32():
     for step in range(10):
         average.update(task, step)
     # In bfloat16 every one of these steps would round to nothing.
-    wanted = start + (1 - 0.999**10) * (task.vit.head.weight.float() - start)
-    torch.testing.assert_close(average.state()["vit.head.weight"], wanted, rtol=1e-4, atol=1e-6)
+    expected = start + (1 - 0.999**10) * (task.vit.head.weight.float() - start)
+    torch.testing.assert_close(average.state()["vit.head.weight"], expected, rtol=1e-4, atol=1e-6)
     with average.applied_to(task):
         assert task.vit.head.weight.dtype == torch.bfloat16
 
 
-def test_a_resumed_average_goes_on_bit_equal():
+def test_a_resumed_average_continues_exactly():
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average = Average(task, Ema())
     shaken(task, 0)
@@ -444,7 +444,7 @@ def test_a_state_of_another_module_is_refused():
     state = average.state()
     with pytest.raises(ValueError, match=r"the average of vit.class_token is missing"):
         average.load({name: tensor for name, tensor in state.items() if name != "vit.class_token"})
-    with pytest.raises(ValueError, match="the average of other is not followed here"):
+    with pytest.raises(ValueError, match="the average of other is not tracked here"):
         average.load(state | {"other": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"vit.head.bias: got a tensor of shape \(8,\), wanted \(7,\)"):
         average.load(state | {"vit.head.bias": torch.zeros(8)})

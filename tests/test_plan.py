@@ -1,4 +1,4 @@
-"""The plan: what follows from a recipe and its data, and one message for what does not fit."""
+"""The plan of a run: its numbers, and one message for each mismatch of recipe and data."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitray.config import load_run
-from vitray.data.shards import open_dataset, read_job, set_aside, write_dataset
+from vitray.data.shards import holdout_mask, open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.runs.plan import check_storage, difference, make_plan
 
@@ -19,12 +19,12 @@ TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory, ray_cluster):
     url = str(tmp_path_factory.mktemp("data") / "demo")
-    write_dataset(read_job("demo", url, words=["images=100", "image_size=32"]))
+    write_dataset(read_request("demo", url, overrides=["images=100", "image_size=32"]))
     return url
 
 
-def run(dataset, *words):
-    return load_run(None, [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch", *words])
+def run(dataset, *overrides):
+    return load_run(None, [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch", *overrides])
 
 
 @pytest.mark.ray
@@ -38,7 +38,7 @@ def test_the_plan_follows_from_recipe_and_data(dataset):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("overrides", "parts"),
     [
         (["data.train=trian"], ["data.train: got 'trian'", "nearest: train"]),
         (["model.num_classes=1000"], ["model.num_classes: got 1000, wanted 10"]),
@@ -50,35 +50,35 @@ def test_the_plan_follows_from_recipe_and_data(dataset):
         (["data.url=nowhere"], ["nowhere: no dataset here"]),
     ],
 )
-def test_what_does_not_fit_gets_one_message(dataset, words, parts):
-    changed = {word.partition("=")[0] for word in words}
+def test_a_mismatch_gets_one_message(dataset, overrides, parts):
+    changed = {override.partition("=")[0] for override in overrides}
     base = [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch"]
-    kept = [word for word in base if word.partition("=")[0] not in changed]
+    settings = [setting for setting in base if setting.partition("=")[0] not in changed]
     with pytest.raises(ConfigError) as error:
-        make_plan(load_run(None, [*kept, *words]))
+        make_plan(load_run(None, [*settings, *overrides]))
     assert len(str(error.value).splitlines()) == 1
     for part in parts:
         assert part in str(error.value)
 
 
 @pytest.mark.ray
-def test_a_development_part_is_evaluated_and_not_trained_on(dataset):
+def test_a_holdout_is_evaluated_and_not_trained_on(dataset):
     opened = open_dataset(dataset)
-    parts = {share: set_aside(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
+    parts = {share: holdout_mask(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
     assert not parts[0.0].any()
     assert (parts[0.1] <= parts[0.4]).all()
     assert 0 < parts[0.1].sum() < parts[0.4].sum() < 70
     planned = make_plan(run(dataset, "data.development=0.4"))
-    assert (planned.aside == parts[0.4]).all()
+    assert (planned.holdout_mask == parts[0.4]).all()
     assert planned.plan.val_images == parts[0.4].sum()
     assert planned.plan.images == 100 - parts[0.4].sum()
     assert planned.plan.steps_per_epoch == planned.plan.images // 16
-    with pytest.raises(ConfigError, match="sets none of 100 images aside"):
+    with pytest.raises(ConfigError, match="holds out none of 100 images"):
         make_plan(run(dataset, "data.development=1e-9"))
 
 
 @pytest.mark.ray
-def test_a_shard_that_is_missing_or_cut_short_is_named(dataset, tmp_path):
+def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in Path(dataset).iterdir():
@@ -86,7 +86,7 @@ def test_a_shard_that_is_missing_or_cut_short_is_named(dataset, tmp_path):
     shard = next(copy.glob("val-*.parquet"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-7])
-    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(whole) - 7} bytes, dataset.json says {len(whole)}"):
+    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(whole) - 7} bytes, wanted {len(whole)} bytes"):
         make_plan(run(copy))
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}: is missing"):
@@ -99,8 +99,8 @@ def test_a_dry_run_prints_the_plan_as_json_without_ray(dataset, tmp_path):
         "import sys; from pipelines.__main__ import main; status = main(sys.argv[1:]);"
         " print('ray' in sys.modules, file=sys.stderr); sys.exit(status)"
     )
-    words = ["train", "demo", f"data.url={dataset}", "optim.duration=3 epochs", "--dry-run", "--json"]
-    command = [sys.executable, "-c", code, *words, "--out", str(tmp_path / "runs")]
+    args = ["train", "demo", f"data.url={dataset}", "optim.duration=3 epochs", "--dry-run", "--json"]
+    command = [sys.executable, "-c", code, *args, "--out", str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     plan = json.loads(done.stdout.splitlines()[-1])
     assert {"trainable_share", "params", "steps", "global_batch", "workers"} <= plan.keys()
@@ -109,13 +109,13 @@ def test_a_dry_run_prints_the_plan_as_json_without_ray(dataset, tmp_path):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_storage_that_may_not_be_written_is_named(tmp_path):
+def test_unwritable_storage_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file"):
         check_storage(str(tmp_path / "file" / "runs"))
 
 
-def test_only_settings_that_decide_what_is_learned_make_another_experiment():
+def test_only_settings_that_affect_the_result_make_another_experiment():
     base = load_run(None, ["optim.lr=1e-3"])
     free = ["compute.workers=4", "data.url=elsewhere", "checkpoint.every=7 steps", "guard.on_nan=rewind"]
     assert difference(base, load_run(None, free)) == []

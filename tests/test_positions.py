@@ -1,4 +1,4 @@
-"""Positions: the published formulas, and tables resized as each family resizes them."""
+"""Positions: the published formulas, and tables resized by each library's method."""
 
 import math
 
@@ -12,16 +12,16 @@ from vitray.models.positions import RESAMPLE, Positions, resample, sincos2d
 
 
 @pytest.mark.parametrize("frequencies", ["big_vision", "mae"])
-def test_sincos2d_is_its_formula(frequencies):
+def test_sincos2d_equals_its_formula(frequencies):
     rows, columns, width = 3, 5, 16
     table = sincos2d((rows, columns), width, frequencies)
     for row in range(rows):
         for column in range(columns):
             for k in range(width // 4):
                 omega = 10000 ** (-k / (width / 4 - (frequencies == "big_vision")))
-                wanted = [f(at * omega) for at in (column, row) for f in (math.sin, math.cos)]
+                expected = [f(at * omega) for at in (column, row) for f in (math.sin, math.cos)]
                 got = table[row * columns + column].reshape(4, -1)[:, k]
-                torch.testing.assert_close(got, torch.tensor(wanted), atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(got, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
 
 def table_of(rows, columns, width=8) -> torch.Tensor:
@@ -44,20 +44,20 @@ def test_resizing_as_torchvision():
 
 
 @pytest.mark.parametrize("convention", RESAMPLE)
-def test_resizing_keeps_what_it_should(convention):
+def test_resizing_keeps_constants_and_rows(convention):
     table = table_of(6, 4)
     assert resample(table, (6, 4), (6, 4), convention) is table
     flat = torch.full((24, 8), 3.0)
     torch.testing.assert_close(resample(flat, (6, 4), (9, 5), convention), torch.full((45, 8), 3.0))
-    # Rows stay rows: a table that depends on the row alone still does.
+    # A table that depends only on the row still does after resizing.
     by_row = torch.arange(6.0).repeat_interleave(4)[:, None].expand(-1, 8)
     resized = resample(by_row, (6, 4), (12, 7), convention).reshape(12, 7, 8)
     torch.testing.assert_close(resized, resized[:, :1].expand(-1, 7, -1))
     assert (resized[1:, 0, 0] > resized[:-1, 0, 0]).all()
 
 
-def test_the_conventions_differ():
-    # Measured in prior work for 14 -> 24 on unit-variance tables: more than 1 between some; never mix them up.
+def test_the_methods_differ():
+    # Prior work measured differences above 1 between some methods, for 14 -> 24 on unit-variance tables.
     table = table_of(14, 14)
     resized = [resample(table, (14, 14), (24, 24), convention) for convention in RESAMPLE]
     for index, one in enumerate(resized):

@@ -1,4 +1,4 @@
-"""Learning without labels end to end, on a real Ray with a real MLflow: a tokenizer, its codes, and a fine-tuning."""
+"""Pretraining without labels, end to end on a real Ray with a real MLflow: tokenizer, masked training, fine-tuning."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from vitray.config import load_run
 from vitray.data.augment.masks import draw_sources
-from vitray.data.shards import read_job, write_dataset
+from vitray.data.shards import read_request, write_dataset
 from vitray.data.stream import HostBatch
 from vitray.errors import ConfigError
 from vitray.runs.driver import train
@@ -41,23 +41,23 @@ TOKENIZER = ["task={kind: tokenizer, levels: [4, 4, 4], decoder_width: 16, decod
 def place(tmp_path_factory, ray_cluster):
     """A folder with a dataset, a tracking store and a spool of its own."""
     folder = tmp_path_factory.mktemp("pretraining")
-    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=32"]))
+    write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=100", "image_size=32"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
         patch.setenv("VITRAY_HOME", str(folder / "home"))
         yield folder
 
 
-def recipe(place, *words):
-    given = {word.partition("=")[0] for word in words}
-    kept = [word for word in SETTINGS if word.partition("=")[0] not in given]
-    return load_run(None, [*kept, f"data.url={place / 'demo'}", *words])
+def recipe(place, *overrides):
+    changed = {override.partition("=")[0] for override in overrides}
+    settings = [setting for setting in SETTINGS if setting.partition("=")[0] not in changed]
+    return load_run(None, [*settings, f"data.url={place / 'demo'}", *overrides])
 
 
-def beit(place, *words):
+def beit(place, *overrides):
     objective = f"{{kind: beit, tokenizer: {place / 'runs' / 'tokenizer' / 'model'}}}"
     task = f"task={{kind: masked, objective: {objective}, mask: {{kind: blocks, least: 2}}}}"
-    return recipe(place, task, *words)
+    return recipe(place, task, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def tokenizer(place):
     return train(recipe(place, *TOKENIZER, "tracking.register_as=codes"), "tokenizer", str(place / "runs"))
 
 
-def test_a_tokenizer_is_trained_watched_and_kept(place, tokenizer):
+def test_a_tokenizer_is_trained_logged_and_saved(place, tokenizer):
     assert tokenizer.val_top1 is None
     assert tokenizer.val_loss > 0
     codes = load_tokenizer(tokenizer.model).encode(torch.randn(2, 3, 32, 32))
@@ -76,7 +76,7 @@ def test_a_tokenizer_is_trained_watched_and_kept(place, tokenizer):
     assert "val/top1" not in run.data.metrics
     assert 1 <= run.data.metrics["val/perplexity"] <= 64
     assert "reconstructed.png" in {item.path for item in client.list_artifacts(tokenizer.mlflow_run)}
-    # It is read by MLflow's addresses too, in place.
+    # MLflow addresses resolve to the same tokenizer.
     for address in (f"runs:/{tokenizer.mlflow_run}/vit_u2x2_8_hmlp_ln", "models:/codes/1"):
         run = beit(place).replace({"task.objective.tokenizer": address})
         assert make_plan(run).plan.weights_identity == make_plan(beit(place)).plan.weights_identity
@@ -84,17 +84,16 @@ def test_a_tokenizer_is_trained_watched_and_kept(place, tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_codes_are_predicted_and_the_network_is_fine_tuned(place, tokenizer):
-    """With another number of workers the masks are the same, and so are the weights."""
+def test_masked_training_on_codes_is_equal_on_any_number_of_workers_and_can_be_fine_tuned(place, tokenizer):
     whole = train(beit(place), "beit", str(place / "runs"))
-    home = Path(whole.home)
+    run_dir = Path(whole.home)
     last = checkpoints.read_checkpoint(whole.home, 6)
-    assert last.state["standing"]["best_loss"] is not None
+    assert last.state["train_state"]["best_loss"] is not None
 
     train(beit(place, "compute.workers=1"), "alone", str(place / "runs"))
-    one = load_file(home / "model" / "model.safetensors")
+    one = load_file(run_dir / "model" / "model.safetensors")
     other = load_file(place / "runs" / "alone" / "model" / "model.safetensors")
-    # Other masks would move all by the learning rate; where gradients are tiny, Adam magnifies their rounding.
+    # Other masks would change every weight by the learning rate. Adam magnifies the rounding of tiny gradients.
     for name in one:
         apart = (one[name] - other[name]).abs()
         assert apart.mean() < 1e-6, name
@@ -102,9 +101,9 @@ def test_codes_are_predicted_and_the_network_is_fine_tuned(place, tokenizer):
 
     assert not any(name.startswith("vit.head.") for name in last.parts["model"])
     assert load_model(whole.model).vit.model.num_classes is None
-    words = [word for word in SETTINGS if not word.startswith("model=")]
+    settings = [setting for setting in SETTINGS if not setting.startswith("model=")]
     tuned = train(
-        load_run(None, [*words, f"data.url={place / 'demo'}", f"task={{kind: finetune, weights: {whole.model}}}"]),
+        load_run(None, [*settings, f"data.url={place / 'demo'}", f"task={{kind: finetune, weights: {whole.model}}}"]),
         "tuned",
         str(place / "runs"),
     )
@@ -114,14 +113,14 @@ def test_codes_are_predicted_and_the_network_is_fine_tuned(place, tokenizer):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("objective", ["mean_colour", "mae"])
-def test_pixels_are_predicted_and_scored_apart(place, objective):
-    word = objective if objective != "mae" else "{kind: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"
-    run = recipe(place, f"task={{kind: masked, objective: {word}}}", "evaluate.where=cpu", "compute.workers=1")
+def test_masked_training_on_pixels_with_separate_evaluations(place, objective):
+    settings = objective if objective != "mae" else "{kind: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"
+    run = recipe(place, f"task={{kind: masked, objective: {settings}}}", "evaluate.where=cpu", "compute.workers=1")
     outcome = train(run, objective, str(place / "runs"))
     assert outcome.val_loss > 0
 
 
-def test_an_evaluation_hides_the_same_patches_every_time(place):
+def test_evaluations_always_use_the_same_masks(place):
     run = recipe(place, "task=masked")
     numbers = np.arange(5)
     batch = HostBatch(np.zeros((5, 32, 32, 3), np.uint8), numbers, numbers + 3, numbers, np.ones(5))
@@ -130,7 +129,7 @@ def test_an_evaluation_hides_the_same_patches_every_time(place):
     assert not np.array_equal(with_masks(batch, run, 0).labels, with_masks(batch, run, 1).labels)
 
 
-def test_what_does_not_fit_gets_one_message(place, tokenizer):
+def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: got .*codes for 4 x 4 patches of 8 pixels"):
         make_plan(beit(place, "model.image_size=64"))
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: .*nowhere"):

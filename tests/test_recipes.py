@@ -1,18 +1,18 @@
-"""Recipes: every head says what to type and what comes of it; every recipe builds, has its steps, and takes one.
+"""Recipes: each head states commands and expected results; each recipe builds, has its steps, and trains one.
 
-A head is the comment above the settings. Its lines of this form are checked, the rest is for people:
+A head is the comment above the settings. Lines of these forms are checked:
 
     # source: WHERE THE NUMBERS ARE FROM; not measured by us
     # vitray train RECIPE [setting=value ...]
     #   expected: RESULT with a %; PLACE in the source; N M parameters, N steps
 
-Of a fine-tuning, which takes any network, the line ends in the learning rates that are to be tried instead:
+A fine-tuning takes any network, so its line ends in the learning rates to try:
 
     # vitray train RECIPE [setting=value ...] \\
     #     [setting=value ...]
     #   expected: RESULT with a %; PLACE in the source; N steps; optim.lr of RATE, RATE, ...
 
-Where the number is our own, the line after a command is instead
+For results of our own, the line after a command is
 
     #   expected: RESULT with a %; measured by us on HARDWARE, YYYY-MM-DD
 """
@@ -32,29 +32,29 @@ from test_layers import ROOT
 from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.data.augment.batch import prepare_batch
+from vitray.data.augment.batch import BatchSettings, prepare_batch
 from vitray.data.augment.image import augment_image
 from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.masks import draw_sources
 from vitray.errors import ConfigError
 from vitray.models.counts import count
-from vitray.tasks.supervised import Task, build_task
+from vitray.tasks.build import Task, build_task
 from vitray.train.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.train.schedule import in_steps, learning_rate, total_steps
 
-FOUND = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
+RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
 OURS = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes of no paper
 
 
-class Promise(NamedTuple):
-    """One command of a head and what it says will come of it."""
+class Expectation(NamedTuple):
+    """One command of a head and its expected result."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     result: str
     place: str
     params: str
-    """In millions, to the digit."""
+    """In millions, with one decimal."""
     steps: int
 
 
@@ -63,61 +63,63 @@ def head(path: Path) -> list[str]:
     return lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
 
 
-def promises(path: Path) -> list[Promise]:
-    lines, found = head(path), []
+def expectations(path: Path) -> list[Expectation]:
+    lines, expectations = head(path), []
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
         if command := re.fullmatch(rf"# vitray train {path.stem}((?: .+)?)", line):
-            said = re.fullmatch(
+            match = re.fullmatch(
                 r"#   expected: ([^;]*\d %[^;]*); ([^;]+); ([\d.]+) M parameters, ([\d,]+) steps", below
             )
-            assert said, f"{path.name}: {line!r} is followed by {below!r}, wanted a line as this file's docstring says"
-            result, place, params, steps = said.groups()
-            found.append(Promise(tuple(shlex.split(command[1])), result, place, params, int(steps.replace(",", ""))))
-    return found
+            assert match, f"{path.name}: {line!r} is followed by {below!r}, wanted the form in this file's docstring"
+            result, place, params, steps = match.groups()
+            expectations.append(
+                Expectation(tuple(shlex.split(command[1])), result, place, params, int(steps.replace(",", "")))
+            )
+    return expectations
 
 
 @cache
-def loaded(path: Path, words: tuple[str, ...] = ()) -> Run:
-    return load_run(path, words)
+def loaded(path: Path, overrides: tuple[str, ...] = ()) -> Run:
+    return load_run(path, overrides)
 
 
-FINETUNED = [path for path in FOUND if path.stem.startswith("finetune") and path.stem not in OURS]
-PUBLISHED = [path for path in FOUND if path.stem not in OURS and path not in FINETUNED]
-PROMISES = [
-    pytest.param(path, promise, id=" ".join((path.stem, *promise.words)))
+FINETUNED = [path for path in RECIPES if path.stem.startswith("finetune") and path.stem not in OURS]
+PUBLISHED = [path for path in RECIPES if path.stem not in OURS and path not in FINETUNED]
+EXPECTATIONS = [
+    pytest.param(path, expected, id=" ".join((path.stem, *expected.overrides)))
     for path in PUBLISHED
-    for promise in promises(path)
+    for expected in expectations(path)
 ]
-each_recipe = pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 each_published = pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-each_promise = pytest.mark.parametrize(("path", "promise"), PROMISES)
+each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_recipe_is_missed():
-    assert len(FOUND) == 22
-    assert len(PROMISES) == 50
-    assert [path.stem for path in FOUND] == recipes.names()
-    assert all(recipes.path_of(path.stem) == path for path in FOUND)
+    assert len(RECIPES) == 22
+    assert len(EXPECTATIONS) == 50
+    assert [path.stem for path in RECIPES] == recipes.names()
+    assert all(recipes.path_of(path.stem) == path for path in RECIPES)
 
 
 @each_recipe
 def test_a_head_has_a_command_that_names_the_recipe(path):
     assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in head(path))
-    # A name of another recipe would be left over from a copy; only a fine-tuning says what it starts from.
+    # Another recipe's name would be a leftover of a copy; only finetune_demo names its base.
     named = {name for line in head(path) for name in re.findall(r"\bvitray train (\S+)", line)}
     assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
 
 
 @each_published
-def test_a_head_says_what_to_expect_and_who_says_so(path):
+def test_a_head_states_results_and_their_source(path):
     sources = [line for line in head(path) if line.startswith("# source: ")]
     assert len(sources) == 1
     assert sources[0].endswith("; not measured by us")
-    first, *others = promises(path)
-    assert first.words == ()
+    first, *others = expectations(path)
+    assert first.overrides == ()
     assert len({first, *others}) == 1 + len(others)
     assert sum("expected:" in line for line in head(path)) == 1 + len(others)
     assert f"# Data, once: vitray shard ILSVRC2012 {loaded(path).data.url}" in head(path)
@@ -132,7 +134,7 @@ def test_a_head_says_what_to_expect_and_who_says_so(path):
         ("finetune_mae_imagenet", 3, "FINETUNE.md"),
     ],
 )
-def test_a_fine_tuning_says_its_steps_and_its_rates(name, number, place):
+def test_a_fine_tuning_states_steps_and_learning_rates(name, number, place):
     assert {path.stem for path in FINETUNED} == {
         f"finetune_{kind}_imagenet" for kind in ("sgd", "adamw", "beit", "mae")
     }
@@ -142,49 +144,49 @@ def test_a_fine_tuning_says_its_steps_and_its_rates(name, number, place):
     commands = [index for index, line in enumerate(lines) if line.startswith("# vitray train ")]
     assert len(commands) == number
     for index in commands:
-        words = shlex.split(lines[index].removeprefix(f"# vitray train {name} "))
-        run = loaded(path, tuple(words))
-        said = re.fullmatch(
+        overrides = shlex.split(lines[index].removeprefix(f"# vitray train {name} "))
+        run = loaded(path, tuple(overrides))
+        match = re.fullmatch(
             rf"#   expected: [^;]*\d %[^;]*; {re.escape(place)}; ([\d,]+) steps; optim.lr of ([\de., -]+)",
             lines[index + 1],
         )
-        assert said, lines[index + 1]
-        assert total_steps(run.optim, IMAGENET // run.optim.batch) == int(said[1].replace(",", ""))
-        assert run.optim.lr in [float(rate) for rate in said[2].split(", ")]
+        assert match, lines[index + 1]
+        assert total_steps(run.optim, IMAGENET // run.optim.batch) == int(match[1].replace(",", ""))
+        assert run.optim.lr in [float(rate) for rate in match[2].split(", ")]
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_a_head_says_what_we_measured(name):
+def test_a_demo_head_states_a_measured_result(name):
     lines = [*head(recipes.path_of(name)), ""]
     command = next(index for index, line in enumerate(lines) if f"vitray train {name}" in line)
     result = r"(?:[\d.]+ % of val|val loss [\d.]+)[^;]*"
     assert re.fullmatch(rf"#   expected: {result}; measured by us on .+, \d{{4}}-\d\d-\d\d", lines[command + 1])
 
 
-@each_promise
-def test_every_word_of_a_command_changes_something(path, promise):
-    run = loaded(path, promise.words)
-    for word in promise.words:
-        others = tuple(other for other in promise.words if other != word)
-        with suppress(ConfigError):  # what the other words ask for may be refused without it
-            assert loaded(path, others) != run, word
+@each_expectation
+def test_every_override_of_a_command_changes_the_run(path, expected):
+    run = loaded(path, expected.overrides)
+    for override in expected.overrides:
+        others = tuple(other for other in expected.overrides if other != override)
+        with suppress(ConfigError):  # the other overrides may be invalid without this one
+            assert loaded(path, others) != run, override
 
 
-# ---- what the head states --------------------------------------------------------------------------------------------
+# ---- statements of the head ------------------------------------------------------------------------------------------
 
 
 def built(run: Run) -> Task:
-    """The task of a run; where it predicts the codes of a tokenizer, of one that was never trained."""
+    """Return the task of a run; BeiT predicts the codes of an untrained tokenizer."""
     predicts_codes = isinstance(run.task, Masked) and run.task.objective.kind == "beit"
     vocabulary = build_task(run.replace({"task": "tokenizer"})) if predicts_codes else None
     return build_task(run, vocabulary)
 
 
-@each_promise
-def test_parameters_are_those_of_the_head(path, promise):
+@each_expectation
+def test_parameters_are_those_of_the_head(path, expected):
     with torch.device("meta"):
-        task = built(loaded(path, promise.words))
-    assert f"{sum(parameter.numel() for parameter in task.vit.parameters()) / 1e6:.1f}" == promise.params
+        task = built(loaded(path, expected.overrides))
+    assert f"{sum(parameter.numel() for parameter in task.vit.parameters()) / 1e6:.1f}" == expected.params
 
 
 @each_recipe
@@ -193,19 +195,19 @@ def test_parameters_are_those_that_are_counted(path):
     with torch.device("meta"):
         task = built(run)
     assert sum(parameter.numel() for parameter in task.vit.parameters()) == count(run.model).params
-    # What is trained beside a network is what predicts from it.
-    beside = {name.partition(".")[0] for name, _ in task.named_parameters()} - {"vit"}
-    assert bool(beside) == isinstance(run.task, Masked | Tokenizer)
+    # Parameters besides the network belong to a decoder.
+    others = {name.partition(".")[0] for name, _ in task.named_parameters()} - {"vit"}
+    assert bool(others) == isinstance(run.task, Masked | Tokenizer)
 
 
-@each_promise
-def test_steps_on_imagenet_are_those_of_the_head(path, promise):
-    optim = loaded(path, promise.words).optim
-    assert total_steps(optim, IMAGENET // optim.batch) == promise.steps
+@each_expectation
+def test_steps_on_imagenet_are_those_of_the_head(path, expected):
+    optim = loaded(path, expected.overrides).optim
+    assert total_steps(optim, IMAGENET // optim.batch) == expected.steps
 
 
 # Epochs, images and steps by the sources' own counting: DeiT's repeated augmentation keeps 1,281,024 images an epoch,
-# of which 625 whole batches of 2048; the ViTs warm up for 10,000 steps whatever an epoch is.
+# of which 625 whole batches of 2048; the ViTs warm up for 10,000 steps.
 @pytest.mark.parametrize(
     ("name", "epoch", "warmup", "total"),
     [
@@ -226,7 +228,7 @@ def test_steps_are_those_of_the_sources(name, epoch, warmup, total):
     assert learning_rate(optim, total, epoch) == optim.schedule.floor
 
 
-# Three things everyone should know about Vision Transformers, 2.2, and DeiT III's commands.
+# "Three things", 2.2, and DeiT III's commands.
 @pytest.mark.parametrize(
     ("name", "image_size", "lr", "drop_path"),
     [
@@ -240,7 +242,7 @@ def test_steps_are_those_of_the_sources(name, epoch, warmup, total):
         ("deit3_l16_imagenet", 192, 3e-3, 0.45),
     ],
 )
-def test_what_is_set_per_width(name, image_size, lr, drop_path):
+def test_settings_per_width(name, image_size, lr, drop_path):
     run = loaded(recipes.path_of(name))
     assert (run.model.image_size, run.optim.lr, run.model.drop_path) == (image_size, lr, drop_path)
     if name.startswith("a2"):
@@ -249,10 +251,10 @@ def test_what_is_set_per_width(name, image_size, lr, drop_path):
 
 @pytest.mark.parametrize("kind", ["a2", "deit3"])
 def test_recipes_of_a_kind_differ_only_where_they_should(kind):
-    """The files repeat each other, so that each can be read alone: nothing may drift."""
+    """Recipes repeat each other, so that each can be read alone; they must not drift apart."""
     allowed = {"model.name", "model.image_size", "model.layerscale", "model.drop_path", "optim.duration"}
     allowed |= {"optim.lr", "optim.warmup_from", "compute.local_batch"}
-    first, *others = (loaded(path).dotted() for path in FOUND if path.stem.startswith(f"{kind}_"))
+    first, *others = (loaded(path).dotted() for path in RECIPES if path.stem.startswith(f"{kind}_"))
     assert len(others) >= 2
     for other in others:
         assert {setting for setting in first if first[setting] != other.get(setting)} <= allowed
@@ -296,12 +298,9 @@ def test_a_step_changes_every_weight(path):
     images_BCHW, targets_BK = prepare_batch(
         torch.from_numpy(np.stack(views)),
         torch.arange(8) % (run.model.num_classes or 8),
-        augment=run.data.augment,
-        mix=run.data.mix,
-        normalise=run.data.normalise,
-        num_classes=run.model.num_classes or 8,
-        seed=run.seed,
-        step=step,
+        BatchSettings(run.data.augment, run.data.mix, run.data.normalise, run.model.num_classes or 8),
+        run.seed,
+        step,
     )
     targets = targets_BK
     if isinstance(run.task, Masked):

@@ -1,4 +1,4 @@
-"""Durations and learning rates, each beside an independent reference."""
+"""Durations and learning rates, compared with independent references."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_durations_become_steps(text, steps):
     assert in_steps(text, steps_per_epoch=10) == steps
 
 
-def test_minutes_are_no_steps():
+def test_minutes_are_not_converted_to_steps():
     with pytest.raises(ValueError, match="got '10 minutes', wanted epochs or steps"):
         in_steps("10 minutes", 10)
 
@@ -50,7 +50,7 @@ def test_a_schedule_that_does_not_fit_is_refused(settings, message):
     assert message in str(error.value)
 
 
-def test_a_warmup_may_fill_the_run():
+def test_a_warmup_may_last_the_whole_run():
     whole = optim(duration="4 epochs", warmup="40 steps")
     assert total_steps(whole, 10) == 40
     assert [learning_rate(whole, step, 10) for step in (0, 20, 40)] == pytest.approx([0, 0.05, 0.1])
@@ -58,7 +58,7 @@ def test_a_warmup_may_fill_the_run():
 
 @pytest.mark.parametrize("during_warmup", [True, False])
 @pytest.mark.parametrize("warmup", [0, 8])
-def test_the_cosine_is_timms(during_warmup, warmup):
+def test_the_cosine_equals_timms(during_warmup, warmup):
     ours = optim(warmup=f"{warmup} steps", warmup_from=1e-3, schedule={"floor": 1e-2, "during_warmup": during_warmup})
     theirs = CosineLRScheduler(
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),
@@ -74,7 +74,7 @@ def test_the_cosine_is_timms(during_warmup, warmup):
         assert learning_rate(ours, step, 10) == pytest.approx(theirs.optimizer.param_groups[0]["lr"], rel=1e-12)
 
 
-def test_the_line_is_torchs():
+def test_the_linear_schedule_equals_torchs():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     theirs = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.2, total_iters=40)
     ours = optim(warmup="0 steps", schedule={"kind": "linear", "floor": 0.02})
@@ -90,7 +90,7 @@ SCHEDULES = st.fixed_dictionaries(
 
 
 @given(total=st.integers(1, 60), share=st.floats(0, 1), start=st.floats(0, 0.1), schedule=SCHEDULES)
-def test_it_rises_from_the_start_to_lr_and_falls_to_the_floor(total, share, start, schedule):
+def test_the_rate_rises_to_lr_and_falls_to_the_floor(total, share, start, schedule):
     warmup = round(share * total)
     settings = optim(duration=f"{total} steps", warmup=f"{warmup} steps", warmup_from=start, schedule=schedule)
     rates = [learning_rate(settings, step, 7) for step in range(total + 1)]

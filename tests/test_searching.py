@@ -1,4 +1,4 @@
-"""A sweep on its driver: the ledger of trials, which is next, when no other begins, and what the screen shows."""
+"""The driver of a sweep: trial store, searcher, budgets, scheduler and console."""
 
 import io
 import json
@@ -12,18 +12,17 @@ from ray.tune.search import Searcher
 from vitray import storage
 from vitray.config import load_run
 from vitray.config.sweep import Goal
-from vitray.data.shards import read_job, write_dataset
+from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.models.sizes import sizes_of
-from vitray.runs.driver import HOME, RUN
+from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweep.capacity import Node
-from vitray.sweep.console import Screen
-from vitray.sweep.driver import plan_sweep
-from vitray.sweep.schedulers import scheduler_of
-from vitray.sweep.searcher import Handing
-from vitray.sweep.space import Point, extended, read_space
-from vitray.sweep.trial_record import Record, write_record
-from vitray.sweep.trial_store import Entry, Ledger, read_entries
+from vitray.sweep.console import SweepConsole
+from vitray.sweep.plan import plan_sweep
+from vitray.sweep.schedulers import build_scheduler
+from vitray.sweep.searcher import TrialSearcher
+from vitray.sweep.space import SweepPoint, extend_space, read_space
+from vitray.sweep.trial_store import TrialEntry, TrialRecord, TrialStore, read_entries, write_record
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -32,112 +31,109 @@ TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trial
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("searching")
-    write_dataset(read_job("demo", str(folder / "demo"), words=["images=40", "image_size=32"]))
-    words = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=10", "optim.batch=8"]
-    words += ["optim.duration=4 steps", "optim.warmup=0 steps", f"data.url={folder / 'demo'}", "compute.workers=1"]
-    return load_run(None, words)
+    write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=40", "image_size=32"]))
+    overrides = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=10", "optim.batch=8"]
+    overrides += ["optim.duration=4 steps", "optim.warmup=0 steps", f"data.url={folder / 'demo'}", "compute.workers=1"]
+    return load_run(None, overrides)
 
 
-def opened(folder, base, text, *words):
-    """Plan, ledger and hand of a sweep in a folder, as another start finds them."""
+def opened(folder, base, text, *additions):
+    """Plan, trial store and searcher of a sweep in a folder, as after a restart."""
     (folder / "space.yaml").write_text(text)
-    space = extended(read_space(folder / "space.yaml"), words)
-    planned = plan_sweep(base, space, [Node(cpus=4)])
-    ledger = Ledger(str(folder / "home"), planned.base, planned.points, space.learns)
-    return planned, ledger, Handing(planned, ledger, space, space.scheduler.kind != "none")
+    space = extend_space(read_space(folder / "space.yaml"), additions)
+    plan = plan_sweep(base, space, [Node(cpus=4)])
+    store = TrialStore(str(folder / "home"), plan.base, plan.points, space.learns)
+    return plan, store, TrialSearcher(plan, store, space)
 
 
-def handed(hand):
-    """The names of all trials that it hands out."""
+def suggested(searcher):
+    """The names of all remaining trials."""
     names = []
-    while (said := hand.suggest("")) != Searcher.FINISHED:
-        names.append(said["name"])
+    while (config := searcher.suggest("")) != Searcher.FINISHED:
+        names.append(config["name"])
     return names
 
 
-def end(ledger, name, state="finished", score=0.5, seconds=None):
+def end(store, name, state="finished", score=0.5, seconds=None):
     if seconds is not None:
-        outcome = {"device_seconds": seconds}
-        place = ledger.place(name)
-        write_record(place, Record(state, ((4, score),)))
-        with open(f"{place}/outcome.json", "w") as file:
-            json.dump(outcome, file)
-    write_record(ledger.place(name), Record(state, ((4, score),) if state != "failed" else (), "broke"))
+        content = json.dumps({"device_seconds": seconds}).encode()
+        storage.write_bytes(f"{store.run_dir(name)}/outcome.json", content)
+    write_record(store.run_dir(name), TrialRecord(state, ((4, score),) if state != "failed" else (), "broke"))
 
 
-def test_a_grid_is_handed_out_once_and_again_without_what_is_over(tmp_path, base):
-    _, ledger, hand = opened(tmp_path, base, GRID)
-    assert handed(hand) == ["lr=1e-3", "lr=0.01", "lr=0.1", "lr=0.2"]
-    end(ledger, "lr=0.01")
-    end(ledger, "lr=0.2", "failed")
-    assert handed(opened(tmp_path, base, GRID)[2]) == ["lr=1e-3", "lr=0.1"]
+def test_a_restarted_grid_leaves_out_ended_trials(tmp_path, base):
+    _, store, searcher = opened(tmp_path, base, GRID)
+    assert suggested(searcher) == ["lr=1e-3", "lr=0.01", "lr=0.1", "lr=0.2"]
+    end(store, "lr=0.01")
+    end(store, "lr=0.2", "failed")
+    assert suggested(opened(tmp_path, base, GRID)[2]) == ["lr=1e-3", "lr=0.1"]
 
 
-def test_a_scheduler_hears_first_of_what_is_over(tmp_path, base):
-    _, ledger, _ = opened(tmp_path, base, GRID)
-    end(ledger, "lr=0.1")
-    hand = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 1 step}}\n")[2]
-    names = handed(hand)
+def test_a_scheduler_gets_ended_trials_first(tmp_path, base):
+    _, store, _ = opened(tmp_path, base, GRID)
+    end(store, "lr=0.1")
+    searcher = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 1 step}}\n")[2]
+    names = suggested(searcher)
     assert names[0] == "lr=0.1"
-    assert sorted(names) == sorted(ledger.entries)
+    assert sorted(names) == sorted(store.entries)
 
 
-def test_under_a_scheduler_values_come_in_no_order_but_always_the_same(tmp_path, base):
+def test_a_scheduler_gets_trials_in_the_same_shuffled_order(tmp_path, base):
     many = "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3, 6.0e-3]}}\nscheduler: {kind: asha}\n"
-    names = handed(opened(tmp_path, base, many)[2])
+    names = suggested(opened(tmp_path, base, many)[2])
     assert names not in (sorted(names), sorted(names, reverse=True))
-    assert names == handed(opened(tmp_path, base, many)[2])
+    assert names == suggested(opened(tmp_path, base, many)[2])
 
 
-def test_one_more_value_is_one_more_trial(tmp_path, base):
-    _, ledger, _ = opened(tmp_path, base, GRID)
-    for name in ledger.entries:
-        end(ledger, name)
-    planned, _, hand = opened(tmp_path, base, GRID, "optim.lr=0.5")
-    assert handed(hand) == ["lr=0.5"]
-    assert planned.trials == 5
+def test_an_added_value_is_one_more_trial(tmp_path, base):
+    _, store, _ = opened(tmp_path, base, GRID)
+    for name in store.entries:
+        end(store, name)
+    plan, _, searcher = opened(tmp_path, base, GRID, "optim.lr=0.5")
+    assert suggested(searcher) == ["lr=0.5"]
+    assert plan.trials == 5
 
 
-def test_a_name_that_now_means_something_else_is_refused(tmp_path, base):
+def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     two = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
-    _, ledger, _ = opened(tmp_path, base, two)
-    assert list(ledger.entries) == ["rate=1", "rate=2"]
-    end(ledger, "rate=1")
-    with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it was begun with .*0.001"):
+    _, store, _ = opened(tmp_path, base, two)
+    assert list(store.entries) == ["rate=1", "rate=2"]
+    end(store, "rate=1")
+    with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it started with .*0.001"):
         opened(tmp_path, base, two.replace("e-3", "e-2"))
 
 
-def test_a_search_that_learns_goes_on_as_if_nothing_had_been(tmp_path, base):
-    """Each trial over before the next: interrupted after any number of them, the same points are drawn."""
+def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
+    """Trials run one after another; the search is interrupted after 1 and after 3 of them."""
     (tmp_path / "one").mkdir()
-    _, ledger, hand = opened(tmp_path / "one", base, TPE)
+    _, store, searcher = opened(tmp_path / "one", base, TPE)
     names = []
-    while (said := hand.suggest("")) != Searcher.FINISHED:
-        names.append(said["name"])
-        end(ledger, names[-1], score=len(names))
+    while (config := searcher.suggest("")) != Searcher.FINISHED:
+        names.append(config["name"])
+        end(store, names[-1], score=len(names))
     assert len(set(names)) == 5
     for cut in (1, 3):
         folder = tmp_path / f"cut{cut}"
         folder.mkdir()
-        _, first, hand = opened(folder, base, TPE)
+        _, first, searcher = opened(folder, base, TPE)
         for number in range(cut):
-            end(first, hand.suggest("")["name"], score=number + 1)
-        hand.suggest("")  # begun, and lost with the driver
-        _, second, hand = opened(folder, base, TPE)
+            end(first, searcher.suggest("")["name"], score=number + 1)
+        searcher.suggest("")  # started, then lost with the driver
+        _, second, searcher = opened(folder, base, TPE)
         again = []
-        while (said := hand.suggest("")) != Searcher.FINISHED:
-            again.append(said["name"])
+        while (config := searcher.suggest("")) != Searcher.FINISHED:
+            again.append(config["name"])
             end(second, again[-1], score=cut + len(again))
         assert names == [*names[:cut], *again]
-    assert list(read_entries(ledger.home)) == names
-    assert read_entries(ledger.home)[names[0]].asked is not None
+    assert list(read_entries(store.sweep_dir)) == names
+    assert read_entries(store.sweep_dir)[names[0]].asked is not None
 
 
-def test_a_search_ends_where_there_is_no_other_point(tmp_path, base):
+def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
     few = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1]}}\nsearch: {kind: tpe, trials: 9, first: 2}\n"
-    _, ledger, hand = opened(tmp_path, base, few)
-    assert sorted(handed(hand)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
-    assert len(ledger.entries) == 3
+    _, store, searcher = opened(tmp_path, base, few)
+    assert sorted(suggested(searcher)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
+    assert len(store.entries) == 3
 
 
 @pytest.mark.parametrize(
@@ -151,102 +147,102 @@ def test_a_search_ends_where_there_is_no_other_point(tmp_path, base):
         ("failures: 0.25\n", [("failed", None), ("failed", None)], 0),
     ],
 )
-def test_no_trial_begins_once_the_budget_is_spent(tmp_path, base, budget, over, left):
-    _, ledger, _ = opened(tmp_path, base, GRID + budget)
-    for name, (state, seconds) in zip(ledger.entries, over, strict=False):
-        end(ledger, name, state, seconds=seconds)
-    assert len(handed(opened(tmp_path, base, GRID + budget)[2])) == left
+def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, over, left):
+    _, store, _ = opened(tmp_path, base, GRID + budget)
+    for name, (state, seconds) in zip(store.entries, over, strict=False):
+        end(store, name, state, seconds=seconds)
+    assert len(suggested(opened(tmp_path, base, GRID + budget)[2])) == left
 
 
-def test_points_lie_on_disk_before_a_trial_begins(tmp_path, base):
-    _, ledger, hand = opened(tmp_path, base, TPE)
-    name = hand.suggest("")["name"]
-    assert read_entries(ledger.home)[name].point == ledger.entries[name].point
-    assert ledger.run(name).optim.lr == ledger.entries[name].point.settings["optim.lr"]
-    ledger.add("more", Entry(Point({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
-    assert list(read_entries(ledger.home)) == [name, "more"]
+def test_points_are_on_disk_before_a_trial_starts(tmp_path, base):
+    _, store, searcher = opened(tmp_path, base, TPE)
+    name = searcher.suggest("")["name"]
+    assert read_entries(store.sweep_dir)[name].point == store.entries[name].point
+    assert store.run(name).optim.lr == store.entries[name].point.settings["optim.lr"]
+    store.add("more", TrialEntry(SweepPoint({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
+    assert list(read_entries(store.sweep_dir)) == [name, "more"]
 
 
-def test_a_fine_tuning_counts_the_network_of_its_weights_once_that_is_known(tmp_path, base):
-    name, point = "a", Point({}, {}, {}, {})
-    words = {"kind": "finetune", "weights": "elsewhere"}
-    ledger = Ledger(str(tmp_path), base.replace({"task": words}), {name: point}, False)
-    assert ledger.sizes(name) is ledger.cost(name, "params") is None
-    begun = base.replace({"task": words, "model.name": "vit_u3x2_8"})  # as training settles it
-    storage.write_bytes(f"{ledger.place(name)}/{RUN}", begun.to_yaml().encode())
-    storage.write_bytes(f"{ledger.place(name)}/{HOME}", b"{}")
-    assert ledger.cost(name, "params") == sizes_of(begun.model).params
-    assert Ledger(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
+def test_the_sizes_of_a_fine_tuning_come_from_its_weights(tmp_path, base):
+    name, point = "a", SweepPoint({}, {}, {}, {})
+    task = {"kind": "finetune", "weights": "elsewhere"}
+    store = TrialStore(str(tmp_path), base.replace({"task": task}), {name: point}, False)
+    assert store.sizes(name) is store.cost(name, "params") is None
+    begun = base.replace({"task": task, "model.name": "vit_u3x2_8"})  # settings of a started fine-tuning
+    storage.write_bytes(f"{store.run_dir(name)}/{SETTINGS}", begun.to_yaml().encode())
+    storage.write_bytes(f"{store.run_dir(name)}/{RUN_META}", b"{}")
+    assert store.cost(name, "params") == sizes_of(begun.model).params
+    assert TrialStore(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
 
 
-# ---- the screen ------------------------------------------------------------------------------------------------------
+# ---- console ---------------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is one."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
 
 
 RECORDS = {
-    "18x2": Record("finished", ((10, 0.5), (20, 0.75))),
-    "9x4": Record("running", ((10, 0.25),)),
-    "36x1": Record("waiting"),
+    "18x2": TrialRecord("finished", ((10, 0.5), (20, 0.75))),
+    "9x4": TrialRecord("running", ((10, 0.25),)),
+    "36x1": TrialRecord("waiting"),
 }
 
 
-def test_a_terminal_shows_a_table_and_rewrites_it():
+def test_a_terminal_gets_a_table_that_is_rewritten():
     stream = Terminal()
-    screen = Screen(3, Goal(), RECORDS, stream)
-    screen.show(RECORDS)
+    console = SweepConsole(3, Goal(), RECORDS, stream)
+    console.show(RECORDS)
     first = stream.getvalue()
-    for said in (
+    for row in (
         "9x4            0.25         10  running",
         "18x2           0.75         20  finished, best so far",
         "1/3 over",
     ):
-        assert said in first
-    screen.show(RECORDS)
-    assert stream.getvalue() == first  # nothing moved, and it was shown just now
-    screen.show(RECORDS | {"9x4": Record("failed", (), "NaN")})
+        assert row in first
+    console.show(RECORDS)
+    assert stream.getvalue() == first  # no change within the interval
+    console.show(RECORDS | {"9x4": TrialRecord("failed", (), "NaN")})
     assert "\x1b[4F\x1b[J" in stream.getvalue()
     assert "2/3 over (1 failed)" in stream.getvalue()
-    screen.line("done")
-    assert stream.getvalue().endswith("\x1b[3F\x1b[Jdone\n")
+    console.line("done")
+    assert stream.getvalue().endswith(f"\x1b[3F\x1b[J\r{'':<100}\rdone\n")
 
 
-def test_time_left_counts_down_until_the_next_trial_ends(monkeypatch):
+def test_the_remaining_time_counts_down_between_ends_of_trials(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("vitray.sweep.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
-    screen = Screen(3, Goal(), {}, stream)
+    console = SweepConsole(3, Goal(), {}, stream)
     for now[0], end in ((100.0, "0:03:20 left\n"), (150.0, "0:02:30 left\n"), (1000.0, "0:00:00 left\n")):
-        screen.show({"a": Record("finished")})
+        console.show({"a": TrialRecord("finished")})
         assert stream.getvalue().endswith(end)
 
 
-def test_elsewhere_a_line_says_it():
+def test_a_file_gets_a_line():
     stream = io.StringIO()
-    Screen(3, Goal(), RECORDS, stream).show(RECORDS)
+    SweepConsole(3, Goal(), RECORDS, stream).show(RECORDS)
     assert stream.getvalue() == "  1/3 over; running 9x4; best 18x2 0.75; - left\n"
 
 
-def test_below_the_median_of_three_others_a_trial_ends_and_none_is_paused_before(tmp_path, base):
-    """Tune's own rule pauses while another trial waits for its turn, which a training run cannot be."""
+def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
+    """Tune's own rule pauses a trial while others wait; a training run cannot pause."""
     text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
-    planned, _, _ = opened(tmp_path, base, text)
-    scheduler = scheduler_of(planned.plan, read_space(tmp_path / "space.yaml"))
+    plan, _, _ = opened(tmp_path, base, text)
+    scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))
     scheduler.set_search_properties("goal", "max")
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
 
-    def says(trial, step, goal):
+    def decision(trial, step, goal):
         return scheduler.on_trial_result(tune, trial, {"step": step, "goal": goal})
 
-    trials = [Trial("stands for one", stub=True) for _ in range(5)]
+    trials = [Trial("stub", stub=True) for _ in range(5)]
     for trial, goal in zip(trials, (0.2, 0.4, 0.6), strict=False):
-        assert [says(trial, step, goal) for step in (1, 2, 4)] == [TrialScheduler.CONTINUE] * 3
+        assert [decision(trial, step, goal) for step in (1, 2, 4)] == [TrialScheduler.CONTINUE] * 3
         scheduler.on_trial_complete(tune, trial, {"step": 4, "goal": goal})
-    assert says(trials[3], 1, 0.3) == TrialScheduler.CONTINUE  # within its grace
-    assert says(trials[3], 2, 0.3) == TrialScheduler.STOP
-    assert says(trials[4], 2, 0.5) == TrialScheduler.CONTINUE
+    assert decision(trials[3], 1, 0.3) == TrialScheduler.CONTINUE  # in its grace period
+    assert decision(trials[3], 2, 0.3) == TrialScheduler.STOP
+    assert decision(trials[4], 2, 0.5) == TrialScheduler.CONTINUE

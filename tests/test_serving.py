@@ -1,4 +1,4 @@
-"""A logged model answers for itself: from MLflow alone, without vitray or Ray installed, what the network computes."""
+"""Serving of logged models by MLflow alone, without vitray or Ray installed: same predictions as the network."""
 
 import ast
 import base64
@@ -59,14 +59,14 @@ model = mlflow.pyfunc.load_model(sys.argv[1])
 files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "vitray"]
 files += [module.__file__ for name, module in sys.modules.items() if name.startswith("code_model_")]
 png = Path("image.png").read_bytes()
-told = {"records": model.predict([{"image": png}]), "tensor": model.predict(numpy.load("tensor.npy")), "files": files}
-Path("told.json").write_text(json.dumps(told))
+result = {"records": model.predict([{"image": png}]), "tensor": model.predict(numpy.load("tensor.npy")), "files": files}
+Path("result.json").write_text(json.dumps(result))
 """
 
 
 @cache
 def network(run: Run = RUN) -> ViT:
-    """A network whose answers differ from image to image, the same in each call."""
+    """Return a fixed random network, whose outputs differ between images."""
     generator = torch.Generator().manual_seed(3)
     vit = ViT(run.model).eval()
     for tensor in vit.state_dict().values():
@@ -75,7 +75,7 @@ def network(run: Run = RUN) -> ViT:
 
 
 def pictures(count: int) -> np.ndarray:
-    """Coarse coloured noise: some images of 50 x 70 pixels."""
+    """Return images of coarse coloured noise, 50 x 70 pixels."""
     coarse = np.random.default_rng(0).integers(0, 256, (count, 5, 7, 3), dtype=np.uint8)
     return coarse.repeat(10, axis=1).repeat(10, axis=2)
 
@@ -90,8 +90,8 @@ def text(image: np.ndarray) -> str:
     return base64.b64encode(encoded(image)).decode()
 
 
-def computed(images: np.ndarray) -> np.ndarray:
-    """The probabilities, straight from the definition of the settings above."""
+def expected(images: np.ndarray) -> np.ndarray:
+    """Return the probabilities, computed directly from the settings above."""
     rows = []
     for image in images:
         whole = vision.resize(torch.from_numpy(image).permute(2, 0, 1), [42, 60], antialias=True)
@@ -102,8 +102,8 @@ def computed(images: np.ndarray) -> np.ndarray:
     return torch.stack(rows).detach().softmax(dim=1).numpy()
 
 
-def said(answers: list[dict]) -> np.ndarray:
-    """The probabilities of some answers, which name the likeliest class."""
+def probabilities(answers: list[dict]) -> np.ndarray:
+    """Return the probabilities of answers; check that each answer names the most probable class."""
     for answer in answers:
         assert answer["label"] == int(np.argmax(answer["probabilities"]))
         assert answer["class"] == CLASSES[answer["label"]]
@@ -112,12 +112,12 @@ def said(answers: list[dict]) -> np.ndarray:
 
 
 def agree(answers: list[dict], images: np.ndarray) -> bool:
-    return np.allclose(said(answers), computed(images), rtol=0, atol=1e-5)
+    return np.allclose(probabilities(answers), expected(images), rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Iterator[MlflowClient]:
-    """MLflow on a database of its own, which this process and those it starts talk to."""
+    """An MLflow database for this process and its children."""
     folder = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
@@ -150,8 +150,8 @@ def model(uri):
     return load_logged(uri)
 
 
-class Server(NamedTuple):
-    """A `mlflow models serve` that has been started."""
+class ServeProcess(NamedTuple):
+    """A started `mlflow models serve`."""
 
     address: str
     process: subprocess.Popen
@@ -159,19 +159,19 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def starting(uri, tmp_path_factory) -> Iterator[Server]:
+def starting(uri, tmp_path_factory) -> Iterator[ServeProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("server")
-    words = ["-m", "mlflow", "models", "serve", "-m", uri, "--env-manager", "local", "--port", str(port)]
+    args = ["-m", "mlflow", "models", "serve", "-m", uri, "--env-manager", "local", "--port", str(port)]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, *args], cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            yield Server(f"http://127.0.0.1:{port}", process, folder / "log")
+            yield ServeProcess(f"http://127.0.0.1:{port}", process, folder / "log")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -179,7 +179,7 @@ def starting(uri, tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(starting) -> str:
-    """The address of a server that answers."""
+    """The address of a server that responds."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert starting.process.poll() is None, starting.log.read_text()
@@ -191,10 +191,10 @@ def server(starting) -> str:
     raise AssertionError(f"no server within three minutes: {starting.log.read_text()}")
 
 
-def test_every_way_to_ask_gets_what_the_network_computes(model):
+def test_every_input_format_gets_the_predictions_of_the_network(model):
     images = pictures(3)
     texts, contents = [text(image) for image in images], [encoded(image) for image in images]
-    asked = {
+    requests = {
         "tensor": images,
         "whole numbers": images.astype(np.int64),
         "texts in a frame": pd.DataFrame({"image": texts}),
@@ -206,45 +206,45 @@ def test_every_way_to_ask_gets_what_the_network_computes(model):
         "columns of pixels": {"image": images},
         "texts": texts,
     }
-    assert [name for name, question in asked.items() if not agree(model.predict(question), images)] == []
+    assert [name for name, request in requests.items() if not agree(model.predict(request), images)] == []
 
 
-def test_images_of_one_request_may_differ_in_size_and_one_may_come_alone(model):
+def test_a_request_may_mix_image_sizes_or_hold_a_single_image(model):
     large, small = pictures(2)[0], pictures(2)[1][:40, :45]
-    for question in (
+    for request in (
         [large, small],
         {"image": [large.tolist(), small.tolist()]},
         pd.DataFrame({"image": [large, small]}),
     ):
-        answers = model.predict(question)
+        answers = model.predict(request)
         assert agree(answers[:1], large[None])
-        assert np.allclose(said(answers[1:]), said(model.predict(small[None])), rtol=0, atol=1e-5)
-    for alone in (np.array(text(large)), {"image": text(large)}, [{"image": encoded(large)}]):
-        assert agree(model.predict(alone), large[None])
+        assert np.allclose(probabilities(answers[1:]), probabilities(model.predict(small[None])), rtol=0, atol=1e-5)
+    for single in (np.array(text(large)), {"image": text(large)}, [{"image": encoded(large)}]):
+        assert agree(model.predict(single), large[None])
 
 
 def test_a_request_may_be_longer_than_a_batch(model):
     images = pictures(70)
-    answers, some = model.predict(images), [0, 63, 64, 69]
+    answers, checked = model.predict(images), [0, 63, 64, 69]
     assert len(answers) == 70
-    assert agree([answers[place] for place in some], images[some])
+    assert agree([answers[index] for index in checked], images[checked])
     assert model.predict(images[:0]) == []
 
 
-def test_jpegs_are_taken_too(model):
+def test_jpegs_are_accepted_too(model):
     jpeg = encoded(pictures(1)[0], "JPEG")
     with Image.open(io.BytesIO(jpeg)) as opened:
         pixels = np.array(opened)
     assert agree(model.predict([{"image": jpeg}]), pixels[None])
 
 
-def test_top_k_stands_for_the_whole_list(model):
+def test_top_k_replaces_the_list_of_all_probabilities(model):
     images = pictures(2)
-    for answer, shares in zip(model.predict(images, params={"top_k": 3}), computed(images), strict=True):
-        order = np.argsort(-shares)[:3]
+    for answer, row in zip(model.predict(images, params={"top_k": 3}), expected(images), strict=True):
+        order = np.argsort(-row)[:3]
         assert [one["label"] for one in answer["top"]] == order.tolist()
         assert [one["class"] for one in answer["top"]] == [CLASSES[label] for label in order]
-        assert np.allclose([one["probability"] for one in answer["top"]], shares[order], rtol=0, atol=1e-5)
+        assert np.allclose([one["probability"] for one in answer["top"]], row[order], rtol=0, atol=1e-5)
         assert {name: answer[name] for name in ("label", "class", "probability")} == answer["top"][0]
         assert "probabilities" not in answer
 
@@ -261,13 +261,13 @@ def test_top_k_stands_for_the_whole_list(model):
         (np.full((4, 4, 3), 256), "image 1: got int64 from 256 to 256"),
     ],
 )
-def test_a_bad_image_is_named_by_its_place(model, second, fault):
-    with pytest.raises(MlflowException) as refused:
+def test_a_bad_image_is_named_by_its_index(model, second, fault):
+    with pytest.raises(MlflowException) as rejected:
         model.predict([{"image": encoded(pictures(1)[0])}, {"image": second}])
-    assert fault in str(refused.value)
+    assert fault in str(rejected.value)
 
 
-def test_bad_questions_are_refused_by_name(model):
+def test_bad_requests_are_rejected_by_name(model):
     with pytest.raises(MlflowException, match="got the columns picture; wanted image"):
         model.predict(pd.DataFrame({"picture": ["x"]}))
     with pytest.raises(MlflowException, match="top_k: got 6, wanted 1 to 5"):
@@ -276,23 +276,23 @@ def test_bad_questions_are_refused_by_name(model):
         model.predict(pictures(1)[0])
 
 
-def test_bce_asks_of_each_class_by_itself_and_classes_without_names_are_numbers(store, tmp_path):
+def test_bce_gives_sigmoids_and_unnamed_classes_are_numbers(store, tmp_path):
     save_model(str(tmp_path / "model"), RUN.replace({"task.loss": "bce"}), network())
     [answer] = load_logged(log_model(new_run(store), str(tmp_path / "model"))).predict(pictures(1))
-    # Softmax keeps the differences of logits: sigmoid read back gives the same ones.
-    shares = np.array(answer["probabilities"])
-    logits = np.log(shares / (1 - shares))
-    assert np.allclose(np.exp(logits) / np.exp(logits).sum(), computed(pictures(1))[0], rtol=0, atol=1e-5)
-    assert abs(shares.sum() - 1) > 0.01
+    # The softmax of the logits, recovered from the sigmoids, is the expected one.
+    sigmoids = np.array(answer["probabilities"])
+    logits = np.log(sigmoids / (1 - sigmoids))
+    assert np.allclose(np.exp(logits) / np.exp(logits).sum(), expected(pictures(1))[0], rtol=0, atol=1e-5)
+    assert abs(sigmoids.sum() - 1) > 0.01
     assert answer["class"] == str(answer["label"])
 
 
-def test_logging_changes_nothing_but_the_run(store, folder):
-    aside, run_id = new_run(store), new_run(store)
+def test_logging_a_model_changes_only_its_run(store, folder):
+    active_id, run_id = new_run(store), new_run(store)
     store.log_param(run_id, "optim.lr", "3e-4")
-    with mlflow.start_run(aside):
+    with mlflow.start_run(active_id):
         uri = log_model(run_id, folder)
-        assert mlflow.active_run().info.run_id == aside
+        assert mlflow.active_run().info.run_id == active_id
         assert mlflow.get_active_model_id() is None
         assert mlflow.last_logged_model() is None
     logged = store.get_logged_model(uri.removeprefix("models:/"))
@@ -300,21 +300,21 @@ def test_logging_changes_nothing_but_the_run(store, folder):
     assert logged.experiment_id == store.get_run(run_id).info.experiment_id
     assert logged.params == {"optim.lr": "3e-4"}
     assert [output.model_id for output in store.get_run(run_id).outputs.model_outputs] == [logged.model_id]
-    assert store.get_run(aside).outputs is None or not store.get_run(aside).outputs.model_outputs
+    assert store.get_run(active_id).outputs is None or not store.get_run(active_id).outputs.model_outputs
 
 
-def test_nothing_logged_is_a_pickle(uri, tmp_path):
+def test_a_logged_model_holds_no_pickle(uri, tmp_path):
     root = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(tmp_path)))
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     assert {"artifacts/model/model.safetensors", "code/vitray/storage.py", "serving.py", "MLmodel"} <= set(files)
     kinds = {Path(name).suffix for name in files}
     assert kinds <= {".safetensors", ".py", ".yaml", ".json", ".txt", ""}
     assert {name for name in files if not Path(name).suffix} <= {"MLmodel", "registered_model_meta"}
-    # 0x80 begins a pickle, PK the archive that torch.save makes of one.
+    # The first bytes of a pickle, and of the archive that torch.save writes.
     assert [name for name, path in files.items() if path.read_bytes()[:2] in (b"\x80\x04", b"\x80\x05", b"PK")] == []
 
 
-def test_a_model_without_a_head_is_kept_and_registered_but_not_served(store, tmp_path):
+def test_a_model_without_a_head_is_logged_and_registered_but_not_served(store, tmp_path):
     run = RUN.replace({"model.num_classes": None})
     save_model(str(tmp_path / "model"), run, network(run))
     run_id = new_run(store)
@@ -326,7 +326,7 @@ def test_a_model_without_a_head_is_kept_and_registered_but_not_served(store, tmp
         load_logged(uri)
 
 
-def test_a_folder_on_s3_is_logged_alike(store, folder, s3_server):
+def test_a_folder_on_s3_is_logged_too(store, folder, s3_server):
     for name in storage.list_files(folder):
         storage.write_bytes(storage.join("s3://bucket/served", name), storage.read_bytes(storage.join(folder, name)))
     images = pictures(1)
@@ -340,29 +340,29 @@ def test_a_registered_model_is_loaded_by_its_alias(store, uri):
     assert agree(load_logged("models:/vit@champion").predict(images), images)
 
 
-def test_it_loads_without_vitray_and_ray_and_requires_what_it_imports(uri, starting, tmp_path):
-    # The server starts meanwhile.
+def test_it_loads_without_vitray_and_ray_and_its_requirements_match_its_imports(uri, starting, tmp_path):
+    # Meanwhile the server starts.
     images = pictures(2)
     (tmp_path / "image.png").write_bytes(encoded(images[0]))
     np.save(tmp_path / "tensor.npy", images)
     command = [sys.executable, "-c", CENSUS, uri]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert agree(told["records"], images[:1])
-    assert agree(told["tensor"], images)
-    ours = str(Path(__file__).parents[1] / "vitray")
-    assert [file for file in told["files"] if file.startswith(ours)] == []
-    loaded = {name for file in told["files"] for name in imported(ast.parse(Path(file).read_text()))}
-    # pydantic pins its own core.
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert agree(result["records"], images[:1])
+    assert agree(result["tensor"], images)
+    package = str(Path(__file__).parents[1] / "vitray")
+    assert [file for file in result["files"] if file.startswith(package)] == []
+    loaded = {name for file in result["files"] for name in imported(ast.parse(Path(file).read_text()))}
+    # pydantic pins pydantic_core itself.
     needed = loaded - sys.stdlib_module_names - {"vitray", "pydantic_core"}
     owners = {name: {owner.lower() for owner in packages_distributions()[name]} for name in needed}
-    assert [name for name, those in owners.items() if not those & set(REQUIREMENTS)] == []
+    assert [name for name, packages in owners.items() if not packages & set(REQUIREMENTS)] == []
     assert set(REQUIREMENTS) <= set().union(*owners.values())
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """The packages that a module imports when it is loaded."""
+    """Return the packages that a module imports at the top level."""
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
@@ -371,17 +371,17 @@ def imported(tree: ast.Module) -> set[str]:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-def post(address: str, question: dict) -> list[dict]:
-    content = json.dumps(question).encode()
+def post(address: str, body: dict) -> list[dict]:
+    content = json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/invocations", content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answered:
-        return json.load(answered)["predictions"]
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["predictions"]
 
 
 def test_the_server_answers_images_and_tensors(server):
     images = pictures(2)
     records = [{"image": text(image)} for image in images]
-    for question in (
+    for body in (
         {"dataframe_records": records},
         {"dataframe_split": {"columns": ["image"], "data": [[record["image"]] for record in records]}},
         {"inputs": records},
@@ -389,15 +389,15 @@ def test_the_server_answers_images_and_tensors(server):
         {"inputs": images.tolist()},
         {"instances": images.tolist()},
     ):
-        assert agree(post(server, question), images)
+        assert agree(post(server, body), images)
     [answer] = post(server, {"dataframe_records": records[:1], "params": {"top_k": 2}})
-    assert [one["label"] for one in answer["top"]] == np.argsort(-computed(images[:1])[0])[:2].tolist()
+    assert [one["label"] for one in answer["top"]] == np.argsort(-expected(images[:1])[0])[:2].tolist()
 
 
 def test_the_server_names_a_bad_image(server):
     good, bad = {"image": text(pictures(1)[0])}, {"image": base64.b64encode(b"hello").decode()}
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as rejected:
         post(server, {"dataframe_records": [good, bad]})
-    with refused.value as answer:
-        assert answer.code == 400
-        assert json.load(answer)["message"].endswith("Error: image 1: not an image")
+    with rejected.value as response:
+        assert response.code == 400
+        assert json.load(response)["message"].endswith("Error: image 1: not an image")

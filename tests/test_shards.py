@@ -1,4 +1,4 @@
-"""Writing datasets: every source, every nasty image, the same bytes however they were written."""
+"""Writing datasets: every kind of source, odd and broken images, reproducible bytes."""
 
 import gzip
 import io
@@ -22,20 +22,20 @@ from PIL import Image
 
 from pipelines import shard
 from pipelines.__main__ import run_verb
-from vitray.data.augment.decode import UndecodableImage, shown
-from vitray.data.shards import Settings, open_dataset, read_job, write_dataset
+from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
+from vitray.data.shards import ShardSettings, open_dataset, read_request, write_dataset
 from vitray.data.shards.demo import demo_classes, demo_item
-from vitray.data.shards.images import look, png
+from vitray.data.shards.images import image_stats, png
 from vitray.data.shards.plan import find_duplicates
-from vitray.data.shards.sources import Listing, list_source, read_items, recognise
-from vitray.data.shards.tasks import Progress
+from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.data.shards.sources import Listing, detect_kind, list_source, read_items
 from vitray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
 
 def photo(number: int, size: tuple[int, int] = (24, 16)) -> Image.Image:
-    """A smooth picture that no other number gives."""
+    """Return a smooth picture, different for each number."""
     rng = np.random.default_rng(number)
     return Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8)).resize(size, Image.Resampling.BICUBIC)
 
@@ -52,7 +52,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def class_folders(root: Path, counts: dict[str, int]) -> Path:
-    """A folder of class folders: {"train/cat": 3} writes three JPEGs there, all different."""
+    """Write class folders: {"train/cat": 3} writes three different JPEGs there."""
     number = 0
     for folder, count in counts.items():
         for index in range(count):
@@ -65,17 +65,17 @@ def one_by_one(function, calls):
     return [function(*call) for call in calls]
 
 
-def listed(source: Path | str, *words: str, splits: tuple[str, ...] = ()) -> Listing:
-    job = read_job(str(source), "unused", splits, words)
-    return list_source(job, recognise(job), one_by_one)
+def listed(source: Path | str, *overrides: str, splits: tuple[str, ...] = ()) -> Listing:
+    request = read_request(str(source), "unused", splits, overrides)
+    return list_source(request, detect_kind(request), one_by_one)
 
 
-def contents(listing: Listing, source: Path | str, *words: str) -> list[tuple[bytes, int | None]]:
-    return list(read_items(listing.kind, listing.items, read_job(str(source), "unused", (), words)))
+def contents(listing: Listing, source: Path | str, *overrides: str) -> list[tuple[bytes, int | None]]:
+    return list(read_items(listing.kind, listing.items, read_request(str(source), "unused", (), overrides)))
 
 
 def pixels(content: bytes) -> np.ndarray:
-    return np.asarray(shown(content))
+    return np.asarray(decode_with_pillow(content))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -159,7 +159,7 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
     listing = listed(source)
     assert listing.classes == ("0", "1", "2")
     assert [item.label for item in listing.items] == [2, 0]
-    with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: say label=COLUMN; nearest"):
+    with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; nearest"):
         listed(source, "label=klass")
 
 
@@ -333,17 +333,19 @@ HANDLED = {
 
 
 @pytest.mark.parametrize("name", HANDLED)
-def test_an_image_is_shown_as_a_viewer_shows_it(name):
+def test_an_image_is_decoded_as_a_viewer_shows_it(name):
     content, size, corner = HANDLED[name]
-    image = shown(content)
+    image = decode_with_pillow(content)
     assert (image.mode, image.size) == ("RGB", size)
     assert np.abs(np.subtract(image.getpixel((0, 0)), corner)).max() <= 1
 
 
 def test_exif_turns_an_image_upright():
-    assert shown(exif_rotated()).size == (16, 24)
-    plain = shown(encoded(photo(1)))
-    assert np.array_equal(np.asarray(shown(exif_rotated())), np.asarray(plain.transpose(Image.Transpose.ROTATE_270)))
+    assert decode_with_pillow(exif_rotated()).size == (16, 24)
+    plain = decode_with_pillow(encoded(photo(1)))
+    assert np.array_equal(
+        np.asarray(decode_with_pillow(exif_rotated())), np.asarray(plain.transpose(Image.Transpose.ROTATE_270))
+    )
 
 
 def bomb() -> bytes:
@@ -353,7 +355,7 @@ def bomb() -> bytes:
     return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:]
 
 
-REFUSED = {
+BROKEN = {
     "empty": (b"", "empty file"),
     "text": (b"<html>404 not found</html>", "not an image"),
     "truncated": (encoded(photo(1))[:-40], "cannot be decoded: .*truncated"),
@@ -364,44 +366,44 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_shown_is_refused_with_a_reason(name):
-    content, reason = REFUSED[name]
-    with pytest.raises(UndecodableImage, match=reason) as refused:
-        shown(content)
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_undecodable_image_is_rejected_with_a_reason(name):
+    content, reason = BROKEN[name]
+    with pytest.raises(UndecodableImage, match=reason) as first:
+        decode_with_pillow(content)
     with pytest.raises(UndecodableImage) as again:
-        shown(content)
-    assert str(refused.value) == str(again.value)
+        decode_with_pillow(content)
+    assert str(first.value) == str(again.value)
 
 
 def test_the_pixel_limit_is_a_setting():
-    assert shown(encoded(photo(1)), 24 * 16).size == (24, 16)
+    assert decode_with_pillow(encoded(photo(1)), 24 * 16).size == (24, 16)
     with pytest.raises(UndecodableImage, match="too large: 24x16, max_pixels=383"):
-        shown(encoded(photo(1)), 383)
+        decode_with_pillow(encoded(photo(1)), 383)
 
 
 def test_moments_are_exact():
     image = photo(3)
     values = np.asarray(image).reshape(-1, 3).astype(np.int64)
-    assert look(image, fingerprint=False).moments == [*values.sum(0), *(values**2).sum(0)]
+    assert image_stats(image, fingerprint=False).moments == [*values.sum(0), *(values**2).sum(0)]
 
 
 # ---- the whole verb --------------------------------------------------------------------------------------------------
 
 
-def sharded(source: Path | str, dest: Path | str, *words: str) -> int:
-    return run_verb(shard.main, [str(source), str(dest), *words])
+def sharded(source: Path | str, dest: Path | str, *overrides: str) -> int:
+    return run_verb(shard.main, [str(source), str(dest), *overrides])
 
 
 @pytest.fixture(scope="module")
 def nasty(tmp_path_factory) -> Path:
-    """Class folders in which good images, odd ones and broken ones lie, some of them twice."""
+    """Class folders with good, odd and broken images, some of them duplicates."""
     root = tmp_path_factory.mktemp("nasty")
     class_folders(root, {"train/cat": 30, "train/dog": 25, "val/cat": 12})
     for folder, table in (("train/dog", HANDLED), ("val/dog", {"exif": (exif_rotated(),)})):
         for name, (content, *_) in table.items():
             write(root / folder / f"{name}.img", content)
-    for name, (content, _) in REFUSED.items():
+    for name, (content, _) in BROKEN.items():
         write(root / "train/cat" / f"{name}.bad", content)
     write(root / "train/dog/repeated.jpg", encoded(photo(0)))
     write(root / "train/dog/leaked.jpg", (root / "val/cat/003.jpg").read_bytes())
@@ -412,13 +414,13 @@ def nasty(tmp_path_factory) -> Path:
 def test_bytes_do_not_depend_on_the_workers(ray_cluster, nasty, tmp_path, capsys):
     words = ("max_rejects=0.1", "shard_bytes=9000", "row_group=8", "seed=5", "--json")
     assert sharded(nasty, tmp_path / "one", *words, "workers=1", "chunk=7") == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert sharded(nasty, tmp_path / "two", *words, "workers=2", "chunk=64") == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
-    result = json.loads(told.out.splitlines()[-1])
+    result = json.loads(printed.out.splitlines()[-1])
     assert result["splits"] == {"train": 65, "val": 13}
-    assert "inspected 86/86 images" in told.err
-    assert "\r" not in told.err
+    assert "inspected 86/86 images" in printed.err
+    assert "\r" not in printed.err
 
 
 @pytest.mark.ray
@@ -436,17 +438,17 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
     for name, row in named.items():
         assert row["image"] == (nasty / name).read_bytes()
         assert dataset.classes[row["label"]] == name.split("/")[1]
-        assert shown(row["image"]).size == (row["width"], row["height"])
+        assert decode_with_pillow(row["image"]).size == (row["width"], row["height"])
     upright = next(row for row in rows(tmp_path / "d", "val").to_pylist() if "exif" in row["key"])
     assert (upright["width"], upright["height"]) == (16, 24)
     assert list(named) != sorted(named)
     assert dataset.splits["train"].class_counts == (30, 35)
 
-    # What was left out is named, with its reason.
+    # Each rejected image is listed with its reason.
     rejects = pq.read_table(tmp_path / "d/rejects.parquet").to_pylist()
     broken = {row["file"] for row in rejects if row["file"].endswith(".bad")}
-    assert broken == {f"train/cat/{name}.bad" for name in REFUSED}
-    assert dataset.rejects.count == len(REFUSED)
+    assert broken == {f"train/cat/{name}.bad" for name in BROKEN}
+    assert dataset.rejects.count == len(BROKEN)
     assert dataset.rejects.reasons["not an image"] == 2
     assert ("train/dog/leaked.jpg", "shows the same as val/cat/003.jpg") in [(r["file"], r["reason"]) for r in rejects]
     assert dataset.duplicates.model_dump() == {"within": {"train": 1, "val": 0}, "across": 1, "removed": 1}
@@ -469,21 +471,21 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
 @pytest.mark.ray
 def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, nasty, tmp_path, capsys):
     assert sharded(nasty, tmp_path / "d") == 2
-    said = capsys.readouterr().err
-    assert f"{len(REFUSED)} of 86 images cannot be used, more than max_rejects=0.01 allows" in said
-    assert "train/cat/empty.bad: empty file" in said
-    assert pq.read_metadata(tmp_path / "d/rejects.parquet").num_rows == len(REFUSED)
+    printed = capsys.readouterr().err
+    assert f"{len(BROKEN)} of 86 images cannot be used, more than max_rejects=0.01 allows" in printed
+    assert "train/cat/empty.bad: empty file" in printed
+    assert pq.read_metadata(tmp_path / "d/rejects.parquet").num_rows == len(BROKEN)
     with pytest.raises(ConfigError, match=r"no dataset here: no dataset\.json"):
         open_dataset(str(tmp_path / "d"))
     assert sharded(nasty, tmp_path / "d", "max_rejects=0.1") == 0
-    assert "inspected" not in capsys.readouterr().err  # what the first run found was kept
+    assert "inspected" not in capsys.readouterr().err  # the inspection of the first run is reused
 
 
 @pytest.mark.ray
 def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
     words = ["demo", "images=300", "image_size=24", "shard_bytes=6000", "chunk=10", "workers=1"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    write_dataset(read_job(words[0], str(whole), (), words[1:]))
+    write_dataset(read_request(words[0], str(whole), (), words[1:]))
     command = [sys.executable, "-m", "pipelines.shard", words[0], str(killed), *words[1:]]
     for seen in (".work/found-*", "train-*.parquet"):  # once in each pass
         job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"RAY_ADDRESS": ray_cluster}, stderr=subprocess.PIPE)
@@ -498,22 +500,22 @@ def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
         assert not (killed / "dataset.json").exists()
     assert (killed / ".work").exists()
     before = {path: path.stat().st_mtime_ns for path in killed.glob("train-*.parquet")}
-    write_dataset(read_job(words[0], str(killed), (), words[1:]))
+    write_dataset(read_request(words[0], str(killed), (), words[1:]))
     assert tree(killed) == tree(whole)
     assert before
     assert sum(path.stat().st_mtime_ns == written for path, written in before.items()) >= len(before) - 1
 
 
 @pytest.mark.ray
-def test_resize_re_encodes_what_is_larger(ray_cluster, tmp_path):
+def test_resize_re_encodes_larger_images(ray_cluster, tmp_path):
     source = tmp_path / "s"
     write(source / "a/large.png", flat(photo(1, (64, 32))))
     small = write(source / "a/small.jpg", encoded(photo(2, (20, 16)))).read_bytes()
     assert sharded(source, tmp_path / "d", "resize=16") == 0
-    found = {row["key"].rpartition("/")[2]: row for row in rows(tmp_path / "d", "train").to_pylist()}
-    assert found["small.jpg"]["image"] == small
-    large = found["large.png"]
-    assert (large["width"], large["height"]) == (32, 16) == shown(large["image"]).size
+    by_name = {row["key"].rpartition("/")[2]: row for row in rows(tmp_path / "d", "train").to_pylist()}
+    assert by_name["small.jpg"]["image"] == small
+    large = by_name["large.png"]
+    assert (large["width"], large["height"]) == (32, 16) == decode_with_pillow(large["image"]).size
     assert Image.open(io.BytesIO(large["image"])).format == "JPEG"
 
 
@@ -559,39 +561,39 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
     )
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- rejected input --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
-        (["demo", "d", "imagse=3"], r"the word 'imagse=3': imagse: unknown setting, .*nearest"),
+        (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*nearest"),
         (["demo", "d", "images=0"], "images: got 0, wanted greater than or equal to 1"),
         (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', wanted .*nearest"),
         (["demo", "d", "task=sahpe"], r"task: got 'sahpe', wanted shape or texture"),
-        (["s", "d", "images=3"], "images: a setting of the demo source alone; the source here is s"),
+        (["s", "d", "images=3"], "images: a setting of the demo source only; the source here is s"),
         (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
         (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
         (["s", "s/inside"], "lies within the source"),
         (["s", "full"], "full: holds other files, such as diary.txt: wanted a new or empty folder"),
-        (["mixed", "d"], "could be tar or folder: say kind=, one of folder, index"),
-        (["words", "d"], "its 1 files are of no kind known"),
+        (["mixed", "d"], "could be tar or folder: set kind=, one of folder, index"),
+        (["words", "d"], "its 1 files are of no known kind"),
         (["s", "d", "--index-only"], "--index-only: wanted Parquet with images in it; s is of kind folder"),
         (["s", "d", "--split", "val=1.5"], "--split val=1.5: wanted each NAME once, or NAME=SHARE"),
         (["s", "d", "--split", "a=0.5", "--split", "b=0.5"], "the shares leave nothing to train"),
     ],
 )
-def test_bad_words_end_with_one_message(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_arguments_end_with_one_message(tmp_path, monkeypatch, capsys, args, message):
     monkeypatch.chdir(tmp_path)
     class_folders(tmp_path / "s", {"cat": 1})
     class_folders(tmp_path / "mixed", {"cat": 1})
     write(tmp_path / "mixed/a.tar", b"")
     write(tmp_path / "words/a.txt", b"")
     write(tmp_path / "full/diary.txt", b"")
-    assert run_verb(shard.main, words) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.search(said, told.err), told.err
+    assert run_verb(shard.main, args) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(message, printed.err), printed.err
     assert not (tmp_path / "d/dataset.json").exists()
 
 
@@ -617,21 +619,21 @@ def test_a_finished_dataset_is_left_alone(ray_cluster, tmp_path, capsys):
 # ---- duplicates ------------------------------------------------------------------------------------------------------
 
 
-def found_of(images: list[tuple[str, bytes]]) -> pa.Table:
-    looks = [look(shown(content), fingerprint=True) for _, content in images]
+def inspected(images: list[tuple[str, bytes]]) -> pa.Table:
+    stats = [image_stats(decode_with_pillow(content), fingerprint=True) for _, content in images]
     return pa.table(
         {
             "split": [split for split, _ in images],
             "sha256": [str(hash(content)) for _, content in images],
             **{
-                field: [getattr(one, field) for one in looks] for field in ("width", "height", "moments", "fingerprint")
+                field: [getattr(one, field) for one in stats] for field in ("width", "height", "moments", "fingerprint")
             },
         }
     )
 
 
-def test_near_duplicates_are_found_by_eye():
-    pictures = [shown(demo_item(number, 0, 96, "shape")[0]) for number in range(60)]
+def test_near_duplicates_are_found_by_fingerprint():
+    pictures = [decode_with_pillow(demo_item(number, 0, 96, "shape")[0]) for number in range(60)]
     again = encoded(pictures[7].resize((64, 64), Image.Resampling.BICUBIC), quality=80)
     images = [("train", encoded(picture, quality=95)) for picture in pictures]
     images += [
@@ -639,30 +641,30 @@ def test_near_duplicates_are_found_by_eye():
         ("val", flat(Image.new("RGB", (9, 9), "white"))),
         ("train", flat(Image.new("RGB", (9, 9)))),
     ]
-    counts, in_train = find_duplicates(found_of(images), "perceptual")
+    counts, in_train = find_duplicates(inspected(images), "perceptual")
     assert in_train == {7: 60}
     assert counts.model_dump() == {"within": {"train": 0, "val": 0}, "across": 1, "removed": 1}
-    assert find_duplicates(found_of(images), "exact")[1] == {}
+    assert find_duplicates(inspected(images), "exact")[1] == {}
 
 
 def test_duplicates_within_a_split_stay_and_are_counted():
     images = [(split, encoded(photo(number))) for split, number in [*[("train", 0)] * 3, ("val", 1), ("test", 1)]]
-    counts, in_train = find_duplicates(found_of(images), "exact")
+    counts, in_train = find_duplicates(inspected(images), "exact")
     assert in_train == {}
     assert counts.model_dump() == {"within": {"train": 2, "val": 0, "test": 0}, "across": 1, "removed": 0}
-    assert find_duplicates(found_of(images), "off")[0].across == 0
+    assert find_duplicates(inspected(images), "off")[0].across == 0
 
 
-def test_the_progress_line_is_rewritten_on_a_terminal_alone(capsys, monkeypatch):
+def test_the_progress_line_is_rewritten_on_a_terminal_only(capsys, monkeypatch):
     for live in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda live=live: live)
-        progress = Progress("read", 2000)
+        progress = ProgressLine("read", 2000)
         progress.add(1500)
         progress.end()
-        told = capsys.readouterr().err
-        assert "read 1,500/2,000 images, " in told
-        assert told.startswith("\r") is live
+        printed = capsys.readouterr().err
+        assert "read 1,500/2,000 images, " in printed
+        assert printed.startswith("\r") is live
 
 
-def test_every_setting_says_what_it_is():
-    assert all(field.description for name, field in Settings.model_fields.items())
+def test_every_setting_has_a_description():
+    assert all(field.description for name, field in ShardSettings.model_fields.items())

@@ -1,4 +1,4 @@
-"""A space of points: each one a run, with a name of its own; every fault has one message, with its place."""
+"""Search spaces: points, their names and runs, and one message with its line for every fault."""
 
 import contextlib
 import math
@@ -15,22 +15,22 @@ from test_layers import ROOT
 import tune_spaces
 from pipelines import recipes
 from vitray.config import Run, load_run
-from vitray.config.sweep import Draw, spelled
+from vitray.config.sweep import Distribution, slug
 from vitray.errors import ConfigError
 from vitray.sweep.expressions import evaluate, names_in
 from vitray.sweep.space import (
     Space,
+    check_overrides,
     check_space,
-    check_words,
     draw_point,
-    extended,
+    extend_space,
     grid_points,
     name_of,
     random_points,
     read_space,
     run_of,
+    split_overrides,
     stage_space,
-    words_apart,
 )
 from vitray.train.schedule import total_steps
 
@@ -59,7 +59,7 @@ def named(space):
 # ---- grids -----------------------------------------------------------------------------------------------------------
 
 
-def test_thirty_six_blocks_are_four_shapes(tmp_path):
+def test_a_grid_with_a_constraint(tmp_path):
     space = space_of(tmp_path, DEPTH)
     points = grid_points(space)
     assert len(points) == 4 * 2 * 3
@@ -80,7 +80,7 @@ def test_thirty_six_blocks_are_four_shapes(tmp_path):
 
 @given(blocks=st.integers(1, 60), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)), seeds=st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
-def test_a_grid_is_the_product_less_what_is_forbidden(blocks, sizes, seeds):
+def test_a_grid_is_the_product_without_forbidden_points(blocks, sizes, seeds):
     depths, branches = (list(range(1, size + 1)) for size in sizes)
     space = Space.model_validate(
         {
@@ -113,12 +113,12 @@ values = st.one_of(
 @given(
     grids=st.dictionaries(
         st.sampled_from(["optim.lr", "optim.rule", "data.url", "evaluate.batch", "optim.batch"]),
-        st.lists(values, min_size=1, max_size=4, unique_by=spelled),
+        st.lists(values, min_size=1, max_size=4, unique_by=slug),
         min_size=1,
     )
 )
 @settings(deadline=None, max_examples=100)
-def test_names_tell_points_apart_and_are_fit_for_a_path(tmp_path_factory, grids):
+def test_names_are_unique_and_safe_in_a_path(tmp_path_factory, grids):
     space = Space.model_validate({"space": {name: {"grid": grid} for name, grid in grids.items()}})
     names = named(space)
     assert len(set(names)) == len(names) == math.prod(map(len, grids.values()))
@@ -135,23 +135,23 @@ def test_names_tell_points_apart_and_are_fit_for_a_path(tmp_path_factory, grids)
         (True, "true"), (None, "null"), (12, "12"), ("90 epochs", "90_epochs"), ({"kind": "sgd", "x": 1}, "sgd,x=1"),
     ],
 )  # fmt: skip
-def test_values_are_short_in_names(value, label):
-    assert spelled(value) == label
+def test_slugs_are_short(value, label):
+    assert slug(value) == label
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 @settings(deadline=None)
-def test_a_number_in_a_name_is_exact(number):
-    assert float(spelled(number)) == number
+def test_the_slug_of_a_number_is_exact(number):
+    assert float(slug(number)) == number
 
 
-def test_names_say_what_varies_and_nothing_twice(tmp_path):
-    # Another width, so that the shape would not do; of a value the last word, where that is enough.
+def test_names_list_each_varying_setting_once(tmp_path):
+    # Widths differ, so depth x branches is ambiguous. A path is shortened to its last part if that is unique.
     text = "space:\n  model.name: {grid: [ViT-B/16, vit_s12x1_16]}\n  data.url: {grid: [a/cars, b/pets]}\n"
     assert named(space_of(tmp_path, text))[:2] == ["vit_b12x1_16 url=cars", "vit_b12x1_16 url=pets"]
     text = "space:\n  data.url: {grid: [a/x, b/x]}\n  optim.batch: {grid: [1, 2]}\n  evaluate.batch: {grid: [3, 4]}\n"
     assert named(space_of(tmp_path, text))[0] == "url=a_x optim.batch=1 evaluate.batch=3"
-    # A variable that follows from another by `where` is left out, the later one first.
+    # A name leaves out variables that follow from another by `where`, the later one first.
     text = """
 space:
   rule: {grid: [adamw, sgd]}
@@ -165,7 +165,7 @@ where: [(rate == 1) == (rule == "adamw")]
     assert [point.settings["optim.lr"] for point in check_space(space, Run())] == [1e-3, 0.03]
 
 
-def test_a_section_is_drawn_whole_and_named_by_its_kind(tmp_path):
+def test_a_section_is_one_value_named_by_its_kind(tmp_path):
     text = "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.8}, {kind: adamw}, lamb]}\n"
     space = space_of(tmp_path, text)
     assert named(space) == ["rule=sgd", "rule=adamw", "rule=lamb"]
@@ -177,7 +177,7 @@ def test_a_section_is_drawn_whole_and_named_by_its_kind(tmp_path):
     assert named(space_of(tmp_path, text)) == ["rule=sgd,momentum=0.8", "rule=sgd,momentum=0.9"]
 
 
-# ---- cases, and what is trained before -------------------------------------------------------------------------------
+# ---- cases and stages ------------------------------------------------------------------------------------------------
 
 STEMS = """
 space:
@@ -196,7 +196,7 @@ before:
 """
 
 
-def test_a_case_sets_what_goes_together(tmp_path):
+def test_a_case_sets_several_settings(tmp_path):
     text = 'space:\n  rule:\n    cases:\n      a: {optim.rule: sgd, optim.lr: 0.1}\n      b: {optim.lr: "{rate}"}\n'
     space = space_of(tmp_path, text + "  rate: {grid: [0.2, 0.3]}\n")
     assert named(space) == ["rule=a rate=0.2", "rule=a rate=0.3", "rule=b rate=0.2", "rule=b rate=0.3"]
@@ -204,13 +204,13 @@ def test_a_case_sets_what_goes_together(tmp_path):
     assert (last.settings, last.shown) == ({"optim.lr": 0.3}, {"rule": "b"})
     with pytest.raises(ConfigError, match=r"the point rule=a rate=0.3: is the same run as rule=a rate=0.2"):
         check_space(space, Run())
-    with pytest.raises(ConfigError, match=r"optim.lr=1: the space sets optim.lr too|the word optim.lr=...: the space"):
-        check_words(space, ["optim.lr=1"])
-    with pytest.raises(ConfigError, match=r"rule=c': a case is added in the file"):
-        extended(space, ["rule=c"])
+    with pytest.raises(ConfigError, match=r"optim.lr=1: the space sets optim.lr too|override optim.lr=...: the space"):
+        check_overrides(space, ["optim.lr=1"])
+    with pytest.raises(ConfigError, match=r"rule=c': add a case in the file"):
+        extend_space(space, ["rule=c"])
 
 
-def test_each_trial_takes_what_was_trained_for_it(tmp_path):
+def test_each_trial_starts_from_its_run_of_a_stage(tmp_path):
     space = space_of(tmp_path, STEMS)
     base = load_run(recipes.path_of("demo"), ["model.image_size=32"])
     points = {name_of(point, space): point for point in check_space(space, base)}
@@ -229,17 +229,17 @@ def test_each_trial_takes_what_was_trained_for_it(tmp_path):
     assert (last["model.name"], last["seed"]) == ("vit_u2x1_8_hmlp_ln", 1)
 
 
-def test_words_for_what_is_trained_before_are_told_by_its_name(tmp_path):
+def test_a_stage_name_directs_an_override_to_the_stage(tmp_path):
     space = space_of(tmp_path, STEMS)
-    own, apart = words_apart(space, ["seed=1", "codes.optim.lr=2", "pretrained.optim.duration=1 epoch"])
+    own, stages = split_overrides(space, ["seed=1", "codes.optim.lr=2", "pretrained.optim.duration=1 epoch"])
     assert own == ["seed=1"]
-    assert apart == {
+    assert stages == {
         "codes": ["tokenizer_demo", "optim.lr=2"],
         "pretrained": ["masked_demo", "optim.duration=1 epoch"],
     }
 
 
-def test_the_second_case_of_stems_is_the_recipe_of_beits_fine_tuning():
+def test_the_second_case_of_stems_equals_the_recipe_of_fine_tuned_beit():
     space = read_space(tune_spaces.path_of("stems"))
     base = load_run(recipes.path_of("a2_b16_imagenet"))
     point = next(point for point in check_space(space, base) if point.before)
@@ -247,21 +247,21 @@ def test_the_second_case_of_stems_is_the_recipe_of_beits_fine_tuning():
     assert {name for name in ours if ours[name] != own[name]} == {"model.name", "task.weights"}
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------------------------------
 
 bounds = st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted).filter(lambda pair: pair[1] - pair[0] > 1e-6)
 
 
 @given(bounds, st.floats(0, 1))
 @settings(deadline=None)
-def test_a_range_is_not_left(pair, share):
+def test_values_stay_in_their_range(pair, share):
     for kind, (low, high) in (("uniform", pair), ("loguniform", [math.exp(bound / 1e3) for bound in pair])):
-        draw = Draw.model_validate({kind: [low, high]})
-        value = draw.snapped(low + share * (high - low))
+        distribution = Distribution.model_validate({kind: [low, high]})
+        value = distribution.snap(low + share * (high - low))
         assert low <= value <= high
         assert abs(value - (low + share * (high - low))) <= 1e-3 * max(high - low, value)
-        assert draw.snapped(value) == value
-        assert low <= draw.snapped(draw.sample(random.Random(0))) <= high
+        assert distribution.snap(value) == value
+        assert low <= distribution.snap(distribution.sample(random.Random(0))) <= high
 
 
 @given(
@@ -271,19 +271,19 @@ def test_a_range_is_not_left(pair, share):
     share=st.floats(0, 1),
 )
 @settings(deadline=None)
-def test_a_lattice_is_kept_to(low, steps, step, share):
+def test_values_stay_on_their_steps(low, steps, step, share):
     whole = isinstance(low, int) and isinstance(step, int)
     numbers = [number if whole else float(number) for number in (low, low + steps * step, step)]
-    draw = Draw.model_validate({"quniform": numbers})
-    value = draw.snapped(numbers[0] + share * (numbers[1] - numbers[0]))
+    distribution = Distribution.model_validate({"quniform": numbers})
+    value = distribution.snap(numbers[0] + share * (numbers[1] - numbers[0]))
     assert isinstance(value, int) == whole
     on = (Decimal(str(value)) - Decimal(str(numbers[0]))) / Decimal(str(numbers[2]))
     assert on == int(on)
     assert 0 <= on <= steps
-    assert Draw.model_validate({"quniform": [0, 10, 4]}).snapped(10) == 8  # the highest that is both on it and within
+    assert Distribution.model_validate({"quniform": [0, 10, 4]}).snap(10) == 8  # the highest step within the range
 
 
-def test_random_points_are_allowed_and_differ(tmp_path):
+def test_random_points_are_allowed_and_different(tmp_path):
     text = f"""
 space:
   depth: {{choice: [12, 6, 4, 3]}}
@@ -302,7 +302,7 @@ where: [depth * branches == 12]
     for point in points:
         assert point.drawn["depth"] * point.drawn["branches"] == 12
         assert point.settings["optim.batch"] in (32, 64, 96, 128)
-        assert f"lr={spelled(point.settings['optim.lr'])}" in name_of(point, space)
+        assert f"lr={slug(point.settings['optim.lr'])}" in name_of(point, space)
     drawn = {"depth": 12, "branches": 1, "optim.lr": 1.23456e-3, "optim.batch": 70.0}
     assert draw_point(space, drawn).settings == {"model.name": "vit_u12x1_16", "optim.lr": 1.235e-3, "optim.batch": 64}
     assert draw_point(space, drawn | {"branches": 2}) is None
@@ -325,7 +325,7 @@ def test_the_corners_of_a_search_are_checked(tmp_path):
         ("-b + 3 == 1 - 0", True), ("w not in ['s'] and a / 0 > 1", False), ("n == None", True), ("True", True),
     ],
 )  # fmt: skip
-def test_an_expression_computes_what_it_says(expression, is_true):
+def test_an_expression_is_evaluated(expression, is_true):
     assert evaluate(expression, {"a": 18, "b": 2, "w": "s", "n": None}) is is_true
 
 
@@ -340,7 +340,7 @@ def test_an_expression_computes_what_it_says(expression, is_true):
         "a < 'b'", "a in a", "a / 0 == 1", "a", "a and b", "not a", "a * 2", "1e308 * 10 // 0 == 1",
     ],
 )  # fmt: skip
-def test_an_expression_can_do_nothing_else(expression):
+def test_any_other_expression_is_refused(expression):
     with pytest.raises(ConfigError):
         evaluate(expression, {"a": 18, "b": 2, "w": "s"})
 
@@ -350,50 +350,53 @@ tokens = ["a", "b", "(", ")", "*", "/", "==", "<", "and", "or", "not", "in", "["
 
 @given(st.text(max_size=30) | st.lists(st.sampled_from(tokens)).map(" ".join))
 @settings(deadline=None)
-def test_any_text_is_an_answer_or_a_refusal(text):
+def test_any_text_is_evaluated_or_refused(text):
     with contextlib.suppress(ConfigError):
         assert isinstance(evaluate(text, dict.fromkeys(names_in(text), 3)), bool)
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
-BEFORE = "space:\n  seed: {seeds: 2}\n  task.weights: '{a}'\nbefore:\n  a: {recipe: demo"
-BAD = [
+STAGE = "space:\n  seed: {seeds: 2}\n  task.weights: '{a}'\nbefore:\n  a: {recipe: demo"
+FAULTY = [
     (
         "space:\n  r: {cases: {a: {optim.lrr: 1}}}",
         "space.yaml:2: space.r.cases.a.optim.lrr: unknown",
         "nearest: optim.lr",
     ),
     ("space:\n  r: {cases: {a: {compute.workers: 1}}}", "r.cases.a.compute.workers: is the same for all trials of a"),
-    ("space:\n  r: {cases: {a: {optim.lr: '{x}'}}}", "r.cases.a.optim.lr: 'x' is neither drawn nor trained before"),
-    ("space:\n  optim.rule: {cases: {a: {optim.lr: 1}}}", "space.optim.rule: got cases, wanted another way to draw it"),
+    ("space:\n  r: {cases: {a: {optim.lr: '{x}'}}}", "r.cases.a.optim.lr: 'x' is neither drawn nor an earlier stage"),
+    (
+        "space:\n  optim.rule: {cases: {a: {optim.lr: 1}}}",
+        "space.optim.rule: got cases, which only a variable can have",
+    ),
     (
         "space:\n  r: {cases: {a: {optim: {lr: 1}}}}\n  optim.lr: {grid: [1]}",
-        "space.yaml:2: space.r: a case sets optim, and the space sets optim.lr too; wanted it set by one of them",
+        "space.yaml:2: space.r: a case sets optim, and the space sets optim.lr too; set it in one place",
     ),
     ("space:\n  r: {cases: {}}", "space.r: cases: got [], wanted values that differ, at least one"),
-    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: no trial names it, as {a}"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: no trial uses it, as {a}"),
     ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, wanted a YAML file, or one"),
-    (f"{BEFORE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
+    (f"{STAGE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
     (
-        f"{BEFORE}, settings: {{seed: '{{sed}}'}}}}",
-        "before.a.settings.seed: 'sed' is neither drawn nor trained",
+        f"{STAGE}, settings: {{seed: '{{sed}}'}}}}",
+        "before.a.settings.seed: 'sed' is neither drawn nor an earlier",
         "seed",
     ),
-    (f"{BEFORE}, settings: {{task.weights: '{{a}}'}}}}", "settings.task.weights: 'a' is neither drawn nor trained"),
-    (f"{BEFORE}}}".replace("'{a}'", "x/{a}"), "space.task.weights: got 'x/{a}', wanted {a} alone: it stands for"),
-    (f"{BEFORE}}}\nsearch: {{kind: tpe, trials: 4}}", "before: got search tpe, wanted grid or random"),
-    (f"{BEFORE}}}\n  seed: {{recipe: demo}}", "before.seed: wanted a name that is neither drawn nor a setting"),
-    ("", "space.yaml: space: got nothing, wanted what is drawn"),
-    ("space: {}", "space.yaml:1: space: got nothing, wanted what is drawn, as in"),
+    (f"{STAGE}, settings: {{task.weights: '{{a}}'}}}}", "settings.task.weights: 'a' is neither drawn nor an earlier"),
+    (f"{STAGE}}}".replace("'{a}'", "x/{a}"), "space.task.weights: got 'x/{a}', wanted {a} alone: it stands for"),
+    (f"{STAGE}}}\nsearch: {{kind: tpe, trials: 4}}", "before: got search tpe, wanted grid or random, whose"),
+    (f"{STAGE}}}\n  seed: {{recipe: demo}}", "before.seed: wanted a name of letters, digits and _ that is neither"),
+    ("", "space.yaml: space: got nothing, wanted {dotted setting or variable: dist"),
+    ("space: {}", "space.yaml:1: space: got nothing, wanted distributions, as in"),
     ("space: 3", "space.yaml:1: space: got 3, wanted settings as `key: value`"),
     ("space:\n  optim.lrr: {grid: [1]}", "space.yaml:2: space.optim.lrr: unknown setting of a run; nearest: optim.lr"),
     (
         "space:\n  sed: {seeds: 3}",
-        "space.yaml:2: space.sed: no setting, and no text uses it as a variable, as {sed}; nearest: seed",
+        "space.yaml:2: space.sed: no setting, and no text uses it as the variable {sed}; nearest: seed",
     ),
     ("space:\n  lr: {grid: [1]}", "space.yaml:2: space.lr: no setting,", "nearest: optim.lr"),
-    ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], wanted how it is drawn, as in {grid: [1, 2]}"),
+    ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], wanted a distribution, as in {grid: [1, 2]}"),
     ("space:\n  optim.lr: {gird: [1]}", "space.yaml:2: space.optim.lr.gird: unknown setting", "nearest: grid"),
     ("space:\n  optim.lr: {grid: 1}", "space.yaml:2: space.optim.lr.grid: got 1, wanted a list"),
     (
@@ -414,19 +417,22 @@ BAD = [
         "space.yaml:2: space.optim.lr.quniform: got [0, 1], wanted a longer list",
     ),
     ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.yaml:2: space.optim.lr"),
-    ("space:\n  optim.lr: {uniform: [0, 1]}", "space.optim.lr: got uniform, of which a grid search has no end; wanted"),
+    ("space:\n  optim.lr: {uniform: [0, 1]}", "space.optim.lr: got uniform, which a grid search cannot list; wanted"),
     (
         "space:\n  optim.rule: {grid: [sgd]}\n  optim.rule.momentum: {grid: [0.1]}",
         "space.yaml:3: space.optim.rule.momentum: lies in optim.rule",
     ),
-    ("space:\n  a: x{seed}\n  seed: {seeds: 2}", "space.yaml:2: space.a: got the text 'x{seed}', wanted a draw"),
+    (
+        "space:\n  a: x{seed}\n  seed: {seeds: 2}",
+        "space.yaml:2: space.a: got the text 'x{seed}', wanted a distribution",
+    ),
     (
         "space:\n  d: {grid: [1]}\n  model.name: vit_u{e}x1_8",
         "space.yaml:3: space.model.name: no variable 'e' is drawn",
     ),
     (
         "space:\n  data.val: test",
-        "space.yaml:2: space.data.val: got 'test', wanted a text with {variable}; what does not",
+        "space.yaml:2: space.data.val: got 'test', wanted a text with {variable}; set a constant",
     ),
     ("space:\n  d: {grid: [1]}\n  model.name: vit_u{d}x{d_8", "wanted a text with {variable}"),
     ("space:\n  d: {grid: [1]}\n  model.name: '{d.real}'", "wanted a text with {variable}"),
@@ -435,13 +441,16 @@ BAD = [
         "space:\n  seed: {seeds: 2}\nwhere: [sed == 1]",
         "space.yaml:3: where[0]: no variable 'sed' is drawn; nearest: seed",
     ),
-    ("space:\n  seed: {seeds: 2}\nwhere: [seed ** 2 == 1]", "space.yaml:3: where[0]: 'seed ** 2 == 1': pow is no part"),
+    (
+        "space:\n  seed: {seeds: 2}\nwhere: [seed ** 2 == 1]",
+        "space.yaml:3: where[0]: 'seed ** 2 == 1': pow is not part",
+    ),
     (
         "space:\n  seed: {seeds: 2}\nwhere: [seed / 0 == 1]",
-        "space.yaml:3: where: 'seed / 0 == 1': cannot be computed of seed=0",
+        "space.yaml:3: where: 'seed / 0 == 1': cannot be computed for seed=0",
     ),
-    ("space:\n  seed: {seeds: 2}\nwhere: [seed == 2]", "space.yaml:3: where: no point that is drawn satisfies it"),
-    (f"space:\n  seed: {{seeds: 2}}\nwhere: [seed == 2]\n{RANDOM}", "where: no point that is drawn satisfies it"),
+    ("space:\n  seed: {seeds: 2}\nwhere: [seed == 2]", "space.yaml:3: where: no point satisfies it"),
+    (f"space:\n  seed: {{seeds: 2}}\nwhere: [seed == 2]\n{RANDOM}", "where: no point satisfies it"),
     ("space:\n  seed: {seeds: 99999}", "space: got 99,999 combinations, wanted at most 10,000"),
     ("space:\n  model.name: {grid: [ViT-B/16, vit_b12x1_16]}", "space.yaml:2: space: two points are both 12x1"),
     (
@@ -466,9 +475,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=[text for text, *_ in BAD])
-def test_a_bad_space_gets_one_message_with_its_line(tmp_path, bad):
-    text, *message = bad
+@pytest.mark.parametrize("faulty", FAULTY, ids=[text for text, *_ in FAULTY])
+def test_a_faulty_space_gets_one_message_with_its_line(tmp_path, faulty):
+    text, *message = faulty
     with pytest.raises(ConfigError) as error:
         space_of(tmp_path, text)
     for part in message:
@@ -498,86 +507,88 @@ def test_a_bad_space_gets_one_message_with_its_line(tmp_path, bad):
         ),
     ],
 )
-def test_a_point_that_is_no_run_is_refused_by_name(tmp_path, text, message):
+def test_a_point_with_an_invalid_run_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         check_space(space_of(tmp_path, text), Run())
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_word_for_what_is_swept_is_refused(tmp_path):
+def test_an_override_of_a_swept_setting_is_refused(tmp_path):
     space = space_of(tmp_path, "space:\n  optim.rule: {grid: [sgd, adamw]}\n  optim.lr: {grid: [1, 2]}\n")
-    check_words(space, ["optim.batch=3", "optim.lrx=1", "model.name=vit_u1x1_8"])
-    for word in ("optim.lr=1", "optim.rule=lamb", "optim.rule.momentum=0.3"):
-        with pytest.raises(ConfigError, match=rf"^the word {word.partition('=')[0]}=...: the space sets optim.* too"):
-            check_words(space, ["seed=3", word])
+    check_overrides(space, ["optim.batch=3", "optim.lrx=1", "model.name=vit_u1x1_8"])
+    for override in ("optim.lr=1", "optim.rule=lamb", "optim.rule.momentum=0.3"):
+        with pytest.raises(
+            ConfigError, match=rf"^override {override.partition('=')[0]}=...: the space sets optim.* too"
+        ):
+            check_overrides(space, ["seed=3", override])
 
 
-# ---- one value more --------------------------------------------------------------------------------------------------
+# ---- added values ----------------------------------------------------------------------------------------------------
 
 
-def test_a_value_more_leaves_the_other_points_as_they_are(tmp_path):
+def test_an_added_value_changes_no_other_point(tmp_path):
     space = space_of(tmp_path, DEPTH)
-    wider = extended(space, ["optim.lr=1e-4", "seed=7"])
+    wider = extend_space(space, ["optim.lr=1e-4", "seed=7"])
     assert len(grid_points(wider)) == 4 * 3 * 4
     assert set(named(space)) < set(named(wider))
     assert "9x4 lr=1e-4 seed=7" in named(wider)
     assert space == space_of(tmp_path, DEPTH)
-    # One rate becomes two: it was named before.
+    # A setting with a single value is part of the name too.
     one = space_of(tmp_path, "space:\n  optim.lr: {grid: [0.1]}\n  seed: {seeds: 2}\n")
-    assert set(named(one)) < set(named(extended(one, ["optim.lr=0.2"])))
+    assert set(named(one)) < set(named(extend_space(one, ["optim.lr=0.2"])))
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("addition", "message"),
     [
-        ("optim.lr=3e-3", "the word 'optim.lr=3e-3': the space has this value of optim.lr already"),
-        ("optim.lrr=1", "the word 'optim.lrr=1': the space lists no values of optim.lrr; nearest: optim.lr"),
+        ("optim.lr=3e-3", "--add 'optim.lr=3e-3': the space already has this value of optim.lr"),
+        ("optim.lrr=1", "--add 'optim.lrr=1': the space lists no values of optim.lrr; nearest: optim.lr"),
         ("model.name=vit_u1x1_8", "the space lists no values of model.name"),
-        ("depth=7", "the word 'depth=7': adds no point that where allows"),
-        ("depth", "the word 'depth': wanted setting=value"),
+        ("depth=7", "--add 'depth=7': adds no point that `where` allows"),
+        ("depth", "override 'depth': wanted setting=value"),
     ],
 )
-def test_a_value_more_that_adds_nothing_is_refused(tmp_path, word, message):
+def test_a_useless_added_value_is_refused(tmp_path, addition, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        extended(space_of(tmp_path, DEPTH), [word])
+        extend_space(space_of(tmp_path, DEPTH), [addition])
 
 
-# ---- the spaces that vitray brings -----------------------------------------------------------------------------------
+# ---- built-in spaces -------------------------------------------------------------------------------------------------
 
-FOUND = sorted((ROOT / "tune_spaces").rglob("*.y*ml"))
+SPACES = sorted((ROOT / "tune_spaces").rglob("*.y*ml"))
 
 
 def sweeps(path):
-    """The commands of a file's head, as lists of words after `vitray sweep`."""
+    """The arguments of each `vitray sweep` command in a file's header."""
     head = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#")).replace(" \\\n#    ", "")
-    return [shlex.split(words) for words in re.findall(r"^# vitray sweep (.+)$", head, re.MULTILINE)]
+    return [shlex.split(line) for line in re.findall(r"^# vitray sweep (.+)$", head, re.MULTILINE)]
 
 
-def test_no_space_is_missed():
-    assert [path.stem for path in FOUND] == tune_spaces.names()
-    assert all(tune_spaces.path_of(path.stem) == path for path in FOUND)
+def test_all_spaces_are_listed():
+    assert [path.stem for path in SPACES] == tune_spaces.names()
+    assert all(tune_spaces.path_of(path.stem) == path for path in SPACES)
     assert tune_spaces.path_of("mine.yaml").name == "mine.yaml"
 
 
-@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SPACES, ids=lambda path: path.stem)
 def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
-    assert sweeps(path), f"{path.name}: its head has no `vitray sweep` command"
-    for recipe, name, *words in sweeps(path):
+    assert sweeps(path), f"{path.name}: its header has no `vitray sweep` command"
+    for recipe, name, *args in sweeps(path):
         assert name == path.stem
-        added = words[words.index("--add") + 1 :] if "--add" in words else []
-        laid = words[: len(words) - len(added) - bool(added)]
-        space = extended(read_space(path), added)
-        check_words(space, laid)
-        base = load_run(recipes.path_of(recipe), laid)
+        added = args[args.index("--add") + 1 :] if "--add" in args else []
+        overrides = args[: len(args) - len(added) - bool(added)]
+        space = extend_space(read_space(path), added)
+        check_overrides(space, overrides)
+        base = load_run(recipes.path_of(recipe), overrides)
         points = check_space(space, base)
         assert len({name_of(point, space) for point in points}) == len(points) >= 4
         for point in points:
             assert total_steps(run_of(base, point).optim, 1000) > 0
 
 
-@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
-def test_a_head_says_what_is_shown_and_whose_it_is(path):
+@pytest.mark.parametrize("path", SPACES, ids=lambda path: path.stem)
+def test_a_header_has_purpose_and_source(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Shows: ") for line in head)
     is_ours = path.stem.startswith("demo")
@@ -591,7 +602,7 @@ def test_a_head_says_what_is_shown_and_whose_it_is(path):
         ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6), ("demo_stems", 12),
     ],
 )  # fmt: skip
-def test_spaces_have_the_points_of_their_figures(name, points):
+def test_spaces_have_the_points_of_the_papers_figures(name, points):
     space = read_space(tune_spaces.path_of(name))
     assert len(grid_points(space)) == points
     if name == "depth_x_branches":
@@ -605,7 +616,7 @@ def test_spaces_have_the_points_of_their_figures(name, points):
     ("name", "recipe"),
     [("s", "a2_s16_imagenet"), ("b", "a2_b16_imagenet"), ("l", "a2_l16_imagenet"), ("ti", "a2_ti16_imagenet")],
 )
-def test_a_width_is_trained_as_by_its_own_recipe(name, recipe):
+def test_each_width_has_the_settings_of_its_recipe(name, recipe):
     own = load_run(recipes.path_of(recipe))
     for swept in ("depth_x_branches", "width_x_branches"):
         space = read_space(tune_spaces.path_of(swept))

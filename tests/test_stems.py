@@ -1,4 +1,4 @@
-"""Stems: from pixels to tokens, one patch at a time but for the convolutional ones."""
+"""Stems: only convolutional ones mix neighbouring patches."""
 
 import socket
 
@@ -45,7 +45,7 @@ def test_without_batch_statistics_it_holds_in_training_too(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").train()) == {5}
 
 
-def test_where_patches_mix_the_test_sees_it():
+def test_mixing_between_patches_is_detected():
     assert len(perturbed(stem("vit_u1x1_16_hmlp_bn").train())) == 12  # through the batch's mean
     assert len(perturbed(stem("vit_u1x1_16_conv").eval())) > 1  # through overlapping windows
     assert len(perturbed(stem("vit_u1x1_16_conv_ln").eval())) > 1

@@ -1,4 +1,4 @@
-"""Files on a path and on a real S3 server: the same calls, whole or not at all."""
+"""Storage on a local path and on a real S3 server: same functions, atomic writes."""
 
 import os
 import socket
@@ -20,13 +20,13 @@ from vitray.weights import load_model, save_model
 
 @pytest.fixture(params=["local", "s3"])
 def place(request, tmp_path, s3_server) -> str:
-    """An empty folder of either kind."""
+    """An empty folder, local or on S3."""
     if request.param == "local":
         return str(tmp_path / "folder")
     return f"s3://bucket/{tmp_path.name}/folder"
 
 
-def test_what_is_written_is_read(place):
+def test_written_files_are_read_back(place):
     url = storage.join(place, "a", "b.bin")
     assert not storage.exists(url)
     assert storage.list_files(place) == []
@@ -48,42 +48,42 @@ def test_files_are_uploaded_and_copied_back(place, tmp_path):
     assert storage.list_files(place) == ["target.bin"]
 
 
-def test_what_is_absent_is_said(place):
+def test_a_missing_file_is_named(place):
     with pytest.raises(ConfigError, match=r"absent.bin: no such file"):
         storage.read_bytes(storage.join(place, "absent.bin"))
     with pytest.raises(ConfigError, match=r"absent.bin: no such file"), storage.local_copy(f"{place}/absent.bin"):
         pass
 
 
-def test_a_server_that_is_away_for_a_moment_is_waited_for(s3_server, tmp_path, monkeypatch):
+def test_a_short_server_outage_is_retried(s3_server, tmp_path, monkeypatch):
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "here").write_bytes(b"content")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    words = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--config", os.devnull]
-    words += ["--vfs-cache-mode", "off"]
+    args = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--config", os.devnull]
+    args += ["--vfs-cache-mode", "off"]
     servers = []
 
-    def come_back():
+    def restart():
         time.sleep(2)
-        servers.append(subprocess.Popen([Path(sys.executable).with_name("rclone"), *words, tmp_path]))
+        servers.append(subprocess.Popen([Path(sys.executable).with_name("rclone"), *args, tmp_path]))
 
     storage._s3.cache_clear()
-    coming = threading.Thread(target=come_back)
-    coming.start()
+    restarting = threading.Thread(target=restart)
+    restarting.start()
     try:
         assert storage.read_bytes("s3://bucket/here") == b"content"
     finally:
-        coming.join()
+        restarting.join()
         servers[0].terminate()
         servers[0].wait()
         storage._s3.cache_clear()
 
 
-def test_uploads_that_were_never_completed_are_aborted(monkeypatch):
-    """On a simulated AWS, since the server of the other tests does not list them."""
+def test_incomplete_uploads_are_aborted(monkeypatch):
+    """On a simulated AWS, because the S3 server of the other tests cannot list uploads."""
     import boto3
     from moto import mock_aws
 
@@ -96,24 +96,24 @@ def test_uploads_that_were_never_completed_are_aborted(monkeypatch):
         for key in ("runs/one/model", "runs/one/a/b", "runs/one-more/model"):
             client.create_multipart_upload(Bucket="bucket", Key=key)
         assert storage.abort_uploads("s3://bucket/runs/one") == 2
-        left = client.list_multipart_uploads(Bucket="bucket")["Uploads"]
-        assert [upload["Key"] for upload in left] == ["runs/one-more/model"]
+        remaining = client.list_multipart_uploads(Bucket="bucket")["Uploads"]
+        assert [upload["Key"] for upload in remaining] == ["runs/one-more/model"]
         assert storage.abort_uploads("s3://nowhere/runs/one") == 0
     assert storage.abort_uploads("/a/path") == 0
 
 
-def test_a_mistyped_bucket_is_said_and_not_created(s3_server):
+def test_a_mistyped_bucket_is_named_and_not_created(s3_server):
     with pytest.raises(ConfigError, match="s3://mistyped/a"):
         storage.write_bytes("s3://mistyped/a", b"x")
     assert not (s3_server / "mistyped").exists()
 
 
-def test_other_addresses_are_refused():
+def test_other_address_schemes_are_rejected():
     with pytest.raises(ConfigError, match="gs://bucket/x: wanted a path or s3://bucket/key"):
         storage.read_bytes("gs://bucket/x")
 
 
-def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated():
+def test_an_address_with_a_secret_is_rejected_without_repeating_it():
     for url in ("s3://key:canary@bucket/a", "s3://bucket/a?access_key=canary"):
         with pytest.raises(ConfigError) as error:
             storage.exists(url)
@@ -124,7 +124,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "file"
     storage.write_bytes(str(target), b"old")
 
-    def full_disk(aside, final):
+    def full_disk(temporary, final):
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "replace", full_disk)
@@ -134,7 +134,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_model_folder_lives_anywhere(place):
+def test_a_model_folder_is_saved_and_loaded_on_both_storages(place):
     vit = ViT(Model(name="vit_u2x2_8", image_size=32, num_classes=3)).eval()
     save_model(place, Run(model=vit.model), vit, ["a", "b", "c"])
     assert storage.list_files(place) == ["classes.json", "model.safetensors", "run.yaml"]
@@ -146,24 +146,24 @@ def test_a_model_folder_lives_anywhere(place):
         save_model(place, Run(model=vit.model), vit)
 
 
-def test_a_file_is_created_whole_or_not_at_all(place):
+def test_a_file_is_created_atomically(place):
     url = storage.join(place, "made.bin")
-    with storage.created(url) as path:
+    with storage.atomic_write(url) as path:
         path.write_bytes(b"whole")
         assert not storage.exists(url)
     assert storage.read_bytes(url) == b"whole"
 
-    def fail_half_way():
-        with storage.created(storage.join(place, "half.bin")) as path:
+    def fail_during_write():
+        with storage.atomic_write(storage.join(place, "half.bin")) as path:
             path.write_bytes(b"half")
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        fail_half_way()
+        fail_during_write()
     assert storage.file_sizes(place) == {"made.bin": 5}
 
 
-def test_parts_are_read_and_files_removed(place):
+def test_ranges_are_read_and_files_removed(place):
     for name in ("a.bin", "b/c.bin", "b/d.bin"):
         storage.write_bytes(storage.join(place, name), b"0123456789")
     assert storage.read_range(storage.join(place, "b/c.bin"), 3, 4) == b"3456"

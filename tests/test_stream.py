@@ -17,9 +17,9 @@ from PIL import Image
 from pipelines.__main__ import main
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
-from vitray.data.stream import Cursor, Share, Stream, forget_decoded
+from vitray.data.stream import Cursor, Share, Stream, StreamSpec, forget_decoded
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import rows_of
+from vitray.data.stream.decoding import locate_rows
 from vitray.data.stream.epoch_order import (
     DEAL,
     LANES,
@@ -52,7 +52,7 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     order = epoch_order(groups, 0, 0, "a")
     others = [epoch_order(groups, 0, 0, "b"), epoch_order(groups, 1, 0, "a"), epoch_order(groups, 0, 1, "a")]
     assert all((order != other).mean() > 0.99 for other in others)
-    # Pinned: a run that is resumed by a later vitray, on another numpy, sees the images it would have seen.
+    # Pinned: a run that a later vitray or numpy resumes sees the same images.
     assert order[:4].tolist() == [4511, 4567, 5888, 5879]
     assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "c4cdc2c68dc7bade"
 
@@ -86,7 +86,7 @@ def test_pairs_stay_together_unless_shares_are_odd_or_pairs_too_few(shared):
 
 
 @given(divided=DIVIDED, step=st.integers(0, 9))
-def test_equal_shares_are_dealt_as_ever(divided, step):
+def test_equal_shares_are_dealt_in_turn(divided, step):
     batch, workers = divided
     unit = 2 if batch // workers % 2 == 0 else 1
     dealt = step * batch + np.arange(batch).reshape(-1, workers, unit)
@@ -120,7 +120,7 @@ def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies
         assert not which.any()
 
 
-def test_a_worker_without_an_image_is_refused():
+def test_a_worker_without_an_image_is_rejected():
     with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
         positions_of(0, 3, 1, 4)
     with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
@@ -192,7 +192,9 @@ def dataset(tmp_path_factory) -> Dataset:
 
 
 def train_stream(dataset, **kind) -> Stream:
-    return Stream(dataset, "train", **({"batch": 48, "size": (16, 16), "crop": Augment(), "seed": 3} | kind))
+    return Stream(
+        dataset, StreamSpec("train", **({"batch": 48, "size": (16, 16), "crop": Augment(), "seed": 3} | kind))
+    )
 
 
 START = Cursor(0, 0)
@@ -200,17 +202,17 @@ START = Cursor(0, 0)
 
 def seen(stream: Stream, workers: int, cursor=START) -> dict[int, tuple[int, int, str]]:
     """{position: (row, label, pixels)} over all workers; every worker must take equal steps of equal shares."""
-    found, steps = {}, set()
+    images, steps = {}, set()
     for rank in range(workers):
         batches = list(stream.train(cursor, Share(rank, workers)))
         steps.add(len(batches))
         for batch in batches:
-            assert len(batch.images) == len(positions_of(0, stream.batch, rank, workers))
+            assert len(batch.images) == len(positions_of(0, stream.spec.batch, rank, workers))
             for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, batch.images, strict=True):
-                assert int(at) not in found
-                found[int(at)] = int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest()
+                assert int(at) not in images
+                images[int(at)] = int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest()
     assert steps == {stream.steps - cursor.step}
-    return found
+    return images
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +221,7 @@ def one_worker(dataset, ray_cluster):
 
 
 @pytest.mark.ray
-def test_the_stream_is_the_plan(dataset, one_worker):
+def test_the_stream_follows_the_planned_order(dataset, one_worker):
     stream = train_stream(dataset)
     planned = stream.order(0).rows
     assert len(one_worker) == 2500 // 48 * 48
@@ -269,7 +271,7 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 2, 4, 3])
 def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, workers):
-    stream = Stream(dataset, "train", batch=128, size=(16, 16), crop=CentreCrop())
+    stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CentreCrop()))
     rows, steps = [], set()
     for rank in range(workers):
         batches = list(stream.evaluate(Share(rank, workers)))
@@ -283,12 +285,12 @@ def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, wo
 
 
 @pytest.mark.ray
-def test_rows_that_take_no_part_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
-    only = np.arange(int(rows_of(dataset, "train").starts[-1])) % 3 == 0
-    few = train_stream(dataset, only=only)
+def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
+    only = np.arange(int(locate_rows(dataset, "train").starts[-1])) % 3 == 0
+    few = train_stream(dataset, row_mask=only)
     assert few.images == only.sum()
     found = [row for rank in range(2) for batch in few.train(START, Share(rank, 2)) for row in batch.rows]
-    assert len(found) == len(set(found)) == few.steps * few.batch
+    assert len(found) == len(set(found)) == few.steps * few.spec.batch
     assert only[found].all()
     batches = [batch for rank in range(2) for batch in few.evaluate(Share(rank, 2))]
     counted = np.concatenate([batch.rows[batch.weights > 0] for batch in batches])
@@ -298,7 +300,7 @@ def test_rows_that_take_no_part_are_neither_trained_on_nor_evaluated(dataset, ra
 @pytest.mark.ray
 def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_cluster):
     few = write(tmp_path / "few", [jpeg(index) for index in range(5)])
-    stream = Stream(few, "train", batch=8, size=(16, 16), crop=CentreCrop())
+    stream = Stream(few, StreamSpec("train", batch=8, size=(16, 16), crop=CentreCrop()))
     weights = [[batch.weights.sum() for batch in stream.evaluate(Share(rank, 4))] for rank in range(4)]
     assert weights == [[2.0], [2.0], [1.0], [0.0]]
 
@@ -329,9 +331,9 @@ def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ra
     undisturbed = seen(stream, 1)
     batches = stream.train(Cursor(0, 0), Share(0, 1))
     found, decoding = [], []
-    while not decoding:  # a process between two tasks is named after none; where none is ever found the batches end
+    while not decoding:  # a process between two tasks has no task name; without any such process the batches end
         found.append(next(batches))
-        # Of the processes that this test run started, those that decode now.
+        # The decoding processes among the children of this test.
         decoding = [
             process
             for process in psutil.Process().children(recursive=True)
@@ -357,7 +359,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
     kind = {"batch": 20, "max_corrupt": 0.01}
     plain = train_stream(small, **kind)
     evaluation = {"batch": 64, "size": (16, 16), "crop": CentreCrop(), "max_corrupt": 0.01}
-    evaluated = list(Stream(small, "train", **evaluation).evaluate(Share(0, 1)))
+    evaluated = list(Stream(small, StreamSpec("train", **evaluation)).evaluate(Share(0, 1)))
     wanted = seen(plain, 1), seen(plain, 1, Cursor(1, 0))
     with ThreadPoolExecutor(4) as pool:
         asked = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
@@ -367,7 +369,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
     cached = train_stream(small, cache="decoded", **kind)
     try:
         assert (seen(cached, 2), seen(cached, 3, Cursor(1, 0))) == wanted
-        again = Stream(small, "train", cache="decoded", **evaluation)
+        again = Stream(small, StreamSpec("train", cache="decoded", **evaluation))
         for one, other in zip(again.evaluate(Share(0, 1)), evaluated, strict=True):
             assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
         assert cached.corrupt.keys() == plain.corrupt.keys()
@@ -378,22 +380,22 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
 
 
 @pytest.mark.ray
-def test_a_split_that_decodes_to_more_than_half_the_object_store_is_refused(tmp_path, ray_cluster):
+def test_a_split_that_decodes_to_more_than_half_the_object_store_is_rejected(tmp_path, ray_cluster):
     # 12 images of 16 million pixels in a store of 500 MB
     Image.new("RGB", (4000, 4000)).save(content := io.BytesIO(), "JPEG")
     large = write(tmp_path / "large", [content.getvalue()] * 12)
     stream = train_stream(large, batch=4, cache="decoded")
     message = (
-        r"'train' decodes to 549 MiB, wanted at most 0.5 of the cluster's object store of 477 MiB; say cache: none"
+        r"'train' decodes to 549 MiB, wanted at most 0.5 of the cluster's object store of 477 MiB; set cache: none"
     )
     with pytest.raises(ConfigError, match=message):
         next(stream.train(START, Share(0, 1)))
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)  # without what is tested here, it waits for ever
-def test_a_stream_that_nobody_reads_keeps_no_cpu_from_another(dataset, ray_cluster, monkeypatch):
-    # As where the object store is larger: tasks of ten blocks.
+@pytest.mark.timeout(120)  # without the large buffer it would wait forever
+def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster, monkeypatch):
+    # Tasks of ten blocks, as with a larger object store.
     monkeypatch.setattr(Stream, "_rows_per_task", lambda _: 1024)
     unread = train_stream(dataset, size=(224, 224), memory=100 * 10**6).train(START, Share(0, 1))
     next(unread)
@@ -402,7 +404,9 @@ def test_a_stream_that_nobody_reads_keeps_no_cpu_from_another(dataset, ray_clust
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the loader forks, as usual
-@pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")  # what we compare with
+@pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding:DeprecationWarning"
+)  # of the loader that we compare with
 def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path, capsys):
     words = ["--image-size", "16", "--images", "256", "--rounds", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main(["bench", "ingest", dataset.url, *words, "--json"]) == 0
@@ -412,7 +416,7 @@ def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path,
     assert (tmp_path / "ingest.png").stat().st_size > 1000
 
 
-def test_a_look_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
+def test_a_preview_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
     target = tmp_path / "look.png"
     words = ["shard", "--look", dataset.url, str(target), "size=32", "samples=3", "copies=2"]
     assert main([*words, "augment.policy=three_augment", "--json"]) == 0
@@ -425,7 +429,7 @@ def test_a_look_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
 
 
 @pytest.mark.ray
-def test_a_batch_larger_than_the_split_is_refused(dataset, capsys, ray_cluster):
+def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster):
     with pytest.raises(ConfigError, match="a global batch of 2501, wanted at most the 2500 images"):
         next(train_stream(dataset, batch=2501).train(Cursor(0, 0), Share(0, 1)))
     assert main(["bench", "ingest", dataset.url, "--images", "10", "--image-size", "16"]) == 2
@@ -437,7 +441,7 @@ def test_a_batch_larger_than_the_split_is_refused(dataset, capsys, ray_cluster):
 
 def test_a_missing_split_names_the_nearest(dataset):
     with pytest.raises(ConfigError, match=r"no split 'trian', wanted one of train; nearest: train"):
-        Stream(dataset, "trian", batch=8, size=(16, 16), crop=CentreCrop())
+        Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CentreCrop()))
 
 
 settings.register_profile("plan", deadline=None, max_examples=60)

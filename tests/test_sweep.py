@@ -1,4 +1,4 @@
-"""Sweeps end to end: real Ray Tune, real MLflow, a trial that fails, one that is stopped, a driver that is killed."""
+"""Sweeps end to end on Ray Tune and MLflow: failed and stopped trials, an interrupted and a killed driver."""
 
 import csv
 import json
@@ -16,11 +16,12 @@ from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
 from vitray.config import Model, Run, load_run
-from vitray.data.shards import open_dataset, read_job, write_dataset
+from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream import forget_decoded
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.sweep.driver import Recipe, dry_run, sweep
+from vitray.sweep.driver import sweep
+from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
 from vitray.sweep.trial_store import read_entries
 from vitray.weights import save_model
@@ -43,10 +44,10 @@ space:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, ray_cluster):
-    """A folder with a dataset, a recipe, a tracking store and a spool of its own."""
+def folder(tmp_path_factory, ray_cluster):
+    """A folder with a dataset, a recipe, a tracking store and a spool."""
     folder = tmp_path_factory.mktemp("sweep")
-    write_dataset(read_job("demo", str(folder / "demo"), words=["images=100", "image_size=32"]))
+    write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=100", "image_size=32"]))
     (folder / "tiny.yaml").write_text(f"{RECIPE}data: {{url: {folder / 'demo'}}}\n")
     (folder / "lr.yaml").write_text(SPACE)
     with pytest.MonkeyPatch.context() as patch:
@@ -55,15 +56,15 @@ def place(tmp_path_factory, ray_cluster):
         yield folder
 
 
-def begin(place, name, space="lr.yaml", **settings):
-    base = load_run(place / "tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
+def begin(folder, name, space="lr.yaml", **settings):
+    base = load_run(folder / "tiny.yaml", [f"{key}={value}" for key, value in settings.items()])
     command = f"vitray sweep tiny {space} --name {name}"
-    out = str(place / "sweeps")
-    return sweep(Recipe(base, ["tiny", "seed=0"]), read_space(place / space), name, out, command)
+    out = str(folder / "sweeps")
+    return sweep(Recipe(base, ["tiny", "seed=0"]), read_space(folder / space), name, out, command)
 
 
 def is_idle(seconds=30):
-    """Whether the cluster's CPUs come back, and no placement group is left."""
+    """Whether all CPUs become free and no placement group is left."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
@@ -74,11 +75,11 @@ def is_idle(seconds=30):
 
 
 @pytest.fixture(scope="module")
-def swept(place):
-    return begin(place, "rates")
+def swept(folder):
+    return begin(folder, "rates")
 
 
-def test_one_failed_trial_is_no_failed_sweep(place, swept):
+def test_a_failed_trial_does_not_fail_the_sweep(folder, swept):
     assert (swept.trials, swept.finished, swept.failed) == (2, 1, 1)
     assert swept.best == "lr=0.01"
     record = json.loads((Path(swept.home) / "lr=1e30" / "trial.json").read_text())
@@ -88,7 +89,7 @@ def test_one_failed_trial_is_no_failed_sweep(place, swept):
     assert is_idle()
 
 
-def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
+def test_mlflow_shows_the_trials_below_the_sweep(folder, swept):
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     parent = client.get_run(swept.mlflow_run)
     assert parent.info.status == "FINISHED"
@@ -98,48 +99,48 @@ def test_mlflow_shows_the_trials_below_the_sweep(place, swept):
         "lr=1e30": "FAILED",
     }
     assert parent.data.metrics["best/val_top1"] == swept.best_goal
-    # The description is a table of what varies, and of nothing else.
+    # The table of the description lists only the settings that vary.
     assert "| trial | val/top1 | state | optim.lr |" in parent.data.tags["mlflow.note.content"]
     assert "| lr=1e30 |  | failed | 1e+30 |" in parent.data.tags["mlflow.note.content"]
     page = Path(client.download_artifacts(swept.mlflow_run, "report/index.html")).read_text()
     assert "lr=0.01" in page
     assert "loss nan at step" in page
     assert "vitray train tiny seed=0 optim.lr=0.01" in page
-    beside = {Path(item.path).name for item in client.list_artifacts(swept.mlflow_run, "report")}
-    assert {"index.html", "results.csv", "curve_goal.png"} <= beside
-    assert not any("dark" in name for name in beside)
+    names = {Path(item.path).name for item in client.list_artifacts(swept.mlflow_run, "report")}
+    assert {"index.html", "results.csv", "curve_goal.png"} <= names
+    assert not any("dark" in name for name in names)
 
 
-def test_the_same_command_again_starts_nothing(place, swept):
+def test_the_same_command_again_starts_nothing(folder, swept):
     written = {path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")}
-    again = begin(place, "rates")
+    again = begin(folder, "rates")
     assert again == swept
     assert written == {
         path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")
     }
 
 
-def test_another_sweep_under_the_same_name_is_refused(place, swept):
+def test_another_sweep_under_the_same_name_is_refused(folder, swept):
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7"):
-        begin(place, "rates", seed=7)
+        begin(folder, "rates", seed=7)
 
 
-def test_what_does_not_fit_is_refused_before_anything_starts(place):
+def test_invalid_sweeps_are_refused_before_they_start(folder):
     with pytest.raises(ConfigError, match="not one trial fits"):
-        begin(place, "large", **{"compute.workers": 9, "compute.cpus": 1})
-    (place / "top3.yaml").write_text("space:\n  seed: {seeds: 2}\ngoal: {metric: val/top3}\n")
+        begin(folder, "large", **{"compute.workers": 9, "compute.cpus": 1})
+    (folder / "top3.yaml").write_text("space:\n  seed: {seeds: 2}\ngoal: {metric: val/top3}\n")
     with pytest.raises(ConfigError, match=r"goal.metric: got 'val/top3', wanted one of .*nearest: val/top"):
-        begin(place, "goal", space="top3.yaml")
-    (place / "asha.yaml").write_text("space:\n  seed: {seeds: 2}\nscheduler: asha\n")
+        begin(folder, "goal", space="top3.yaml")
+    (folder / "asha.yaml").write_text("space:\n  seed: {seeds: 2}\nscheduler: asha\n")
     with pytest.raises(ConfigError, match=r"evaluate.where: got cpu, wanted workers: scheduler asha"):
-        begin(place, "apart", space="asha.yaml", **{"evaluate.where": "cpu"})
-    (place / "wrong.yaml").write_text("space:\n  optim.lrr: {grid: [1]}\n")
+        begin(folder, "apart", space="asha.yaml", **{"evaluate.where": "cpu"})
+    (folder / "wrong.yaml").write_text("space:\n  optim.lrr: {grid: [1]}\n")
     with pytest.raises(ConfigError, match=r"optim.lrr.*nearest: optim.lr"):
-        begin(place, "wrong", space="wrong.yaml")
+        begin(folder, "wrong", space="wrong.yaml")
 
 
-def test_a_dry_run_says_the_plan(place, capsys):
-    plan = dry_run(load_run(place / "tiny.yaml"), read_space(place / "lr.yaml"), {})
+def test_a_dry_run_prints_the_plan(folder, capsys):
+    plan = dry_run(load_run(folder / "tiny.yaml"), read_space(folder / "lr.yaml"), {})
     assert plan["trials"] == 2
     assert plan["concurrent"] * plan["waves"] >= 2
     assert plan["points"][0] == {"optim.lr": 0.01}
@@ -148,41 +149,41 @@ def test_a_dry_run_says_the_plan(place, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_images_are_decoded_once_for_all_trials_and_scored_beside_them(place, ray_cluster):
+def test_trials_share_decoded_images_with_separate_evaluations(folder, ray_cluster):
     def decoding():
         named = [("name", "=", "_decode_block")]
         return {task.task_id for task in list_tasks(address=ray_cluster, filters=named, limit=9999)}
 
-    (place / "seeds.yaml").write_text("space: {seed: {seeds: 2}}\n")
-    before = decoding()  # other tests' of the same Ray
-    outcome = begin(place, "decoded", space="seeds.yaml", **{"data.cache": "decoded", "evaluate.where": "cpu"})
+    (folder / "seeds.yaml").write_text("space: {seed: {seeds: 2}}\n")
+    before = decoding()  # by other tests in the same Ray
+    outcome = begin(folder, "decoded", space="seeds.yaml", **{"data.cache": "decoded", "evaluate.where": "cpu"})
     assert outcome.finished == 2
-    assert len(decoding() - before) == 2  # one block of train, one of val: 100 images are far from filling two
-    dataset = open_dataset(str(place / "demo"))
+    assert len(decoding() - before) == 2  # one block of train and one of val
+    dataset = open_dataset(str(folder / "demo"))
     for split in dataset.splits:
         forget_decoded(dataset, split)
     assert is_idle()
 
 
-def test_a_sweep_of_fine_tunings_takes_the_network_from_its_weights(place):
+def test_fine_tunings_take_the_network_from_their_weights(folder):
     model = Model(name="vit_u2x1_8", image_size=32, num_classes=10, class_token=False, pool="mean")
-    classes = open_dataset(str(place / "demo")).classes
-    save_model(str(place / "start"), Run().replace({"model": model.model_dump(mode="json")}), ViT(model), classes)
-    words = ["task.kind=finetune", f"task.weights={place / 'start'}", f"data.url={place / 'demo'}", "optim.batch=16"]
-    (place / "modes.yaml").write_text("space: {task.mode: {grid: [full, attn]}}\n")
+    classes = open_dataset(str(folder / "demo")).classes
+    save_model(str(folder / "start"), Run().replace({"model": model.model_dump(mode="json")}), ViT(model), classes)
+    words = ["task.kind=finetune", f"task.weights={folder / 'start'}", f"data.url={folder / 'demo'}", "optim.batch=16"]
+    (folder / "modes.yaml").write_text("space: {task.mode: {grid: [full, attn]}}\n")
     words += ["optim.duration=6 steps", "optim.warmup=0 steps"]
-    assert dry_run(load_run(None, words), read_space(place / "modes.yaml"), {})["trials"] == 2
+    assert dry_run(load_run(None, words), read_space(folder / "modes.yaml"), {})["trials"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_search_learns_from_its_trials(place):
-    (place / "tpe.yaml").write_text(
+def test_a_search_learns_from_its_trials(folder):
+    (folder / "tpe.yaml").write_text(
         "space:\n  depth: {grid: [1, 2]}\n  branches: {grid: [1, 2]}\n  model.name: vit_u{depth}x{branches}_8\n"
         "  optim.lr: {loguniform: [1.0e-3, 0.1]}\nwhere: [depth * branches == 2]\n"
         "search: {kind: nsga2, trials: 5, population: 2, against: latency_ms}\n"
     )
-    outcome = begin(place, "learned", space="tpe.yaml")
+    outcome = begin(folder, "learned", space="tpe.yaml")
     assert (outcome.trials, outcome.finished) == (5, 5)
     entries = read_entries(outcome.home)
     assert [len(entry.asked["params"]) for entry in entries.values()] == [2] * 5
@@ -190,24 +191,24 @@ def test_a_search_learns_from_its_trials(place):
     row = next(csv.DictReader((Path(outcome.home) / "report" / "results.csv").read_text().splitlines()))
     assert float(row["latency_ms"]) > 0
     assert float(row["peak_memory_bytes"]) > 1e8
-    assert begin(place, "learned", space="tpe.yaml") == outcome
+    assert begin(folder, "learned", space="tpe.yaml") == outcome
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_trials_start_from_is_trained_once_before_them(place):
-    (place / "before.yaml").write_text(
+def test_stages_run_once_before_the_trials(folder):
+    (folder / "before.yaml").write_text(
         "space:\n  route: {cases: {plain: {}, masked: {task: {kind: finetune, weights: '{pretrained}'}}}}\n"
         "  seed: {seeds: 2}\n"
-        f"before:\n  pretrained: {{recipe: {place / 'tiny.yaml'}, settings: {{task: {{kind: masked,"
+        f"before:\n  pretrained: {{recipe: {folder / 'tiny.yaml'}, settings: {{task: {{kind: masked,"
         " objective: mean_colour}, model.num_classes: null}}\n"
     )
-    space, base = read_space(place / "before.yaml"), load_run(place / "tiny.yaml")
-    before = {"pretrained": Recipe(load_run(place / "tiny.yaml", ["seed=5"]), ["tiny", "seed=5"])}
+    space, base = read_space(folder / "before.yaml"), load_run(folder / "tiny.yaml")
+    before = {"pretrained": Recipe(load_run(folder / "tiny.yaml", ["seed=5"]), ["tiny", "seed=5"])}
     plan = dry_run(base, space, before)
     assert plan["before"] == {"pretrained": ["once"]}
     assert plan["points"][-1] == {"task": {"kind": "finetune", "weights": "{pretrained}"}, "seed": 1}
-    arguments = Recipe(base, ["tiny"]), space, "stages", str(place / "sweeps"), "vitray sweep tiny before", before
+    arguments = Recipe(base, ["tiny"]), space, "stages", str(folder / "sweeps"), "vitray sweep tiny before", before
     outcome = sweep(*arguments)
     assert (outcome.trials, outcome.finished) == (4, 4)
     home = Path(outcome.home)
@@ -225,13 +226,13 @@ def test_what_trials_start_from_is_trained_once_before_them(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_stopped_trial_gives_everything_back(place):
-    (place / "asha.yaml").write_text(
-        "space: {optim.lr: {grid: [1.0e-12, 0.01, 0.02, 0.03]}}\n"  # the later ones lose ground in so few steps
+def test_a_stopped_trial_releases_its_resources(folder):
+    (folder / "asha.yaml").write_text(
+        "space: {optim.lr: {grid: [1.0e-12, 0.01, 0.02, 0.03]}}\n"  # the higher rates are worse after so few steps
         "scheduler: {kind: asha, grace: 2 steps, reduction: 2}\n"
         "goal: {metric: val/loss, mode: min}\n"
     )
-    outcome = begin(place, "stopped", space="asha.yaml")
+    outcome = begin(folder, "stopped", space="asha.yaml")
     assert outcome.stopped_early > 0
     assert outcome.finished + outcome.stopped_early == 4
     assert is_idle()
@@ -242,13 +243,13 @@ def test_a_stopped_trial_gives_everything_back(place):
     assert states.count("FINISHED") == outcome.finished
 
 
-def launch(place, ray_cluster, name):
-    """`vitray sweep` in a process of its own, once a first checkpoint is there; its words, and its environment."""
-    words = [sys.executable, "-m", "pipelines.sweep", str(place / "tiny.yaml"), str(place / "lr.yaml")]
-    words += ["--name", name, "--out", str(place / "sweeps"), "--json"]
+def launch(folder, ray_cluster, name):
+    """Start `vitray sweep` as a process and wait for its first checkpoint; return it, its command and environment."""
+    words = [sys.executable, "-m", "pipelines.sweep", str(folder / "tiny.yaml"), str(folder / "lr.yaml")]
+    words += ["--name", name, "--out", str(folder / "sweeps"), "--json"]
     environment = os.environ | {"RAY_ADDRESS": ray_cluster}
     driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not any((place / "sweeps" / name).glob("*/checkpoints/*/checkpoint.json")):
+    while not any((folder / "sweeps" / name).glob("*/checkpoints/*/checkpoint.json")):
         assert driver.poll() is None
         time.sleep(0.05)
     return driver, words, environment
@@ -257,23 +258,23 @@ def launch(place, ray_cluster, name):
 def same_table(words, environment, swept):
     done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
     outcome = json.loads(done.stdout.splitlines()[-1])
-    told = ("trials", "finished", "failed", "best", "best_goal")
-    return [outcome[key] for key in told] == [getattr(swept, key) for key in told]
+    keys = ("trials", "finished", "failed", "best", "best_goal")
+    return [outcome[key] for key in keys] == [getattr(swept, key) for key in keys]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sweep_that_is_told_to_end_says_so_and_goes_on(place, swept, ray_cluster):
-    driver, words, environment = launch(place, ray_cluster, "told")
+def test_an_interrupted_sweep_resumes(folder, swept, ray_cluster):
+    driver, words, environment = launch(folder, ray_cluster, "stopped-driver")
     driver.send_signal(signal.SIGTERM)
-    _, said = driver.communicate(timeout=120)
+    _, stderr = driver.communicate(timeout=120)
     assert driver.returncode == 128 + signal.SIGTERM
-    assert "the same command goes on: vitray sweep" in said
-    # Of the driver's own; Ray's processes may say what they died of.
-    assert not any(line.startswith("Traceback") for line in said.splitlines())
+    assert "the same command resumes it: vitray sweep" in stderr
+    # Ray's processes may print tracebacks, with a prefix.
+    assert not any(line.startswith("Traceback") for line in stderr.splitlines())
     assert is_idle()
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    (parent,) = client.search_runs(["1"], "attributes.run_name = 'told'")
+    (parent,) = client.search_runs(["1"], "attributes.run_name = 'stopped-driver'")
     children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert parent.info.status == "KILLED"
     assert "RUNNING" not in {child.info.status for child in children}
@@ -283,8 +284,8 @@ def test_a_sweep_that_is_told_to_end_says_so_and_goes_on(place, swept, ray_clust
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_driver_goes_on_and_ends_in_the_same_table(place, swept, ray_cluster):
-    driver, words, environment = launch(place, ray_cluster, "killed")
+def test_a_killed_sweep_resumes_to_the_same_table(folder, swept, ray_cluster):
+    driver, words, environment = launch(folder, ray_cluster, "killed")
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     assert same_table(words, environment, swept)

@@ -1,4 +1,4 @@
-"""The tokenizer: its loss beside one written as loops, codes that stand for images, how many are used, its folder."""
+"""The tokenizer: its loss compared with a slow loop, its codes, their perplexity, and its model folder."""
 
 import math
 from copy import deepcopy
@@ -14,10 +14,10 @@ from vitray.config.training import Optim
 from vitray.errors import ConfigError
 from vitray.models.patches import patchify
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.tasks.supervised import build_task
+from vitray.tasks.build import build_task
 from vitray.train.optim import parameter_groups
 from vitray.weights import identity_of, load_model, load_tokenizer, open_weights, save_model, save_tokenizer
-from vitray.weights.pretrained import open_vocabulary
+from vitray.weights.pretrained import open_tokenizer_source
 
 LEVELS = (5, 4, 3)
 PATCH, PATCHES = 8, 12
@@ -49,8 +49,8 @@ def levels_of(made: VisualTokenizer, image_CHW: Tensor) -> list[list[int]]:
     return [[min(int(x * count), count - 1) for x, count in zip(row, LEVELS, strict=True)] for row in shares]
 
 
-def drawn_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
-    """The pixels of each patch that levels stand for."""
+def decoded_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
+    """The decoded pixels of each patch."""
     decoder = made.decoder
     middles = [[2 * (level + 0.5) / count - 1 for level, count in zip(row, LEVELS, strict=True)] for row in levels]
     placed = [decoder.embed(torch.tensor(row)) + decoder.positions.table[at] for at, row in enumerate(middles)]
@@ -62,13 +62,13 @@ def drawn_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
 @torch.no_grad()
-def test_the_loss_is_that_of_loops(settings):
+def test_the_loss_equals_a_slow_loop(settings):
     made, errors = tokenizer(**settings), []
     for image_CHW in images():
-        for at, drawn_K in enumerate(drawn_from(made, levels_of(made, image_CHW))):
+        for at, decoded_K in enumerate(decoded_from(made, levels_of(made, image_CHW))):
             top, left = (PATCH * place for place in divmod(at, 3))
-            wanted = [float(image_CHW[c, top + y, left + x]) for y in range(8) for x in range(8) for c in range(3)]
-            errors += [(got - value) ** 2 for got, value in zip(drawn_K.tolist(), wanted, strict=True)]
+            expected = [float(image_CHW[c, top + y, left + x]) for y in range(8) for x in range(8) for c in range(3)]
+            errors += [(got - value) ** 2 for got, value in zip(decoded_K.tolist(), expected, strict=True)]
     assert float(made(images(), None)) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
 
 
@@ -93,13 +93,13 @@ def test_every_parameter_gets_a_gradient():
     assert [name for name, each in made.named_parameters() if each.grad is None or not each.grad.any()] == []
 
 
-def test_the_gradient_goes_past_the_rounding():
-    # With so many levels rounding is as good as nothing, and the gradient that of the autoencoder without it.
+def test_the_gradient_bypasses_the_rounding():
+    # With so many levels rounding has no effect, so the gradient equals that of the autoencoder without rounding.
     made = tokenizer(task__levels=[2**20])
     plain = deepcopy(made)
     made(images()).backward()
-    drawn_BNK = plain._drawn(plain._shares(images()))
-    F.mse_loss(drawn_BNK, patchify(images(), PATCH)).backward()
+    decoded_BNK = plain._decode_patches(plain._numbers(images()))
+    F.mse_loss(decoded_BNK, patchify(images(), PATCH)).backward()
     for one, other in zip(made.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-7)
     assert plain.squeeze.weight.grad.any()
@@ -132,18 +132,18 @@ def test_a_code_is_the_place_of_its_levels():
 
 
 @torch.no_grad()
-def test_codes_stand_for_images():
+def test_codes_decode_to_images():
     made = tokenizer().eval()
-    for row in torch.arange(60).view(5, PATCHES):  # every code there is
+    for row in torch.arange(60).view(5, PATCHES):  # every code
         levels = [[int(code) % 5, int(code) // 5 % 4, int(code) // 20] for code in row]
-        wanted_NK = torch.stack(drawn_from(made, levels))
+        wanted_NK = torch.stack(decoded_from(made, levels))
         torch.testing.assert_close(patchify(made.decode(row[None]), PATCH)[0], wanted_NK)
-    drawn = made.reconstruct(images())
-    assert drawn.shape == images().shape
-    assert float(F.mse_loss(drawn, images())) == pytest.approx(float(made(images())), rel=1e-5)
+    decoded = made.reconstruct(images())
+    assert decoded.shape == images().shape
+    assert float(F.mse_loss(decoded, images())) == pytest.approx(float(made(images())), rel=1e-5)
 
 
-def test_at_the_start_the_levels_of_a_number_are_about_as_likely():
+def test_initial_levels_are_about_equally_likely():
     made = tokenizer(task__levels=[8, 8, 8, 4, 4], model__name="vit_u4x1_8")
     noise_BCHW = torch.randn(64, 3, 32, 24, generator=torch.Generator().manual_seed(2))
     codes = made.encode(noise_BCHW).flatten()
@@ -153,7 +153,7 @@ def test_at_the_start_the_levels_of_a_number_are_about_as_likely():
         assert shares.max() < 2 / levels
 
 
-def test_perplexity_is_how_many_codes_are_used():
+def test_perplexity_counts_equally_used_codes():
     made = tokenizer()
     level_BNL = torch.zeros(2, 6, 3, dtype=torch.int64)
     made._count(level_BNL)
@@ -162,14 +162,14 @@ def test_perplexity_is_how_many_codes_are_used():
     made._count(level_BNL[:1])
     made._count(level_BNL[1:])
     assert made.read_perplexity() == pytest.approx(4)
-    assert math.isnan(made.read_perplexity())  # nothing since
+    assert math.isnan(made.read_perplexity())  # no codes since the last call
     made(images())
     share_V = torch.bincount(made.encode(images()).flatten(), minlength=60) / 48
-    wanted = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
-    assert made.read_perplexity() == pytest.approx(wanted, rel=1e-5)
+    expected = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
+    assert made.read_perplexity() == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_was_used_is_no_part_of_its_state():
+def test_code_counts_are_not_in_the_state_dict():
     made = tokenizer()
     names = list(made.state_dict())
     made(images())
@@ -179,7 +179,7 @@ def test_what_was_used_is_no_part_of_its_state():
     assert sum(len(group["params"]) for group in groups) == len(list(made.parameters()))
 
 
-# ---- its folder ------------------------------------------------------------------------------------------------------
+# ---- the model folder ------------------------------------------------------------------------------------------------
 
 
 def beit(url: str, **settings) -> Run:
@@ -193,26 +193,26 @@ def test_a_tokenizer_survives_its_folder(tmp_path, stem):
     made.train()(images())
     saved = save_tokenizer(str(tmp_path / "model"), made)
     assert saved.share == 1
-    found = load_tokenizer(str(tmp_path / "model"))
-    assert not found.training
-    assert not any(parameter.requires_grad for parameter in found.parameters())
-    assert found.run == made.run
+    loaded = load_tokenizer(str(tmp_path / "model"))
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert loaded.run == made.run
     made.eval()
     codes_BN = made.encode(images())
-    assert torch.equal(found.encode(images()), codes_BN)
-    assert torch.equal(found.decode(codes_BN), made.decode(codes_BN))
+    assert torch.equal(loaded.encode(images()), codes_BN)
+    assert torch.equal(loaded.decode(codes_BN), made.decode(codes_BN))
 
-    wanted = beit(str(tmp_path / "model"), model__name="vit_u3x1_8_hmlp_ln")
-    vocabulary = open_vocabulary(wanted, wanted.task.objective)
-    assert vocabulary.url == str(tmp_path / "model")
-    assert vocabulary.identity == identity_of(made.state_dict())
-    task: Any = build_task(wanted, vocabulary.tokenizer)
+    expected = beit(str(tmp_path / "model"), model__name="vit_u3x1_8_hmlp_ln")
+    source = open_tokenizer_source(expected, expected.task.objective)
+    assert source.url == str(tmp_path / "model")
+    assert source.identity == identity_of(made.state_dict())
+    task: Any = build_task(expected, source.tokenizer)
     assert task.targets.width == 60
     with pytest.raises(ConfigError, match="a model is there already"):
         save_tokenizer(str(tmp_path / "model"), made)
 
 
-def test_a_tokenizer_and_a_network_are_not_taken_for_each_other(tmp_path):
+def test_tokenizers_and_networks_are_not_interchangeable(tmp_path):
     made = tokenizer()
     save_tokenizer(str(tmp_path / "tokenizer"), made)
     for read in (load_model, open_weights):
@@ -225,26 +225,26 @@ def test_a_tokenizer_and_a_network_are_not_taken_for_each_other(tmp_path):
     )
     url = str(tmp_path / "network")
     with pytest.raises(ConfigError) as error:
-        open_vocabulary(beit(url), beit(url).task.objective)
+        open_tokenizer_source(beit(url), beit(url).task.objective)
     assert str(error.value) == (
         f"task.objective.tokenizer: {url}: got the network of a run of task masked, wanted that of task tokenizer"
     )
     gone = str(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"^task.objective.tokenizer: .*gone: no run.yaml, so no model folder"):
-        open_vocabulary(beit(gone), beit(gone).task.objective)
+        open_tokenizer_source(beit(gone), beit(gone).task.objective)
 
 
 def test_a_tokenizer_with_another_grid_is_refused(tmp_path):
     url = str(tmp_path / "model")
     save_tokenizer(url, tokenizer())
-    wanted = beit(url, model__image_size=32)
+    expected = beit(url, model__image_size=32)
     with pytest.raises(ConfigError, match=r"has codes for 4 x 3 patches of 8 pixels, wanted 4 x 4 of 8") as error:
-        open_vocabulary(wanted, wanted.task.objective)
+        open_tokenizer_source(expected, expected.task.objective)
     assert str(error.value).startswith(f"task.objective.tokenizer: got {url}, which")
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("override", "message"),
     [
         ("task.levels=[8,1]", "task.levels: got 1, wanted greater than or equal to 2"),
         ("task.levels=[]", "task.levels: got [], wanted a longer list"),
@@ -257,13 +257,14 @@ def test_a_tokenizer_with_another_grid_is_refused(tmp_path):
         ("model.image_size=100", "model: image_size 100 is not a multiple of the patch of vit_ti12x1_16, 16"),
     ],
 )
-def test_bad_input_gets_one_message(word, message):
-    words = [word] if word.startswith("model.num_classes") else ["model.num_classes=null", word]
+def test_bad_input_gets_one_message(override, message):
+    is_classes = override.startswith("model.num_classes")
+    overrides = [override] if is_classes else ["model.num_classes=null", override]
     with pytest.raises(ConfigError) as error:
-        load_run(None, ["task=tokenizer", *words])
+        load_run(None, ["task=tokenizer", *overrides])
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_the_vocabulary_is_as_large_as_beits():
+def test_the_vocabulary_has_the_size_of_beit():
     assert load_run(None, ["task=tokenizer", "model.num_classes=null"]).task.codes == 8192

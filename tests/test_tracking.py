@@ -1,4 +1,4 @@
-"""Tracking against real MLflow: an embedded store, and a server that is killed, stopped and started again."""
+"""Tracking with real MLflow: an embedded store, and a server that is killed, stopped and restarted."""
 
 import json
 import math
@@ -22,21 +22,12 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray import tracking
-from vitray.errors import ConfigError, redact
-from vitray.tracking import (
-    Tracker,
-    close_orphans,
-    facts,
-    flush_all,
-    redact_uri,
-    sample,
-    system_info,
-    tracker,
-    tracking_uri,
-)
+from vitray.errors import ConfigError, redact, redact_uri
+from vitray.tracking import TrackedRun, Tracker, flush_all, liveness, system_info, tracker, tracking_uri, upload_thread
+from vitray.tracking.flush import close_dead_runs
 from vitray.tracking.mlflow_client import import_mlflow, open_client
-from vitray.tracking.spool import Journal, now, spool
-from vitray.tracking.uploader import Delivery
+from vitray.tracking.spool import Spool, now, spool_dir
+from vitray.tracking.uploader import Uploader
 
 EXPERIMENT = "vitray"
 ROOT = Path(__file__).parent.parent
@@ -44,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory) -> Path:
-    """An empty store: making its tables takes seconds, copying it none."""
+    """An empty store, created once: the creation of its tables takes seconds."""
     import_mlflow()
     path = tmp_path_factory.mktemp("template") / "mlruns.db"
     open_client(f"sqlite:///{path}")
@@ -53,17 +44,17 @@ def migrated(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, migrated) -> Path:
-    """A working folder with an embedded store, and a spool of its own."""
+    """A working folder with an embedded store and its own spools."""
     shutil.copy(migrated, tmp_path / "mlruns.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(tracker, "PATIENCE", {"FINISHED": (30, 3), "FAILED": (30, 3), "KILLED": (30, 3)})
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", {"FINISHED": (30, 3), "FAILED": (30, 3), "KILLED": (30, 3)})
     return tmp_path
 
 
 class Server:
-    """An `mlflow server` that a test may kill, stop and start again; its store stays."""
+    """An `mlflow server` that a test can kill, stop and restart; its store persists."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -79,9 +70,9 @@ class Server:
         command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), *store]
         settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         log = self.folder / "log"
-        with log.open("ab") as told:
+        with log.open("ab") as output:
             self.process = subprocess.Popen(
-                command, stdout=told, stderr=told, env=os.environ | settings, start_new_session=True
+                command, stdout=output, stderr=output, env=os.environ | settings, start_new_session=True
             )
         for _ in range(1800):
             assert self.process.poll() is None, log.read_text()
@@ -105,9 +96,9 @@ class Server:
 
 @pytest.fixture(scope="session")
 def one_server(tmp_path_factory, migrated) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("server")
-    shutil.copy(migrated, place / "mlruns.db")
-    server = Server(place)
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(migrated, folder / "mlruns.db")
+    server = Server(folder)
     try:
         yield server
     finally:
@@ -117,7 +108,7 @@ def one_server(tmp_path_factory, migrated) -> Iterator[Server]:
 
 @pytest.fixture
 def address(one_server, monkeypatch) -> Server:
-    """A server that may not run yet, and that the environment names, with a password in its address."""
+    """A server, perhaps not started, in MLFLOW_TRACKING_URI with a password."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", one_server.uri.replace("://", "://somebody:geheim@"))
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     return one_server
@@ -132,11 +123,12 @@ def server(address) -> Server:
 
 
 def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None):
-    return Tracker.begin(uid, name, EXPERIMENT, params or {"optim.lr": 1e-3}, tags or {}, description, parent)
+    run = TrackedRun(uid, name, EXPERIMENT, parent)
+    return Tracker.begin(run, params or {"optim.lr": 1e-3}, tags or {}, description)
 
 
 def runs(uid="u1"):
-    """The runs of a uid, as a person would find them."""
+    """Return the MLflow runs of a uid."""
     client = open_client(tracking_uri())
     experiment = client.get_experiment_by_name(EXPERIMENT)
     return client.search_runs([experiment.experiment_id], f"tags.`vitray.uid` = '{uid}'") if experiment else []
@@ -152,61 +144,61 @@ def points(key, uid="u1"):
     return [(metric.step, metric.value) for metric in history]
 
 
-def journals():
-    return sorted(path.name for path in spool().glob("*"))
+def spools():
+    return sorted(path.name for path in spool_dir().glob("*"))
 
 
-def _until_let_go():
-    """The thread of an ended run lets go of its journal when its last call has ended."""
-    for name in journals():
-        Journal(spool() / name, patience=60).close()
+def _wait_until_released():
+    """Wait for the upload thread of an ended run to release its spool."""
+    for name in spools():
+        Spool(spool_dir() / name, timeout=60).close()
 
 
-# The journal
+# The spool
 
 
-def test_a_torn_last_line_is_cut(tmp_path):
-    journal = Journal(tmp_path / "j")
-    journal.append({"step": 1})
-    journal.close()
+def test_an_incomplete_last_line_is_cut_off(tmp_path):
+    spool = Spool(tmp_path / "j")
+    spool.append({"step": 1})
+    spool.close()
     with (tmp_path / "j" / "records.jsonl").open("ab") as file:
         file.write(b'{"step": 2')
-    journal = Journal(tmp_path / "j")
-    journal.append({"step": 3})
-    assert [entry.body for entry in journal.every()] == [{"step": 1}, {"step": 3}]
-    journal.close()
+    spool = Spool(tmp_path / "j")
+    spool.append({"step": 3})
+    assert [record.body for record in spool.records()] == [{"step": 1}, {"step": 3}]
+    spool.close()
 
 
-def test_a_write_that_a_full_disk_cut_short_leaves_no_trace(tmp_path, monkeypatch):
-    journal = Journal(tmp_path / "j")
+def test_a_record_that_a_full_disk_cut_short_is_overwritten(tmp_path, monkeypatch):
+    spool = Spool(tmp_path / "j")
     real = os.pwrite
     rest = iter([lambda *to: real(to[0], to[1][:5], to[2]), lambda *_: (_ for _ in ()).throw(OSError("no space"))])
     monkeypatch.setattr(os, "pwrite", lambda *to: next(rest, real)(*to))
     with pytest.raises(OSError, match="no space"):
-        journal.append({"step": "a long one"})
-    journal.append({"s": 1})
-    journal.close()
-    journal = Journal(tmp_path / "j")
-    assert [entry.body for entry in journal.every()] == [{"s": 1}]
-    journal.close()
+        spool.append({"step": "a long one"})
+    spool.append({"s": 1})
+    spool.close()
+    spool = Spool(tmp_path / "j")
+    assert [record.body for record in spool.records()] == [{"s": 1}]
+    spool.close()
 
 
 def test_a_line_longer_than_a_block_is_read_whole(tmp_path):
-    journal = Journal(tmp_path / "j")
+    spool = Spool(tmp_path / "j")
     for body in ({"a": 1}, {"b": "x" * 5000}, {"c": 1}):
-        journal.append(body)
-    found = journal.read(0, most=100)
-    assert [list(entry.body) for entry in found] == [["a"]]
-    assert list(journal.read(found[-1].end, most=100)[0].body) == ["b"]
-    journal.close()
+        spool.append(body)
+    block = spool.read(0, block_size=100)
+    assert [list(record.body) for record in block] == [["a"]]
+    assert list(spool.read(block[-1].end, block_size=100)[0].body) == ["b"]
+    spool.close()
 
 
-def test_one_process_at_a_time_has_a_journal(tmp_path):
-    journal = Journal(tmp_path / "j")
+def test_one_process_at_a_time_opens_a_spool(tmp_path):
+    spool = Spool(tmp_path / "j")
     with pytest.raises(BlockingIOError):
-        Journal(tmp_path / "j")
-    journal.close()
-    Journal(tmp_path / "j").close()
+        Spool(tmp_path / "j")
+    spool.close()
+    Spool(tmp_path / "j").close()
 
 
 @pytest.mark.parametrize(
@@ -219,14 +211,14 @@ def test_one_process_at_a_time_has_a_journal(tmp_path):
         ("s3://bucket/a@b", "s3://bucket/a@b"),
     ],
 )
-def test_credentials_are_left_out(text, shown):
+def test_credentials_are_redacted(text, shown):
     assert redact(text) == shown
 
 
 # The embedded store
 
 
-def test_the_default_store_lies_in_the_working_folder(folder, monkeypatch):
+def test_the_default_store_is_in_the_working_folder(folder, monkeypatch):
     assert tracking_uri() == f"sqlite:///{folder}/mlruns.db"
     with begin() as run:
         run.text("notes/a.txt", "hello")
@@ -237,24 +229,24 @@ def test_the_default_store_lies_in_the_working_folder(folder, monkeypatch):
     assert redact_uri(tracking_uri()) == "http://host:1"
 
 
-def test_a_run_arrives_whole(folder):
-    with begin(params={"a": 1, "b": [0.9, 0.999], "c": None, "d": "words"}, tags={"git.commit": "abc"}) as run:
+def test_a_run_is_uploaded_completely(folder):
+    with begin(params={"a": 1, "b": [0.9, 0.999], "c": None, "d": "text"}, tags={"git.commit": "abc"}) as run:
         for step in range(1500):
             run.metrics(step, {"train/loss": 1 / (step + 1), "train/lr": step}, at=1000 + step)
         run.figure("figures/loss.png", b"first")
         run.figure("figures/loss.png", b"second")
         run.tag("stage", "late")
-        run.describe("# what came of it")
-    found = the_run()
-    assert found.info.status == "FINISHED"
-    assert found.info.run_name == "run"
-    assert found.data.params == {"a": "1", "b": "[0.9, 0.999]", "c": "null", "d": "words"}
-    assert found.data.tags["mlflow.note.content"] == "# what came of it"
-    assert found.data.tags["mlflow.source.git.commit"] == "abc"
-    assert found.data.tags["stage"] == "late"
+        run.describe("# the result")
+    logged = the_run()
+    assert logged.info.status == "FINISHED"
+    assert logged.info.run_name == "run"
+    assert logged.data.params == {"a": "1", "b": "[0.9, 0.999]", "c": "null", "d": "text"}
+    assert logged.data.tags["mlflow.note.content"] == "# the result"
+    assert logged.data.tags["mlflow.source.git.commit"] == "abc"
+    assert logged.data.tags["stage"] == "late"
     assert points("train/loss") == [(step, 1 / (step + 1)) for step in range(1500)]
-    assert (Path(found.info.artifact_uri) / "figures" / "loss.png").read_bytes() == b"second"
-    assert journals() == []
+    assert (Path(logged.info.artifact_uri) / "figures" / "loss.png").read_bytes() == b"second"
+    assert spools() == []
 
 
 @pytest.mark.parametrize(
@@ -266,32 +258,32 @@ def test_a_run_arrives_whole(folder):
         (SystemExit(0), "FINISHED", None),
     ],
 )
-def test_how_a_run_ends_is_said(error, status, reason):
+def test_the_end_of_a_run_sets_its_status_and_reason(error, status, reason):
     with pytest.raises(type(error)), begin():
         raise error
     assert the_run().info.status == status
     assert the_run().data.tags.get("vitray.reason") == reason
 
 
-def test_what_is_not_a_number_arrives():
+def test_nan_and_infinities_are_uploaded():
     with begin() as run:
         run.metrics(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "top1@ema": 1})
-    found = the_run().data.metrics
-    assert math.isnan(found["nan"])
-    assert (found["up"], found["down"]) == (sys.float_info.max, -sys.float_info.max)
-    assert found["top1_ema"] == 1
+    metrics = the_run().data.metrics
+    assert math.isnan(metrics["nan"])
+    assert (metrics["up"], metrics["down"]) == (sys.float_info.max, -sys.float_info.max)
+    assert metrics["top1_ema"] == 1
 
 
-@pytest.mark.parametrize("machine_has_journal", [True, False])
-def test_a_resumed_run_continues_and_repeats_no_step(machine_has_journal):
+@pytest.mark.parametrize("spool_remains", [True, False])
+def test_a_resumed_run_continues_and_repeats_no_step(spool_remains):
     with suppress(ValueError), begin(params={"optim.lr": 1, "seed": 0}) as run:
         for step in range(10):
             run.metrics(step, {"train/loss": step})
-        if not machine_has_journal:
+        if not spool_remains:
             assert run.flush(30) is None
         raise ValueError("crash")
     first = the_run()
-    assert (first.info.status, journals()) == ("FAILED", [])
+    assert (first.info.status, spools()) == ("FAILED", [])
     with begin(params={"optim.lr": 2, "seed": 0, "new": 1}) as run:
         assert run.flush(30) is None
         assert the_run().info.status == "RUNNING"
@@ -306,17 +298,17 @@ def test_a_resumed_run_continues_and_repeats_no_step(machine_has_journal):
     assert second.data.tags["vitray.changed"] == "optim.lr: 1 -> 2"
 
 
-def test_a_run_that_went_on_elsewhere_keeps_its_status_and_gets_what_was_missing(tmp_path, monkeypatch):
+def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
-    here = Journal(spool() / "u1")
+    here = Spool(spool_dir() / "u1")
     head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {}, "description": ""}
     here.append({**head, "time": now() - 1000, "tags": {}})
     for step in range(3):
         here.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
-    delivery = Delivery(here, tracking_uri())
-    while delivery.left:
-        delivery.deliver()
+    uploader = Uploader(here, tracking_uri())
+    while uploader.remaining:
+        uploader.send_next()
     for step in range(3, 6):
         here.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
     here.append({"kind": "end", "time": now(), "status": "KILLED", "reason": "stopped"})
@@ -331,47 +323,47 @@ def test_a_run_that_went_on_elsewhere_keeps_its_status_and_gets_what_was_missing
     assert the_run().info.status == "FINISHED"
 
 
-def test_delivering_again_from_any_point_changes_nothing(tmp_path):
-    journal = Journal(spool() / "u1")
+def test_uploading_again_from_any_record_changes_nothing(tmp_path):
+    spool = Spool(spool_dir() / "u1")
     head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {"a": "1"}}
-    journal.append({**head, "time": now(), "tags": {"t": "1"}, "description": "text"})
+    spool.append({**head, "time": now(), "tags": {"t": "1"}, "description": "text"})
     for step in range(4):
-        journal.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
-        journal.append({"kind": "tags", "time": 5, "tags": {"t": str(step)}})
-    journal.append({"kind": "end", "time": now(), "status": "FINISHED", "reason": None})
-    for portions in range(1, 12):
-        # A kill between what was sent and the note of it: the mark stays behind by one, or is not there at all.
-        delivery = Delivery(journal, tracking_uri())
-        for _ in range(portions):
-            before = journal.mark
-            if delivery.left or delivery.run_id is None:
-                delivery.deliver()
-        if before is not None and portions % 2:
-            journal.set_mark(before)
+        spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
+        spool.append({"kind": "tags", "time": 5, "tags": {"t": str(step)}})
+    spool.append({"kind": "end", "time": now(), "status": "FINISHED", "reason": None})
+    for batches in range(1, 12):
+        # A kill between upload and cursor update: the cursor is one batch behind, or missing.
+        uploader = Uploader(spool, tracking_uri())
+        for _ in range(batches):
+            before = spool.cursor
+            if uploader.remaining or uploader.run_id is None:
+                uploader.send_next()
+        if before is not None and batches % 2:
+            spool.set_cursor(before)
         else:
-            (journal.folder / "mark").unlink()
+            (spool.folder / "mark").unlink()
     assert points("loss") == [(step, step) for step in range(4)]
     assert (the_run().info.status, the_run().data.tags["t"]) == ("FINISHED", "3")
-    journal.close()
+    spool.close()
 
 
-def test_a_lost_answer_makes_no_second_run(monkeypatch):
+def test_a_lost_response_creates_no_second_run(monkeypatch):
     from mlflow import MlflowClient
 
     real, calls = MlflowClient.create_run, []
 
-    def lost(*words):
-        calls.append(real(*words))
-        raise OSError("the answer was lost")
+    def lose_response(*args):
+        calls.append(real(*args))
+        raise OSError("the response was lost")
 
-    monkeypatch.setattr(MlflowClient, "create_run", lost)
+    monkeypatch.setattr(MlflowClient, "create_run", lose_response)
     with begin() as run:
         run.metrics(1, {"loss": 1})
     assert len(calls) == 1
     assert points("loss") == [(1, 1)]
 
 
-def test_a_run_that_was_made_late_is_removed(monkeypatch):
+def test_a_duplicate_run_of_a_late_request_is_removed(monkeypatch):
     with begin() as run:
         run.metrics(1, {"loss": 1})
         assert run.flush(30) is None
@@ -380,49 +372,49 @@ def test_a_run_that_was_made_late_is_removed(monkeypatch):
     assert points("loss") == [(1, 1)]
 
 
-def test_a_run_shows_below_its_parent():
+def test_a_run_is_nested_under_its_parent():
     with begin("u1", "sweep"), begin("u2", "trial", parent="u1"):
         pass
     assert the_run("u2").data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
 
 
-def test_numbers_do_not_wait_for_a_file_that_its_store_refuses(monkeypatch):
+def test_metrics_do_not_wait_for_a_file_that_its_store_rejects(monkeypatch):
     from mlflow import MlflowClient
 
-    real, refusing = MlflowClient.log_artifact, [True]
+    real, rejecting = MlflowClient.log_artifact, [True]
 
-    def log_artifact(*words):
-        if refusing:
-            raise OSError("the bucket is away")
-        real(*words)
+    def log_artifact(*args):
+        if rejecting:
+            raise OSError("the bucket is offline")
+        real(*args)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     with begin() as run:
         run.figure("a.png", b"picture")
         run.metrics(1, {"loss": 1})
-        until(lambda: runs() and points("loss") == [(1, 1)], 60, "the numbers are there")
-        refusing.clear()
+        until(lambda: runs() and points("loss") == [(1, 1)], 60, "the metrics are logged")
+        rejecting.clear()
     assert (Path(the_run().info.artifact_uri) / "a.png").read_bytes() == b"picture"
-    assert journals() == []
+    assert spools() == []
 
 
-def test_a_record_that_mlflow_never_takes_is_left_out_and_named(caplog):
+def test_a_record_that_mlflow_rejects_is_skipped_and_named(caplog):
     with begin() as run:
         for step, key in enumerate(["loss", "a%b", "loss"]):
-            run._note({"kind": "metrics", "time": 5, "step": step, "values": {key: 1.0}})
+            run._record({"kind": "metrics", "time": 5, "step": step, "values": {key: 1.0}})
     assert points("loss") == [(0, 1), (2, 1)]
     assert "a%b" in the_run().data.tags["vitray.refused"]
     assert "MLflow refuses a record" in caplog.text
 
 
-def test_a_full_disk_stops_nothing(monkeypatch, caplog):
+def test_a_full_disk_does_not_stop_the_run(monkeypatch, caplog):
     def full(*_):
         raise OSError("no space left")
 
     with begin() as run:
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", full)
-            patch.setattr(Journal, "store", full)
+            patch.setattr(Spool, "append", full)
+            patch.setattr(Spool, "store_file", full)
             for step in range(3):
                 run.metrics(step, {"loss": step})
                 run.text("a", "b")
@@ -431,16 +423,16 @@ def test_a_full_disk_stops_nothing(monkeypatch, caplog):
     assert caplog.text.count("no space left") == 1
 
 
-def test_a_store_that_cannot_be_used_stops_nothing(monkeypatch, caplog, tmp_path):
-    (tmp_path / "file").touch()  # a folder that is missing MLflow would make
+def test_an_unusable_store_does_not_stop_the_run(monkeypatch, caplog, tmp_path):
+    (tmp_path / "file").touch()  # MLflow would create a missing folder
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/file/mlruns.db")
-    monkeypatch.setattr(tracker, "PATIENCE", {"FINISHED": (1, 1)})
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", {"FINISHED": (1, 1)})
     with begin() as run:
         run.metrics(1, {"loss": 1})
     assert "`vitray track flush` sends them" in caplog.text
-    assert journals() == ["u1"]
+    assert spools() == ["u1"]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    _until_let_go()
+    _wait_until_released()
     assert flush_all() == [("u1", "run", "complete", "complete")]
     assert points("loss") == [(1, 1)]
     assert the_run().info.status == "FINISHED"
@@ -451,7 +443,7 @@ def test_a_store_that_cannot_be_used_stops_nothing(monkeypatch, caplog, tmp_path
 
 @pytest.fixture
 def logged(monkeypatch):
-    """A double of `log_model`: an MLflow model without files; and the folders that were logged."""
+    """Replace `log_model` with one that logs no files; the fixture is the list of logged folders."""
     folders = []
 
     def log_model(run_id, folder):
@@ -484,18 +476,18 @@ def test_a_model_is_logged_and_registered_once(logged):
         run.model("folder", "vit", 0.5)
         run.model("unregistered")
         assert run.flush(30) is None
-        (run._journal.folder / "mark").unlink()
-        again = Delivery(run._journal, tracking_uri())
-        again.deliver()
-        while again.left:
-            again.deliver()
+        (run._spool.folder / "mark").unlink()
+        again = Uploader(run._spool, tracking_uri())
+        again.send_next()
+        while again.remaining:
+            again.send_next()
     assert logged == ["folder", "unregistered"]
     assert len(open_client(tracking_uri()).search_model_versions("name = 'vit'")) == 1
 
 
-def test_a_run_begins_while_mlflow_is_still_loaded(monkeypatch):
+def test_a_run_begins_while_mlflow_is_imported(monkeypatch):
     loading = threading.Event()
-    monkeypatch.setattr(tracker, "import_mlflow", lambda: loading.wait(60))
+    monkeypatch.setattr(upload_thread, "import_mlflow", lambda: loading.wait(60))
     with begin() as run:
         run.metrics(1, {"loss": 1.5})
         assert runs() == []
@@ -504,13 +496,13 @@ def test_a_run_begins_while_mlflow_is_still_loaded(monkeypatch):
     assert the_run().info.status == "FINISHED"
 
 
-def test_an_mlflow_that_does_not_load_is_said_and_no_end_of_the_run(monkeypatch, caplog):
+def test_a_failed_import_of_mlflow_is_logged_and_does_not_end_the_run(monkeypatch, caplog):
     def missing():
         raise ImportError("no MLflow")
 
-    monkeypatch.setattr(tracker, "import_mlflow", missing)
+    monkeypatch.setattr(upload_thread, "import_mlflow", missing)
     with begin() as run:
-        until(lambda: "records wait: ImportError: no MLflow" in caplog.text, 30, "MLflow is missed")
+        until(lambda: "records wait: ImportError: no MLflow" in caplog.text, 30, "the failed import is logged")
         run.metrics(1, {"loss": 1.5})
 
 
@@ -518,8 +510,8 @@ def test_an_mlflow_that_does_not_load_is_said_and_no_end_of_the_run(monkeypatch,
 
 DRIVER = """
 import sys, time
-from vitray.tracking import Tracker
-run = Tracker.begin("u1", "run", "vitray", {"a": 1}, {}, "")
+from vitray.tracking import TrackedRun, Tracker
+run = Tracker.begin(TrackedRun("u1", "run", "vitray"), {"a": 1}, {}, "")
 run.metrics(1, {"loss": 1})
 assert run.flush(120) is None
 run.metrics(2, {"loss": 2})
@@ -534,62 +526,61 @@ def test_a_killed_driver_is_proved_dead_and_its_run_closed(folder, monkeypatch):
     )
     assert driver.stdout is not None
     assert driver.stdout.readline() == b"ready\n"
-    assert close_orphans(EXPERIMENT) == []
+    close_dead_runs(EXPERIMENT, tracking_uri())
     assert [run.state for run in flush_all()] == ["running"]
-    monkeypatch.setattr(tracker, "JOURNAL_PATIENCE", 0.2)
+    monkeypatch.setattr(tracker, "LOCK_TIMEOUT", 0.2)
     with pytest.raises(ConfigError, match="another process tracks this run"):
         begin()
     assert the_run().info.status == "RUNNING"
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    shutil.copytree(spool(), folder / "copy")
-    # Without a journal, what the run itself says of its driver is proof enough.
-    shutil.rmtree(spool())
-    assert close_orphans(EXPERIMENT) == ["run"]
+    shutil.copytree(spool_dir(), folder / "copy")
+    # Without a spool, the tags of the run are the proof.
+    shutil.rmtree(spool_dir())
+    close_dead_runs(EXPERIMENT, tracking_uri())
     assert the_run().info.status == "KILLED"
-    assert "died without a word" in the_run().data.tags["vitray.reason"]
-    assert close_orphans(EXPERIMENT) == []
-    # With it, what had not been sent arrives as well.
+    assert ", died" in the_run().data.tags["vitray.reason"]
+    # With the spool, the unsent records are uploaded too.
     open_client(tracking_uri()).update_run(the_run().info.run_id, status="RUNNING")
-    shutil.copytree(folder / "copy", spool())
+    shutil.copytree(folder / "copy", spool_dir())
     with begin("u2"):
         for _ in range(600):
-            if journals() == ["u2"]:
+            if spools() == ["u2"]:
                 break
             time.sleep(0.1)
     assert (the_run().info.status, points("loss")) == ("KILLED", [(1, 1), (2, 2)])
-    assert journals() == []
+    assert spools() == []
 
 
-def test_only_what_is_proved_dead_is_dead():
-    alive = system_info.identity()
+def test_only_a_provably_dead_process_is_dead():
+    alive = liveness.process_tags()
     machine_id, boot, space, born = alive["vitray.pid_started"].split()
-    assert not system_info.has_died(alive)
-    assert not system_info.has_died({})
+    assert not liveness.is_dead(alive)
+    assert not liveness.is_dead({})
     gone = {**alive, "vitray.pid_started": f"{machine_id} {boot} {space} {int(born) - 1}"}
-    assert system_info.has_died(gone), "the number of a dead process, given out again"
-    assert not system_info.has_died({**gone, "vitray.host": "elsewhere"})
+    assert liveness.is_dead(gone), "the id of a dead process, used again"
+    assert not liveness.is_dead({**gone, "vitray.host": "elsewhere"})
     container = {**gone, "vitray.pid_started": f"{machine_id} {boot} pid:[1] {int(born) - 1}"}
-    assert not system_info.has_died(container)
+    assert not liveness.is_dead(container)
     unknown = {**gone, "vitray.pid_started": f"{machine_id} {boot} {space} ?"}
-    assert not system_info.has_died(unknown)
+    assert not liveness.is_dead(unknown)
 
 
-def test_a_machine_is_said_in_numbers_and_facts():
-    numbers = sample()
-    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= set(numbers)
-    assert all(math.isfinite(value) for value in numbers.values())
-    told = facts()
-    assert {"version.torch", "version.ray", "version.mlflow", "hardware.cpu", "hardware.cores"} <= set(told)
-    assert all(told.values())
+def test_a_machine_has_metrics_and_facts():
+    metrics = system_info.sample()
+    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= set(metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+    facts = system_info.facts()
+    assert {"version.torch", "version.ray", "version.mlflow", "hardware.cpu", "hardware.cores"} <= set(facts)
+    assert all(facts.values())
 
 
 # A server
 
 
 @pytest.mark.slow
-def test_a_killed_server_stops_nothing_and_gets_all_of_it_once(server, caplog):
+def test_a_killed_server_does_not_stop_the_run_and_gets_every_record_once(server, caplog):
     with begin() as run:
         for step in range(20):
             run.metrics(step, {"loss": step})
@@ -606,7 +597,7 @@ def test_a_killed_server_stops_nothing_and_gets_all_of_it_once(server, caplog):
     artifacts = open_client(tracking_uri()).list_artifacts(the_run().info.run_id, "figures")
     assert len(artifacts) == 20
     assert the_run().info.status == "FINISHED"
-    assert journals() == []
+    assert spools() == []
     assert "MLflow does not take records" in caplog.text
 
 
@@ -621,11 +612,11 @@ def test_a_stopped_server_blocks_no_call(server):
             done = 0
             for step in range(1, 200):
                 run.metrics(step, {"loss": step})
-                run.text(f"texts/{step % 3}.txt", "words")
+                run.text(f"texts/{step % 3}.txt", "text")
                 run.tag("step", str(step))
                 done += 1
-            assert run.flush(3) is not None, "the server is stopped: nothing can have arrived"
-            with begin(f"{uid}-2") as second:  # nor does the start of a run wait for it
+            assert run.flush(3) is not None, "a stopped server cannot receive records"
+            with begin(f"{uid}-2") as second:  # the start of a run does not wait for it either
                 second.metrics(1, {"loss": 1})
                 started = time.monotonic()
                 second.flush(1, 1)
@@ -639,16 +630,16 @@ def test_a_stopped_server_blocks_no_call(server):
     assert the_run(uid).data.tags["step"] == "199"
 
 
-def test_a_run_that_ended_without_the_server_is_completed_by_flush(address, monkeypatch, capsys):
+def test_flush_completes_a_run_that_ended_while_the_server_was_offline(address, monkeypatch, capsys):
     server, uid = address, uuid.uuid4().hex
     if server.process is not None:
         server.kill()
-    monkeypatch.setattr(tracker, "PATIENCE", {"FAILED": (1, 1)})
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", {"FAILED": (1, 1)})
     with suppress(ValueError), begin(uid) as run:
         run.metrics(1, {"loss": 1, "not": math.nan, "infinite": math.inf})
         assert run.run_url() == server.uri
         raise ValueError("it broke")
-    _until_let_go()
+    _wait_until_released()
     with pytest.raises(ConfigError, match="1 of 1 runs wait"):
         track.main(["flush"])
     assert "still waits" in capsys.readouterr().out
@@ -661,7 +652,7 @@ def test_a_run_that_ended_without_the_server_is_completed_by_flush(address, monk
     assert f"{server.uri}: nothing waits" in capsys.readouterr().out
 
 
-def test_no_credential_is_written_or_said(server, caplog, capsys, monkeypatch, folder):
+def test_no_credential_is_written_or_logged(server, caplog, capsys, monkeypatch, folder):
     uid = uuid.uuid4().hex
     uri = tracking_uri()
     server.send(signal.SIGSTOP)
@@ -677,21 +668,21 @@ def test_no_credential_is_written_or_said(server, caplog, capsys, monkeypatch, f
         server.send(signal.SIGCONT)
         raise ValueError(f"no answer from {uri}")
     assert ui.main([]) == {"url": server.uri}
-    found = the_run(uid)
-    assert found.data.params["uri"] == found.data.tags["uri"] == server.uri
+    logged = the_run(uid)
+    assert logged.data.params["uri"] == logged.data.tags["uri"] == server.uri
     client = open_client(uri)
-    text = Path(client.download_artifacts(found.info.run_id, "a.txt")).read_text()
-    said = capsys.readouterr()
-    told = [on_disk.decode(), text, json.dumps(found.to_dictionary()), said.out, said.err, caplog.text]
+    text = Path(client.download_artifacts(logged.info.run_id, "a.txt")).read_text()
+    console = capsys.readouterr()
+    outputs = [on_disk.decode(), text, json.dumps(logged.to_dictionary()), console.out, console.err, caplog.text]
     assert len(on_disk) > 100
     assert "does not take records" in caplog.text
-    assert [part for part in told if "geheim" in part] == []
+    assert [part for part in outputs if "geheim" in part] == []
 
 
 # The verbs
 
 
-def test_the_ui_says_what_it_lacks(folder, monkeypatch):
+def test_the_ui_reports_a_taken_port_and_a_missing_store(folder, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -726,5 +717,5 @@ def test_the_ui_serves_the_runs_until_it_is_stopped(folder):
 
 
 def test_the_public_names_are_there():
-    for name in ("Tracker", "close_orphans", "flush_all", "tracking_uri", "shown", "sample", "facts"):
+    for name in ("FlushResult", "TrackedRun", "Tracker", "artifact_root", "flush_all", "tracking_uri"):
         assert callable(getattr(tracking, name))

@@ -1,11 +1,11 @@
-"""The trainer: no process is started for what a run does not use."""
+"""The trainer: Ray Train's unused helper processes are not started."""
 
 import pytest
 import ray
 from ray.train.torch import TorchTrainer
 
-from vitray.runs.mailbox import Desk
 from vitray.runs.trainer import Trainer
+from vitray.runs.worker_mailbox import Mailbox
 
 
 def callbacks(trainer):
@@ -13,7 +13,7 @@ def callbacks(trainer):
 
 
 @pytest.mark.ray
-def test_helpers_without_work_are_left_out(ray_cluster, monkeypatch):
+def test_unused_callbacks_are_left_out(ray_cluster, monkeypatch):
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     usual, ours = callbacks(TorchTrainer(print)), callbacks(Trainer(print))
     assert set(usual) - set(ours) == {"DatasetsCallback", "PlacementGroupCleanerCallback", "StateManagerCallback"}
@@ -21,10 +21,10 @@ def test_helpers_without_work_are_left_out(ray_cluster, monkeypatch):
 
 
 @pytest.mark.ray
-def test_what_a_trial_reserves_is_given_back_when_it_dies(ray_cluster):
-    """A trial is an actor, whose job goes on without it; its run has a thread of its own."""
+def test_a_trial_keeps_the_cleanup_of_its_placement_group(ray_cluster):
+    """A trial is an actor that may die before its job, and its run has a thread of its own."""
 
-    def begun_in_a_thread(_):
+    def callbacks_in_a_thread(_):
         from concurrent.futures import ThreadPoolExecutor
 
         from vitray.runs.trainer import Trainer
@@ -32,6 +32,6 @@ def test_what_a_trial_reserves_is_given_back_when_it_dies(ray_cluster):
         with ThreadPoolExecutor() as threads:
             return [type(each).__name__ for each in threads.submit(Trainer(print)._create_default_callbacks).result()]
 
-    found = ray.get(Desk.remote().__ray_call__.remote(begun_in_a_thread))
-    assert "PlacementGroupCleanerCallback" in found
-    assert "DatasetsCallback" not in found
+    names = ray.get(Mailbox.remote().__ray_call__.remote(callbacks_in_a_thread))
+    assert "PlacementGroupCleanerCallback" in names
+    assert "DatasetsCallback" not in names

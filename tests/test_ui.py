@@ -1,4 +1,4 @@
-"""MLflow's pages, opened by `vitray ui` in a real browser: the run, its numbers and its pictures are there."""
+"""MLflow's pages, opened by `vitray ui` in a real browser: they show the run, its metrics and its figures."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from vitray.tracking import Tracker, figures
+from vitray.tracking import TrackedRun, Tracker, figures
 
 pytestmark = pytest.mark.slow
 
@@ -22,15 +22,14 @@ FLAGS += ["--disable-background-networking", "--disable-component-update", "--di
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The address of MLflow's pages of a folder in which one run was tracked, and that run's page."""
+    """The address of an MLflow server with one run, the id of the run, and the server's folder."""
     folder = tmp_path_factory.mktemp("ui")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.setenv("VITRAY_HOME", str(folder / "home"))
-        with Tracker.begin(
-            "a" * 32, "shown-run", "shown", {"optim.lr": 1e-3}, {}, "| a | table |\n|---|---|"
-        ) as tracker:
+        tracked = TrackedRun("a" * 32, "shown-run", "shown")
+        with Tracker.begin(tracked, {"optim.lr": 1e-3}, {}, "| a | table |\n|---|---|") as tracker:
             history = {
                 "train/loss": [(step, 1 / (step + 1)) for step in range(20)],
                 "val/top1": [(10, 0.5), (19, 0.75)],
@@ -45,11 +44,11 @@ def pages(tmp_path_factory):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = [sys.executable, "-m", "pipelines.ui", "--port", str(port)]
+        command = [sys.executable, "-m", "pipelines.ui", "--port", str(port)]
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         log = (folder / "log").open("w")
         server = subprocess.Popen(
-            words, env=os.environ | {"PYTHONPATH": root}, stdout=log, stderr=log, start_new_session=True
+            command, env=os.environ | {"PYTHONPATH": root}, stdout=log, stderr=log, start_new_session=True
         )
         try:
             _wait_until_up(port, server, folder / "log")
@@ -71,20 +70,16 @@ def _wait_until_up(port, server, log):
     raise AssertionError(log.read_text())
 
 
-def page(address, folder, wanted):
-    """The page as the browser has built it, once it shows what is wanted."""
+def page(address, folder, expected):
+    """Return the rendered page, once it contains the expected texts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "needs a browser, which `make test-full` installs"
-    for patience in (20_000, 60_000):
-        words = [
-            browser,
-            *FLAGS,
-            f"--user-data-dir={folder / 'profile'}",
-            f"--virtual-time-budget={patience}",
-            "--dump-dom",
-        ]
-        done = subprocess.run([*words, address], capture_output=True, text=True, timeout=240, check=True)
-        if all(word in done.stdout for word in wanted):
+    for time_budget in (20_000, 60_000):
+        options = [f"--user-data-dir={folder / 'profile'}", f"--virtual-time-budget={time_budget}", "--dump-dom"]
+        done = subprocess.run(
+            [browser, *FLAGS, *options, address], capture_output=True, text=True, timeout=240, check=True
+        )
+        if all(text in done.stdout for text in expected):
             break
     return done.stdout
 
@@ -94,17 +89,17 @@ def test_the_run_is_in_the_list(pages):
     assert "shown-run" in page(f"{address}/#/experiments/1/runs", folder, ["shown-run"])
 
 
-def test_the_run_shows_its_numbers_and_its_description(pages):
+def test_the_run_shows_its_metrics_and_its_description(pages):
     address, run_id, folder = pages
-    wanted = ["shown-run", "val/top1", "0.75", "optim.lr"]
-    found = page(f"{address}/#/experiments/1/runs/{run_id}", folder, wanted)
-    assert [word for word in wanted if word not in found] == []
+    expected = ["shown-run", "val/top1", "0.75", "optim.lr"]
+    html = page(f"{address}/#/experiments/1/runs/{run_id}", folder, expected)
+    assert [text for text in expected if text not in html] == []
 
 
 def test_the_run_shows_its_figures(pages):
     address, run_id, folder = pages
-    found = page(
+    html = page(
         f"{address}/#/experiments/1/runs/{run_id}/artifacts/curves.png", folder, ["curves.png", "confusion.png"]
     )
-    assert "curves.png" in found
-    assert "confusion.png" in found
+    assert "curves.png" in html
+    assert "confusion.png" in html

@@ -32,12 +32,12 @@ def test_pools_read_the_patches(pool, execution):
     made = vit(pool=pool, execution=execution, num_classes=None)
     with torch.no_grad():
         x = made.tokens(images())
-        wanted = {
+        expected = {
             "token": made.norm(x)[:, 0],
             "mean": made.norm(x)[:, 1:].mean(1),
             "mean_then_norm": made.norm(x[:, 1:].mean(1)),
         }[pool]
-        torch.testing.assert_close(made(images()), wanted)
+        torch.testing.assert_close(made(images()), expected)
 
 
 def test_without_a_class_token_all_tokens_are_patches():
@@ -76,7 +76,7 @@ def test_heads():
     assert vit(num_classes=None)(images()).shape == (2, 64)
 
 
-def test_initial_weights_are_the_recipes():
+def test_initial_weights_match_the_recipe():
     made = vit("vit_s4x1_16", image_size=224)
     weights = torch.cat([block.attn1.qkv.weight.flatten() for block in made.blocks])
     assert abs(weights.std().item() - 0.02) < 0.001
@@ -112,8 +112,8 @@ def test_regrouping_orders_pairs_by_level_then_branch():
         assert torch.equal(theirs, made.blocks[pair].ffn1.up.weight)
 
 
-def test_regrouping_changes_little_where_blocks_do_little():
-    # Seed 000: r'(x + r(x)) = r'(x) as residuals shrink, so the two groupings meet.
+def test_regrouping_changes_little_for_small_residuals():
+    # "Three things": r'(x + r(x)) = r'(x) as residuals shrink, so the two groupings converge.
     differences = []
     for scale in (1e-1, 1e-2, 1e-3):
         made = vit("vit_u4x1_8", layerscale=scale)
@@ -122,7 +122,7 @@ def test_regrouping_changes_little_where_blocks_do_little():
     assert differences[2] < differences[1] / 20 < differences[0] / 400
 
 
-def test_what_does_not_divide_is_refused():
+def test_indivisible_regrouping_is_refused():
     with pytest.raises(ValueError, match=r"vit_u3x2_8 has 6 pairs of layers, which do not divide into 4 branches"):
         regroup(vit(), 4)
 

@@ -1,4 +1,4 @@
-"""Weights keep their meaning: the same logits as timm, torchvision, Hugging Face, DeiT and Google compute."""
+"""Imported and exported weights give the logits of timm, torchvision, Hugging Face, DeiT and Google."""
 
 import json
 import math
@@ -23,7 +23,7 @@ WIDTH, PATCH, CLASSES = 64, 8, 5
 
 
 def scrambled(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter and buffer random, so that a swapped or forgotten tensor shows."""
+    """The module with random parameters and buffers, so that a swapped or missing tensor is detected."""
     generator = torch.Generator().manual_seed(seed)
     for key, tensor in module.state_dict().items():
         if tensor.is_floating_point():
@@ -46,7 +46,7 @@ def timm_vit(size: int = 32, **settings) -> VisionTransformer:
 
 
 class DeitAttention(nn.Module):
-    """Attention as DeiT's files name it: an independent, explicit softmax."""
+    """Attention with DeiT's tensor names and an explicit softmax."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class DeitMlp(nn.Module):
 
 
 class DeitBlock(nn.Module):
-    """DeiT's block with its spellings: norm1/norm11, attn/attn1, gamma_1/gamma_1_1, norm2/norm21, mlp/mlp1."""
+    """DeiT's block with its tensor names: norm1/norm11, attn/attn1, gamma_1/gamma_1_1, norm2/norm21, mlp/mlp1."""
 
     def __init__(self, branches, scaled):
         super().__init__()
@@ -91,7 +91,7 @@ class DeitBlock(nn.Module):
 
 
 class Deit(nn.Module):
-    """A network under DeiT III's names: positions without a class slot, added before the class token."""
+    """DeiT III: positions without a class slot, added before the class token."""
 
     def __init__(self, branches=1, scaled=True, hmlp=False):
         super().__init__()
@@ -206,7 +206,7 @@ def test_deit_with_hmlp_stem(tmp_path):
 
 
 def google_arrays(vit: VisionTransformer, big_vision: bool = False) -> dict[str, np.ndarray]:
-    """A timm network's weights as flax writes them."""
+    """The weights of a timm network in flax's layout."""
     state = {key: value.numpy() for key, value in vit.state_dict().items()}
     attention, norm, mlp = ("_0", "_1", "_0") if big_vision else ("_1", "_2", "_3")
     arrays = {
@@ -238,7 +238,7 @@ def google_arrays(vit: VisionTransformer, big_vision: bool = False) -> dict[str,
 
 @pytest.mark.parametrize(("big_vision", "prefix"), [(False, ""), (False, "opt/target/"), (True, "params/")])
 def test_google(tmp_path, big_vision, prefix):
-    # timm reads these files too: its reading of the same file is the reference, with the activation of flax.
+    # The reference: timm reads the same file; the activation is that of flax.
     source = scrambled(timm_vit(act_layer="gelu_tanh"), seed=4)
     arrays = {prefix + key: array for key, array in google_arrays(source, big_vision).items()}
     np.savez(tmp_path / "w.npz", **arrays)
@@ -257,7 +257,7 @@ def test_google_resizes_bilinearly_with_corners_aligned(tmp_path):
     _, ours = import_weights(str(tmp_path / "w.npz"))
     larger = timm_vit(48, act_layer="gelu_tanh")
     state = source.state_dict()
-    # scipy's zoom(order=1), which Google's code calls, by its definition: corner on corner, linear in between.
+    # Google calls scipy's zoom(order=1): aligned corners, linear in between.
     at = np.linspace(0, 3, 6)
     low, part = np.minimum(at.astype(int), 2), at - np.minimum(at.astype(int), 2)
     table = state["pos_embed"][0, 1:].reshape(4, 4, WIDTH).numpy()
@@ -328,12 +328,12 @@ def test_import_of_an_export_is_the_same_to_the_last_bit(tmp_path):
         ({"activation": "gelu_tanh"}, "torchvision", "torchvision computes the exact gelu"),
     ],
 )
-def test_what_a_layout_cannot_hold_is_refused(settings, layout, named):
+def test_networks_outside_a_layout_are_refused(settings, layout, named):
     with pytest.raises(ConfigError, match=named):
         export_weights(our_vit(**settings), layout)
 
 
-# ---- files that are not what they say --------------------------------------------------------------------------------
+# ---- bad files -------------------------------------------------------------------------------------------------------
 
 
 class Harmful:
@@ -416,7 +416,7 @@ def test_settings_that_shapes_cannot_show_are_given(tmp_path):
 
 
 def test_every_timm_vit_of_the_papers_has_our_shape():
-    # Shapes alone: the registered 18x2 models of timm and ours name the same tensors.
+    # Shapes only: the registered 18x2 models of timm and ours have the same tensors.
     for theirs, name in (("vit_small_patch16_18x2_224", "vit_s18x2_16"), ("vit_large_patch16_224", "vit_l24x1_16")):
         with torch.device("meta"):
             model = timm.create_model(theirs)

@@ -1,4 +1,4 @@
-"""The spaces of sweeps that vitray brings, by name."""
+"""The built-in search spaces, by name."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Their names, in order."""
+    """Return the names, sorted."""
     return sorted(path.stem for path in HERE.glob("*.yaml"))
 
 
 def path_of(space: str) -> Path:
-    """A file, or else the space of this name."""
+    """Return the path of a file or of a built-in space."""
     brought = HERE / f"{space}.yaml"
     return brought if brought.exists() and not Path(space).exists() else Path(space)

@@ -1,4 +1,4 @@
-"""vitray: Vision Transformers on Ray, from image bytes to registered model. Public names, resolved when first used."""
+"""vitray: Vision Transformers on Ray, from image bytes to registered model. Public names, imported on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vitray.weights import open_weights as open_weights
     from vitray.weights import save_model as save_model
 
-# What is not listed may be renamed tomorrow; a table, so that `import vitray` loads neither torch nor ray.
+# The stable API. A table, so that `import vitray` loads neither torch nor ray.
 PUBLIC = {
-    "ConfigError": "vitray.config",
+    "ConfigError": "vitray.errors",
     "Model": "vitray.config",
     "Run": "vitray.config",
     "load_run": "vitray.config",

@@ -1,7 +1,7 @@
-"""The one door to files: a path or an `s3://bucket/key` address, both read and written the same way.
+"""Files at a path or an `s3://bucket/key` address, with the same functions for both.
 
-S3 is configured by its standard environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...), never by the
-address, which ends up in plans and logs. Nothing here creates a bucket.
+S3 is configured by its standard environment variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_PROFILE, ...), never
+by the address, because addresses end up in plans and logs. No function creates a bucket.
 """
 
 import contextlib
@@ -20,201 +20,134 @@ from pyarrow import fs
 
 from vitray.errors import ConfigError
 
+_LOCAL = fs.LocalFileSystem()
+
+# S3 calls are retried with exponential backoff, for up to half a minute, so a server restart ends no run.
+# Timeouts are in seconds.
+MAX_ATTEMPTS, CONNECT_TIMEOUT, REQUEST_TIMEOUT = 7, 5, 15
+
 
 def is_remote(url: str) -> bool:
-    """Whether the address is S3's rather than a path."""
+    """Whether the address is on S3."""
     return url.startswith("s3://")
 
 
 def join(url: str, *names: str) -> str:
-    """The address of what lies inside `url`."""
+    """Return the address of a file or folder inside `url`."""
     return "/".join([url.rstrip("/"), *names])
 
 
 def absolute(url: str) -> str:
-    """The address as it reads in every folder: Ray's workers run in folders of their own."""
+    """Return the address as an absolute one: Ray's workers run in other working folders."""
     return url if "://" in url else str(Path(url).expanduser().absolute())
 
 
 def filesystem(url: str) -> tuple[fs.FileSystem, str]:
-    """The file system of an address, and the path on it."""
-    bucket, _ = address(url)
+    """Return the file system of an address, and the path on it."""
+    bucket, _ = split_url(url)
     if bucket is not None:
         return _s3(bucket), url.removeprefix("s3://").rstrip("/")
     return _LOCAL, str(Path(url).expanduser().absolute())
 
 
-def address(url: str) -> tuple[str | None, str]:
-    """The bucket of an address, None of a path, and the key or the path; what is neither is refused."""
+def split_url(url: str) -> tuple[str | None, str]:
+    """Return the bucket and key of an S3 address, or None and the path; reject other addresses."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
-    if is_remote(url) and ("@" in bucket or "?" in url):  # not quoted: it would be in logs and plans
+    if is_remote(url) and ("@" in bucket or "?" in url):  # not quoted: the message would put the secret into logs
         raise ConfigError("s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment")
     if not is_remote(url) and "://" in url:
         raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
     return (bucket, key.rstrip("/")) if is_remote(url) else (None, url)
 
 
-_LOCAL = fs.LocalFileSystem()
-
-# A server that is away for some seconds, as when it is started again, ends no run: each call is tried so often, with
-# growing pauses, half a minute at most where it is refused. Seconds for a connection, and for an answer.
-ATTEMPTS, CONNECT, ANSWER = 7, 5, 15
-
-
 @lru_cache
 def _s3(bucket: str) -> fs.FileSystem:
-    # Made in each process from the environment, never sent to another: pyarrow forgets retries when it pickles one.
+    # Each process creates its own: a pickled pyarrow file system loses its retry strategy.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    with _said_clearly(f"s3://{bucket}"):
+    with _as_config_error(f"s3://{bucket}"):
         return fs.S3FileSystem(
             endpoint_override=endpoint or None,
             region=None if endpoint else fs.resolve_s3_region(bucket),
-            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
-            connect_timeout=CONNECT,
-            request_timeout=ANSWER,
+            retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=MAX_ATTEMPTS),
+            connect_timeout=CONNECT_TIMEOUT,
+            request_timeout=REQUEST_TIMEOUT,
         )
 
 
 def exists(url: str) -> bool:
-    """Whether a file is there."""
+    """Whether a file exists."""
     files, path = filesystem(url)
-    with _said_clearly(url):
+    with _as_config_error(url):
         return files.get_file_info(path).type == fs.FileType.File
 
 
 def list_files(url: str) -> list[str]:
-    """The files below a folder, as sorted names relative to it; none where there is no folder."""
+    """Return the sorted relative names of all files below a folder; empty if there is no folder."""
     return list(file_sizes(url))
 
 
 def file_sizes(url: str) -> dict[str, int]:
-    """{name relative to the folder: bytes} of the files below it, sorted by name; empty where there is no folder."""
+    """Return {relative name: bytes} of all files below a folder, sorted by name; empty if there is no folder."""
     files, path = filesystem(url)
-    with _said_clearly(url):
-        found = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-    sizes = {info.path[len(path) :].lstrip("/"): info.size for info in found if info.type == fs.FileType.File}
+    with _as_config_error(url):
+        infos = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+    sizes = {info.path[len(path) :].lstrip("/"): info.size for info in infos if info.type == fs.FileType.File}
     return dict(sorted(sizes.items()))
 
 
 def read_bytes(url: str) -> bytes:
-    """A file's content."""
+    """Return the content of a file."""
     files, path = filesystem(url)
-    with _said_clearly(url), files.open_input_stream(path, compression=None) as stream:
+    with _as_config_error(url), files.open_input_stream(path, compression=None) as stream:
         return stream.read()
 
 
 def read_range(url: str, start: int, size: int) -> bytes:
-    """`size` bytes of a file from byte `start`; fewer where it ends before."""
+    """Return up to `size` bytes of a file, from byte `start`."""
     files, path = filesystem(url)
-    with _said_clearly(url), files.open_input_file(path) as file:
+    with _as_config_error(url), files.open_input_file(path) as file:
         return file.read_at(size, start)
 
 
 def write_bytes(url: str, content: bytes) -> None:
-    """Make `content` the file's content: a reader sees the old file or the new one, never a part of it."""
+    """Replace a file atomically."""
     files, path = filesystem(url)
-    with _said_clearly(url):
+    with _as_config_error(url):
         if is_remote(url):  # an object appears when its upload is complete
             with files.open_output_stream(path, compression=None) as stream:
                 stream.write(content)
-            return
-        with _aside(Path(path)) as aside:
-            aside.write_bytes(content)
+        else:
+            with _replacing(Path(path)) as temporary:
+                temporary.write_bytes(content)
 
 
 def upload(source: Path, url: str) -> None:
-    """Copy a local file to an address, where it appears whole."""
+    """Copy a local file to an address, atomically."""
     files, path = filesystem(url)
-    with _said_clearly(url):
+    with _as_config_error(url):
         if is_remote(url):
             fs.copy_files(str(source.absolute()), path, source_filesystem=_LOCAL, destination_filesystem=files)
-            return
-        with _aside(Path(path)) as aside:
-            shutil.copyfile(source, aside)
+        else:
+            with _replacing(Path(path)) as temporary:
+                shutil.copyfile(source, temporary)
 
 
 @contextmanager
-def created(url: str) -> Iterator[Path]:
-    """A local path to write at; the file appears whole at `url` once the block ends well, and not at all otherwise."""
+def atomic_write(url: str) -> Iterator[Path]:
+    """Yield a local path to write to; the file appears at `url` only if the block succeeds."""
     _, path = filesystem(url)
     if is_remote(url):
         with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
             yield (copy := Path(folder) / path.rpartition("/")[2])
             upload(copy, url)
-        return
-    with _said_clearly(url), _aside(Path(path)) as aside:
-        yield aside
-
-
-def remove(url: str) -> None:
-    """Remove a file, or a folder with all in it; nothing where there is none."""
-    files, path = filesystem(url)
-    if is_remote(url):
-        bucket, _, key = path.partition("/")
-        _remove_objects(bucket, [f"{key}/{name}" for name in list_files(url)] or [key] * exists(url))
-        return
-    with _said_clearly(url):
-        match files.get_file_info(path).type:
-            case fs.FileType.File:
-                files.delete_file(path)
-            case fs.FileType.Directory:
-                files.delete_dir(path)
-
-
-def _remove_objects(bucket: str, keys: list[str]) -> None:
-    # pyarrow would leave an empty object for the folder above, which some servers refuse besides.
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        client = _client()
-        for start in range(0, len(keys), 1000):
-            objects = [{"Key": key} for key in keys[start : start + 1000]]
-            done = client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
-            for error in done.get("Errors", []):
-                raise ConfigError(f"s3://{bucket}/{error.get('Key')}: cannot be removed: {error.get('Message')}")
-    except (BotoCoreError, ClientError) as error:
-        raise ConfigError(f"s3://{bucket}: cannot remove {len(keys)} objects: {error}") from None
-
-
-def abort_uploads(url: str) -> int:
-    """Abort the uploads below an address that were never completed, which nobody sees and somebody pays; how many.
-
-    For a folder that nobody else writes to. A server that cannot list them, or does not let us, has them aborted by
-    the bucket's own rule.
-    """
-    if not is_remote(url):
-        return 0
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    bucket, key = address(url)
-    done = 0
-    with contextlib.suppress(BotoCoreError, ClientError):
-        client = _client()
-        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/"):
-            for found in page.get("Uploads", []):
-                client.abort_multipart_upload(Bucket=bucket, Key=found["Key"], UploadId=found["UploadId"])
-                done += 1
-    return done
-
-
-def import_boto3() -> Any:
-    """boto3, which would tell of where it found credentials in every worker's log."""
-    logging.getLogger("botocore").setLevel(logging.WARNING)
-    import boto3  # takes a third of a second
-
-    return boto3
-
-
-def _client() -> Any:
-    from botocore.config import Config
-
-    retries: Any = {"mode": "standard", "total_max_attempts": ATTEMPTS}
-    return import_boto3().client("s3", config=Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries=retries))
+    else:
+        with _as_config_error(url), _replacing(Path(path)) as temporary:
+            yield temporary
 
 
 @contextmanager
 def local_copy(url: str) -> Iterator[Path]:
-    """A local path with the file's content, for libraries that map files: the file itself where it is local."""
+    """Yield a local path with the file's content: the file itself if it is local."""
     files, path = filesystem(url)
     if not is_remote(url):
         if not Path(path).is_file():
@@ -223,26 +156,93 @@ def local_copy(url: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
         copy = Path(folder) / path.rpartition("/")[2]
-        with _said_clearly(url):
+        with _as_config_error(url):
             fs.copy_files(path, str(copy), source_filesystem=files, destination_filesystem=_LOCAL)
         yield copy
 
 
-@contextmanager
-def _aside(final: Path) -> Iterator[Path]:
-    """A file beside the final one, which it becomes when all went well and vanishes otherwise."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    aside = final.with_name(f".writing-{uuid.uuid4().hex}")
+def remove(url: str) -> None:
+    """Remove a file, or a folder and its content, if it exists."""
+    files, path = filesystem(url)
+    if is_remote(url):
+        bucket, _, key = path.partition("/")
+        _remove_objects(bucket, [f"{key}/{name}" for name in list_files(url)] or [key] * exists(url))
+        return
+    with _as_config_error(url):
+        match files.get_file_info(path).type:
+            case fs.FileType.File:
+                files.delete_file(path)
+            case fs.FileType.Directory:
+                files.delete_dir(path)
+
+
+def _remove_objects(bucket: str, keys: list[str]) -> None:
+    # Not with pyarrow: it leaves an empty object in place of the parent folder, which some servers reject.
+    from botocore.exceptions import BotoCoreError, ClientError
+
     try:
-        yield aside
-        aside.replace(final)
-    finally:
-        aside.unlink(missing_ok=True)
+        client = _s3_client()
+        for start in range(0, len(keys), 1000):
+            objects = [{"Key": key} for key in keys[start : start + 1000]]
+            response = client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+            for error in response.get("Errors", []):
+                raise ConfigError(f"s3://{bucket}/{error.get('Key')}: cannot be removed: {error.get('Message')}")
+    except (BotoCoreError, ClientError) as error:
+        raise ConfigError(f"s3://{bucket}: cannot remove {len(keys)} objects: {error}") from None
+
+
+def abort_uploads(url: str) -> int:
+    """Abort incomplete multipart uploads below an address, which are invisible but billed; return their number.
+
+    Call it only for a folder without another writer. If the server does not support listing uploads, or denies it,
+    the bucket's lifecycle rule has to abort them.
+    """
+    if not is_remote(url):
+        return 0
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = split_url(url)
+    aborted = 0
+    with contextlib.suppress(BotoCoreError, ClientError):
+        client = _s3_client()
+        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/"):
+            for pending in page.get("Uploads", []):
+                client.abort_multipart_upload(Bucket=bucket, Key=pending["Key"], UploadId=pending["UploadId"])
+                aborted += 1
+    return aborted
+
+
+def import_boto3() -> Any:
+    """Return the boto3 module, without its log lines about the source of credentials."""
+    logging.getLogger("botocore").setLevel(logging.WARNING)
+    import boto3  # takes a third of a second
+
+    return boto3
+
+
+def _s3_client() -> Any:
+    from botocore.config import Config
+
+    retries: Any = {"mode": "standard", "total_max_attempts": MAX_ATTEMPTS}
+    config = Config(connect_timeout=CONNECT_TIMEOUT, read_timeout=REQUEST_TIMEOUT, retries=retries)
+    return import_boto3().client("s3", config=config)
 
 
 @contextmanager
-def _said_clearly(url: str) -> Iterator[None]:
-    """What storage refuses is the user's to mend: one message, without the client library's trace."""
+def _replacing(final: Path) -> Iterator[Path]:
+    """Yield a temporary file in the same folder; it replaces the final one if the block succeeds."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".writing-{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _as_config_error(url: str) -> Iterator[None]:
+    """Turn an error of the storage into one message without a stack trace."""
     try:
         yield
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Seed 000's Table 4 on this machine: parallel branches run sequentially, one by one, fused, and as `auto` decides."""
+"""Three things, Table 4, on this machine: parallel branches in sequence, in a loop, fused, and as `auto` chooses."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vitray.bench.charts import draw_ratios
 from vitray.bench.rounds import circumstances, interleave, progress, ratio_of, spread_of, write_csv
 from vitray.config import Model
 from vitray.errors import ConfigError
@@ -17,8 +18,8 @@ VARIANTS = ("seq", "loop", "fused", "auto")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Settings(NamedTuple):
-    """What is measured, and how long."""
+class BranchesSettings(NamedTuple):
+    """Settings of `vitray bench branches`."""
 
     models: Sequence[str]
     batches: Sequence[int]
@@ -31,8 +32,8 @@ class Settings(NamedTuple):
     out: Path = Path("bench_out")
 
 
-def measure_branches(settings: Settings) -> dict[str, Any]:
-    """Measure every model at every batch; print the table, write a CSV and a picture, return the rows."""
+def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
+    """Measure every model at every batch size, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
     header = (
@@ -40,7 +41,7 @@ def measure_branches(settings: Settings) -> dict[str, Any]:
     )
     print(f"images/s, median ± half the interquartile range of {settings.rounds} interleaved rounds")
     print(f"{circumstances(device)}; {_mode(settings)}, {settings.image_size} px")
-    print(f"gain: auto over seq, the same blocks one after another; ratios are taken within rounds\n\n{header}")
+    print(f"gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n\n{header}")
     started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
     for name in settings.models:
         variants = build_variants(name, settings, device)
@@ -58,7 +59,7 @@ def measure_branches(settings: Settings) -> dict[str, Any]:
     stem = f"branches_{device.type}_{_mode(settings).replace(', ', '_')}_{settings.image_size}"
     files = [settings.out / f"{stem}.csv", settings.out / f"{stem}.png"]
     write_csv(files[0], rows)
-    _draw(files[1], rows, f"{circumstances(device)}\n{_mode(settings)}, {settings.image_size} px")
+    draw_ratios(files[1], rows, VARIANTS[1:], f"{circumstances(device)}\n{_mode(settings)}, {settings.image_size} px")
     print(f"\nwrote {files[0]} and {files[1]}")
     return {
         "circumstances": circumstances(device),
@@ -68,11 +69,13 @@ def measure_branches(settings: Settings) -> dict[str, Any]:
     }
 
 
-def build_variants(name: str, settings: Settings, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The model in each execution, and the same weights regrouped to one branch."""
+def build_variants(
+    name: str, settings: BranchesSettings, device: torch.device
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the model with each execution, and the same weights regrouped into one branch."""
     model = Model(name=name, image_size=settings.image_size, layerscale=1e-4)
     if model.shape.branches == 1:
-        raise ConfigError(f"--models {name}: one branch leaves nothing to compare, wanted for example vit_s18x2_16")
+        raise ConfigError(f"--models {name}: one branch leaves nothing to compare, choose for example vit_s18x2_16")
     torch.manual_seed(0)
     parallel = ViT(model)
     nets = {"seq": regroup(parallel, 1)}
@@ -88,7 +91,7 @@ def build_variants(name: str, settings: Settings, device: torch.device) -> dict[
 
 
 def _measure(
-    variants: dict[str, Callable[[Tensor], Tensor]], batch: int, settings: Settings, device: torch.device
+    variants: dict[str, Callable[[Tensor], Tensor]], batch: int, settings: BranchesSettings, device: torch.device
 ) -> dict[str, list[float]]:
     images = torch.randn(batch, 3, settings.image_size, settings.image_size, device=device)
 
@@ -116,33 +119,6 @@ def _row(name: str, batch: int, speeds: dict[str, list[float]]) -> dict[str, Any
     return row | {"auto_over_loop": round(ratio_of(speeds["auto"], speeds["loop"]).median, 4)}
 
 
-def _mode(settings: Settings) -> str:
-    words = [settings.dtype, "compiled" if settings.compile else "eager", "training" if settings.train else "inference"]
-    return ", ".join(words)
-
-
-def _draw(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no display is asked for
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(5.5 * len(names), 4.2), squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], names, strict=True):
-        mine = [row for row in rows if row["model"] == name]
-        places = range(len(mine))
-        for variant, style in zip(VARIANTS[1:], ("s-", "^-", "o-"), strict=True):
-            ratio = [row[f"{variant}_over_seq"] for row in mine]
-            error = [row[f"{variant}_over_seq_spread"] for row in mine]
-            axis.errorbar(places, ratio, yerr=error, fmt=style, capsize=3, label=variant, alpha=0.85)
-        axis.axhline(1, color="black", linewidth=1)
-        axis.set(title=name, xlabel="images in a batch", xticks=list(places))
-        axis.set_xticklabels([str(row["batch"]) for row in mine])
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel("images/s relative to sequential")
-    axes[0][0].legend()
-    figure.suptitle(title, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+def _mode(settings: BranchesSettings) -> str:
+    compiled, phase = "compiled" if settings.compile else "eager", "training" if settings.train else "inference"
+    return f"{settings.dtype}, {compiled}, {phase}"

@@ -1,4 +1,4 @@
-"""What training some parts of a network costs, beside training all of it: time, memory, gradients, optimizer state."""
+"""Time and memory of fine-tuning modes, relative to full fine-tuning."""
 
 import json
 import os
@@ -11,24 +11,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitray.bench.charts import draw_costs
 from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_csv
 from vitray.config import Run, load_run
-from vitray.tasks.supervised import build_task, recompute_activations
+from vitray.tasks.build import build_task
+from vitray.tasks.recompute import recompute_activations
 from vitray.train.optim import build_optimizer
 from vitray.weights.freezing import audit
 
-# Beside the step's time, what is measured once, in bytes, and how the table calls it.
-COSTS = {"peak": "peak MB", "activations": "activations MB", "gradients": "gradients MB", "optimizer": "optimizer MB"}
+# Costs in bytes, measured once, and their columns in the table.
+MEMORY_COSTS = {
+    "peak": "peak MB",
+    "activations": "activations MB",
+    "gradients": "gradients MB",
+    "optimizer": "optimizer MB",
+}
 
 
-class Settings(NamedTuple):
-    """What is measured, and how long."""
+class FinetuneSettings(NamedTuple):
+    """Settings of `vitray bench finetune`."""
 
     model: str
     modes: Sequence[str] = ("full", "attn", "ffn", "head", "attn+feedforward")
-    """A mode of the task, perhaps with a kind of recomputation; all are compared with the first."""
+    """Fine-tuning modes, as in attn or attn+feedforward with recomputation; the first is the reference."""
     batch: int | None = None
-    """None: 8 on a GPU; 1 on a CPU, where a step of B/16 at 384 px takes seconds for an image."""
+    """None is 8 on a GPU and 1 on a CPU."""
     image_size: int = 224
     dtype: str = "fp32"
     rounds: int = 7
@@ -37,7 +44,7 @@ class Settings(NamedTuple):
 
 
 class Variant:
-    """A network of which some parts train, its optimizer, and a batch."""
+    """A partly frozen network, its optimizer, and a batch."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -50,19 +57,19 @@ class Variant:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16")
 
     def loss(self) -> Tensor:
-        """The forward pass."""
+        """Run the forward pass."""
         with self.autocast:
             return self.task(self.images, self.targets)
 
     def step(self) -> None:
-        """Forward, backward, and the descent."""
+        """Run the forward pass, the backward pass and the optimizer."""
         self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def measure_finetune(settings: Settings) -> dict[str, Any]:
-    """Measure every mode; print the table, write a CSV and a picture, return the rows."""
+def measure_finetune(settings: FinetuneSettings) -> dict[str, Any]:
+    """Measure every mode, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if settings.batch is None:
         settings = settings._replace(batch=8 if device.type == "cuda" else 1)
@@ -90,25 +97,24 @@ def measure_finetune(settings: Settings) -> dict[str, Any]:
     place = f"{circumstances(device)}; {settings.model}, {settings.image_size} px, batch {settings.batch}, AdamW"
     print(f"A training step, median ± half the interquartile range of {settings.rounds} interleaved rounds.")
     print(f"{place}, {settings.dtype}. In brackets and under `time`: relative to {first}.")
-    print(
-        "peak: weights, optimizer, batch, and the most that a step has allocated on top at once, as torch's allocator"
-    )
-    print(f"tells. activations: what the forward pass leaves for the backward pass.\n\n{table(rows)}")
+    print("peak: weights, optimizer state, batch, and the largest allocation of a step by torch's allocator.")
+    print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(rows)}")
     stem = f"finetune_{device.type}_{settings.dtype}_{settings.model}_{settings.image_size}"
     files = [settings.out / f"{stem}.csv", settings.out / f"{stem}.png"]
     write_csv(files[0], rows)
-    _draw(files[1], rows, f"{place}, {settings.dtype}")
+    names = {cost: name.removesuffix(" MB") for cost, name in MEMORY_COSTS.items()}
+    draw_costs(files[1], rows, {"seconds": "time of a step", **names}, f"{place}, {settings.dtype}")
     print(f"\nwrote {files[0]} and {files[1]}")
     return {"circumstances": circumstances(device), "rows": rows, "files": list(map(str, files))}
 
 
-def recipe(settings: Settings, mode: str) -> Run:
-    """The run that is measured."""
+def recipe(settings: FinetuneSettings, mode: str) -> Run:
+    """Return the run of a fine-tuning mode."""
     trained, _, recomputed = mode.partition("+")
-    words = {
+    changes = {
         "model.name": settings.model,
         "model.image_size": settings.image_size,
-        "model.layerscale": 1e-4,  # as the paper's networks have it
+        "model.layerscale": 1e-4,  # as in the paper
         "task.kind": "finetune",
         "task.weights": "unread",
         "task.mode": trained,
@@ -116,25 +122,25 @@ def recipe(settings: Settings, mode: str) -> Run:
         "compute.precision": settings.dtype,
         "compute.recompute": recomputed or "none",
     }
-    return load_run(None, [f"{setting}={value}" for setting, value in words.items()])
+    return load_run(None, [f"{setting}={value}" for setting, value in changes.items()])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def measure_memory(variant: Variant, device: torch.device) -> dict[str, int]:
-    """Each of the costs, in bytes."""
-    variant.step()  # the first step makes the optimizer's state
+    """Return each memory cost in bytes."""
+    variant.step()  # creates the optimizer's state
     _, activations = allocated(variant.loss, device)
     variant.loss().backward()
     gradients = _bytes(parameter.grad for parameter in variant.task.parameters())
     variant.optimizer.zero_grad(set_to_none=True)
     states = [value for state in variant.optimizer.state.values() for value in state.values()]
     optimizer = _bytes(value for value in states if isinstance(value, Tensor))
-    standing = _bytes([*variant.task.parameters(), *variant.task.buffers(), variant.images, variant.targets])
+    resident = _bytes([*variant.task.parameters(), *variant.task.buffers(), variant.images, variant.targets])
     most, _ = allocated(variant.step, device)
     return {
-        "peak": standing + optimizer + most,
+        "peak": resident + optimizer + most,
         "activations": activations,
         "gradients": gradients,
         "optimizer": optimizer,
@@ -142,7 +148,7 @@ def measure_memory(variant: Variant, device: torch.device) -> dict[str, int]:
 
 
 def allocated(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes of tensors that a call adds: the most at any time, and those that are left as long as its result is."""
+    """Return the bytes that a call allocates: at its peak, and those that live as long as its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -152,8 +158,8 @@ def allocated(call: Callable[[], object], device: torch.device) -> tuple[int, in
         most, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         del result
         return most - before, left - before
-    # There is no such counter for a CPU; but torch's profiler hears of every allocation.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it tells of its own start and end
+    # Torch has no such counter for a CPU, but its profiler records every allocation.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
     del result
@@ -171,42 +177,19 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-# ---- what is shown ---------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = [["trains", "of all weights", "ms a step", "time", *COSTS.values()]]
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = [["trains", "of all weights", "ms a step", "time", *MEMORY_COSTS.values()]]
     for row in rows:
         milliseconds = Spread(1e3 * row["seconds"], 1e3 * row["seconds_spread"])
         time = f"{row['seconds_ratio']:.2f} ± {row['seconds_ratio_spread']:.2f}"
-        costs = [f"{row[f'{cost}_bytes'] / 1e6:.1f} ({row[f'{cost}_ratio']:.2f})" for cost in COSTS]
+        costs = [f"{row[f'{cost}_bytes'] / 1e6:.1f} ({row[f'{cost}_ratio']:.2f})" for cost in MEMORY_COSTS]
         lines.append([row["mode"], f"{row['share_trained']:.1%}", str(milliseconds), time, *costs])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
         f"| {' | '.join(f'{cell:<{width}}' for cell, width in zip(line, widths, strict=True))} |" for line in lines
     )
-
-
-def _draw(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no display is asked for
-    from matplotlib import pyplot
-
-    kinds = ["seconds", *COSTS]
-    figure, axis = pyplot.subplots(figsize=(1.6 * len(kinds) + 2, 4.2), layout="constrained")
-    width = 0.8 / len(rows)
-    for index, row in enumerate(rows):
-        places = [kind + (index - (len(rows) - 1) / 2) * width for kind in range(len(kinds))]
-        axis.bar(places, [row[f"{kind}_ratio"] for kind in kinds], width, label=row["mode"], alpha=0.85)
-    axis.axhline(1, color="black", linewidth=1)
-    axis.set_xticks(range(len(kinds)), ["time of a step", *(name.removesuffix(" MB") for name in COSTS.values())])
-    axis.set_ylabel(f"relative to {rows[0]['mode']}")
-    axis.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside right upper")
-    axis.set_title(title, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

@@ -1,7 +1,7 @@
-"""The stream and its alternatives in interleaved rounds: CPU-seconds per image, images a second, the first batch.
+"""The stream and its alternatives in interleaved rounds: CPU time per image, images per second, the first batch.
 
-The first unit is CPU-seconds per image, of this process and of all that it started: on a shared machine wall time says
-more about the neighbours. What starts workers anew for each epoch pays for it here, as it does in training.
+CPU time counts this process and its descendants; on a shared machine it is steadier than wall time. The start of worker
+processes in each epoch counts, as it does in training.
 """
 
 import logging
@@ -15,22 +15,23 @@ import psutil
 import ray
 import torch
 
+from vitray.bench.charts import draw_bars
 from vitray.bench.loaders import loader, loop, ours, pil, torchvision_v2
-from vitray.bench.rounds import circumstances, draw_bars, progress, ratio_of, spread_of, write_csv
+from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_csv
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.shards import open_dataset
-from vitray.data.stream import Cursor, Share, Stream
+from vitray.data.stream import Cursor, Share, Stream, StreamSpec
 from vitray.errors import ConfigError
 
 BASELINE = "loader, ours"
 CROP = Augment(crop=RandomResizedCrop(interpolation="bilinear"))
 
-# Starts an epoch, by its number, and gives the sizes of its batches.
+# Takes the number of an epoch and yields the sizes of its batches.
 Pipeline = Callable[[int], Iterator[int]]
 
 
-class Settings(NamedTuple):
-    """What is measured, and how long."""
+class IngestSettings(NamedTuple):
+    """Settings of `vitray bench ingest`."""
 
     url: str
     split: str = "train"
@@ -39,32 +40,32 @@ class Settings(NamedTuple):
     workers: int = 2
     images: int | None = None
     object_store: int | None = None
-    """Of a Ray that is started here, in MB; None leaves it to Ray."""
+    """In MB, if the benchmark starts Ray; None is Ray's default."""
     rounds: int = 5
     out: Path = Path("bench_out")
 
 
 class Timing(NamedTuple):
-    """One epoch of one pipeline."""
+    """Seconds of one epoch: until the first batch, and per image."""
 
     first_batch: float
     wall: float
     cpu: float
 
 
-def measure_ingest(settings: Settings) -> dict[str, Any]:
-    """Measure every pipeline in turns; print the table, write a CSV and a picture, return the rows."""
+def measure_ingest(settings: IngestSettings) -> dict[str, Any]:
+    """Measure every pipeline in turns, print and save the table, and return its rows."""
     with _running_ray(settings):
         stream, images = _stream(settings)
         return _measure(settings, _pipelines(settings, stream, images), images)
 
 
 @contextmanager
-def _running_ray(settings: Settings) -> Iterator[None]:
+def _running_ray(settings: IngestSettings) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # At equal priority: Ray's workers run at nice 15 unless told.
+    # Ray's workers run at nice 15 by default; here they get the same priority as the others.
     system = {"worker_niceness": 0}
     store = settings.object_store and settings.object_store * 10**6
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.WARNING}
@@ -75,10 +76,10 @@ def _running_ray(settings: Settings) -> Iterator[None]:
         ray.shutdown()
 
 
-def _stream(settings: Settings) -> tuple[Stream, int]:
-    """The stream that is measured, and how many images of an epoch."""
+def _stream(settings: IngestSettings) -> tuple[Stream, int]:
+    """The stream, and the measured images of an epoch, in whole batches."""
     size = (settings.image_size, settings.image_size)
-    stream = Stream(open_dataset(settings.url), settings.split, batch=settings.batch, size=size, crop=CROP)
+    stream = Stream(open_dataset(settings.url), StreamSpec(settings.split, settings.batch, size, CROP))
     images = min(stream.images, settings.images or stream.images) // settings.batch * settings.batch
     if not images:
         raise ConfigError(
@@ -87,7 +88,7 @@ def _stream(settings: Settings) -> tuple[Stream, int]:
     return stream, images
 
 
-def _pipelines(settings: Settings, stream: Stream, images: int) -> dict[str, Pipeline]:
+def _pipelines(settings: IngestSettings, stream: Stream, images: int) -> dict[str, Pipeline]:
     workers = settings.workers
     return {
         "plain loop": lambda epoch: loop(stream, epoch, images),
@@ -99,15 +100,15 @@ def _pipelines(settings: Settings, stream: Stream, images: int) -> dict[str, Pip
 
 
 def _streamed(stream: Stream, epoch: int, images: int) -> Iterator[int]:
-    # Where fewer images are asked for, the stream gives the last part of its epoch.
-    skipped = stream.steps - images // stream.batch
+    # With --images, the stream starts late in its epoch.
+    skipped = stream.steps - images // stream.spec.batch
     return (len(batch.images) for batch in stream.train(Cursor(epoch, skipped), Share(0, 1)))
 
 
-def _measure(settings: Settings, pipelines: dict[str, Pipeline], images: int) -> dict[str, Any]:
+def _measure(settings: IngestSettings, pipelines: dict[str, Pipeline], images: int) -> dict[str, Any]:
     timings: dict[str, list[Timing]] = {name: [] for name in pipelines}
     for turn in range(settings.rounds + 1):
-        for name in [*pipelines][turn % len(pipelines) :] + [*pipelines][: turn % len(pipelines)]:
+        for name in rotated(list(pipelines), turn):
             timing = _timed(pipelines[name](turn), images)
             if turn:  # the first turn warms the page cache and the worker processes
                 timings[name].append(timing)
@@ -120,44 +121,34 @@ def _timed(batches: Iterator[int], images: int) -> Timing:
     count = next(batches)
     first = time.perf_counter() - start
     count += sum(batches)
-    assert count == images, f"{count} images came, {images} were asked for"
+    assert count == images, f"got {count} images, wanted {images}"
     wall = time.perf_counter() - start
-    # Process by process: an idle worker of Ray that ended meanwhile takes its past with it.
+    # Summed by process: an idle Ray worker that exits meanwhile takes its earlier CPU time with it.
     cpu = sum(seconds - before.get(pid, 0.0) for pid, seconds in tree_cpu_seconds().items())
     return Timing(first, wall / images, cpu / images)
 
 
-def _report(settings: Settings, timings: dict[str, list[Timing]], images: int) -> dict[str, Any]:
-    baseline = BASELINE if BASELINE in timings else next(iter(timings))
+def _report(settings: IngestSettings, timings: dict[str, list[Timing]], images: int) -> dict[str, Any]:
     where = circumstances(torch.device("cpu"))
     about = f"{images} images to {settings.image_size} px, batches of {settings.batch}, {settings.workers} workers"
     print(f"{where}\n{about}; {settings.rounds} interleaved rounds, median ± half the interquartile range\n")
-    print(f"{'pipeline':<26}{'CPU us/image':>16}{'images/s':>18}{'first batch s':>18}{'CPU / ' + baseline:>24}")
+    print(f"{'pipeline':<26}{'CPU us/image':>16}{'images/s':>18}{'first batch s':>18}{'CPU / ' + BASELINE:>24}")
     rows: list[dict[str, Any]] = []
     for name, rounds in timings.items():
         cpu = spread_of([1e6 * timing.cpu for timing in rounds])
         speed = spread_of([1 / timing.wall for timing in rounds])
         first = spread_of([timing.first_batch for timing in rounds])
-        ratio = ratio_of([timing.cpu for timing in rounds], [timing.cpu for timing in timings[baseline]])
+        ratio = ratio_of([timing.cpu for timing in rounds], [timing.cpu for timing in timings[BASELINE]])
         print(f"{name:<26}{cpu!s:>16}{speed!s:>18}{first!s:>18}{ratio!s:>24}")
         row: dict[str, Any] = {"pipeline": name}
-        for column, value in {
-            "cpu_us": cpu,
-            "images_per_second": speed,
-            "first_batch": first,
-            "cpu_ratio": ratio,
-        }.items():
+        columns = {"cpu_us": cpu, "images_per_second": speed, "first_batch": first, "cpu_ratio": ratio}
+        for column, value in columns.items():
             row |= {column: round(value.median, 4), f"{column}_spread": round(value.spread, 4)}
         rows.append(row)
     files = [settings.out / "ingest.csv", settings.out / "ingest.png"]
     write_csv(files[0], rows)
-    draw_bars(
-        files[1],
-        [row["pipeline"] for row in rows],
-        [row["cpu_us"] for row in rows],
-        "CPU us per image",
-        f"{where}\n{about}",
-    )
+    bars = {row["pipeline"]: row["cpu_us"] for row in rows}
+    draw_bars(files[1], bars, "CPU us per image", f"{where}\n{about}")
     print(f"\nwrote {files[0]} and {files[1]}")
     return {"circumstances": where, "about": about, "rows": rows, "files": list(map(str, files))}
 
@@ -167,6 +158,6 @@ def tree_cpu_seconds() -> dict[int, float]:
     processes = [this := psutil.Process(), *this.children(recursive=True)]
     seconds = {}
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it ended a moment ago, and its parent has its time
+        with suppress(psutil.NoSuchProcess):  # it exited a moment ago, and its parent has its time
             seconds[process.pid] = sum(process.cpu_times()[:4])
     return seconds

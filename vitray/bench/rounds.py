@@ -1,4 +1,4 @@
-"""Interleaved rounds, medians and spread, and the circumstances that a number belongs with."""
+"""Interleaved rounds, medians and spreads, and the hardware and versions of a measurement."""
 
 import csv
 import platform
@@ -13,7 +13,7 @@ import torch
 
 
 class Spread(NamedTuple):
-    """A number over rounds: its median, and half the distance between its quartiles."""
+    """The median over rounds, and half the interquartile range."""
 
     median: float
     spread: float
@@ -25,34 +25,39 @@ class Spread(NamedTuple):
 def interleave(
     variants: Mapping[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device
 ) -> dict[str, list[float]]:
-    """Each variant's calls per second in each round, measured in turns so that a slow minute meets all of them.
+    """Return each variant's calls per second in each round. All take turns, so a slow minute affects each of them.
 
-    `seconds` is how long one variant runs in one round.
+    `seconds` is the time of one variant in one round.
     """
     calls = {}
     for name, variant in variants.items():
         _timed(variant, 1, device)  # warm-up: allocations, compilation, folded weights
         calls[name] = max(1, int(seconds / _timed(variant, 1, device)))
     speeds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds):
-        # The order turns round too: what comes first after a pause is not always the same.
-        names = list(variants)[turn % len(variants) :] + list(variants)[: turn % len(variants)]
-        for name in names:
+    for number in range(rounds):
+        # The order rotates, so that no variant is always the first one after a pause.
+        for name in rotated(list(variants), number):
             speeds[name].append(calls[name] / _timed(variants[name], calls[name], device))
     return speeds
 
 
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """Return names in the same cyclic order, from another start."""
+    start = by % len(names)
+    return [*names[start:], *names[:start]]
+
+
 def spread_of(values: Sequence[float]) -> Spread:
-    """The median of some rounds, and their spread."""
+    """Return the median and the spread of some rounds."""
     if len(values) < 2:
         return Spread(values[0], 0.0)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(middle, (high - low) / 2)
 
 
-def ratio_of(these: Sequence[float], those: Sequence[float]) -> Spread:
-    """These over those, round by round: what slows a whole round cancels."""
-    return spread_of([this / that for this, that in zip(these, those, strict=True)])
+def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Return the ratio of two variants, taken within rounds so that a slow round cancels."""
+    return spread_of([one / other for one, other in zip(numerators, denominators, strict=True)])
 
 
 def _timed(variant: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -65,7 +70,7 @@ def _timed(variant: Callable[[], object], calls: int, device: torch.device) -> f
 
 
 def circumstances(device: torch.device) -> str:
-    """Hardware and versions, in one line."""
+    """Return hardware and versions in one line."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
@@ -77,7 +82,7 @@ def circumstances(device: torch.device) -> str:
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    """A table as CSV, its columns those of the first row."""
+    """Write a table as CSV with the columns of its first row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -86,25 +91,6 @@ def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def progress(text: str) -> None:
-    """One line of progress on stderr, over the last one on a terminal."""
+    """Print a line of progress to stderr; on a terminal it replaces the last one."""
     end = "\r" if sys.stderr.isatty() else "\n"
     print(f"{text:<79}", end=end, file=sys.stderr, flush=True)
-
-
-def draw_bars(path: Path, names: Sequence[str], values: Sequence[float], unit: str, title: str) -> None:
-    """One bar a name, its value written at its end."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # no display is asked for
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1.4), layout="constrained")
-    bars = axis.barh(list(names), list(values), color="tab:blue", alpha=0.8)
-    axis.bar_label(bars, fmt="%.0f", padding=3)
-    axis.invert_yaxis()
-    axis.set(xlabel=unit)
-    axis.margins(x=0.12)
-    axis.set_title(title, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

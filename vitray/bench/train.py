@@ -1,7 +1,4 @@
-"""How fast a step of training is, against a bare loop on tensors in memory.
-
-The neighbour is plain PyTorch: the same network, optimizer, precision and batch.
-"""
+"""The speed of a training step, against a plain PyTorch step with the same network, precision and batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +10,18 @@ import torch.nn.functional as F
 
 from vitray.bench.rounds import circumstances, interleave, ratio_of, spread_of, write_csv
 from vitray.config import Run, load_run
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
-from vitray.data.stream.prefetch import DeviceBatch
 from vitray.models.counts import count
-from vitray.runs.run_logger import peak_flops
-from vitray.tasks.supervised import build_task
+from vitray.tasks.build import build_task
+from vitray.train.learner import Learner
 from vitray.train.loop import take_step
 from vitray.train.optim import build_optimizer
-
-# Seconds of a turn.
-SECONDS = 0.5
+from vitray.train.profiling import peak_flops
 
 
-class Settings(NamedTuple):
-    """What is measured, and how long."""
+class TrainSettings(NamedTuple):
+    """Settings of `vitray bench train`."""
 
     models: list[str]
     batch: int = 32
@@ -35,37 +29,36 @@ class Settings(NamedTuple):
     dtype: str = "fp32"
     compile: bool = False
     rounds: int = 7
-    seconds: float | None = None
-    """Of one turn; None is what suits what is measured."""
+    seconds: float = 0.5
     out: Path = Path("bench_out")
 
 
-def measure_train(settings: Settings) -> dict[str, Any]:
-    """Measure, print the table, write a CSV, and return the rows."""
+def measure_train(settings: TrainSettings) -> dict[str, Any]:
+    """Measure every model, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{circumstances(device)}; {mode(settings)}, {settings.image_size} px, batches of {settings.batch}")
+    print(f"{circumstances(device)}; {_mode(settings)}, {settings.image_size} px, batches of {settings.batch}")
     print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}")
     rows = []
     for name in settings.models:
-        run = recipe(settings, name, 1000)
-        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds or SECONDS, device)
-        images = {variant: [speed * settings.batch for speed in some] for variant, some in speeds.items()}
+        run = recipe(settings, name)
+        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device)
+        images = {variant: [speed * settings.batch for speed in rounds] for variant, rounds in speeds.items()}
         ours, bare, ratio = spread_of(images["vitray"]), spread_of(images["bare"]), ratio_of(*images.values())
         mfu = utilisation(run, ours.median, device)
-        told = "" if mfu is None else f"{mfu:.1%}"
-        print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{told:>8}", flush=True)
+        mfu_text = "" if mfu is None else f"{mfu:.1%}"
+        print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{mfu_text:>8}", flush=True)
         rows.append({"model": name, "vitray": ours.median, "bare": bare.median, "ratio": ratio.median, "mfu": mfu})
     write_csv(settings.out / f"train_step_{device.type}_{settings.dtype}.csv", rows)
     return {"rows": rows}
 
 
-def recipe(settings: Settings, name: str, classes: int) -> Run:
-    """The run that is measured."""
+def recipe(settings: TrainSettings, name: str) -> Run:
+    """Return the run of a model."""
     changes = {
         "model.name": name,
         "model.image_size": settings.image_size,
-        "model.num_classes": classes,
+        "model.num_classes": 1000,
         "optim.batch": settings.batch,
         "optim.duration": "200 steps",
         "optim.warmup": "10 steps",
@@ -78,7 +71,7 @@ def recipe(settings: Settings, name: str, classes: int) -> Run:
 
 
 def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], object]]:
-    """A step of ours and a bare one, each on a network of its own."""
+    """Return a step of vitray and a plain step, each with its own network."""
     images = torch.randint(0, 256, (run.optim.batch, *run.model.image_shape, 3), dtype=torch.uint8, device=device)
     labels = torch.arange(run.optim.batch, device=device) % (run.model.num_classes or 1)
     places = np.arange(run.optim.batch)
@@ -86,16 +79,17 @@ def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], obje
     task = build_task(run).to(device)
     optimizer = build_optimizer(task, run.optim, device)
     model: Any = torch.compile(task) if run.compute.compile else task
+    learner = Learner(task, model, optimizer, None)
     bare = bare_step(run, device)
     floats = normalised(images, run.data.normalise)
     return {
-        "vitray": lambda: take_step(run, 20, batch, Share(0, 1), model, task, optimizer, None, 1000),
+        "vitray": lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000),
         "bare": lambda: bare(floats, labels),
     }
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The step that one would write by hand."""
+    """Return a plain PyTorch step."""
     task = build_task(run).to(device)
     vit: Any = torch.compile(task.vit) if run.compute.compile else task.vit
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
@@ -113,11 +107,10 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
 
 
 def utilisation(run: Run, images_per_second: float, device: torch.device) -> float | None:
-    """Share of the device's peak that the network's products reach, where the peak is known."""
+    """Return the model FLOPs utilisation; None for a device of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), run.compute.precision) if device.type == "cuda" else None
     return None if peak is None else 6e9 * count(run.model).gflops * images_per_second / peak
 
 
-def mode(settings: Settings) -> str:
-    """Of the arithmetic."""
+def _mode(settings: TrainSettings) -> str:
     return f"{settings.dtype}{', compiled' if settings.compile else ''}"

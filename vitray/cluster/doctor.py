@@ -1,6 +1,6 @@
-"""A cluster looked at before a long run: every node is asked, and what would end the run later is said now.
+"""A check of every node of a cluster before a long run.
 
-A witness on each node tells what that node has and reaches, and all of them add a number up, as training does.
+An actor on each node reports hardware, versions and connections; all of them run an all-reduce, as training does.
 """
 
 import importlib.metadata
@@ -11,107 +11,100 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitray.cluster.storage_check import preflight
+from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError, one_line, redact_uri
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
 
 PACKAGES = ("vitray", "ray", "torch", "torchvision", "pyarrow", "mlflow", "boto3")
-# Seconds for a node to start a process of ours, which loads torch and MLflow, and for what it is then asked.
-PATIENCE = 180
-# Seconds between two clocks: metrics of a run are ordered by time; S3 refuses what is 15 minutes off.
-SKEW = 2.0
-# Ray stops writing objects where a disk is 95 % full; checkpoints and spilled images need room before that.
-FULLEST = 0.9
-SMALLEST_STORE = 1e9
-# Files and connections of a raylet: Ray asks for so many in its own guide.
-FEWEST_FILES = 4096
+# Seconds for a node to start an actor, which imports torch and MLflow, and to answer.
+PROBE_TIMEOUT = 180
+# Seconds between two clocks: metrics of a run are ordered by time; S3 refuses requests that are 15 minutes off.
+MAX_CLOCK_SKEW = 2.0
+# Ray stops writing objects where a disk is 95 % full; checkpoints and spilled images need space before that.
+MAX_DISK_SHARE = 0.9
+MIN_OBJECT_STORE = 1e9
+# Files and connections of a raylet, as Ray's own guide recommends.
+MIN_OPEN_FILES = 4096
 
 
-class Seen(NamedTuple):
-    """What a node says of itself."""
+class NodeProbe(NamedTuple):
+    """The facts about one node."""
 
     name: str
     address: str
     cpus: float
-    gpus: float
-    """Of these two, what Ray gives out."""
-    store: float
-    """Bytes of the object store."""
+    gpus: float  # GPUs that Ray assigns
+    store: float  # bytes of the object store
     versions: dict[str, str]
-    devices: int
-    """GPUs that the driver lists."""
-    usable: int
-    """GPUs that torch can compute on."""
-    disk: float
-    """Share of the disk below Ray's folder that is used."""
-    files: int
-    """Files that a process may open."""
-    clock: float
-    """Seconds ahead of the clock here."""
-    listens: str
-    """The address at which gloo would be reached."""
-    interface: str | None
-    """The network interface that has the node's address."""
-    storage: str | None
-    """What keeps results from lying where they should; None where nothing does."""
-    tracking: str | None
-    """What keeps records from MLflow."""
+    devices: int  # GPUs that the driver lists
+    usable: int  # GPUs that torch can compute on
+    disk: float  # the used share of the disk with Ray's folder
+    files: int  # files that a process may open
+    clock: float  # seconds ahead of the local clock
+    listens: str  # the address that gloo listens on
+    interface: str | None  # the network interface that has the node's address
+    storage: str | None  # the error of writing results, or None
+    tracking: str | None  # the error of reaching MLflow, or None
 
 
-class Fault(NamedTuple):
-    """What is wrong on a node, and what to do."""
+class Finding(NamedTuple):
+    """A problem on a node, and its remedy."""
 
     node: str
-    what: str
-    wanted: str
+    problem: str
+    remedy: str
 
 
-class Health(NamedTuple):
-    """What a cluster has, and what is wrong with it."""
+class ClusterReport(NamedTuple):
+    """The nodes of a cluster and their problems."""
 
-    nodes: list[Seen]
-    faults: list[Fault]
+    nodes: list[NodeProbe]
+    findings: list[Finding]
 
 
-class Witness:
-    """On a node, for as long as it is asked."""
+class ProbeActor:
+    """The process that inspects one node."""
 
-    def look(self, address: str, place: str, uri: str) -> dict[str, Any]:
-        """What this node has and reaches."""
+    def probe(self, address: str, results_url: str, uri: str) -> NodeProbe:
+        """Return the facts about this node; its clock and Ray's resources are left to the driver."""
         import psutil
         import torch
         from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-        listens = _gloo_address()
-        return {
-            "name": socket.gethostname(),
-            "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-            "devices": NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(),
-            "usable": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-            "disk": _used(_ray_folder()),
-            "files": psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0],
-            "listens": listens,
-            "interface": next((name for name, at in _interfaces().items() if at == address), None),
-            "storage": _said(lambda: preflight(place)),
-            "tracking": None if uri.startswith("sqlite:") else _said(lambda: _ask_tracking(uri)),
-        }
+        return NodeProbe(
+            name=socket.gethostname(),
+            address=address,
+            cpus=0.0,
+            gpus=0.0,
+            store=0.0,
+            versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+            devices=NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(),
+            usable=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            disk=_disk_share(_ray_folder()),
+            files=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0],
+            clock=0.0,
+            listens=_gloo_address(),
+            interface=next((name for name, at in _interfaces().items() if at == address), None),
+            storage=_error_of(lambda: check_writable(results_url)),
+            tracking=None if uri.startswith("sqlite:") else _error_of(lambda: _check_tracking(uri)),
+        )
 
     def clock(self) -> float:
-        """Seconds since 1970."""
+        """Return the seconds since 1970."""
         return time.time()
 
     def free_port(self) -> int:
-        """A port that nobody listens on."""
+        """Return a free port."""
         with socket.socket() as free:
             free.bind(("", 0))
             return free.getsockname()[1]
 
-    def meet(self, rank: int, world: int, rendezvous: str, backend: str) -> str | None:
-        """Add a number up with the other nodes, by gloo or on the first GPU by nccl; what keeps them apart, or None."""
+    def all_reduce(self, rank: int, world: int, rendezvous: str, backend: str) -> str | None:
+        """Sum a number over the nodes, by gloo or by nccl on the first GPU; return the error, or None."""
         from datetime import timedelta
 
         import torch
@@ -129,116 +122,121 @@ class Witness:
         return None if int(total) == world else f"the sum of {world} ones is {int(total)}"
 
 
-def examine(place: str) -> Health:
-    """The nodes of the running Ray, results lying at `place`, and what is wrong with them."""
+def check_cluster(results_url: str) -> ClusterReport:
+    """Return the nodes of the running Ray and their problems; `results_url` is the destination of results."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     uri = tracking_uri()
-    witnesses: dict[str, Any] = {}
-    for node in nodes:
-        at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        witnesses[node["NodeID"]] = ray.remote(Witness).options(num_cpus=0, scheduling_strategy=at).remote()
-    looks = {
-        node["NodeID"]: witnesses[node["NodeID"]].look.remote(node["NodeManagerAddress"], place, uri) for node in nodes
-    }
-    ray.wait(list(looks.values()), num_returns=len(looks), timeout=PATIENCE)
-    seen: dict[str, Seen] = {}
-    faults: list[Fault] = []
-    for node in nodes:
-        name, has = node["NodeManagerHostname"], node["Resources"]
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    actors: dict[str, Any] = {}
+    pending: dict[str, Any] = {}
+    for node_id, node in nodes.items():
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actors[node_id] = ray.remote(ProbeActor).options(num_cpus=0, scheduling_strategy=strategy).remote()
+        pending[node_id] = actors[node_id].probe.remote(node["NodeManagerAddress"], results_url, uri)
+    ray.wait(list(pending.values()), num_returns=len(pending), timeout=PROBE_TIMEOUT)
+    probes: dict[str, NodeProbe] = {}
+    findings: list[Finding] = []
+    for node_id, node in nodes.items():
         try:
-            told: Any = ray.get(looks[node["NodeID"]], timeout=0)
-            clock = _ahead(witnesses[node["NodeID"]])
-        except Exception as error:  # whatever keeps a node from answering is what is looked for
-            faults.append(Fault(name, f"does not answer: {one_line(error)[:300]}", "vitray installed there as here"))
-            continue
-        given = {"cpus": has.get("CPU", 0.0), "gpus": has.get("GPU", 0.0), "store": has.get("object_store_memory", 0.0)}
-        seen[node["NodeID"]] = Seen(address=node["NodeManagerAddress"], clock=clock, **given, **told)
-    works = [node for node, what in seen.items() if what.cpus or what.gpus]
+            probe: NodeProbe = ray.get(pending[node_id], timeout=0)
+            cpus, gpus, store = (node["Resources"].get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
+            clock = _clock_offset(actors[node_id])
+            probes[node_id] = probe._replace(clock=clock, cpus=cpus, gpus=gpus, store=store)
+        except Exception as error:  # any error of a node is a finding
+            problem = f"does not answer: {one_line(error)[:300]}"
+            findings.append(Finding(node["NodeManagerHostname"], problem, "the same vitray installed there as here"))
     if len(nodes) > 1 and uri.startswith("sqlite:"):
-        said = f"MLflow's store is a file, {redact_uri(uri)}, and the trials of a sweep run on all nodes"
-        faults.append(Fault("the cluster", said, "a server: MLFLOW_TRACKING_URI=http://..."))
-    faults += judge(list(seen.values())) + _meeting({node: (seen[node], witnesses[node]) for node in works})
-    for witness in witnesses.values():
-        ray.kill(witness)
-    return Health(list(seen.values()), faults)
+        problem = f"MLflow's store is a file, {redact_uri(uri)}, and the trials of a sweep run on all nodes"
+        findings.append(Finding("the cluster", problem, "a server: MLFLOW_TRACKING_URI=http://..."))
+    findings += find_problems(list(probes.values()))
+    findings += _check_all_reduce([(probe, actors[node]) for node, probe in probes.items() if probe.cpus or probe.gpus])
+    for actor in actors.values():
+        ray.kill(actor)
+    return ClusterReport(list(probes.values()), findings)
 
 
-def judge(nodes: Sequence[Seen]) -> list[Fault]:
-    """What is wrong with what nodes say, each for itself and beside the others."""
+def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
+    """Return the problems of each node, by itself and compared with the others."""
     if not nodes:
         return []
-    faults = []
-    usual = {
+    common = {
         name: Counter(node.versions.get(name, "none") for node in nodes).most_common(1)[0][0]
         for name in ("python", *PACKAGES)
     }
-    median = statistics.median([node.clock for node in nodes])
+    clock = statistics.median([node.clock for node in nodes])
     is_cluster = len(nodes) > 1
+    findings = []
     for node in nodes:
-        found = [
-            (
-                f"{name} {node.versions.get(name, 'none')}, and the others have {version}",
-                "the same on all nodes: `make up`, or pip install -c constraints.txt",
-            )
-            for name, version in usual.items()
-            if node.versions.get(name, "none") != version
-        ]
-        if node.devices < node.gpus or node.usable < node.gpus:
-            seen = f"the driver lists {node.devices} and torch can use {node.usable}"
-            found.append((f"Ray gives out {node.gpus:g} GPUs, {seen}", "NVIDIA's driver (nvidia-smi lists the GPUs)"))
-        elif node.devices > node.gpus:
-            said = f"the driver lists {node.devices} GPUs, and Ray gives out {node.gpus:g}"
-            found.append((said, "ray start without --num-gpus, or with all of them"))
-        if node.disk > FULLEST:
-            said = f"the disk of Ray's folder is {node.disk:.0%} full; at 95 % Ray stops"
-            found.append((said, "room there, or `ray start --temp-dir` on another disk"))
-        if node.store < SMALLEST_STORE and (node.cpus or node.gpus):
-            said = f"an object store of {node.store / 1e9:.1f} GB, which decoded images soon fill"
-            found.append((said, "ray start --object-store-memory, and as large a /dev/shm"))
-        if node.files < FEWEST_FILES:
-            found.append((f"{node.files} open files are allowed", f"ulimit -n 65536 before ray start ({FEWEST_FILES})"))
-        if abs(node.clock - median) > SKEW:
-            off = f"{abs(node.clock - median):.0f} s {'ahead of' if node.clock > median else 'behind'} the others"
-            found.append((f"its clock is {off}", "synchronised clocks (timedatectl set-ntp true)"))
+        problems = [*_version_problems(node, common), *_machine_problems(node), *_store_problems(node)]
+        if abs(node.clock - clock) > MAX_CLOCK_SKEW:
+            skew = f"{abs(node.clock - clock):.0f} s {'ahead of' if node.clock > clock else 'behind'} the others"
+            problems.append((f"its clock is {skew}", "synchronised clocks (timedatectl set-ntp true)"))
         if is_cluster and node.listens != node.address:
             interface = node.interface or "the interface of the private network"
-            said = f"gloo would listen on {node.listens}, where no other node looks, instead of {node.address}"
-            found.append((said, f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface} at ray start"))
-        found += [(f"results: {node.storage}", "what it says")] if node.storage else []
-        if node.tracking:
-            is_unknown = "401" in node.tracking
-            wanted = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD there, or ~/.mlflow/credentials"
-            found.append((f"MLflow: {node.tracking}", wanted if is_unknown else "what it says"))
-        faults += [Fault(node.name, *each) for each in found]
+            problem = f"gloo would listen on {node.listens} instead of {node.address}, so other nodes cannot connect"
+            remedy = f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface} at ray start"
+            problems.append((problem, remedy))
+        findings += [Finding(node.name, problem, remedy) for problem, remedy in problems]
     if is_cluster and os.environ.get("RAY_AUTH_MODE", "disabled") != "token":
-        said = "Ray asks for no token: whoever reaches a port of it runs code"
-        faults.append(Fault("the cluster", said, "RAY_AUTH_MODE=token at ray start and here (`ray get-auth-token`)"))
-    return faults
+        problem = "Ray asks for no token: anyone who reaches one of its ports can run code"
+        findings.append(Finding("the cluster", problem, "RAY_AUTH_MODE=token at ray start and here"))
+    return findings
 
 
-def _meeting(witnesses: dict[str, tuple[Seen, Any]]) -> list[Fault]:
-    """Let all nodes meet as workers do: on CPUs by gloo, and those with GPUs by nccl too."""
+def _version_problems(node: NodeProbe, common: dict[str, str]) -> Iterator[tuple[str, str]]:
+    for name, version in common.items():
+        if (own := node.versions.get(name, "none")) != version:
+            remedy = "the same on all nodes: `make up`, or pip install -c constraints.txt"
+            yield f"{name} {own}, and the others have {version}", remedy
+
+
+def _machine_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
+    if node.devices < node.gpus or node.usable < node.gpus:
+        problem = f"Ray assigns {node.gpus:g} GPUs, the driver lists {node.devices} and torch can use {node.usable}"
+        yield problem, "NVIDIA's driver (nvidia-smi lists the GPUs)"
+    elif node.devices > node.gpus:
+        problem = f"the driver lists {node.devices} GPUs, and Ray assigns {node.gpus:g}"
+        yield problem, "ray start without --num-gpus, or with all of them"
+    if node.disk > MAX_DISK_SHARE:
+        problem = f"the disk with Ray's folder is {node.disk:.0%} full; at 95 % Ray stops"
+        yield problem, "free space there, or `ray start --temp-dir` on another disk"
+    if node.store < MIN_OBJECT_STORE and (node.cpus or node.gpus):
+        problem = f"an object store of {node.store / 1e9:.1f} GB, which decoded images soon fill"
+        yield problem, "ray start --object-store-memory, and as large a /dev/shm"
+    if node.files < MIN_OPEN_FILES:
+        yield f"{node.files} open files are allowed", f"ulimit -n 65536 before ray start (at least {MIN_OPEN_FILES})"
+
+
+def _store_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
+    if node.storage:
+        yield f"results: {node.storage}", "see the message"
+    if node.tracking:
+        credentials = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD there, or ~/.mlflow/credentials"
+        yield f"MLflow: {node.tracking}", credentials if "401" in node.tracking else "see the message"
+
+
+def _check_all_reduce(nodes: Sequence[tuple[NodeProbe, Any]]) -> list[Finding]:
+    """Run an all-reduce over all nodes by gloo, and over those with GPUs by nccl; return the problems."""
     import ray
 
-    faults = []
-    everybody = list(witnesses.values())
-    for backend, pairs in {"gloo": everybody, "nccl": [pair for pair in everybody if pair[0].usable]}.items():
-        if len(pairs) < 2:
+    findings = []
+    for backend, members in {"gloo": nodes, "nccl": [member for member in nodes if member[0].usable]}.items():
+        if len(members) < 2:
             continue
-        first, host = pairs[0]
+        first, host = members[0]
         rendezvous = f"tcp://{first.address}:{ray.get(host.free_port.remote())}"
-        asked = [each.meet.remote(rank, len(pairs), rendezvous, backend) for rank, (_, each) in enumerate(pairs)]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=90)
-        for (node, _), answer in zip(pairs, asked, strict=True):
-            said = ray.get(answer) if answer in answered else "no answer within 90 seconds"
-            if said:
-                interface = f"{backend.upper()}_SOCKET_IFNAME"
-                wanted = f"all ports open among the nodes, and {interface} set to their network's interface"
-                faults.append(Fault(node.name, f"does not meet the other nodes by {backend}: {said}", wanted))
-    return faults
+        pending = [
+            actor.all_reduce.remote(rank, len(members), rendezvous, backend) for rank, (_, actor) in enumerate(members)
+        ]
+        done, _ = ray.wait(pending, num_returns=len(pending), timeout=90)
+        for (node, _), result in zip(members, pending, strict=True):
+            error = ray.get(result) if result in done else "no answer within 90 seconds"
+            if error:
+                remedy = f"all ports open among the nodes, and {backend.upper()}_SOCKET_IFNAME set to their interface"
+                findings.append(Finding(node.name, f"cannot reach the other nodes by {backend}: {error}", remedy))
+    return findings
 
 
 # ---- on a node -------------------------------------------------------------------------------------------------------
@@ -257,30 +255,30 @@ def _ray_folder() -> Path:
     return Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
 
 
-def _used(folder: Path) -> float:
+def _disk_share(folder: Path) -> float:
     usage = shutil.disk_usage(folder)
     return 1 - usage.free / usage.total
 
 
 def _interfaces() -> dict[str, str]:
-    """{interface: its address}."""
+    """Return {interface: its IPv4 address}."""
     import psutil
 
-    found = psutil.net_if_addrs().items()
-    return {name: at.address for name, held in found for at in held if at.family == socket.AF_INET}
+    addresses = psutil.net_if_addrs().items()
+    return {name: at.address for name, held in addresses for at in held if at.family == socket.AF_INET}
 
 
 def _gloo_address() -> str:
-    """Where gloo listens: at the interface that it is told, or at what the host's name stands for."""
-    if told := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return next((at for name, at in _interfaces().items() if name == told), f"{told}, which is not there")
+    """Return the address that gloo listens on: that of GLOO_SOCKET_IFNAME, or of the host's name."""
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return _interfaces().get(interface, f"{interface} (no such interface)")
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return "a name that stands for nothing"
+        return "a host name without an address"
 
 
-def _ask_tracking(uri: str) -> None:
+def _check_tracking(uri: str) -> None:
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "20"
     import_mlflow()
     try:
@@ -289,7 +287,7 @@ def _ask_tracking(uri: str) -> None:
         raise ConfigError(f"{redact_uri(uri)} does not answer: {one_line(error)[:200]}") from None
 
 
-def _said(check: Any) -> str | None:
+def _error_of(check: Callable[[], None]) -> str | None:
     try:
         check()
     except ConfigError as error:
@@ -297,13 +295,13 @@ def _said(check: Any) -> str | None:
     return None
 
 
-def _ahead(witness: Any) -> float:
-    """Seconds that a node's clock is ahead of ours: of several answers, by the fastest."""
+def _clock_offset(actor: Any) -> float:
+    """Return the seconds that a node's clock is ahead of the local one, from the fastest of three answers."""
     import ray
 
-    asked = []
+    answers = []
     for _ in range(3):
         before = time.time()
-        told: Any = ray.get(witness.clock.remote(), timeout=PATIENCE)
-        asked.append((time.time() - before, told - (before + time.time()) / 2))
-    return min(asked)[1]
+        remote: float = ray.get(actor.clock.remote(), timeout=PROBE_TIMEOUT)
+        answers.append((time.time() - before, remote - (before + time.time()) / 2))
+    return min(answers)[1]

@@ -1,7 +1,7 @@
-"""Whether an address can be written, read and cleared, asked before anything starts: what is wrong, and what to do.
+"""The storage preflight check: whether results can be written, read and removed, before anything starts.
 
-A client library tells of a wrong key after many seconds and in fifty lines, from a worker. Here the same calls are made
-by the driver, once, with short time-outs, and what they answer is one message.
+A client library reports a wrong key after many seconds, in fifty lines, from a worker. The driver makes the same calls
+once, with short time-outs, and reports one message.
 """
 
 import contextlib
@@ -18,26 +18,26 @@ from vitray.errors import ConfigError, redact, redact_uri
 if TYPE_CHECKING:
     from botocore.exceptions import BotoCoreError, ClientError
 
-CONTENT = b"written by vitray to see whether it may\n"
+CONTENT = b"vitray checks that it may write here\n"
 
-# Seconds: an endpoint that needs longer for forty bytes does not carry a training run either.
-CONNECT, ANSWER = 2, 5
+# Seconds: an endpoint that needs longer for forty bytes is too slow for a training run.
+CONNECT_TIMEOUT, READ_TIMEOUT = 2, 5
 
-CHECKSUMS = (
+CHECKSUMS_REFUSED = (
     "refuses uploads with checksums, as some S3-compatible servers do; wanted"
     " AWS_REQUEST_CHECKSUM_CALCULATION=when_required and AWS_RESPONSE_CHECKSUM_VALIDATION=when_required"
 )
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
 
 
-def preflight(url: str) -> None:
-    """Put, get and delete one small file below `url`, or say what keeps results from lying there."""
+def check_writable(url: str) -> None:
+    """Write, read and remove one small file below `url`; raise a ConfigError if that fails."""
     name = f".vitray-probe-{uuid.uuid4().hex[:12]}"
     if storage.is_remote(url):
-        _preflight_s3(url, name)
+        _check_s3_writable(url, name)
         return
-    lasting(url)
+    check_outlives_job(url)
     probe = storage.join(url, name)
     try:
         storage.write_bytes(probe, CONTENT)
@@ -46,51 +46,52 @@ def preflight(url: str) -> None:
         raise ConfigError(str(error).replace(f"/{name}", "")) from None
 
 
-def lasting(url: str) -> None:
-    """Refuse a path inside the temporary folder that a job on a cluster runs in."""
-    folder = session.job_folder()
+def check_outlives_job(url: str) -> None:
+    """Raise a ConfigError if the path lies in the temporary folder of a submitted job."""
+    folder = session.job_dir()
     if folder is not None and (folder / storage.filesystem(url)[1]).is_relative_to(folder):
         raise ConfigError(
-            f"{url}: lies in the folder that this job runs in, which is removed after it and which other nodes do not"
-            " see; wanted s3://bucket/key, or an absolute path that all nodes share"
+            f"{url}: lies in the folder of this job, which is removed after it and which other nodes do not see;"
+            " wanted s3://bucket/key, or an absolute path that all nodes share"
         )
 
 
-def readable(url: str, name: str) -> None:
-    """Refuse an S3 address whose file `name` may not be read; whether it is there is not asked."""
+def check_readable(url: str, name: str) -> None:
+    """Raise a ConfigError if the file `name` below an S3 address may not be read; a missing file is accepted."""
     if not storage.is_remote(url):
         return
-    at = _open(storage.join(url, name))
-    at.ask("read", lambda: at.client.get_object(Bucket=at.bucket, Key=at.key, Range="bytes=0-0")["Body"].close())
+    target = _connect(storage.join(url, name))
+    get = {"Bucket": target.bucket, "Key": target.key, "Range": "bytes=0-0"}
+    target.call("read", lambda: target.client.get_object(**get)["Body"].close())
 
 
-def _preflight_s3(url: str, name: str) -> None:
-    at = _open(storage.join(url, name))
-    place = {"Bucket": at.bucket, "Key": at.key}
-    at.ask("write", lambda: at.client.put_object(**place, Body=CONTENT))
+def _check_s3_writable(url: str, name: str) -> None:
+    target = _connect(storage.join(url, name))
+    address = {"Bucket": target.bucket, "Key": target.key}
+    target.call("write", lambda: target.client.put_object(**address, Body=CONTENT))
     try:
-        if at.ask("read", lambda: at.client.get_object(**place)["Body"].read()) != CONTENT:
-            raise ConfigError(f"{at.where}: answers with other bytes than were written")
-        _check_arrow(at, storage.join(url, name))
+        if target.call("read", lambda: target.client.get_object(**address)["Body"].read()) != CONTENT:
+            raise ConfigError(f"{target.label}: returns other bytes than were written")
+        _check_pyarrow_upload(target, storage.join(url, name))
     except ConfigError:
-        with contextlib.suppress(Exception):  # what was wrong is being said already
-            at.client.delete_object(**place)
+        with contextlib.suppress(Exception):  # the first error is the one to report
+            target.client.delete_object(**address)
         raise
-    at.ask("remove", lambda: at.client.delete_object(**place))
+    target.call("remove", lambda: target.client.delete_object(**address))
 
 
-def _check_arrow(at: "_Place", url: str) -> None:
-    # What runs write with is another client, with other habits: it has checksums travel behind the content.
+def _check_pyarrow_upload(target: "_Target", url: str) -> None:
+    # Runs write through pyarrow, which sends checksums as a trailer of the content.
     try:
         storage.write_bytes(url, CONTENT)
     except ConfigError as error:
         if "MissingContentLength" in str(error) or "HTTP status 411" in str(error):
-            raise ConfigError(f"{at.where}: {CHECKSUMS}") from None
-        raise ConfigError(at.clean(str(error))) from None
+            raise ConfigError(f"{target.label}: {CHECKSUMS_REFUSED}") from None
+        raise ConfigError(target.clean(str(error))) from None
 
 
-class _Place(NamedTuple):
-    """An object's address, whom to ask about it, and what must not be repeated."""
+class _Target(NamedTuple):
+    """An object's address, a client for it, and the secrets that no message may repeat."""
 
     client: Any
     bucket: str
@@ -98,56 +99,57 @@ class _Place(NamedTuple):
     secrets: tuple[str, ...]
 
     @property
-    def where(self) -> str:
-        """The bucket, and the endpoint where it is not AWS's own."""
+    def label(self) -> str:
+        """The bucket, with its endpoint unless that is AWS."""
         endpoint = redact_uri(self.client.meta.endpoint_url)
         return f"s3://{self.bucket}" + ("" if endpoint.endswith(".amazonaws.com") else f" at {endpoint}")
 
     def clean(self, text: object) -> str:
-        """What a library or a server said, in one line, without credentials."""
-        said = str(text)
+        """Return a text in one line of at most 300 characters, without secrets."""
+        line = str(text)
         for secret in self.secrets:
-            said = said.replace(secret, "...")
-        return " ".join(said.split())[:300]
+            line = line.replace(secret, "...")
+        return " ".join(line.split())[:300]
 
-    def ask(self, verb: str, call: Any) -> Any:
-        """What a call returns; what it raises, as one message. Nothing at an address is no reason to refuse it."""
+    def call(self, action: str, request: Any) -> Any:
+        """Return the result of a request, or raise its error as one message; a missing object reads as None."""
         from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
         try:
-            return call()
+            return request()
         except ClientError as error:
-            if error.response.get("Error", {}).get("Code") == "NoSuchKey" and verb == "read":
+            if error.response.get("Error", {}).get("Code") == "NoSuchKey" and action == "read":
                 return None
-            raise ConfigError(f"{self.where}: {_answered(error, verb, self)}") from None
+            raise ConfigError(f"{self.label}: {_explain_response(error, action, self)}") from None
         except (BotoCoreError, HTTPClientError, ValueError) as error:
-            raise ConfigError(f"{self.where}: {_raised(error, self.clean(error))}") from None
+            raise ConfigError(f"{self.label}: {_explain_exception(error, self.clean(error))}") from None
 
 
-def _open(url: str) -> _Place:
-    bucket, key = storage.address(url)
-    for name in ENDPOINTS:
+def _connect(url: str) -> _Target:
+    bucket, key = storage.split_url(url)
+    for name in ENDPOINT_VARIABLES:
         if redact(os.environ.get(name, "")) != os.environ.get(name, ""):
             raise ConfigError(f"{name}: has a password in it; wanted {CREDENTIALS}")
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
     try:
-        session = storage.import_boto3().Session()  # not boto3's own, which would remember what it once found
-        config = Config(connect_timeout=CONNECT, read_timeout=ANSWER, retries={"total_max_attempts": 1})
-        client = session.client("s3", config=config)
-        found = session.get_credentials()
-        known = found.get_frozen_credentials() if found else None
+        boto_session = storage.import_boto3().Session()  # a new one: boto3's default caches credentials
+        config = Config(connect_timeout=CONNECT_TIMEOUT, read_timeout=READ_TIMEOUT, retries={"total_max_attempts": 1})
+        client = boto_session.client("s3", config=config)
+        credentials = boto_session.get_credentials()
+        keys = credentials.get_frozen_credentials() if credentials else None
     except (BotoCoreError, ValueError) as error:
-        raise ConfigError(f"s3://{bucket}: {_raised(error, ' '.join(str(error).split())[:300])}") from None
-    secrets = (known.secret_key, known.access_key, known.token) if known else ()
-    return _Place(client, str(bucket), key, tuple(secret for secret in secrets if secret))
+        raise ConfigError(f"s3://{bucket}: {_explain_exception(error, ' '.join(str(error).split())[:300])}") from None
+    secrets = (keys.secret_key, keys.access_key, keys.token) if keys else ()
+    return _Target(client, str(bucket), key, tuple(secret for secret in secrets if secret))
 
 
-def _answered(error: "ClientError", verb: str, at: _Place) -> str:
-    """What a server's refusal means, and what to do."""
-    said, headers = error.response.get("Error", {}), error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    code, status = said.get("Code", ""), error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+def _explain_response(error: "ClientError", action: str, target: _Target) -> str:
+    """Return the meaning of a server's error response, and its remedy."""
+    metadata, details = error.response.get("ResponseMetadata", {}), error.response.get("Error", {})
+    headers, status = metadata.get("HTTPHeaders", {}), metadata.get("HTTPStatusCode", 0)
+    code = details.get("Code", "")
     match code.lower():
         case "nosuchbucket":
             return "no such bucket, and vitray makes none; wanted one that exists (`aws s3 mb` makes one)"
@@ -156,69 +158,73 @@ def _answered(error: "ClientError", verb: str, at: _Place) -> str:
         case "signaturedoesnotmatch":
             return "the secret key does not belong to the access key; wanted another AWS_SECRET_ACCESS_KEY or profile"
         case "requesttimetooskewed" | "requestexpired":
-            return f"this machine's clock is {_skew(headers)}; wanted a synchronised one (timedatectl set-ntp true)"
+            return (
+                f"this machine's clock is {_clock_skew(headers)}; wanted a synchronised one (timedatectl set-ntp true)"
+            )
         case "expiredtoken" | "expiredtokenexception" | "tokenrefreshrequired":
             return "the credentials have expired; wanted new ones (`aws sso login`, or a new AWS_SESSION_TOKEN)"
         case "invalidtoken":
             return "the session token is of other credentials; wanted AWS_SESSION_TOKEN removed, or of the same keys"
         case "authorizationheadermalformed" | "illegallocationconstraintexception" | "permanentredirect" | "301":
-            wanted = said.get("Region") or headers.get("x-amz-bucket-region") or "that of the bucket"
-            return f"the bucket is in another region than {at.client.meta.region_name}; wanted AWS_REGION={wanted}"
+            region = details.get("Region") or headers.get("x-amz-bucket-region") or "that of the bucket"
+            return f"the bucket is in another region than {target.client.meta.region_name}; wanted AWS_REGION={region}"
         case "missingcontentlength" | "xamzcontentsha256mismatch" | "xamzcontentchecksummismatch" | "411":
-            return CHECKSUMS
+            return CHECKSUMS_REFUSED
         case "accessdenied" | "allaccessdisabled" | "accountproblem" | "403" | "forbidden" | "unauthorizedaccess":
-            action = {"write": "s3:PutObject", "read": "s3:GetObject", "remove": "s3:DeleteObject"}[verb]
-            prefix = at.key.rpartition("/")[0]
-            target = "/".join(part for part in (at.bucket, prefix, "*") if part)
-            return f"may not {verb}; wanted {action} on {target} for the credentials in use ({code}, status {status})"
+            permission = {"write": "s3:PutObject", "read": "s3:GetObject", "remove": "s3:DeleteObject"}[action]
+            prefix = target.key.rpartition("/")[0]
+            path = "/".join(part for part in (target.bucket, prefix, "*") if part)
+            return f"may not {action}; wanted {permission} on {path} for these credentials ({code}, status {status})"
         case "404" | "405" | "methodnotallowed" | "" if status < 500:
-            return f"does not answer as S3 does ({status}); wanted {_endpoint()}"
+            return f"does not answer as S3 does ({status}); wanted {_endpoint_hint()}"
         case "quotaexceeded" | "entitytoolarge" | "xminiostoragefull" | "507":
-            return f"is full or over its quota ({code}); wanted room"
+            return f"is full or over its quota ({code}); wanted free space"
     if status >= 500 or code == "SlowDown":
-        return f"the server answers {status} {code}, which is trouble of its own; wanted another try in a while"
-    return f"cannot {verb}: {status} {code}: {at.clean(said.get('Message', ''))}"
+        return f"the server answers {status} {code}, a fault of its own; try again later"
+    return f"cannot {action}: {status} {code}: {target.clean(details.get('Message', ''))}"
 
 
-def _skew(headers: dict[str, str]) -> str:
-    """How far this machine's clock is from a server's."""
+def _clock_skew(headers: dict[str, str]) -> str:
+    """Return how far this machine's clock is from the server's."""
     try:
-        off = (datetime.now(UTC) - parsedate_to_datetime(headers["date"])).total_seconds()
+        seconds = (datetime.now(UTC) - parsedate_to_datetime(headers["date"])).total_seconds()
     except (KeyError, ValueError, TypeError):
         return "wrong"
-    return f"{abs(off):,.0f} seconds {'ahead of' if off > 0 else 'behind'} the server's"
+    return f"{abs(seconds):,.0f} seconds {'ahead of' if seconds > 0 else 'behind'} the server's"
 
 
-def _endpoint() -> str:
-    """What an endpoint has to be, and which setting says where it is."""
-    named = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    return f"an S3 server there: {named} says where" if named else "a way to AWS, or AWS_ENDPOINT_URL of another server"
+def _endpoint_hint() -> str:
+    """Return the endpoint that is needed, and the variable that sets it."""
+    variable = next((name for name in ENDPOINT_VARIABLES if os.environ.get(name)), None)
+    if variable:
+        return f"an S3 server there: {variable} sets the address"
+    return "a connection to AWS, or AWS_ENDPOINT_URL of another server"
 
 
-def _raised(error: "BotoCoreError | ValueError", said: str) -> str:
-    """What it means that a call got no answer, and what to do; `said` are the error's own words, fit to be shown."""
+def _explain_exception(error: "BotoCoreError | ValueError", text: str) -> str:
+    """Return the meaning of an error without a response, and its remedy; `text` is the error without secrets."""
     match type(error).__name__:
         case "NoCredentialsError":
             return f"no credentials found; wanted {CREDENTIALS}"
         case "PartialCredentialsError":
-            return f"half of the credentials is missing ({said}); wanted {CREDENTIALS}"
+            return f"half of the credentials is missing ({text}); wanted {CREDENTIALS}"
         case "ProfileNotFound":
-            return f"{said}; wanted AWS_PROFILE to be one of ~/.aws/config"
+            return f"{text}; wanted AWS_PROFILE to be one of ~/.aws/config"
         case "NoRegionError":
             return "no region is set; wanted AWS_REGION, as in AWS_REGION=us-east-1"
         case "EndpointConnectionError" | "ConnectTimeoutError" | "ProxyConnectionError":
-            return f"cannot be reached; wanted {_endpoint()}"
+            return f"cannot be reached; wanted {_endpoint_hint()}"
         case "ReadTimeoutError" | "ConnectionClosedError":
-            return f"accepts connections and does not answer within {ANSWER} seconds; wanted {_endpoint()}"
+            return f"accepts connections and does not answer within {READ_TIMEOUT} seconds; wanted {_endpoint_hint()}"
         case "SSLError":
-            return f"its certificate is not trusted, or it does not speak https ({said}); wanted {_endpoint()}"
+            return f"its certificate is not trusted, or it does not speak https ({text}); wanted {_endpoint_hint()}"
         case "ParamValidationError":
-            return f"not a bucket's name: {said}"
+            return f"not a valid bucket name: {text}"
         case "ResponseParserError" | "XMLParseError":
-            return f"does not answer as S3 does; wanted {_endpoint()}"
+            return f"does not answer as S3 does; wanted {_endpoint_hint()}"
     name = type(error).__name__.lower()
-    if "endpoint" in said.lower():
-        return f"not an endpoint; wanted http(s)://host:port in {' or '.join(ENDPOINTS)}"
+    if "endpoint" in text.lower():
+        return f"not an endpoint; wanted http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
     if "token" in name or "credential" in name:
-        return f"the credentials cannot be used ({said}); wanted {CREDENTIALS}, or `aws sso login`"
-    return f"{type(error).__name__}: {said}"
+        return f"the credentials cannot be used ({text}); wanted {CREDENTIALS}, or `aws sso login`"
+    return f"{type(error).__name__}: {text}"

@@ -1,7 +1,7 @@
-"""A run as a value: `Run` and its sections, read from YAML and `a.b=c` words, bad input refused with one message each.
+"""`Run`, the settings of an experiment as one frozen value, read from YAML recipes and `a.b=c` overrides.
 
-Nothing mutates a `Run`; `run.replace({"model.pool": "mean"})` makes another. The dotted path is the one way to name a
-setting: on the command line, in a sweep and in MLflow. Knows neither torch nor ray, so that a recipe loads at once.
+`run.replace({"model.pool": "mean"})` returns another run. The dotted path names a setting on the command line, in a
+sweep and in MLflow. This package imports neither torch nor ray, so that a recipe loads at once.
 """
 
 from vitray.config.run import Run as Run

@@ -1,11 +1,16 @@
-"""`python -m vitray.config schema`: the JSON schema of a recipe, with which editors complete and check it."""
+"""python -m vitray.config schema | settings: the JSON schema of a recipe for editors, or docs/settings.md."""
 
 import json
 import sys
 
+from vitray.config.reference import settings_page
 from vitray.config.run import Run
 
-if sys.argv[1:] != ["schema"]:
-    print(f"usage: {__doc__}", file=sys.stderr)
-    sys.exit(2)
-print(json.dumps(Run.model_json_schema(), indent=2))
+match sys.argv[1:]:
+    case ["schema"]:
+        print(json.dumps(Run.model_json_schema(), indent=2))
+    case ["settings"]:
+        print(settings_page(), end="")
+    case _:
+        print(f"usage: {__doc__}", file=sys.stderr)
+        sys.exit(2)

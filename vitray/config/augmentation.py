@@ -1,4 +1,4 @@
-"""The settings of what happens to images: how each is changed, how a batch is mixed, how an evaluation sees them."""
+"""Settings of cropping, augmentation, mixing and normalisation."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,15 +7,15 @@ from pydantic import AfterValidator, Field, model_validator
 from vitray.config.sections import Positive, Section, Size, one_of
 
 
-def rising(bounds: tuple[float, float]) -> tuple[float, float]:
-    """Bounds, the lower one first."""
+def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Return the bounds unchanged, or raise if the lower one is not first."""
     if bounds[0] > bounds[1]:
         raise ValueError(f"got {list(bounds)}, wanted [lowest, highest]")
     return bounds
 
 
 Chance = Annotated[float, Field(ge=0, le=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 Colour = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
@@ -23,45 +23,47 @@ Interpolation = Literal["bilinear", "bicubic"]
 
 
 class RandomResizedCrop(Section):
-    """A box of random area and shape, resized: the inception crop, by torchvision's rule."""
+    """A box of random area and aspect ratio, resized (torchvision's RandomResizedCrop)."""
 
     kind: Literal["random_resized"] = "random_resized"
-    scale: Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(rising)] = (0.08, 1.0)
-    """Least and largest share of the image's area."""
-    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(rising)] = (3 / 4, 4 / 3)
-    """Least and largest width / height."""
+    scale: Annotated[
+        tuple[PositiveFraction, PositiveFraction], Field(strict=False), AfterValidator(check_ascending)
+    ] = (0.08, 1.0)
+    """Smallest and largest fraction of the image's area."""
+    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(check_ascending)] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height."""
     interpolation: Interpolation = "bicubic"
-    """Always antialiased."""
+    """Filter of the resize, always antialiased."""
 
 
 class SimpleRandomCrop(Section):
-    """DeiT III's: the short side resized to the size of the view, the edges mirrored outwards, a random square."""
+    """DeiT III's crop: resize the short side to the output size, pad by reflection, crop a random square."""
 
     kind: Literal["simple_random"] = "simple_random"
     padding: Annotated[int, Field(ge=0)] = 4
-    """Mirrored pixels on each side."""
+    """Reflected pixels on each side."""
     interpolation: Interpolation = "bicubic"
-    """Always antialiased."""
+    """Filter of the resize, always antialiased."""
 
 
 class CentreCrop(Section):
-    """The middle of the image, as evaluations see it: nothing about it is random."""
+    """The centre of the image, without randomness, as evaluations use it."""
 
     kind: Literal["centre"] = "centre"
-    crop_ratio: Share = 0.875
-    """Size of the view / length that the short side is resized to: 0.875 by custom, 0.95 for A2, 1 for DeiT III."""
+    crop_ratio: PositiveFraction = 0.875
+    """Output size / length to which the short side is resized: commonly 0.875; 0.95 for A2, 1 for DeiT III."""
     interpolation: Interpolation = "bicubic"
-    """Always antialiased."""
+    """Filter of the resize, always antialiased."""
 
 
 class NoPolicy(Section):
-    """Nothing beyond crop, flip and jitter."""
+    """No augmentation besides crop, flip and jitter."""
 
     kind: Literal["none"] = "none"
 
 
 class ThreeAugment(Section):
-    """DeiT III's: exactly one of grey, solarize, and a Gaussian blur of sigma 0.1 to 2, each as likely."""
+    """DeiT III's 3-Augment: one of greyscale, solarize and Gaussian blur (sigma 0.1 to 2), equally likely."""
 
     kind: Literal["three_augment"] = "three_augment"
 
@@ -71,19 +73,19 @@ class RandAugment(Section):
 
     kind: Literal["randaugment"] = "randaugment"
     magnitude: NotNegative = 9.0
-    """Strength, on timm's scale of 10."""
+    """Strength on timm's scale, whose maximum is 10."""
     ops: Size = 2
-    """Operations drawn per image, with replacement, from 15."""
+    """Operations per image, drawn with replacement from 15."""
     std: NotNegative = 0.5
-    """Standard deviation of the magnitude around its setting, drawn per operation."""
+    """Standard deviation of the magnitude, drawn per operation."""
     increasing: bool = True
-    """Every operation grows stronger with magnitude; false is the original set, where some grow weaker."""
+    """Uses the operations whose strength always grows with magnitude; false: timm's original set."""
     chance: Chance = 0.5
-    """Chance that an operation, once drawn, is applied; big_vision's (2, 10) applies all: 1."""
+    """Probability that a drawn operation is applied; big_vision's (2, 10) is 1."""
     limit: Positive = 10.0
-    """A drawn magnitude above it counts as it (timm's mmax)."""
+    """Upper limit of a drawn magnitude (timm's mmax)."""
     fill: Colour = (124, 116, 104)
-    """Colour of what a rotation or a shift uncovers: ImageNet's mean, which timm takes."""
+    """Colour of uncovered areas; the default is ImageNet's mean, as in timm."""
 
     @model_validator(mode="after")
     def _magnitude_is_reachable(self) -> Self:
@@ -93,17 +95,17 @@ class RandAugment(Section):
 
 
 class TorchvisionRandAugment(Section):
-    """torchvision's RandAugment: another set of 14 operations, always applied, of one strength, on a scale of bins."""
+    """torchvision's RandAugment: 14 operations, always applied, with one strength."""
 
     kind: Literal["randaugment_torchvision"] = "randaugment_torchvision"
     magnitude: Annotated[int, Field(ge=0)] = 9
     """Strength, from 0 to bins - 1."""
     ops: Size = 2
-    """Operations drawn per image, with replacement."""
+    """Operations per image, drawn with replacement."""
     bins: Annotated[int, Field(ge=2)] = 31
-    """Steps of the scale."""
+    """Number of strengths."""
     fill: Colour = (0, 0, 0)
-    """Colour of what a rotation or a shift uncovers."""
+    """Colour of uncovered areas."""
 
     @model_validator(mode="after")
     def _magnitude_is_on_the_scale(self) -> Self:
@@ -117,30 +119,31 @@ Policy = NoPolicy | ThreeAugment | RandAugment | TorchvisionRandAugment
 
 
 class Augment(Section):
-    """What happens to each training image, in this order."""
+    """Augmentation of each training image, applied in this order."""
 
     crop: Annotated[Crop, Field(discriminator="kind"), one_of("random_resized")] = RandomResizedCrop()
+    """Crop and resize."""
     flip: Chance = 0.5
-    """Chance of swapping left and right."""
+    """Probability of a horizontal flip."""
     policy: Annotated[Policy, Field(discriminator="kind"), one_of("none")] = NoPolicy()
-    """Its rotations, shears and shifts interpolate as the crop does."""
+    """Augmentation policy. Its geometric operations use the crop's interpolation."""
     jitter: NotNegative = 0.0
-    """Brightness, contrast and saturation are each multiplied by up to 1 ± this, in random order, after the policy."""
+    """Brightness, contrast and saturation are multiplied by up to 1 ± this, in random order."""
     erase: Chance = 0.0
-    """Chance that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
+    """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
 
 
 class Mix(Section):
-    """How a training batch is mixed, on the device: timm's rules, one draw per batch."""
+    """Mixing of a training batch on the device, by timm's rules: one draw per batch."""
 
     mixup: NotNegative = 0.0
-    """Alpha of the Beta distribution of the share that an image keeps when two are blended; 0 is no mixup."""
+    """Alpha of mixup's Beta distribution; 0: off."""
     cutmix: NotNegative = 0.0
-    """Alpha for pasting a box of the partner; 0 is no cutmix."""
+    """Alpha of CutMix's Beta distribution; 0: off."""
     switch: Chance = 0.5
-    """Chance that a batch is cut rather than blended, where both are on."""
+    """Probability of CutMix instead of mixup, if both are on."""
     chance: Chance = 1.0
-    """Chance that a batch is mixed at all."""
+    """Probability that a batch is mixed."""
 
     @property
     def is_mixing(self) -> bool:
@@ -149,7 +152,7 @@ class Mix(Section):
 
 
 class Normalise(Section):
-    """Colours on the scale of 0 to 1, shifted by mean and divided by std; mean and std of 0.5 give -1 to 1."""
+    """Colours in 0 to 1, minus mean, divided by std. With mean and std 0.5 they lie in -1 to 1."""
 
     mean: Annotated[tuple[float, float, float], Field(strict=False)] = (0.485, 0.456, 0.406)
     """Red, green, blue; the default is ImageNet's."""

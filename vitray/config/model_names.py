@@ -1,4 +1,4 @@
-"""The name grammar `vit_<width><depth>x<branches>_<patch>[_<stem>]`, and the papers' spellings of the same models."""
+"""The model name grammar `vit_<width><depth>x<branches>_<patch>[_<stem>]`, and the papers' spellings."""
 
 import re
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from vitray.errors import nearest
 
 
 class Width(NamedTuple):
-    """One letter of the grammar: its vector size, its heads, and the depth the papers give it."""
+    """A width of the grammar: token size, number of heads, and the papers' depth."""
 
     size: int
     heads: int
     depth: int
 
 
-# Seed 000 Table 1 and seed 002 Table 1; `u` is ours, for tests and demos.
+# "Three things", Table 1, and ViT paper, Table 1; `u` is ours, for tests and demos.
 WIDTHS = {
     "u": Width(64, 2, 12),
     "ti": Width(192, 3, 12),
@@ -31,7 +31,7 @@ GRAMMAR = "vit_<width><depth>x<branches>_<patch>[_<stem>], for example vit_b18x2
 
 @dataclass(frozen=True)
 class Name:
-    """What a model's name says; `str` of it is the canonical name."""
+    """A parsed model name; `str` of it is the canonical name."""
 
     width: str
     depth: int
@@ -45,29 +45,29 @@ class Name:
 
     @property
     def size(self) -> int:
-        """The width as a number: the length of a token's vector."""
+        """The length of a token's vector."""
         return WIDTHS[self.width].size
 
     @property
     def heads(self) -> int:
-        """The attention heads of one branch."""
+        """The number of attention heads of a branch."""
         return WIDTHS[self.width].heads
 
     @property
-    def leaks(self) -> bool:
-        """Whether the stem looks beyond a patch at its neighbours."""
+    def mixes_patches(self) -> bool:
+        """Whether the stem reads pixels of neighbouring patches."""
         return self.stem.startswith("conv")
 
     @property
     def paper_spelling(self) -> str:
-        """The name as the papers print it, stem left out: ViT-B18x2/16."""
+        """The name as the papers print it, without the stem: ViT-B18x2/16."""
         return f"ViT-{self.width.capitalize()}{self.depth}x{self.branches}/{self.patch}"
 
 
 def parse_name(text: str) -> Name:
-    """The model that `text` names, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`)."""
-    words = re.split(r"[-_/]", text.strip().lower().replace("×", "x"))
-    body, *rest = words[1:] if words[0] == "vit" and len(words) > 1 else words
+    """Return the model that a name spells, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`)."""
+    parts = re.split(r"[-_/]", text.strip().lower().replace("×", "x"))
+    body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"([a-z]+?)(\d*)(?:x(\d+))?", body)
     if shape is None:
         raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
@@ -80,7 +80,9 @@ def parse_name(text: str) -> Name:
     patch = rest.pop(0) if rest and not rest[0].isalpha() else "16"
     if not patch.isdecimal():
         raise ValueError(f"model name {text!r}: patch {patch!r} is not a whole number of pixels, as in {GRAMMAR}")
-    name = Name(width, int(depth or WIDTHS[width].depth), int(branches or 1), int(patch), _stem(text, "_".join(rest)))
+    name = Name(
+        width, int(depth or WIDTHS[width].depth), int(branches or 1), int(patch), _parse_stem(text, "_".join(rest))
+    )
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
             raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, wanted at least 1")
@@ -88,17 +90,18 @@ def parse_name(text: str) -> Name:
     return name
 
 
-def _stem(text: str, word: str) -> str:
-    stem = STEM_SPELLINGS.get(word, word)
+def _parse_stem(text: str, spelling: str) -> str:
+    stem = STEM_SPELLINGS.get(spelling, spelling)
     if stem not in STEMS:
-        raise ValueError(f"model name {text!r}: stem {word!r} is not one of {', '.join(STEMS)}{nearest(word, STEMS)}")
+        known = ", ".join(STEMS)
+        raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {known}{nearest(spelling, STEMS)}")
     return stem
 
 
 def _check_patch_suits_stem(text: str, name: Name) -> None:
     quarter = name.patch // 4
     if name.stem.startswith("hmlp") and (name.patch % 4 or quarter & (quarter - 1)):
-        # The hMLP grows patches from 4 pixels by doubling (seed 000, Algorithm 1).
+        # The hMLP stem starts from 4-pixel patches and doubles them ("Three things", Algorithm 1).
         raise ValueError(
             f"model name {text!r}: the hMLP stem has patches of 4, 8, 16, 32, ... (4 x 2^k), not {name.patch}"
         )

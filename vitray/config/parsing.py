@@ -1,4 +1,4 @@
-"""Settings as text: YAML files and `a.b=c` words, made into one tree of plain values."""
+"""Parsing of YAML recipes and `a.b=c` overrides into trees of plain values."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,21 +10,24 @@ import yaml
 from vitray.errors import ConfigError, nearest
 
 
-def parse_words(words: Sequence[str]) -> dict[str, Any]:
-    """`a.b=c` words as {dotted path: value}, the value read as YAML."""
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return `a.b=c` overrides as {dotted path: value}, each value parsed as YAML."""
     changes: dict[str, Any] = {}
-    for word in words:
-        path, equals, text = word.partition("=")
+    for override in overrides:
+        path, equals, text = override.partition("=")
         if not equals or not all(path.split(".")):
-            raise ConfigError(f"the word {word!r}: wanted setting=value, for example model.drop_path=0.1")
+            raise ConfigError(f"override {override!r}: wanted setting=value, for example model.drop_path=0.1")
         if path in changes:
-            raise ConfigError(f"the word {word!r}: {path} is given twice")
-        changes[path] = parse_yaml(text, f"the word {word!r}")[0]
+            raise ConfigError(f"override {override!r}: {path} is given twice")
+        changes[path] = parse_yaml(text, f"override {override!r}")[0]
     return changes
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's plain scalars: PyYAML reads `1e-3` as text, `on` as true, `1:30` as 90 and `2026-01-01` as a date."""
+    """A loader with the plain scalars of YAML 1.2.
+
+    PyYAML reads `1e-3` as text, `on` as true, `1:30` as 90 and `2026-01-01` as a date.
+    """
 
 
 _Yaml.yaml_implicit_resolvers = {}
@@ -36,17 +39,17 @@ _Yaml.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
     list("-+.0123456789"),
 )
-# SafeLoader reads a leading 0 as octal; ours is the decimal number that it looks like.
+# SafeLoader reads a leading 0 as octal; here it is decimal.
 _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value)))
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree of a recipe, and the place of each of its settings."""
+    """Return the tree of a recipe, and {dotted path: file:line}."""
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        beside = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
-        raise ConfigError(f"{path}: no such file{nearest(path.name, (file.name for file in beside))}") from None
+        others = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
+        raise ConfigError(f"{path}: no such file{nearest(path.name, (file.name for file in others))}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
     tree, places = parse_yaml(text, str(path))
@@ -56,11 +59,11 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
-    """The value that YAML text spells, and {dotted path: source:line}."""
+    """Return the value of YAML text, and {dotted path: source:line}."""
     places: dict[str, str] = {}
     try:
         loader = _Yaml(text)
-    except yaml.YAMLError as error:  # a character that no YAML may hold
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
     def build(node: yaml.Node, path: str) -> Any:
@@ -94,7 +97,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that `_Yaml`, or PyYAML, would read as something else."""
+    """A dumper that quotes text which `_Yaml` or PyYAML would read as another type."""
 
 
 for _first, _resolvers in _Yaml.yaml_implicit_resolvers.items():
@@ -103,18 +106,18 @@ for _first, _resolvers in _Yaml.yaml_implicit_resolvers.items():
 
 
 def dump_yaml(tree: Any) -> str:
-    """Plain values as YAML text that reads as the same."""
+    """Return YAML text that parses to the same plain values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
 def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Lay dotted settings over a tree; another `kind` starts its section afresh."""
+    """Set dotted settings in a tree; a new `kind` discards the other settings of its section."""
     for path in sorted(changes, key=lambda path: not path.endswith(".kind")):
         *parents, last = path.split(".")
         section = tree
-        for depth, word in enumerate(parents):
-            below: Any = section.get(word) or {}
-            below = section[word] = {"kind": below} if isinstance(below, str) else below
+        for depth, name in enumerate(parents):
+            below: Any = section.get(name) or {}
+            below = section[name] = {"kind": below} if isinstance(below, str) else below
             if not isinstance(below, dict):
                 where = ".".join(parents[: depth + 1])
                 raise ConfigError(f"{path}: {where} is {short(below)}, which has no settings of its own")
@@ -125,6 +128,7 @@ def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
 
 
 def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:
+    """Yield (dotted path, value) of every leaf of a tree."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{path}{key}.")
@@ -133,6 +137,6 @@ def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:
 
 
 def short(value: Any) -> str:
-    """A value as a message quotes it."""
+    """Return a value as a message quotes it: at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,30 +1,30 @@
-"""The settings of what is learned from images without labels: patches that are hidden, and a code for each patch."""
+"""Settings of the tasks without labels: masks, objectives, masked training and the tokenizer."""
 
 import math
 from typing import Annotated, Any, Literal, Self, assert_never
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from vitray.config.augmentation import rising
+from vitray.config.augmentation import check_ascending
 from vitray.config.sections import Fraction, Model, Positive, Section, Size, one_of
 from vitray.config.training import Data
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
-# As many patches of every image are predicted, so that a loss over images is the mean of theirs on any split of them.
+# Every image has the same number of predicted patches: then any split of a batch has the same mean loss.
 Ratio = Annotated[float, Field(gt=0, lt=1)]
 
 
 class RandomMask(Section):
-    """Patches drawn one by one."""
+    """Patches drawn independently."""
 
     kind: Literal["random"] = "random"
     ratio: Ratio = 0.75
-    """Share of an image's patches that is predicted; of the others the number is rounded down."""
+    """Fraction of patches to predict; the number of remaining patches is rounded down."""
     other: Fraction = 0.0
-    """Chance that in place of a predicted patch another one of the image is seen, drawn at random."""
+    """Probability that a predicted patch is replaced by another patch of the image."""
     kept: Fraction = 0.0
-    """Chance that a predicted patch is seen as it is. Neither other nor kept, it is hidden."""
+    """Probability that a predicted patch stays visible. The remaining predicted patches are hidden."""
 
     @model_validator(mode="after")
     def _some_are_hidden(self) -> Self:
@@ -34,28 +34,28 @@ class RandomMask(Section):
 
 
 class BlockMask(Section):
-    """Rectangles of patches, which may overlap, until there are enough: BeiT's. Of the last one the end is cut off."""
+    """Rectangles of patches, as in BeiT. They may overlap; the last one is cut to the exact number of patches."""
 
     kind: Literal["blocks"] = "blocks"
     ratio: Ratio = 0.38
-    """As of a random mask; 0.38 of 14 x 14 patches are BeiT's 75."""
+    """Fraction of patches to predict; BeiT: 75 of 14 x 14."""
     least: Size = 16
-    """Area of the smallest rectangle, in patches; the largest is what is missing."""
-    aspect: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(rising)] = (0.3, 1 / 0.3)
-    """Least and largest height / width, drawn on a logarithmic scale."""
+    """Area of the smallest rectangle in patches."""
+    aspect: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(check_ascending)] = (0.3, 1 / 0.3)
+    """Smallest and largest height / width, drawn on a logarithmic scale."""
 
 
 Mask = RandomMask | BlockMask
 
 
 def predicted_patches(mask: Mask, patches: int) -> int:
-    """How many of an image's patches a mask picks."""
-    # 10 * (1 - 0.9) is 0.99...: what a person would call 1 is 1.
+    """Return the number of an image's patches that a mask selects."""
+    # 10 * (1 - 0.9) is 0.99..., so it is rounded before the floor.
     return patches - math.floor(round(patches * (1 - mask.ratio), 6))
 
 
 def largest_least(mask: BlockMask, grid: tuple[int, int]) -> float:
-    """The area of the largest rectangle on a grid whose height / width is one of the mask's."""
+    """Return the area of the largest rectangle on a grid with an aspect ratio of the mask."""
     rows, columns = grid
     aspect = min(max(rows / columns, mask.aspect[0]), mask.aspect[1])
     return min(rows**2 / aspect, columns**2 * aspect)
@@ -65,25 +65,25 @@ def largest_least(mask: BlockMask, grid: tuple[int, int]) -> float:
 
 
 class MeanColour(Section):
-    """The mean colour of each patch, of 512: three bits for each of red, green and blue (seed 002, B.1.2)."""
+    """The mean colour of each patch as one of 512 classes: three bits per channel (ViT paper, B.1.2)."""
 
     kind: Literal["mean_colour"] = "mean_colour"
 
 
 class SmallPatch(Section):
-    """Each patch scaled down to 4 x 4, every one of whose colours is of 512 (seed 002, B.1.2)."""
+    """Each patch scaled to 4 x 4 pixels, each of 512 colours (ViT paper, B.1.2)."""
 
     kind: Literal["small_patch"] = "small_patch"
 
 
 class PixelsL2(Section):
-    """The pixels, by the mean squared error (seed 002, B.1.2)."""
+    """The pixels, with the mean squared error (ViT paper, B.1.2)."""
 
     kind: Literal["pixels_l2"] = "pixels_l2"
 
 
 class PixelsL1(Section):
-    """The pixels, by the mean absolute error (seed 001)."""
+    """The pixels, with the mean absolute error (SimMIM)."""
 
     kind: Literal["pixels_l1"] = "pixels_l1"
 
@@ -94,14 +94,17 @@ def _check_decoder(width: int, heads: int) -> None:
 
 
 class Mae(Section):
-    """The pixels of what the network never sees, by a light decoder of what it sees (masked autoencoder)."""
+    """Masked autoencoder: the encoder sees the visible patches only, a light decoder predicts the other pixels."""
 
     kind: Literal["mae"] = "mae"
     normalised: bool = True
-    """Whether each patch's pixels are shifted and scaled to mean 0 and variance 1 before they are a target."""
+    """Normalises the pixels of each target patch to mean 0 and variance 1."""
     decoder_width: Size = 512
+    """Width of the decoder; a multiple of its heads, and of 4."""
     decoder_depth: Size = 8
+    """Blocks of the decoder."""
     decoder_heads: Size = 16
+    """Attention heads of the decoder."""
 
     @model_validator(mode="after")
     def _decoder_divides(self) -> Self:
@@ -110,18 +113,18 @@ class Mae(Section):
 
 
 class Beit(Section):
-    """The code of each patch, in the vocabulary of a tokenizer that vitray has trained."""
+    """The code of each patch in the vocabulary of a tokenizer trained by vitray."""
 
     kind: Literal["beit"] = "beit"
     tokenizer: str
-    """The model folder of a run of task tokenizer: a path, s3://, runs:/ or models:/name@alias."""
+    """The model folder of a tokenizer run: a path, s3://, runs:/ or models:/name@alias."""
 
 
 Objective = MeanColour | SmallPatch | PixelsL2 | PixelsL1 | Mae | Beit
 
 
 def paper_mask(objective: Objective) -> Mask:
-    """How the objective's source hides patches."""
+    """Return the mask that the objective's paper uses."""
     match objective:
         case MeanColour() | SmallPatch() | PixelsL2():
             return RandomMask(ratio=0.5, other=0.1, kept=0.1)
@@ -135,9 +138,9 @@ def paper_mask(objective: Objective) -> Mask:
             assert_never(objective)
 
 
-def _as_in_the_paper(given: Any, validated: ValidationInfo) -> Any:
-    """What is not said of a mask, as the objective's paper has it; of another kind of mask the paper says nothing."""
-    if "objective" not in validated.data:  # refused: no word about its mask
+def _complete_mask(given: Any, validated: ValidationInfo) -> Any:
+    """Fill the omitted settings of a mask from the objective's paper, if it is of the paper's kind."""
+    if "objective" not in validated.data:  # invalid, and reported on its own
         return given or RandomMask()
     own = paper_mask(validated.data["objective"]).model_dump()
     if given is None or isinstance(given, str):
@@ -151,37 +154,40 @@ def _as_in_the_paper(given: Any, validated: ValidationInfo) -> Any:
 
 
 class Masked(Section):
-    """Some patches of an image, learned from the others. Its network has no head; a fine-tuning adds one."""
+    """Prediction of hidden patches, without labels. The network has no head; fine-tuning adds one."""
 
     kind: Literal["masked"] = "masked"
     objective: Annotated[Objective, Field(discriminator="kind"), one_of("mae")] = Mae()
-    """What of a patch is predicted."""
-    mask: Annotated[Mask, Field(discriminator="kind"), BeforeValidator(_as_in_the_paper)] = Field(
+    """The prediction target."""
+    mask: Annotated[Mask, Field(discriminator="kind"), BeforeValidator(_complete_mask)] = Field(
         default=None, validate_default=True
     )
-    """Which patches are predicted, and what is seen of them; what is left open is as in the objective's paper."""
+    """The patches to predict; omitted settings are those of the objective's paper."""
     allow_leak: bool = False
-    """Whether the stem may look beyond its patch: then a patch that is hidden after it is not hidden from others."""
+    """Permits a conv stem, which leaks hidden pixels to neighbouring patches."""
 
     @model_validator(mode="after")
     def _mask_suits(self) -> Self:
         if self.objective.kind == "mae" and isinstance(self.mask, RandomMask) and self.mask.other + self.mask.kept:
             raise ValueError(
                 f"mask.other and mask.kept: got {self.mask.other:g} and {self.mask.kept:g}, wanted 0: objective mae"
-                " drops what it predicts"
+                " drops the predicted patches"
             )
         return self
 
 
 class Tokenizer(Section):
-    """A code for each patch, from which the image can be drawn again: a few numbers, each rounded to its levels."""
+    """A discrete autoencoder: each patch becomes a code of a few rounded numbers, from which it is reconstructed."""
 
     kind: Literal["tokenizer"] = "tokenizer"
     levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(strict=False, min_length=1)] = (8, 8, 8, 4, 4)
-    """How many levels each number has; their product is the size of the vocabulary, 8192 as BeiT's."""
+    """Number of levels of each number; the product is the vocabulary size (BeiT: 8192)."""
     decoder_width: Size = 384
+    """Width of the decoder; a multiple of its heads, and of 4."""
     decoder_depth: Size = 4
+    """Blocks of the decoder."""
     decoder_heads: Size = 6
+    """Attention heads of the decoder."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -196,34 +202,42 @@ class Tokenizer(Section):
         return math.prod(self.levels)
 
 
-# ---- beside the other settings ---------------------------------------------------------------------------------------
+# ---- the task beside the other sections ------------------------------------------------------------------------------
 
 
-def misfit(task: Masked | Tokenizer, model: Model, data: Data) -> str | None:
-    """What of a run does not go with its task, where, got and wanted; None where all does."""
+def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
+    """Raise if the model or the data settings do not fit a task without labels."""
     if model.num_classes is not None:
-        return f"model.num_classes: got {model.num_classes}, wanted null: task {task.kind} learns no classes"
+        raise ValueError(f"model.num_classes: got {model.num_classes}, wanted null: task {task.kind} learns no classes")
     if data.mix.is_mixing:
-        return f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, wanted 0: no labels to mix"
+        raise ValueError(
+            f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, wanted 0: no labels to mix"
+        )
     if data.augment.erase:
-        return f"data.augment.erase: got {data.augment.erase:g}, wanted 0: task {task.kind} would learn the noise"
-    return _mask_misfit(task, model) if isinstance(task, Masked) else None
+        raise ValueError(
+            f"data.augment.erase: got {data.augment.erase:g}, wanted 0: task {task.kind} would learn the noise"
+        )
+    if isinstance(task, Masked):
+        _check_mask(task, model)
 
 
-def _mask_misfit(task: Masked, model: Model) -> str | None:
+def _check_mask(task: Masked, model: Model) -> None:
     shape, (rows, columns) = model.shape, model.grid
-    if shape.leaks and not task.allow_leak:
-        return (
-            f"model.name: got {shape}, whose stem mixes neighbouring patches: others would tell the network what is"
-            " hidden after the stem; wanted a linear or hmlp stem, or task.allow_leak true"
+    if shape.mixes_patches and not task.allow_leak:
+        raise ValueError(
+            f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
+            " wanted a linear or hmlp stem, or task.allow_leak true"
         )
     if task.objective.kind == "small_patch" and shape.patch % 4:
-        return f"task.objective: got small_patch, wanted another: patches of {shape.patch} pixels do not divide by 4"
+        raise ValueError(
+            f"task.objective: got small_patch, wanted another: patches of {shape.patch} pixels do not divide by 4"
+        )
     if predicted_patches(task.mask, rows * columns) == rows * columns:
-        return f"task.mask.ratio: got {task.mask.ratio:g}, wanted one that leaves some of {rows} x {columns} patches"
+        raise ValueError(
+            f"task.mask.ratio: got {task.mask.ratio:g}, wanted one that leaves some of {rows} x {columns} patches"
+        )
     if isinstance(task.mask, BlockMask) and task.mask.least > (largest := largest_least(task.mask, model.grid)):
-        return (
-            f"task.mask.least: got {task.mask.least}, wanted at most {math.floor(largest)}: what fits into a grid of"
+        raise ValueError(
+            f"task.mask.least: got {task.mask.least}, wanted at most {math.floor(largest)}: the largest rectangle in"
             f" {rows} x {columns} patches with an aspect of {task.mask.aspect[0]:.3g} to {task.mask.aspect[1]:.3g}"
         )
-    return None

@@ -1,6 +1,6 @@
-"""The settings of a run, one section per concern and a sum type per `kind`.
+"""The building blocks of a recipe's settings, and the `model` section.
 
-A setting is listed here only when some code reads it.
+Only settings that some code reads are listed. Their docstrings are the text of docs/settings.md.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -11,7 +11,7 @@ from vitray.config.model_names import Name, parse_name
 
 
 class Section(BaseModel):
-    """Some settings of one concern: frozen, strict, and closed to words it does not know."""
+    """A group of settings: frozen, strictly typed, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 
 def one_of(default: str) -> BeforeValidator:
-    """Lets `head: mlp` stand for `head: {kind: mlp}`, and `head: {init: zeros}` for the default kind."""
+    """Return a validator that reads `head: mlp` as `head: {kind: mlp}`, and adds the default kind where none is set."""
 
     def spell_out(value: Any) -> Any:
         if isinstance(value, str):
@@ -39,20 +39,20 @@ class Learned(Section):
 
     kind: Literal["learned"] = "learned"
     resample: Literal["google", "deit", "timm", "torchvision"] = "deit"
-    """How the table is resized to another grid: a property of the weights, as each family was evaluated with its own.
-    google: bilinear, corners aligned; deit: bicubic; timm: bicubic, antialiased; torchvision: bicubic, aligned."""
+    """Resizing of the table to another grid, as the source of the weights does it. google: bilinear, corners aligned;
+    deit: bicubic; timm: bicubic, antialiased; torchvision: bicubic, corners aligned."""
 
 
 class SinCos2d(Section):
-    """Fixed sines and cosines of the row and the column."""
+    """Fixed sines and cosines of row and column."""
 
     kind: Literal["sincos2d"] = "sincos2d"
     frequencies: Literal["big_vision", "mae"] = "mae"
-    """Two published spacings of the frequencies, which are not interchangeable."""
+    """Spacing of the frequencies. The two published spacings are not interchangeable."""
 
 
 class NoPositions(Section):
-    """Patches carry no position."""
+    """No position embedding."""
 
     kind: Literal["none"] = "none"
 
@@ -62,15 +62,15 @@ class LinearHead(Section):
 
     kind: Literal["linear"] = "linear"
     init: Literal["normal", "zeros"] = "normal"
-    """zeros is what a transfer to new classes starts from (seed 002, B.1.1)."""
+    """Initial weights. Transfers to new classes start from zeros (ViT paper, B.1.1)."""
 
 
 class MlpHead(Section):
-    """The pre-training head of seed 002: a tanh layer, then a linear one."""
+    """A tanh layer, then a linear layer: the pre-training head of the ViT paper."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: Size | None = None
-    """Width of the tanh layer; None is the width of the model."""
+    """Width of the tanh layer; null: the width of the model."""
 
 
 class Model(Section):
@@ -78,30 +78,35 @@ class Model(Section):
 
     # Stored canonically, so that two spellings of one model are one value.
     name: Annotated[str, AfterValidator(lambda text: str(parse_name(text)))] = "vit_ti12x1_16"
-    """vit_<width><depth>x<branches>_<patch>[_<stem>], or the papers' spelling of it."""
+    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
-    """Pixels a side, or [height, width]; both multiples of the patch."""
+    """Side in pixels, or [height, width]; multiples of the patch size."""
     num_classes: Size | None = 1000
-    """None leaves the head out: the network returns pooled features."""
+    """Number of classes; null: no head, the network returns pooled features."""
     class_token: bool = True
-    """A learned token before the patches."""
+    """Adds a learned token before the patches."""
     pool: Literal["token", "mean", "mean_then_norm"] = "token"
-    """The class token; the mean of the normalised patches; or the normalised mean of the patches (MAE, timm `avg`)."""
+    """Input of the head: the class token, the mean of the normalised patches, or the normalised mean of the patches
+    (MAE; `avg` in timm)."""
     positions: Annotated[Learned | SinCos2d | NoPositions, Field(discriminator="kind"), one_of("learned")] = Learned()
+    """Position embedding."""
     head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), one_of("linear")] = LinearHead()
+    """Classification head."""
     layerscale: Positive | None = None
-    """Initial value of LayerScale; None builds the blocks without it."""
+    """Initial value of LayerScale; null: no LayerScale."""
     drop_path: Fraction = 0.0
-    """Chance that a branch is left out for a sample, drawn per branch."""
+    """Probability that a branch is skipped for a sample (stochastic depth), drawn per branch."""
     drop_path_over_depth: Literal["constant", "linear"] = "constant"
-    """constant is seed 000's rule; linear ramps from 0 at the first block to drop_path at the last."""
+    """constant: the same rate in every block ("Three things"); linear: from 0 in the first block to drop_path in the
+    last."""
     dropout: Fraction = 0.0
-    """After every dense layer but query, key and value, and after adding positions (seed 002, B.1)."""
+    """Dropout after position embeddings and every dense layer except query, key and value (ViT paper, B.1)."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """gelu_tanh is the approximation that Google's weights were trained with."""
+    """gelu_tanh is the tanh approximation, which Google's weights use."""
     norm_eps: Positive = 1e-6
+    """Epsilon of the normalisation layers."""
     execution: Literal["loop", "fused", "auto"] = "auto"
-    """How parallel branches run: one by one, as joint matrix products, or whichever is faster for the shape."""
+    """Execution of parallel branches: one by one, as joint matrix products, or the faster of the two."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -121,7 +126,7 @@ class Model(Section):
 
     @property
     def shape(self) -> Name:
-        """What the name says."""
+        """Width, depth, branches, patch and stem, parsed from the name."""
         return parse_name(self.name)
 
     @property

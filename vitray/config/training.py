@@ -1,33 +1,33 @@
-"""The settings of a training run: its data, its loss, how it descends, where it computes, what it keeps."""
+"""Settings of a training run: data, supervised tasks, optimizer, devices, evaluation, checkpoints and tracking."""
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, NotNegative, Share
+from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, NotNegative, PositiveFraction
 from vitray.config.sections import Fraction, Positive, Section, Size, one_of
 
 Unit = Literal["epochs", "steps", "minutes"]
 
 
 class Duration(NamedTuple):
-    """So many of a unit."""
+    """A number of epochs, steps or minutes."""
 
     number: float
     unit: Unit
 
 
 def parse_duration(text: str) -> Duration:
-    """`300 epochs`, `1 epoch`, `10000 steps`, `10 minutes`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", text.strip())
-    if found is None:
+    """Return the duration that a text such as `300 epochs`, `10000 steps` or `10 minutes` spells."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", text.strip())
+    if match is None:
         raise ValueError(f"got {text!r}, wanted a number and a unit, as in '300 epochs' or '10000 steps'")
-    return Duration(float(found[1]), f"{found[2]}s")  # type: ignore[arg-type]
+    return Duration(float(match[1]), f"{match[2]}s")  # type: ignore[arg-type]
 
 
-def _spelled(*units: Unit, least: float = 1e-9) -> BeforeValidator:
-    """A duration in one of these units, stored in one spelling."""
+def _duration(*units: Unit, least: float = 1e-9) -> BeforeValidator:
+    """Return a validator for durations in these units, which stores them in one spelling."""
 
     def spell(text: Any) -> str:
         count, unit = parse_duration(str(text))
@@ -42,9 +42,9 @@ def _spelled(*units: Unit, least: float = 1e-9) -> BeforeValidator:
     return BeforeValidator(spell)
 
 
-def _countable(workers: int | str) -> int | str:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
-    if workers != "auto" and not (found and 1 <= int(found[1]) <= int(found[2] or found[1])):
+def _check_workers(workers: int | str) -> int | str:
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
+    if workers != "auto" and not (match and 1 <= int(match[1]) <= int(match[2] or match[1])):
         raise ValueError(f"got {workers!r}, wanted a number from 1 on, a range as in 2..8, or auto")
     return workers
 
@@ -52,54 +52,54 @@ def _countable(workers: int | str) -> int | str:
 Recompute = Literal["none", "feedforward", "blocks"]
 
 
-def _spelled_out(recompute: Any) -> Any:
-    """A bool, which is how older runs say it, as a word."""
+def _read_recompute(recompute: Any) -> Any:
+    # Runs of earlier versions hold a bool.
     return ("blocks" if recompute else "none") if isinstance(recompute, bool) else recompute
 
 
 class Data(Section):
-    """The images, and what happens to them on their way."""
+    """The dataset, its augmentation and its normalisation."""
 
     url: str | None = None
-    """A dataset that `vitray shard` wrote: a folder, or s3://."""
+    """A dataset written by `vitray shard`: a folder or s3://."""
     train: str = "train"
-    """The split that is trained on."""
+    """The training split."""
     val: str | None = "val"
-    """The split that is evaluated; None evaluates nothing."""
+    """The evaluation split; null: no evaluation."""
     development: Fraction = 0.0
-    """Share of train, by a hash of each image's key, that is evaluated in place of val and not trained on: to find
-    settings with. The final run, on all of train, leaves it 0."""
+    """Fraction of train to hold out and evaluate in place of val, chosen by a hash of each image's key. Use it to tune
+    settings; leave it 0 in the final run."""
     augment: Augment = Augment()
     copies: Size = 1
-    """Repeated augmentation: views of an image in one epoch, which then meets the images / copies."""
+    """Repeated augmentation: views of each image in an epoch, which then covers images / copies."""
     mix: Mix = Mix()
     normalise: Normalise = Normalise()
     eval_crop: CentreCrop = CentreCrop()
     max_corrupt: Fraction = 0.001
-    """Share of a split's images that may turn out corrupt while streaming before the run stops."""
+    """Fraction of a split's images that may be corrupt before the run stops."""
     cache: Literal["none", "decoded"] = "none"
-    """decoded keeps a split's pixels in the object store, decoded once for all epochs and runs on the Ray cluster."""
+    """decoded: keep decoded pixels in Ray's object store, for all epochs and runs on the cluster."""
 
     @property
     def evaluated(self) -> str | None:
-        """The split whose images, or some of them, are evaluated."""
+        """The split that holds the evaluated images; None without evaluation."""
         return self.train if self.development else self.val
 
 
-class Supervised(Section):
-    """Classes, learned from labels."""
+class SupervisedSettings(Section):
+    """Classification, trained from random weights."""
 
     kind: Literal["supervised"] = "supervised"
     loss: Literal["softmax", "bce"] = "softmax"
-    """Cross-entropy with soft targets; or binary cross-entropy, where each class of a mixed image is present."""
+    """Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."""
     smoothing: Fraction = 0.0
-    """Share of the target spread evenly over all classes, after mixing (and after bce has made targets 0 and 1)."""
+    """Label smoothing, applied after mixing."""
 
 
 Part = Literal["stem", "class_token", "positions", "norms", "attn", "ffn", "layerscale", "head"]
 Mode = Literal["full", "attn", "ffn", "head", "norm"]
 
-# What trains in each mode. Seed 000's code trains the positions with the attention, because a finer grid has new ones.
+# The code of "Three things" trains the positions with the attention, because a finer grid has new ones.
 TRAINED: dict[Mode, tuple[Part, ...]] = {
     "full": get_args(Part),
     "attn": ("attn", "positions", "head"),
@@ -110,31 +110,31 @@ TRAINED: dict[Mode, tuple[Part, ...]] = {
 
 
 class Finetune(Section):
-    """Classes, learned from labels by a network that starts from trained weights and may keep some of them."""
+    """Classification, trained from given weights, some of which may stay frozen."""
 
     kind: Literal["finetune"] = "finetune"
     weights: str
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     mode: Mode = "full"
-    """What trains: all; attn or ffn (every branch's matrices) with positions and head; the head; norms and head."""
+    """The parts to train: all; attn or ffn (in every branch) with positions and head; head; or norms and head."""
     also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
-    """Parts that train besides."""
+    """Further parts to train."""
     delta: bool = True
-    """Whether the model folder holds only what differs from the weights; mode full changes all, so it is whole."""
+    """Saves only the tensors that differ from the weights. Mode full changes all, so its model folder is complete."""
     first_branch: bool = False
-    """Whether of parallel attentions only the first trains, as by seed 000's code, which goes by the name `attn`."""
+    """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
     loss: Literal["softmax", "bce"] = "softmax"
-    """As the supervised task's."""
+    """Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."""
     smoothing: Fraction = 0.0
-    """As the supervised task's."""
+    """Label smoothing, applied after mixing."""
 
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:
         trained = TRAINED[self.mode]
-        if twice := [part for part in self.also if part in trained]:
+        if repeated := [part for part in self.also if part in trained]:
             rest = [part for part in get_args(Part) if part not in trained]
             raise ValueError(
-                f"also names {', '.join(twice)}, which mode {self.mode} trains anyway;"
+                f"also names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
                 f" wanted {' or '.join(rest) if rest else 'nothing'}"
             )
         if self.first_branch and self.mode != "attn":
@@ -143,7 +143,7 @@ class Finetune(Section):
 
     @property
     def trained(self) -> frozenset[Part]:
-        """The parts that train, whether the network has them or not."""
+        """The parts to train; the network need not have all of them."""
         return frozenset((*TRAINED[self.mode], *self.also))
 
 
@@ -152,7 +152,9 @@ class AdamW(Section):
 
     kind: Literal["adamw"] = "adamw"
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of the two moments."""
     eps: Positive = 1e-8
+    """Added to the denominator."""
 
 
 class Sgd(Section):
@@ -160,33 +162,37 @@ class Sgd(Section):
 
     kind: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
+    """Decay rate of the momentum."""
     nesterov: bool = False
+    """Uses Nesterov momentum."""
 
 
-class Lamb(Section):
-    """Adam whose step is as long as the weights: LAMB, as A2 and DeiT III train."""
+class LambSettings(Section):
+    """LAMB: Adam with a step as long as the weights, as A2 and DeiT III use it."""
 
     kind: Literal["lamb"] = "lamb"
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of the two moments."""
     eps: Positive = 1e-6
+    """Added to the denominator."""
 
 
 class Cosine(Section):
-    """Half a cosine, from lr down to the floor."""
+    """Half a cosine, from lr to floor."""
 
     kind: Literal["cosine"] = "cosine"
     floor: NotNegative = 0.0
-    """The learning rate at the end."""
+    """Final learning rate."""
     during_warmup: bool = False
-    """Whether the cosine is read from the first step on, as timm's is, or begins where the warm-up ends."""
+    """Starts the cosine at the first step, as timm does, rather than after the warm-up."""
 
 
 class Linear(Section):
-    """A line, from lr down to the floor."""
+    """A straight line, from lr to floor."""
 
     kind: Literal["linear"] = "linear"
     floor: NotNegative = 0.0
-    """The learning rate at the end."""
+    """Final learning rate."""
 
 
 class Constant(Section):
@@ -196,62 +202,65 @@ class Constant(Section):
 
 
 class Ema(Section):
-    """An exponential moving average of the weights, evaluated and saved beside them."""
+    """Exponential moving average of the weights, evaluated and saved as well."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
-    """Share of the old average that a step keeps."""
+    """Weight of the previous average in a step."""
     warmup: bool = True
-    """While the run is young the average forgets faster: (1 + steps) / (10 + steps) where that is less than decay."""
+    """Early in training, uses (1 + steps) / (10 + steps) where that is less than decay."""
 
 
 class Optim(Section):
-    """How the weights descend."""
+    """Optimizer, learning-rate schedule and duration."""
 
     batch: Size = 1024
-    """Images of one step over all workers."""
-    duration: Annotated[str, _spelled("epochs", "steps")] = "90 epochs"
-    """In epochs or in steps."""
+    """Global batch size: images per step over all workers."""
+    duration: Annotated[str, _duration("epochs", "steps")] = "90 epochs"
+    """Length of the training, in epochs or steps."""
     lr: Positive = 1e-3
-    """The highest learning rate."""
-    rule: Annotated[AdamW | Sgd | Lamb, Field(discriminator="kind"), one_of("adamw")] = AdamW()
+    """Peak learning rate."""
+    rule: Annotated[AdamW | Sgd | LambSettings, Field(discriminator="kind"), one_of("adamw")] = AdamW()
+    """The optimizer."""
     weight_decay: NotNegative = 0.1
-    """Of matrices and kernels alone: norms, biases, LayerScale, tokens and positions never decay. Multiplied by lr."""
+    """Decoupled weight decay, multiplied by lr. Applies to matrices and kernels only."""
     schedule: Annotated[Cosine | Linear | Constant, Field(discriminator="kind"), one_of("cosine")] = Cosine()
-    warmup: Annotated[str, _spelled("epochs", "steps", least=0)] = "5 epochs"
-    """In epochs or in steps."""
+    """Learning-rate schedule after the warm-up."""
+    warmup: Annotated[str, _duration("epochs", "steps", least=0)] = "5 epochs"
+    """Length of the linear warm-up, in epochs or steps."""
     warmup_from: NotNegative = 0.0
-    """The learning rate that the warm-up starts at."""
+    """Learning rate at the start of the warm-up."""
     clip: Positive | None = 1.0
-    """Longest gradient, by the norm over all parameters; None lets it be."""
-    layer_decay: Share = 1.0
-    """Each level below the head learns slower by this factor; 1 is all alike. 18x2 has 18 levels."""
+    """Maximum norm of the gradient over all parameters; null: no clipping."""
+    layer_decay: PositiveFraction = 1.0
+    """Factor of the learning rate per level below the head; 1: none. 18x2 has 18 levels."""
     ema: Ema | None = None
+    """Average of the weights; null: none."""
 
 
 class Compute(Section):
-    """Where it runs; nothing here changes the images, the global batch or the learning rate."""
+    """Devices, memory and precision. The images, the global batch and the learning rate do not depend on them."""
 
-    workers: Annotated[int | str, AfterValidator(_countable)] = "auto"
-    """Devices that train together: a number, a range as in 2..8 (elastic), or auto: every GPU, or one CPU worker."""
+    workers: Annotated[int | str, AfterValidator(_check_workers)] = "auto"
+    """Number of training workers, an elastic range such as 2..8, or auto: one per GPU, or one CPU worker."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto is a GPU where the cluster has one."""
+    """auto: a GPU if the cluster has one."""
     cpus: Positive | None = None
-    """CPUs that a worker reserves; None leaves at least one CPU free for decoding images."""
+    """CPUs reserved per worker; null: leave at least one CPU free for decoding."""
     gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a GPU that a worker reserves: with 0.25, four trials of a sweep share one. It limits no memory."""
+    """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
     local_batch: Size | None = None
-    """Most images on a device at once; a larger share of the global batch is accumulated over several passes."""
+    """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 is autocast: weights stay fp32."""
+    """bf16: autocast, with fp32 weights."""
     tf32: bool = True
-    """Whether fp32 products on a GPU may use TF32."""
+    """Allows TF32 in fp32 matrix products on a GPU."""
     compile: bool = False
-    """Through torch.compile."""
-    recompute: Annotated[Recompute, BeforeValidator(_spelled_out)] = "none"
-    """Activation checkpointing: what runs again in the backward pass instead of keeping what it computed. feedforward
-    gives up the widest activations for one product a block; blocks (or true) gives up all but a block's input."""
+    """Uses torch.compile."""
+    recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
+    """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
+    blocks (or true): keep only the input of each block."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Times that lost workers are started anew, from the last checkpoint."""
+    """Restarts of lost workers from the last checkpoint before the run fails."""
 
     @model_validator(mode="after")
     def _no_two_share_a_gpu(self) -> Self:
@@ -265,7 +274,7 @@ class Compute(Section):
 
     @property
     def worker_range(self) -> tuple[int, int] | None:
-        """Fewest and most workers; None leaves it to what is found."""
+        """Minimum and maximum of workers; None for auto."""
         if self.workers == "auto":
             return None
         lowest, _, highest = str(self.workers).partition("..")
@@ -273,42 +282,42 @@ class Compute(Section):
 
 
 class Evaluate(Section):
-    """When every image of the val split is counted, once."""
+    """Evaluation of the val split."""
 
-    every: Annotated[str, _spelled("epochs", "steps")] = "1 epoch"
-    """In epochs or in steps; the end is always evaluated."""
+    every: Annotated[str, _duration("epochs", "steps")] = "1 epoch"
+    """Interval, in epochs or steps. The last step is always evaluated."""
     batch: Size | None = None
-    """Images of one step over all workers; None is that of training."""
+    """Images per step over all workers; null: the training batch."""
     where: Literal["workers", "cpu", "gpu"] = "workers"
-    """workers stop training for it; cpu or gpu is one device more, beside them, whose scores come some steps later."""
+    """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
 
 
-class Checkpoint(Section):
-    """When the state is saved, and how much of it is kept."""
+class CheckpointSettings(Section):
+    """Checkpoint interval and retention."""
 
-    every: Annotated[str, _spelled("epochs", "steps", "minutes")] = "1 epoch"
-    """In epochs, steps or minutes; the end is always saved."""
+    every: Annotated[str, _duration("epochs", "steps", "minutes")] = "1 epoch"
+    """Interval, in epochs, steps or minutes. The last step is always saved."""
     keep: Size = 2
-    """Latest checkpoints that stay; the one with the best val/top1 stays besides."""
+    """Number of latest checkpoints to keep, besides the best one."""
 
 
 class Guard(Section):
-    """What happens when the loss is not finite, or leaps."""
+    """Reaction to a loss that is not finite or leaps."""
 
     on_nan: Literal["stop", "rewind"] = "stop"
-    """rewind goes back to the last checkpoint and leaves the step out that broke it."""
+    """rewind: return to the last checkpoint and skip the step."""
     max_rewinds: Size = 3
-    """After so many the run stops all the same."""
+    """Rewinds before the run stops."""
     spike: Annotated[float, Field(gt=1)] | None = None
-    """A loss this many times the median of the last 100 counts as broken; None lets it leap."""
+    """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
 
 
 class Tracking(Section):
-    """What MLflow gets."""
+    """MLflow."""
 
     experiment: str = "vitray"
-    """The experiment that the run belongs to."""
-    every: Annotated[str, _spelled("epochs", "steps")] = "50 steps"
-    """How often numbers are recorded, in epochs or in steps."""
+    """The run's experiment."""
+    every: Annotated[str, _duration("epochs", "steps")] = "50 steps"
+    """Logging interval, in epochs or steps."""
     register_as: str | None = None
-    """Name of a registered model that gets this run's network as its next version."""
+    """Name of the registered model of which this run's network becomes the next version; null: none."""

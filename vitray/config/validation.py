@@ -1,4 +1,4 @@
-"""What pydantic refused, in one line each: where, got, wanted, nearest."""
+"""Validation errors of pydantic as messages to users: one line each, with where, got, wanted and nearest."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from vitray.config.parsing import short
 from vitray.config.sections import Section
 from vitray.errors import ConfigError, nearest
 
-# Pydantic's error types in our words; the ones left out say it well themselves.
+# Pydantic's error types, described for users. Other types keep pydantic's own text.
 WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -30,31 +30,30 @@ WANTED = {
 }
 
 
-def refusal(invalid: ValidationError, root: type[Section], places: Mapping[str, str], source: str) -> ConfigError:
-    """One line for each setting that was refused, headed by where it was given."""
+def explain_error(invalid: ValidationError, root: type[Section], places: Mapping[str, str], source: str) -> ConfigError:
+    """Return an error with one line per invalid setting, each beginning with the place that sets it."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for error in invalid.errors(include_url=False):
         wrong.setdefault(_locate(error["loc"], root)[0], []).append(error)
     lines = []
     for path, errors in wrong.items():
-        # What was not given has no place; its section has. Sections that do not go together are one setting's fault,
-        # which the message begins with.
-        given = path.rpartition(".")[0] if _is_absent(errors[0]) else path or _named_by(errors[0])
+        # A missing setting has no place, but its section has. An error across sections starts with the setting.
+        given = path.rpartition(".")[0] if _is_missing(errors[0]) else path or _setting_at_fault(errors[0])
         lines.append(f"{_place(given, places, source)}: {_explain(path, errors, root)}")
     return ConfigError("\n".join(lines))
 
 
-def _named_by(error: ErrorDetails) -> str:
+def _setting_at_fault(error: ErrorDetails) -> str:
     return str(error.get("ctx", {}).get("error", "")).partition(":")[0]
 
 
-def _is_absent(error: ErrorDetails) -> bool:
-    """Whether a setting that has no default was not given; pydantic says the same of a list that is too short."""
+def _is_missing(error: ErrorDetails) -> bool:
+    """Return whether a required setting is missing; pydantic uses the same type for a list that is too short."""
     return error["type"] == "missing" and isinstance(error["loc"][-1], str)
 
 
 def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[Section]]:
-    """The dotted path of a pydantic location, which names union members too, and the section of its last word."""
+    """Return the dotted path of a pydantic location, which names union members too, and the section it ends in."""
     path, holder, below, keyed = "", root, {"": root}, False
     for step in loc:
         if keyed:
@@ -70,7 +69,7 @@ def _locate(loc: tuple[int | str, ...], root: type[Section]) -> tuple[str, type[
 
 
 def sections_in(annotation: Any) -> dict[str, type[Section]]:
-    """The sections that a field, or each value of a mapping, may hold: {"": the only one}, or {kind: each}."""
+    """Return the sections that a field, or a mapping's value, may hold: {"": the only one}, or {kind: section}."""
     if get_origin(annotation) is dict:
         return sections_in(get_args(annotation)[1])
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -81,7 +80,7 @@ def sections_in(annotation: Any) -> dict[str, type[Section]]:
 
 
 def _place(path: str, places: Mapping[str, str], source: str) -> str:
-    """Where the setting was given: the last line or word about it or within it, else that of what contains it."""
+    """Return the last place that sets a path or something inside it, else the place of its section."""
     within = [place for setting, place in places.items() if setting == path or setting.startswith(f"{path}.")]
     while path and path not in places:
         path = path.rpartition(".")[0]
@@ -89,7 +88,7 @@ def _place(path: str, places: Mapping[str, str], source: str) -> str:
 
 
 def _explain(path: str, errors: list[ErrorDetails], root: type[Section]) -> str:
-    """What is wrong with one setting; several errors are the members of a union, each of which refused it."""
+    """Return the message for one setting; a union gives one error per member."""
     first = errors[0]
     got, context = first["input"], first.get("ctx", {})
     match first["type"]:
@@ -97,7 +96,7 @@ def _explain(path: str, errors: list[ErrorDetails], root: type[Section]) -> str:
             known = _locate(first["loc"], root)[1].model_fields
             close = nearest(path.rpartition(".")[2], known)
             return f"{path}: unknown setting, wanted one of {', '.join(known)}{close}"
-        case "missing" if _is_absent(first):
+        case "missing" if _is_missing(first):
             wanted = _locate(first["loc"], root)[1].model_fields[path.rpartition(".")[2]].description or "a value"
             return f"{path}: got nothing, wanted {wanted[0].lower()}{wanted[1:].rstrip('.')}"
         case "value_error":

@@ -1,0 +1,1 @@
+"""Images: datasets of shards, the stream that reads them, and augmentation."""

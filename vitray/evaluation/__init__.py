@@ -1,0 +1,1 @@
+"""Scores of a split: arrays in, values out."""

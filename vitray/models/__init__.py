@@ -1,1 +1,1 @@
-"""The networks: names, stems, positions, blocks and the ViT they make. Knows torch alone."""
+"""The networks: stems, positions, blocks, ViT, decoder and tokenizer. Depends on torch alone."""

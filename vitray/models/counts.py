@@ -1,4 +1,4 @@
-"""What a network costs, from shapes alone, and its picture in text."""
+"""Parameters, multiply-adds and activation memory of a network, from shapes alone, and its diagram in text."""
 
 from typing import NamedTuple
 
@@ -12,50 +12,51 @@ from vitray.models.vit import ViT
 
 
 class Counts(NamedTuple):
-    """The costs of one image."""
+    """The size of a network and the cost of one image."""
 
     params: int
     gflops: float
-    """Billions of multiply-adds forward, counted as the papers do: matrix products, and 5 per normalised element."""
+    """Billions of multiply-adds of a forward pass, counted as in the papers: matrix products, and 5 per normalised
+    element."""
     activation_bytes: int
-    """What one fp32 image keeps for the way back: the growth of a training step's memory per image."""
+    """Activations that one fp32 image stores for the backward pass."""
 
 
 def count(model: Model) -> Counts:
-    """The costs of a model, with no weight and no image ever allocated."""
+    """Return the counts of a model without allocating weights or images."""
     with torch.device("meta"):
         vit = ViT(model.model_copy(update={"execution": "loop"}))
     norm_elements = 0
 
-    def see_norm(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def count_norm(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal norm_elements
         norm_elements += output.numel()
 
     for module in vit.modules():
         if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
-            module.register_forward_hook(see_norm)
-    kept: dict[int, torch.UntypedStorage] = {}
+            module.register_forward_hook(count_norm)
+    saved: dict[int, torch.UntypedStorage] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[id(storage)] = storage
+        saved[id(storage)] = storage
         return tensor
 
-    # Fake CPU tensors, not meta ones: on meta, attention is decomposed and would keep its N x N weights.
+    # Fake CPU tensors: on meta, attention is decomposed and would store its N x N weights.
     with FakeTensorMode(allow_non_fake_inputs=True):
         vit.to_empty(device="cpu")
         images = torch.empty(1, 3, *model.image_shape)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             with FlopCounterMode(display=False) as flops:
                 vit(images)
         weights = {id(parameter.untyped_storage()) for parameter in vit.parameters()}
-    activation_bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in weights)
+    activation_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     multiply_adds = flops.get_total_flops() // 2 + 5 * norm_elements
     return Counts(sum(p.numel() for p in vit.parameters()), multiply_adds / 1e9, activation_bytes)
 
 
-def picture(model: Model, counts: Counts) -> str:
-    """The network drawn from the image down, with what each part holds."""
+def diagram(model: Model, counts: Counts) -> str:
+    """Return a text diagram of the network from the image down, with the parameters of each part."""
     with torch.device("meta"):
         vit = ViT(model)
     shape, (height, width), (rows, columns) = model.shape, model.image_shape, model.grid
@@ -98,8 +99,8 @@ def picture(model: Model, counts: Counts) -> str:
         f"{counts.params / 1e6:.1f} M parameters   {counts.gflops:.2f} GFLOPs   "
         f"{counts.activation_bytes / 1e6:.0f} MB of activations per image in training"
     )
-    drawn = [f"{text:<{left}}{amount:>12}".rstrip() for text, amount in lines]
-    return "\n".join([f"{model.name}   ({shape.paper_spelling})", total, "", *drawn])
+    rows = [f"{text:<{left}}{amount:>12}".rstrip() for text, amount in lines]
+    return "\n".join([f"{model.name}   ({shape.paper_spelling})", total, "", *rows])
 
 
 def _amount(number: int) -> str:

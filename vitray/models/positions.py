@@ -1,4 +1,4 @@
-"""Where a patch is: learned, fixed sin-cos or no positions, and the four published ways to resize a learned table.
+"""Position embeddings: learned, fixed sin-cos or none, and the four published ways to resize a learned table.
 
 Shapes: B images, N patches (row by row), D width.
 """
@@ -13,8 +13,8 @@ from vitray.config import Learned, NoPositions, SinCos2d
 
 Grid = tuple[int, int]
 
-# The families differ by more than 1 on unit-variance tables (prior work measured 14 -> 24), so the one that the weights
-# were evaluated with is recorded beside them (`model.positions.resample`) and never guessed.
+# The methods differ by more than 1 on unit-variance tables (prior work measured 14 -> 24). So the original library's
+# method is recorded with the weights (`model.positions.resample`) and never guessed.
 RESAMPLE: dict[str, dict[str, bool | str]] = {
     "google": {"mode": "bilinear", "align_corners": True},
     "deit": {"mode": "bicubic", "align_corners": False},
@@ -24,7 +24,7 @@ RESAMPLE: dict[str, dict[str, bool | str]] = {
 
 
 def resample(table_ND: Tensor, old: Grid, new: Grid, convention: str) -> Tensor:
-    """A table of the `old` grid resized to the `new` one; the table itself when the grids are equal."""
+    """Return a table of the `old` grid resized to the `new` one; the table itself for equal grids."""
     if old == new:
         return table_ND
     image_1DHW = table_ND.float().T.reshape(1, -1, *old)
@@ -32,7 +32,7 @@ def resample(table_ND: Tensor, old: Grid, new: Grid, convention: str) -> Tensor:
 
 
 def sincos2d(grid: Grid, width: int, frequencies: str) -> Tensor:
-    """[sin x, cos x, sin y, cos y] of each patch, a quarter of the width each."""
+    """Return [sin x, cos x, sin y, cos y] of each patch, a quarter of the width each."""
     quarter = width // 4
     # big_vision's slowest frequency is exactly 1 / 10000, MAE's one step short of it.
     steps = quarter - 1 if frequencies == "big_vision" else quarter
@@ -43,7 +43,7 @@ def sincos2d(grid: Grid, width: int, frequencies: str) -> Tensor:
 
 
 class Positions(nn.Module):
-    """Adds to each patch what says where it is, on the grid it was built for or on another."""
+    """Adds a position embedding to each patch, on the original grid or another one."""
 
     def __init__(self, kind: Learned | SinCos2d | NoPositions, grid: Grid, width: int) -> None:
         super().__init__()
@@ -52,7 +52,6 @@ class Positions(nn.Module):
             case Learned():
                 self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(grid[0] * grid[1], width), std=0.02))
             case SinCos2d():
-                # A constant is no part of the state dict.
                 self.register_buffer("table", sincos2d(grid, width, kind.frequencies), persistent=False)
             case NoPositions():
                 pass

@@ -1,6 +1,6 @@
-"""What a network holds and computes, by arithmetic on its settings alone: in microseconds, and without torch.
+"""Parameters and multiply-adds of a network, computed from its settings alone: in microseconds, without torch.
 
-D width, N tokens, K classes. `counts` measures the same on the network itself, and a test holds the two together.
+D width, N tokens. `counts` measures the same on the network itself, and a test compares the two.
 """
 
 from typing import Literal, NamedTuple
@@ -11,16 +11,17 @@ from vitray.config.training import Part
 
 
 class Sizes(NamedTuple):
-    """The size of a network, and the work that one image is."""
+    """The size of a network and the work for one image."""
 
     parts: dict[Part, int]
-    """Parameters of each part; `norms` are those of the blocks and the last one."""
+    """Parameters of each part; `norms` includes the final norm."""
     gflops: float
-    """Billions of multiply-adds forward, counted as the papers do: matrix products, and 5 per normalised element."""
+    """Billions of multiply-adds of a forward pass, counted as in the papers: matrix products, and 5 per normalised
+    element."""
 
     @property
     def params(self) -> int:
-        """All parameters."""
+        """The number of all parameters."""
         return sum(self.parts.values())
 
 
@@ -34,37 +35,36 @@ class Convolution(NamedTuple):
 
 
 def convolutions(name: Name) -> list[Convolution]:
-    """The convolutions of a model's stem, in order."""
+    """Return the convolutions of a model's stem, in order."""
     width, patch = name.size, name.patch
     match name.stem.partition("_")[0]:
         case "linear":
             return [Convolution(patch, patch, 0, width)]
         case "hmlp":
-            # Seed 000, Algorithm 1: patches of 4 pixels, then doubled, a quarter of the width until the last step. (The
-            # paper's text starts at 2 x 2, both of its listings at 4 x 4.)
+            # "Three things", Algorithm 1: patches of 4 pixels, then doubled, at a quarter of the width until the last
+            # step. (The text of the paper starts at 2 x 2, both of its listings at 4 x 4.)
             doublings = (patch // 4).bit_length() - 1
             sizes, channels = [4] + [2] * doublings, [width // 4] * doublings + [width]
             return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
         case "conv":  # LeViT
             return [Convolution(3, 2, 1, width // divisor) for divisor in (8, 4, 2, 1)]
         case other:
-            raise AssertionError(f"stem {other} is in names.STEMS and not here")
+            raise AssertionError(f"stem {other} is in model_names.STEMS and not here")
 
 
 def stem_norm(name: Name) -> Literal["ln", "bn"] | None:
-    """The norm after each convolution of a model's stem."""
+    """Return the kind of norm after each convolution of a model's stem."""
     kind, *extras = name.stem.split("_")
     return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
 
 
 def sizes_of(model: Model) -> Sizes:
-    """The sizes of a model."""
+    """Return the sizes of a model."""
     shape, classes = model.shape, model.num_classes or 0
     D, patches = shape.size, model.grid[0] * model.grid[1]
     N, pairs = patches + model.class_token, shape.depth * shape.branches
     hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
     stem, stem_work = _stem(model)
-    # A matrix of the head needs no bias of its own in the count of work; D x hidden x K, or D x K.
     head_matrices = (D * hidden + hidden * classes if hidden else D * classes) if classes else 0
     parts: dict[Part, int] = {
         "stem": stem,
@@ -82,7 +82,7 @@ def sizes_of(model: Model) -> Sizes:
 
 
 def _stem(model: Model) -> tuple[int, int]:
-    """Parameters of the stem, and its work on one image."""
+    """Parameters and multiply-adds of the stem."""
     params = work = 0
     before, (height, width) = 3, model.image_shape
     for kernel, stride, _, channels in convolutions(model.shape):

@@ -1,4 +1,4 @@
-"""From pixels to tokens: the stems of seed 000, Table 7. B images, N patches (row by row), D width."""
+"""Stems, from pixels to tokens: Table 7 of "Three things". B images, N patches (row by row), D width."""
 
 from typing import Self
 
@@ -10,14 +10,14 @@ from vitray.models.sizes import convolutions, stem_norm
 
 
 class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of an image, at each position."""
+    """LayerNorm over the channels of an image."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
 
 
 class Stem(nn.Module):
-    """A stack of convolutions whose output positions are the tokens; every stem but `conv` sees one patch at a time."""
+    """A stack of convolutions whose output positions are the tokens; only `conv` stems mix neighbouring patches."""
 
     def __init__(self, name: Name) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class Stem(nn.Module):
                 layers.append(nn.BatchNorm2d(channels) if norm == "bn" else ChannelNorm(channels, eps=1e-6))
             layers.append(nn.GELU())
             before = channels
-        # Between convolutions there is always a GELU; after the last one only where the name says so.
+        # GELU always follows a convolution, except the last one of stems without "gelu" in their name.
         self.proj = nn.Sequential(*layers) if "gelu" in name.stem.split("_") else nn.Sequential(*layers[:-1])
         self.patch = name.patch
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """The patches' tokens (BND) and their grid."""
+        """Return the tokens (BND) and their grid."""
         height, width = images_BCHW.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height} x {width} pixels do not divide into patches of {self.patch}")
@@ -43,18 +43,17 @@ class Stem(nn.Module):
         return x_BND, (height // self.patch, width // self.patch)
 
     def train(self, mode: bool = True) -> Self:
-        """As torch's, but a stem whose weights are frozen stays in evaluation mode.
+        """Switch the mode, except that a frozen stem stays in evaluation mode.
 
-        Otherwise its batch norms' running statistics, which are weights too, would go on moving. Here and not where it
-        is frozen, so that no call of `train` on what contains the stem undoes it.
+        Training mode would update the running statistics of its batch norms. The rule is here because `train` on a
+        parent module would undo it anywhere else.
         """
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
 
 
 def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with batch norms that share statistics over all GPU workers; on a CPU, the model as it is.
+    """Return the model with batch norms synchronised over all GPU workers; on a CPU, the model unchanged.
 
-    SyncBatchNorm refuses CPU tensors as soon as a process group exists, even of one worker, so there each worker
-    normalises by its own share of the batch.
+    SyncBatchNorm rejects CPU tensors in any process group, so each CPU worker normalises its own part of the batch.
     """
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else model

@@ -1,4 +1,4 @@
-"""The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width."""
+"""The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width, C colours."""
 
 import re
 from dataclasses import replace
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model
-from vitray.models.blocks import Block, Execution, Trace
+from vitray.models.blocks import Block, BlockSpec, Execution, Trace
 from vitray.models.positions import Positions
 from vitray.models.stems import Stem
 
 
 class ViT(nn.Module):
-    """The network that a `Model` describes."""
+    """A Vision Transformer, built from its `Model` settings."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -23,35 +23,32 @@ class ViT(nn.Module):
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.class_token = nn.Parameter(torch.zeros(shape.size)) if model.class_token else None
         self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(
-            Block(
-                shape.size,
-                shape.heads,
-                shape.branches,
-                layerscale=model.layerscale,
-                drop_path=rate,
-                dropout=model.dropout,
-                activation=model.activation,
-                norm_eps=model.norm_eps,
-                execution=model.execution,
-            )
-            for rate in drop_path_rates(model)
+        spec = BlockSpec(
+            shape.size,
+            shape.heads,
+            shape.branches,
+            layerscale=model.layerscale,
+            dropout=model.dropout,
+            activation=model.activation,
+            norm_eps=model.norm_eps,
+            execution=model.execution,
         )
+        self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate)) for rate in drop_path_rates(model))
         self.norm = nn.LayerNorm(shape.size, eps=model.norm_eps)
         self.head = build_head(model)
         self._initialise()
 
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
-        """Logits, or pooled features where there is no head; a `trace` receives each branch's attention weights."""
+        """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
         return self.head(self.pooled(self.tokens(images_BCHW, trace)))
 
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
-        """What the last block returns, the class token first where there is one."""
+        """Return the last block's output, the class token first if the model has one."""
         x_BND, grid = self.stem(images_BCHW)
         return self.encode(self.positions(x_BND, grid), trace)
 
     def encode(self, x_BND: Tensor, trace: Trace | None = None) -> Tensor:
-        """What the last block returns of patches with their positions: of all of an image, or of some."""
+        """Return the last block's output for patches with positions added: all of an image, or a subset."""
         if self.class_token is not None:
             x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(len(x_BND), 1, -1), x_BND], dim=1)
         x_BND = self.dropout(x_BND)
@@ -60,7 +57,7 @@ class ViT(nn.Module):
         return x_BND
 
     def pooled(self, x_BND: Tensor) -> Tensor:
-        """One normalised vector an image, BD."""
+        """Return one normalised vector per image, BD."""
         if self.model.pool == "token":
             return self.norm(x_BND[:, 0])
         patches_BND = x_BND if self.class_token is None else x_BND[:, 1:]
@@ -70,7 +67,7 @@ class ViT(nn.Module):
 
     @property
     def execution(self) -> Execution:
-        """How parallel branches run; settable on a loaded model."""
+        """The execution of parallel branches; settable on a loaded model."""
         return self.blocks[0].execution  # type: ignore[return-value]
 
     @execution.setter
@@ -87,7 +84,7 @@ class ViT(nn.Module):
 
 
 def build_head(model: Model) -> nn.Module:
-    """From the pooled vector to the logits; the identity for a model without classes."""
+    """Return the head, from the pooled vector to the logits; the identity for a model without classes."""
     if model.num_classes is None:
         return nn.Identity()
     width = model.shape.size
@@ -106,7 +103,7 @@ def build_head(model: Model) -> nn.Module:
 
 
 def drop_path_rates(model: Model) -> list[float]:
-    """Each level's drop-path rate."""
+    """Return the drop-path rate of each level."""
     depth = model.shape.depth
     if model.drop_path_over_depth == "constant":
         return [model.drop_path] * depth
@@ -114,9 +111,9 @@ def drop_path_rates(model: Model) -> list[float]:
 
 
 def regroup(vit: ViT, branches: int) -> ViT:
-    """The same blocks with another number of them side by side: 36x1 -> 18x2 -> 36x1, every weight kept.
+    """Return the network with its blocks regrouped into another number of branches: 36x1 -> 18x2 -> 36x1.
 
-    The function changes as far as seed 000's r'(x + r(x)) = r'(x) does not hold; the parameters do not.
+    Every weight is kept. The function stays the same as far as r'(x + r(x)) = r'(x) holds ("Three things").
     """
     old = vit.model.shape
     pairs = old.depth * old.branches
@@ -135,7 +132,7 @@ def regroup(vit: ViT, branches: int) -> ViT:
 
 
 def initialise_linear(module: nn.Module) -> None:
-    """Small random weights and no bias, if it is a linear layer."""
+    """Give a linear layer small random weights and a zero bias; leave other modules alone."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

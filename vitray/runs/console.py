@@ -1,4 +1,4 @@
-"""What a person sees of a run: a start block, a line that lives, an end block. All of it on stderr."""
+"""Progress on stderr: `Console` prints lines, `RunConsole` prints a training run."""
 
 import sys
 import time
@@ -7,79 +7,82 @@ from typing import TextIO
 
 from vitray.runs.plan import Plan
 
-# Between two printed lines where no line can be rewritten: `ray job logs`, a file, a pipe.
-PAUSE = 10.0
+# Seconds between two status lines: on a terminal, where the line is rewritten, and in a file or a pipe.
+TERMINAL_INTERVAL, FILE_INTERVAL = 0.2, 10.0
 
 
-class Display:
-    """Prints a run as it goes; on a terminal the last line is rewritten."""
+class Console:
+    """A line printer with one status line, which a terminal rewrites in place."""
 
-    def __init__(self, plan: Plan, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        """A quiet one says nothing: somebody else tells of the run."""
-        self.plan, self.stream, self.quiet = plan, stream or sys.stderr, quiet
-        self.live = self.stream.isatty()
-        self._began: tuple[float, int] | None = None
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        self.stream, self.quiet = stream or sys.stderr, quiet
+        self.is_terminal = self.stream.isatty()
         self._printed = 0.0
-        self._values: dict[str, float] = {}
-
-    def start(self, facts: Mapping[str, str]) -> None:
-        """The start block."""
-        self.line("")
-        for name, fact in facts.items():
-            self.line(f"  {name:<10} {fact}")
-        self.line("")
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Remember the newest numbers; an evaluation is told at once."""
-        self._values |= values
-        if "val/top1" not in values and "val/loss" in values:
-            self.line(f"  {self._step_text(step)}  val loss {values['val/loss']:.4f}")
-        if "val/top1" in values:
-            shares = {"top-1": "val/top1", "top-5": "val/top5", "averaged": "val/top1_ema", "best": "best/val_top1"}
-            told = ", ".join(f"{name} {values[key]:.2%}" for name, key in shares.items() if key in values)
-            self.line(f"  {self._step_text(step)}  val {told}")
-
-    def progress(self, step: int) -> None:
-        """The living line: where the run is, and how long it will take."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began = now, step
-        if self.quiet:
-            return
-        if now - self._printed < (0.2 if self.live else PAUSE):
-            return
-        self._printed = now
-        began, first = self._began
-        rate = (step - first) / (now - began) if step > first else 0.0
-        left = clock((self.plan.steps - step) / rate) if rate else "-"
-        loss = f"loss {self._values['train/loss']:.4f}  " if "train/loss" in self._values else ""
-        wait = f"  wait {self._values['train/data_wait_share']:.0%}" if "train/data_wait_share" in self._values else ""
-        speed = f"{rate * self.plan.global_batch:,.0f} images/s" if rate else ""
-        text = f"  {self._step_text(step)}  {loss}{speed}{wait}  {left} left"
-        if self.live:
-            print(f"\r{text:<100}", end="", file=self.stream, flush=True)
-        else:
-            print(text, file=self.stream, flush=True)
-
-    def resume(self, step: int, workers: int) -> None:
-        """Say where the run goes on; how fast it goes is counted from here."""
-        self._began = None
-        self.line(f"  resumed at step {step:,}, saved by {workers} workers")
 
     def line(self, text: str) -> None:
-        """A line that stays, above the living one."""
-        if self.quiet:
+        """Print a permanent line above the status line."""
+        self._print(f"\r{'':<100}\r{text}" if self.is_terminal else text)
+
+    def block(self, facts: Mapping[str, str]) -> None:
+        """Print names and values as a block."""
+        self.line("\n" + "\n".join(f"  {name:<10} {text}" for name, text in facts.items()) + "\n")
+
+    def status(self, text: str) -> None:
+        """Replace the status line, at most once per interval."""
+        now = time.monotonic()
+        if now - self._printed < (TERMINAL_INTERVAL if self.is_terminal else FILE_INTERVAL):
             return
-        start = f"\r{'':<100}\r" if self.live else ""
-        print(f"{start}{text}", file=self.stream, flush=True)
+        self._printed = now
+        self._print(f"\r{text:<100}" if self.is_terminal else text, end="" if self.is_terminal else "\n")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if not self.quiet:
+            print(text, end=end, file=self.stream, flush=True)
+
+
+class RunConsole:
+    """Progress of a training run."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._plan, self._console = plan, console
+        self._started: tuple[float, int] | None = None
+        self._values: dict[str, float] = {}
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Remember the newest metrics and print an evaluation."""
+        self._values |= values
+        if "val/top1" in values:
+            names = {"top-1": "val/top1", "top-5": "val/top5", "averaged": "val/top1_ema", "best": "best/val_top1"}
+            scores = ", ".join(f"{name} {values[key]:.2%}" for name, key in names.items() if key in values)
+            self._console.line(f"  {self._step_text(step)}  val {scores}")
+        elif "val/loss" in values:
+            self._console.line(f"  {self._step_text(step)}  val loss {values['val/loss']:.4f}")
+
+    def progress(self, step: int) -> None:
+        """Update the status line: step, loss, speed and remaining time."""
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now, step
+        start, first = self._started
+        rate = (step - first) / (now - start) if step > first else 0.0
+        left = clock((self._plan.steps - step) / rate) if rate else "-"
+        loss = f"loss {self._values['train/loss']:.4f}  " if "train/loss" in self._values else ""
+        wait = f"  wait {self._values['train/data_wait_share']:.0%}" if "train/data_wait_share" in self._values else ""
+        speed = f"{rate * self._plan.global_batch:,.0f} images/s" if rate else ""
+        self._console.status(f"  {self._step_text(step)}  {loss}{speed}{wait}  {left} left")
+
+    def resume(self, step: int, workers: int) -> None:
+        """Print the checkpoint that the run resumes from and restart the speed measurement."""
+        self._started = None
+        self._console.line(f"  resumed at step {step:,}, saved by {workers} workers")
 
     def _step_text(self, step: int) -> str:
-        plan = self.plan
+        plan = self._plan
         epoch, epochs = step / plan.steps_per_epoch, plan.steps / plan.steps_per_epoch
         return f"epoch {epoch:.3g}/{epochs:.3g}  step {step:,}/{plan.steps:,}"
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss."""
+    """Return h:mm:ss."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

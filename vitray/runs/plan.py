@@ -1,15 +1,15 @@
-"""What a run will do, checked against its data and its storage before anything is started. No Ray."""
+"""The plan of a run, checked against its data, weights and storage before Ray starts."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vitray import storage
-from vitray.cluster.storage_check import preflight, readable
+from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
 from vitray.config.pretraining import Beit, Masked
 from vitray.config.training import Finetune
-from vitray.data.shards import open_dataset, set_aside
+from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import sizes_of
@@ -17,25 +17,25 @@ from vitray.tracking.mlflow_client import tracking_uri
 from vitray.train.schedule import in_steps, total_steps
 
 if TYPE_CHECKING:
-    from vitray.weights.pretrained import Start, Vocabulary
+    from vitray.weights.pretrained import InitialWeights, TokenizerSource
 
 
 class Plan(NamedTuple):
-    """The numbers of a run that follow from its settings and its data."""
+    """The numbers that follow from a run's settings and its data."""
 
     model: str
     params: int
     trainable_params: int
     trainable_share: float
     gflops: float
-    """Of one image, forward, multiply-adds counted once."""
+    """Of one image's forward pass; a multiply-add counts once."""
     dataset: str
     dataset_identity: str
     images: int
     val_images: int
     classes: int
     weights: str | None
-    """What a fine-tuning starts from, or the tokenizer whose codes are predicted; None where there is no such thing."""
+    """Address of the initial weights or of the tokenizer; None without either."""
     weights_identity: str | None
     global_batch: int
     workers: int | str
@@ -43,66 +43,44 @@ class Plan(NamedTuple):
     steps: int
     warmup_steps: int
     evaluate_every: int | None
-    """In steps; None evaluates nothing."""
+    """In steps; None without evaluations."""
     record_every: int
 
 
-class Planned(NamedTuple):
-    """A plan and what it was made from."""
+class PlannedRun(NamedTuple):
+    """A plan, its run and the data and weights that the run opens."""
 
     run: Run
-    """With what a fine-tuning leaves open as its weights have it."""
+    """Settings that a fine-tuning omits come from its weights."""
     plan: Plan
     dataset: Dataset
-    aside: np.ndarray | None
-    """For each row of train whether data.development sets it aside; None where it sets none aside."""
-    start: "Start | None"
-    """What a fine-tuning starts from."""
-    vocabulary: "Vocabulary | None"
+    holdout_mask: np.ndarray | None
+    """For each row of train, whether data.development holds it out; None without a hold-out."""
+    start: "InitialWeights | None"
+    """The initial weights of a fine-tuning."""
+    tokenizer: "TokenizerSource | None"
     """The tokenizer whose codes are predicted."""
 
 
-def make_plan(run: Run, known: Dataset | None = None) -> Planned:
-    """The plan of a run and its dataset, or one message about what does not fit.
+def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
+    """Return the plan of a run, checked against its data and weights.
 
-    A dataset that is known is not opened again where it is the run's.
+    `known` is an open dataset, used in place of the run's own if both have the same address.
     """
     if run.data.url is None:
         raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
     is_known = known is not None and storage.absolute(known.url) == storage.absolute(run.data.url)
     if not is_known:
-        readable(run.data.url, MANIFEST)
+        check_readable(run.data.url, MANIFEST)
     dataset = known if known and is_known else open_dataset(run.data.url)
-    start = None
-    if isinstance(run.task, Finetune):
-        from vitray.weights.pretrained import (
-            open_start,  # torch takes seconds, which a plan from scratch has no need of
-        )
-
-        run, start = open_start(run, run.task, dataset)
-    vocabulary = None
-    if isinstance(run.task, Masked) and isinstance(run.task.objective, Beit):
-        from vitray.weights.pretrained import open_vocabulary
-
-        vocabulary = open_vocabulary(run, run.task.objective)
-    taken = start or vocabulary
-    images = _images(dataset, "data.train", run.data.train)
-    aside = None
-    if run.data.development:
-        aside = set_aside(dataset, run.data.train, run.data.development)
-        val_images, images = int(aside.sum()), int((~aside).sum())
-        if not val_images:
-            raise ConfigError(
-                f"data.development: got {run.data.development:g}, which sets none of {images} images aside, wanted more"
-            )
-    else:
-        val_images = _images(dataset, "data.val", run.data.val) if run.data.val else 0
+    run, start, tokenizer = _open_weights(run, dataset)
+    images, val_images, mask = _split_images(run, dataset)
     _check_classes(run, dataset)
     _check_batch(run, images)
     if not is_known:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch = images // run.optim.batch
-    sizes = sizes_of(run.model)
+    sizes, weights = sizes_of(run.model), start or tokenizer
     plan = Plan(
         model=run.model.name,
         params=sizes.params,
@@ -114,8 +92,8 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
         images=images,
         val_images=val_images,
         classes=len(dataset.classes),
-        weights=taken.url if taken else None,
-        weights_identity=taken.identity if taken else None,
+        weights=weights.url if weights else None,
+        weights_identity=weights.identity if weights else None,
         global_batch=run.optim.batch,
         workers=run.compute.workers,
         steps_per_epoch=steps_per_epoch,
@@ -124,11 +102,38 @@ def make_plan(run: Run, known: Dataset | None = None) -> Planned:
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
     )
-    return Planned(run, plan, dataset, aside, start, vocabulary)
+    return PlannedRun(run, plan, dataset, mask, start, tokenizer)
 
 
-def plan_text(planned: Planned) -> str:
-    """The plan as a person reads it, with what trains of a network that is fine-tuned."""
+def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":
+    """Return the run completed by its initial weights, these weights, and the tokenizer, where there are any."""
+    if isinstance(run.task, Finetune):
+        from vitray.weights.pretrained import open_initial_weights  # imports torch, which takes seconds
+
+        return *open_initial_weights(run, run.task, dataset.classes), None
+    if isinstance(run.task, Masked) and isinstance(run.task.objective, Beit):
+        from vitray.weights.pretrained import open_tokenizer_source
+
+        return run, None, open_tokenizer_source(run, run.task.objective)
+    return run, None, None
+
+
+def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | None]:
+    """Return the number of training images, that of evaluated images, and the hold-out mask."""
+    images = _images(dataset, "data.train", run.data.train)
+    if not run.data.development:
+        return images, _images(dataset, "data.val", run.data.val) if run.data.val else 0, None
+    mask = holdout_mask(dataset, run.data.train, run.data.development)
+    held_out = int(mask.sum())
+    if not held_out:
+        raise ConfigError(
+            f"data.development: got {run.data.development:g}, which holds out none of {images} images, wanted more"
+        )
+    return images - held_out, held_out, mask
+
+
+def plan_text(planned: PlannedRun) -> str:
+    """Return the plan as indented lines, with the trained parts of a fine-tuning."""
     lines = [f"  {key:<18} {value}" for key, value in planned.plan._asdict().items()]
     if planned.start:
         from vitray.weights.freezing import audit_table
@@ -138,26 +143,26 @@ def plan_text(planned: Planned) -> str:
 
 
 def check_storage(url: str) -> None:
-    """Refuse a place for results that cannot be written, read and cleared, and one for records that would not last."""
+    """Refuse an unusable folder for results and a temporary tracking store."""
     tracking_uri()
-    preflight(url)
+    check_writable(url)
 
 
 def check_shards(dataset: Dataset, splits: list[str]) -> None:
-    """Whether the shards that dataset.json lists lie where they should, as long as they should be."""
-    found = storage.file_sizes(dataset.url)
+    """Check that each shard of dataset.json exists with its listed size."""
+    sizes = storage.file_sizes(dataset.url)
     for split in splits:
         for shard in dataset.splits[split].shards:
-            if dataset.address(shard) == shard.name:  # left in place: elsewhere, and opened when it is read
+            if dataset.address(shard) == shard.name:  # indexed in place, and opened when read
                 continue
-            got = found.get(shard.name)
+            got = sizes.get(shard.name)
             if got != shard.bytes:
                 state = "is missing" if got is None else f"has {got} bytes"
-                raise ConfigError(f"{dataset.address(shard)}: {state}, dataset.json says {shard.bytes} bytes")
+                raise ConfigError(f"{dataset.address(shard)}: {state}, wanted {shard.bytes} bytes as in dataset.json")
 
 
 def difference(old: Run, new: Run) -> list[str]:
-    """The settings in which two runs are different experiments, as `path: old -> new`."""
+    """Return the settings that make two runs different experiments, as `path: old -> new`."""
     before, after = old.dotted(), new.dotted()
     return [
         f"{path}: {before.get(path)!r} -> {after.get(path)!r}"
@@ -166,7 +171,7 @@ def difference(old: Run, new: Run) -> list[str]:
     ]
 
 
-# Settings that may differ between the parts of one run: none of them decides what is learned.
+# Settings that may change on a resume, because they do not affect the result.
 FREE = (
     "compute.workers",
     "compute.device",
@@ -177,14 +182,14 @@ FREE = (
     "compute.recompute",
     "compute.max_failures",
     "checkpoint.",
-    "data.url",  # the dataset's identity is compared instead: it may have been moved
+    "data.url",  # a dataset may move: its identity is compared instead
     "data.cache",
     "evaluate.batch",
     "evaluate.where",
     "guard.",
     "model.execution",
     "task.delta",
-    "task.weights",  # their identity is compared instead
+    "task.weights",  # weights may move: their identity is compared instead
     "task.objective.tokenizer",
     "tracking.register_as",
 )

@@ -1,4 +1,4 @@
-"""How a run is told to end, by Ctrl-C, SIGTERM or its sweep: a checkpoint first, where there is time for one."""
+"""Graceful shutdown on Ctrl-C, SIGTERM or the sweep's request: a checkpoint first, then the end."""
 
 import signal
 import threading
@@ -8,47 +8,47 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
-# Seconds for the workers to come to the next record and save there; a cluster's job has ten more to say goodbye.
-PATIENCE = 20.0
+# Seconds for the workers to reach the next record and save there; a cluster job is killed ten seconds later.
+SAVE_SECONDS = 20.0
 
 
-class Ending:
-    """Hears that a run is to end, and ends it."""
+class GracefulShutdown:
+    """Catches stop requests and passes them to the workers."""
 
-    def __init__(self, told: threading.Event | None = None) -> None:
-        """`told` is set by whoever else may say so."""
-        self._told = told or threading.Event()
-        self._signal, self._waits = signal.SIGTERM, False
+    def __init__(self, requested: threading.Event | None = None) -> None:
+        """`requested` is set by a signal or by the sweep."""
+        self._requested = requested or threading.Event()
+        self._signal, self._is_waiting = signal.SIGTERM, False
 
     @property
     def error(self) -> BaseException:
-        """What a run that was told to end ends with."""
+        """The exception that an interrupted run ends with."""
         return KeyboardInterrupt() if self._signal == signal.SIGINT else SystemExit(128 + self._signal)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM are heard for as long as the block; a second one ends at once."""
+    def handle_signals(self) -> Iterator[None]:
+        """Handle Ctrl-C and SIGTERM inside the block; a second signal ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, _frame: Any) -> None:
-        is_second = self._told.is_set()
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        is_second = self._requested.is_set()
         self._signal = signal.Signals(number)
-        self._told.set()
-        if is_second or not self._waits:
+        self._requested.set()
+        if is_second or not self._is_waiting:
             raise self.error
 
-    def wait_for(self, fit: Callable[[], Any], desk: Any) -> Any:
-        """What training returns, whose workers are told by the desk when it is to end.
+    def wait_for(self, fit: Callable[[], Any], mailbox: Any) -> Any:
+        """Run `fit` in a thread and return its result; on a stop request, ask the workers to end.
 
-        In a thread of its own: in the main one Ray sets a handler that takes the workers away at once.
+        Ray installs a signal handler in the main thread that would kill the workers at once.
         """
         result: Future[Any] = Future()
 
@@ -59,14 +59,14 @@ class Ending:
                 result.set_exception(error)
 
         threading.Thread(target=work, name="fit", daemon=True).start()
-        until, self._waits = float("inf"), True
+        deadline, self._is_waiting = float("inf"), True
         try:
             while not wait([result], timeout=0.2).done:
-                if self._told.is_set() and until == float("inf"):
-                    desk.end.remote()
-                    until = time.monotonic() + PATIENCE
-                if time.monotonic() > until:
+                if self._requested.is_set() and deadline == float("inf"):
+                    mailbox.request_stop.remote()
+                    deadline = time.monotonic() + SAVE_SECONDS
+                if time.monotonic() > deadline:
                     raise self.error
         finally:
-            self._waits = False
+            self._is_waiting = False
         return result.result()

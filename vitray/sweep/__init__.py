@@ -1,1 +1,1 @@
-"""Sweeps: the door to Ray Tune. `driver.sweep` starts one, `trial.Trial` is what Tune runs."""
+"""Sweeps on Ray Tune: `driver.sweep` runs one, `trial.TrialTrainable` is the trial that Tune runs."""

@@ -33,17 +33,17 @@ SIGNS = (ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare)
 
 
 def names_in(expression: str) -> frozenset[str]:
-    """The names that an expression is about."""
+    """Return the names in an expression."""
     return frozenset(node.id for node in ast.walk(_parsed(expression)) if isinstance(node, ast.Name))
 
 
 def evaluate(expression: str, values: Mapping[str, Any]) -> bool:
-    """Whether an expression is true of these values."""
+    """Whether an expression holds for these values."""
     try:
         result = _value(_parsed(expression), values)
     except (TypeError, ArithmeticError, RecursionError) as error:
-        said = " ".join(f"{name}={value}" for name, value in values.items())
-        raise ConfigError(f"{expression!r}: cannot be computed of {said}: {error}") from None
+        given = " ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(f"{expression!r}: cannot be computed for {given}: {error}") from None
     if not isinstance(result, bool):
         raise ConfigError(f"{expression!r}: is {result!r}, wanted a comparison, which is true or false")
     return result
@@ -59,37 +59,37 @@ def _parsed(expression: str) -> ast.expr:
         legal = isinstance(node, (*PARTS, *SIGNS, *ARITHMETIC, *COMPARISONS))
         if not legal or (isinstance(node, ast.Constant) and not isinstance(node.value, str | int | float | None)):
             got = type(node).__name__.lower()
-            raise ConfigError(f"{expression!r}: {got} is no part of the language, wanted {LANGUAGE}")
+            raise ConfigError(f"{expression!r}: {got} is not part of the language, wanted {LANGUAGE}")
     return tree
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
-    of = partial(_value, values=values)
+    value_of = partial(_value, values=values)
     match node:
         case ast.Constant():
             return node.value
         case ast.Name():
             return values[node.id]
         case ast.List() | ast.Tuple():
-            return [of(item) for item in node.elts]
+            return [value_of(item) for item in node.elts]
         case ast.BoolOp():
             join = all if isinstance(node.op, ast.And) else any
-            return join(_truth(of(part)) for part in node.values)
+            return join(_truth(value_of(part)) for part in node.values)
         case ast.UnaryOp(op=ast.Not()):
-            return not _truth(of(node.operand))
+            return not _truth(value_of(node.operand))
         case ast.UnaryOp():
-            return -_number(of(node.operand))
+            return -_number(value_of(node.operand))
         case ast.BinOp():
-            return ARITHMETIC[type(node.op)](_number(of(node.left)), _number(of(node.right)))
+            return ARITHMETIC[type(node.op)](_number(value_of(node.left)), _number(value_of(node.right)))
         case ast.Compare():
-            sides = pairwise(of(side) for side in (node.left, *node.comparators))
+            sides = pairwise(value_of(side) for side in (node.left, *node.comparators))
             return all(COMPARISONS[type(op)](*pair) for op, pair in zip(node.ops, sides, strict=True))
         case _:
-            raise AssertionError(f"{node} is a part of the language and not here")
+            raise AssertionError(f"{node} is part of the language but not handled")
 
 
 def _number(value: Any) -> int | float:
-    # Of texts and lists, * and % would fill the memory.
+    # * and % on texts and lists could fill the memory.
     if not isinstance(value, int | float):
         raise TypeError(f"{value!r} is not a number")
     return value

@@ -1,7 +1,7 @@
-"""Points drawn from what the ones before them scored, by Optuna's samplers.
+"""Points drawn by Optuna's samplers from the scores of earlier points.
 
-A sampler is made anew for every point: what it draws is a function of the seed, of how many there are and of their
-records, so that a sweep that was interrupted goes on as if nothing had been.
+Each point gets a new sampler, which depends only on the seed and on earlier results: an interrupted search resumes
+exactly.
 """
 
 import logging
@@ -13,39 +13,40 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from vitray.config.sweep import Draw, Nsga2, Tpe
+from vitray.config.sweep import Distribution, Nsga2, Tpe
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space import Space
-from vitray.sweep.trial_record import Record
+from vitray.sweep.trial_store import TrialRecord
 
-# Draws of a point before a search is given up: constraints, or all points that are left, may be hard to meet.
+# Attempts to draw a new point before the search ends.
 TRIES = 200
 
 
-class Told(NamedTuple):
-    """What a sampler is told of a point that it drew."""
+class Observation(NamedTuple):
+    """The result of a point that the sampler drew."""
 
     asked: dict[str, Any]
-    record: Record
+    """The sampler's own parameters and notes of the point, as in `Suggestion`."""
+    record: TrialRecord
     cost: float | None
-    """What NSGA-II weighs against the goal; None where it is not known."""
+    """The cost that NSGA-II minimises; None while unknown."""
 
 
-class Drawn(NamedTuple):
-    """A point as it was drawn."""
+class Suggestion(NamedTuple):
+    """A drawn point."""
 
     values: dict[str, Any]
-    """By setting or variable."""
+    """{setting or variable: value}."""
     asked: dict[str, Any]
 
 
-def ask(space: Space, told: Sequence[Told], attempt: int) -> Drawn:
-    """The next point after these; another one for another attempt."""
+def ask(space: Space, observations: Sequence[Observation], attempt: int) -> Suggestion:
+    """Return the next point after these; each attempt gives another one."""
     search = space.search
     assert isinstance(search, Tpe | Nsga2)
     optuna.logging.set_verbosity(logging.WARNING)
-    # Any change of the three makes numbers that share nothing.
-    seed = int(np.random.SeedSequence((search.seed, len(told), attempt)).generate_state(1)[0])
+    # Any change of the three gives an unrelated seed.
+    seed = int(np.random.SeedSequence((search.seed, len(observations), attempt)).generate_state(1)[0])
     goals: list[Literal["maximize", "minimize"]] = ["maximize" if space.goal.mode == "max" else "minimize"]
     match search:
         case Tpe(first=first):
@@ -59,21 +60,21 @@ def ask(space: Space, told: Sequence[Told], attempt: int) -> Drawn:
             assert_never(search)
     study = optuna.create_study(sampler=sampler, directions=goals)
     distributions = _distributions(space)
-    for each in told:
-        study.add_trial(_frozen(space, each, distributions))
+    for observation in observations:
+        study.add_trial(_optuna_trial(space, observation, distributions))
     trial = study.ask(dict(distributions))
     asked = {"params": trial.params, "notes": study.trials[-1].system_attrs}
-    return Drawn(_values(space, trial.params), asked)
+    return Suggestion(_values(space, trial.params), asked)
 
 
-def _frozen(space: Space, told: Told, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
-    """A known point as Optuna stores it."""
-    record = told.record
-    goal, two = record.best(space.goal.mode), isinstance(space.search, Nsga2)
+def _optuna_trial(space: Space, observation: Observation, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
+    """Return an observation as a trial of Optuna."""
+    record = observation.record
+    goal, has_cost = record.best(space.goal.mode), isinstance(space.search, Nsga2)
     values = None
     match record.state:
-        case "finished" if goal is not None and (told.cost is not None or not two):
-            state, values = TrialState.COMPLETE, [goal, told.cost] if two else [goal]
+        case "finished" if goal is not None and (observation.cost is not None or not has_cost):
+            state, values = TrialState.COMPLETE, [goal, observation.cost] if has_cost else [goal]
         case "finished" | "failed":
             state = TrialState.FAIL
         case "stopped early":
@@ -85,45 +86,45 @@ def _frozen(space: Space, told: Told, distributions: dict[str, BaseDistribution]
     return optuna.create_trial(
         state=state,
         values=values,
-        params=told.asked["params"],
+        params=observation.asked["params"],
         distributions=distributions,
-        system_attrs=told.asked["notes"],
-        intermediate_values=None if two else dict(record.scores),
+        system_attrs=observation.asked["notes"],
+        intermediate_values=None if has_cost else dict(record.scores),
     )
 
 
-# ---- what is drawn, as Optuna has it ---------------------------------------------------------------------------------
+# ---- distributions of Optuna -----------------------------------------------------------------------------------------
 
 
 def _tied(space: Space) -> list[str]:
-    """The listed settings and variables of constraints: of them, allowed combinations are drawn, not single values."""
-    named = {name for line in space.where for name in names_in(line)}
-    return [name for name, draw in space.drawn.items() if name in named and draw.values is not None]
+    """Return the listed names in constraints, which are drawn together as one allowed combination."""
+    constrained = {name for line in space.where for name in names_in(line)}
+    return [name for name, each in space.drawn.items() if name in constrained and each.values is not None]
 
 
 def _distributions(space: Space) -> dict[str, BaseDistribution]:
     tied = _tied(space)
     rows = len(list(space.combinations(tied)))
-    found: dict[str, BaseDistribution] = {" ".join(tied): CategoricalDistribution(range(rows))} if tied else {}
-    return found | {name: _distribution(draw) for name, draw in space.drawn.items() if name not in tied}
+    joint: dict[str, BaseDistribution] = {" ".join(tied): CategoricalDistribution(range(rows))} if tied else {}
+    return joint | {name: _distribution(each) for name, each in space.drawn.items() if name not in tied}
 
 
-def _distribution(draw: Draw) -> BaseDistribution:
-    if draw.values is not None:
-        numbers = [value for value in draw.values if isinstance(value, int | float) and not isinstance(value, bool)]
-        if len(numbers) == len(draw.values) and numbers == sorted(numbers):
-            return IntDistribution(0, len(numbers) - 1)  # in order, so that a neighbour is as likely to be good
-        return CategoricalDistribution(range(len(draw.values)))
-    low, high = draw.extremes
-    if draw.quniform:
-        return FloatDistribution(low, draw.snapped(high), step=draw.quniform[2])
-    return FloatDistribution(low, high, log=draw.kind == "loguniform")
+def _distribution(ours: Distribution) -> BaseDistribution:
+    if ours.values is not None:
+        numbers = [value for value in ours.values if isinstance(value, int | float) and not isinstance(value, bool)]
+        if len(numbers) == len(ours.values) and numbers == sorted(numbers):
+            return IntDistribution(0, len(numbers) - 1)  # ordered, so that neighbours count as similar
+        return CategoricalDistribution(range(len(ours.values)))
+    low, high = ours.extremes
+    if ours.quniform:
+        return FloatDistribution(low, ours.snap(high), step=ours.quniform[2])
+    return FloatDistribution(low, high, log=ours.kind == "loguniform")
 
 
 def _values(space: Space, params: dict[str, Any]) -> dict[str, Any]:
     tied = _tied(space)
     drawn = dict(list(space.combinations(tied))[params[" ".join(tied)]]) if tied else {}
-    for name, draw in space.drawn.items():
+    for name, each in space.drawn.items():
         if name not in drawn:
-            drawn[name] = params[name] if draw.values is None else draw.values[params[name]]
+            drawn[name] = params[name] if each.values is None else each.values[params[name]]
     return drawn

@@ -1,4 +1,4 @@
-"""Which trials end early: Tune's rules, told in steps."""
+"""Early stopping of trials: Ray Tune's schedulers, counted in steps."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from vitray.train.schedule import in_steps
 
 
 class _Median(MedianStoppingRule):
-    """Tune's, which would also pause a trial while too few others have come as far, and end its process for that."""
+    """Tune's median rule without pauses, which would end the process of a training run."""
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        said = super().on_trial_result(tune_controller, trial, result)
-        return TrialScheduler.CONTINUE if said == TrialScheduler.PAUSE else said
+        decision = super().on_trial_result(tune_controller, trial, result)
+        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
 
-def scheduler_of(plan: Plan, space: Space) -> TrialScheduler:
-    """What Tune asks after each score of a trial."""
+def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
+    """Return the scheduler of a space."""
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(

@@ -1,4 +1,4 @@
-"""The story of a sweep: told to MLflow, to the screen and in the report, as its trials end."""
+"""Logging of a sweep to MLflow, to the console and to the report while its trials run."""
 
 import json
 import shlex
@@ -12,231 +12,211 @@ from typing import Any
 from ray import tune
 
 from vitray import storage
-from vitray.runs.driver import HOME
-from vitray.sweep.console import Screen
-from vitray.sweep.driver import SWEEP, Outcome, Planned, Recipe
-from vitray.sweep.report import Sweep, Trial, dataset_of, point_of, write_report
-from vitray.sweep.searcher import Interruption
-from vitray.sweep.space import Space, settled
-from vitray.sweep.trial_store import Ledger
-from vitray.tracking import Tracker, system_info
+from vitray.runs.run_dir import RUN_META
+from vitray.sweep.console import SweepConsole
+from vitray.sweep.interruption import Interruption
+from vitray.sweep.plan import SweepPlan
+from vitray.sweep.report import SweepResult, TrialResult, dataset_of, point_of, write_report
+from vitray.sweep.space import resolve_stages
+from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
+from vitray.sweep.trial_store import TrialStore
+from vitray.tracking import TrackedRun, Tracker, system_info
 from vitray.tracking.mlflow_client import import_mlflow
 
-# Seconds between two reports, each of which takes seconds to draw; the last one is always written.
-PAUSE = 30.0
-# Rows of the table in MLflow's description, of which it takes 8000 characters.
-MOST_ROWS = 40
+# Seconds between two reports, each of which takes seconds to draw. The last report is always written.
+REPORT_INTERVAL = 30.0
+# Rows of the table in MLflow's description, which holds 8000 characters.
+MOST_DESCRIBED = 40
 
 
-class Story:
-    """What is known of a sweep, and who is told of it."""
+class SweepLogger:
+    """Writes the progress and the results of a sweep."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        ledger: Ledger,
-        recipe: Recipe,
-        space: Space,
-        name: str,
-        uid: str,
-        command: str,
-    ) -> None:
-        self.planned, self.ledger, self.recipe, self.space = planned, ledger, recipe, space
-        self.name, self.home, self.command, base = name, ledger.home, command, recipe.run
-        self.screen = Screen(planned.trials, space.goal, self.ledger.records())
-        self.since = json.loads(storage.read_bytes(storage.join(self.home, SWEEP)))["began"]
-        self._over, self._told = -1, 0.0
-        params = base.dotted() | {f"space.{key}": value for key, value in space.model_dump(mode="json").items()}
-        plan = planned.plan
-        self._images = plan and dataset_of(plan.images, plan.val_images, plan.classes)
-        with suppress(Exception):  # which the tracker says
-            import_mlflow()  # before Optuna is loaded, which is partly made of the same modules
-        self.tracker = Tracker.begin(
-            uid=uid,
-            name=name,
-            experiment=base.tracking.experiment,
-            params=params,
-            tags={"vitray.kind": "sweep", "vitray.home": self.home} | system_info.facts(),
+    def __init__(self, plan: SweepPlan, store: TrialStore, info: SweepInfo) -> None:
+        self.plan, self.store, self.info, base = plan, store, info, info.recipe.run
+        self._console = SweepConsole(plan.trials, info.space.goal, store.records())
+        self._reported, self._reported_over = 0.0, -1
+        run_plan = plan.run_plan
+        self._images = run_plan and dataset_of(run_plan.images, run_plan.val_images, run_plan.classes)
+        with suppress(Exception):  # the tracker reports it
+            import_mlflow()  # before Optuna, which imports some of the same modules
+        space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
+        self._tracker = Tracker.begin(
+            TrackedRun(info.uid, info.name, base.tracking.experiment),
+            params=base.dotted() | space_params,
+            tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | system_info.facts(),
             description=self._description([]),
         )
-        self.tracker.text("space.yaml", space.to_yaml())
-        self.tracker.text("run.yaml", base.to_yaml())
+        self._tracker.text("space.yaml", info.space.to_yaml())
+        self._tracker.text("run.yaml", base.to_yaml())
 
-    def __enter__(self) -> "Story":
-        self.tracker.__enter__()
-        self.tell()
+    def __enter__(self) -> "SweepLogger":
+        self._tracker.__enter__()
+        self.report()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is not None:
-            self.screen.line(f"  stopped; the same command goes on: {self.command}")
+            self._console.line(f"  stopped; the same command resumes it: {self.info.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
             self._kill_children()
-        self.tracker.__exit__(*error)
+        self._tracker.__exit__(*error)
 
-    def listener(self, interruption: Interruption) -> "Listener":
-        """For Tune, which asks it whenever a trial moves."""
-        return Listener(self, interruption)
-
-    def finish(self) -> Outcome:
-        """The last report, the best trial's model, and the end block."""
-        trials = self.tell()
+    def finish(self) -> SweepOutcome:
+        """Write the last report, register the best trial's model, print the end block and return the outcome."""
+        trials, goal = self.report(), self.info.space.goal
         scored = [trial for trial in trials if trial.goal is not None and trial.state != "failed"]
-        best = (max if self.space.goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
-        counts = {
-            state: sum(trial.state == state for trial in trials) for state in ("finished", "stopped early", "failed")
-        }
-        over = self.ledger.outcome(best.name) if best else {}
-        registered = self.recipe.run.tracking.register_as
-        if over.get("model") and registered:
-            self.tracker.model(over["model"], register_as=registered, top1=over["val_top1"])
+        best = (max if goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
         if best:
-            self.tracker.tag("vitray.best", best.name)
-        self.tracker.end("FINISHED")
-        outcome = Outcome(
-            name=self.name,
-            home=self.home,
+            result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
+            if result.model and registered:
+                self._tracker.model(result.model, register_as=registered, top1=result.val_top1)
+            self._tracker.tag("vitray.best", best.name)
+        self._tracker.end("FINISHED")
+        states = [trial.state for trial in trials]
+        counts = {state: states.count(state) for state in ("finished", "stopped early", "failed")}
+        outcome = SweepOutcome(
+            name=self.info.name,
+            home=self.store.sweep_dir,
             trials=len(trials),
             finished=counts["finished"],
             stopped_early=counts["stopped early"],
             failed=counts["failed"],
             best=best.name if best else None,
             best_goal=best.goal if best else None,
-            report=storage.join(self.home, "report", "index.html"),
-            mlflow_run=self.tracker.run_id,
+            report=storage.join(self.store.sweep_dir, "report", "index.html"),
+            mlflow_run=self._tracker.run_id,
         )
-        left = self.planned.trials - sum(counts.values())
-        states = counts | {"not begun: the budget is spent, too many failed, or there is no other point": left}
-        self.screen.end(
+        not_started = "not started: the budget is spent, too many failed, or no new point is left"
+        counts[not_started] = self.plan.trials - sum(counts.values())
+        self._console.end(
             {
-                "best": f"{outcome.best}: {self.space.goal.metric} {outcome.best_goal}" if best else "none",
-                "trials": ", ".join(f"{count} {state}" for state, count in states.items() if count),
+                "best": f"{outcome.best}: {goal.metric} {outcome.best_goal}" if best else "none",
+                "trials": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
                 "report": outcome.report,
-                "tracking": self.tracker.run_url(),
+                "tracking": self._tracker.run_url(),
             }
         )
         return outcome
 
-    # ---- as it goes --------------------------------------------------------------------------------------------------
-
-    def hear(self) -> None:
-        """Something moved: the screen shows it, and where a trial is over, everyone is told."""
-        records = self.ledger.records()
-        self.screen.show(records)
+    def update(self) -> None:
+        """Show the progress, and write a report if a trial has ended and the last report is old enough."""
+        records = self.store.records()
+        self._console.show(records)
         over = sum(record.is_over for record in records.values())
-        if over != self._over and time.monotonic() - self._told > PAUSE:
-            self.tell()
+        if over != self._reported_over and time.monotonic() - self._reported > REPORT_INTERVAL:
+            self.report()
 
-    def tell(self) -> list[Trial]:
-        """Write the report anew, and give it to MLflow."""
-        records = self.ledger.records()
-        self._over = sum(record.is_over for record in records.values())
-        trials = [self._trial(name) for name in records]
-        sweep = Sweep(
-            name=self.name,
-            goal=self.space.goal.metric,
-            mode=self.space.goal.mode,
-            recipe=" ".join(self.recipe.words),
-            space_text=self.space.to_yaml(),
-            plan=self.planned.said,
-            began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since)),
-            command=self.command,
+    def report(self) -> list[TrialResult]:
+        """Write the report to the sweep's folder and to MLflow, and return the trials."""
+        records, space = self.store.records(), self.info.space
+        self._reported_over = sum(record.is_over for record in records.values())
+        trials = [self._trial_result(name) for name in records]
+        result = SweepResult(
+            name=self.info.name,
+            goal=space.goal.metric,
+            mode=space.goal.mode,
+            recipe=" ".join(self.info.recipe.args),
+            space_text=space.to_yaml(),
+            plan=self.plan.summary,
+            began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.info.began)),
+            command=self.info.command,
             circumstances=system_info.facts(),
             trials=trials,
         )
-        with tempfile.TemporaryDirectory(prefix="vitray-") as aside:
-            for path in write_report(sweep, Path(aside)):
-                storage.upload(path, storage.join(self.home, "report", path.name))
+        with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+            for path in write_report(result, Path(folder)):
+                storage.upload(path, storage.join(self.store.sweep_dir, "report", path.name))
                 if path.suffix != ".png":
-                    self.tracker.text(f"report/{path.name}", path.read_text())
-                elif not path.stem.endswith("-dark"):  # for a look without the page, which holds both
-                    self.tracker.figure(f"report/{path.name}", path.read_bytes())
-        best = [trial.goal for trial in trials if trial.goal is not None]
-        if best:
-            goal = max(best) if self.space.goal.mode == "max" else min(best)
-            self.tracker.metrics(self._over, {f"best/{self.space.goal.metric.replace('/', '_')}": goal})
-        self.tracker.describe(self._description(trials))
-        self._told = time.monotonic()
-        self.screen.show(records)
+                    self._tracker.text(f"report/{path.name}", path.read_text())
+                elif not path.stem.endswith("-dark"):  # the page holds both; MLflow shows the light one
+                    self._tracker.figure(f"report/{path.name}", path.read_bytes())
+        goals = [trial.goal for trial in trials if trial.goal is not None]
+        if goals:
+            best = max(goals) if space.goal.mode == "max" else min(goals)
+            self._tracker.metrics(self._reported_over, {f"best/{space.goal.metric.replace('/', '_')}": best})
+        self._tracker.describe(self._description(trials))
+        self._reported = time.monotonic()
+        self._console.show(records)
         return trials
 
-    def _trial(self, name: str) -> Trial:
-        ledger = self.ledger
-        record, over, run, entry = ledger.record(name), ledger.outcome(name), ledger.run(name), ledger.entries[name]
-        sizes = ledger.sizes(name)
-        curves = {key: [(step, value) for step, value in points] for key, points in over.get("curves", {}).items()}
-        settings = settled(entry.point.settings, entry.point.before, self.home)
-        words = [f"{key}={_word(value)}" for key, value in settings.items()]
-        return Trial(
+    def _trial_result(self, name: str) -> TrialResult:
+        store, goal = self.store, self.info.space.goal
+        record, result, run, point = store.record(name), store.outcome(name), store.run(name), store.entries[name].point
+        sizes = store.sizes(name)
+        curves = {key: [(int(step), value) for step, value in curve] for key, curve in (result.curves or {}).items()}
+        settings = resolve_stages(point.settings, point.before, store.sweep_dir)
+        overrides = [f"{key}={_spell(value)}" for key, value in settings.items()]
+        return TrialResult(
             name=name,
-            settings=dict(entry.point.shown),
+            settings=dict(point.shown),
             state=record.state,
             reason=record.reason,
-            goal=record.best(self.space.goal.mode),
-            curves=curves or {self.space.goal.metric: list(record.scores)},
-            device_seconds=over.get("device_seconds"),
+            goal=record.best(goal.mode),
+            curves=curves or {goal.metric: list(record.scores)},
+            device_seconds=result.device_seconds,
             params=sizes and sizes.params,
             gflops=sizes and sizes.gflops,
-            command=shlex.join(["vitray", "train", *self.recipe.words, *words]),
-            run_url=self.tracker.url_of(over["mlflow_run"]) if over.get("mlflow_run") else None,
+            command=shlex.join(["vitray", "train", *self.info.recipe.args, *overrides]),
+            run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
             paper=point_of(run, self._images) if run.task.kind == "supervised" else None,
-            latency_ms=over.get("latency_ms"),
-            peak_memory_bytes=over.get("peak_memory_bytes"),
+            latency_ms=result.latency_ms,
+            peak_memory_bytes=result.peak_memory_bytes,
         )
 
-    def _description(self, trials: Sequence[Trial]) -> str:
-        """What MLflow shows above everything else: the plan, and a table of the trials by what varies."""
-        goal, pick = self.space.goal, -1 if self.space.goal.mode == "max" else 1
-        ranked = sorted(trials, key=lambda trial: (trial.goal is None, pick * (trial.goal or 0)))
+    def _description(self, trials: Sequence[TrialResult]) -> str:
+        """Return MLflow's description of the sweep: the plan, and a table of the trials by their varied settings."""
+        goal, sign = self.info.space.goal, -1 if self.info.space.goal.mode == "max" else 1
+        ranked = sorted(trials, key=lambda trial: (trial.goal is None, sign * (trial.goal or 0)))
         varied = list(dict.fromkeys(path for trial in trials for path in trial.settings))
-        lines = [self.planned.said, "", f"`{self.command}`", ""]
+        lines = [self.plan.summary, "", f"`{self.info.command}`", ""]
         if trials:
             lines += [_row("trial", goal.metric, "state", *varied), _row(*["---"] * (3 + len(varied)))]
-        for trial in ranked[:MOST_ROWS]:
+        for trial in ranked[:MOST_DESCRIBED]:
             name = f"[{trial.name}]({trial.run_url})" if trial.run_url else trial.name
-            cells = [_word(trial.settings[path]) if path in trial.settings else "" for path in varied]
+            cells = [_spell(trial.settings[path]) if path in trial.settings else "" for path in varied]
             lines.append(_row(name, "" if trial.goal is None else f"{trial.goal:.4g}", trial.state, *cells))
-        if len(ranked) > MOST_ROWS:
-            lines.append(f"\nand {len(ranked) - MOST_ROWS} more: report/results.csv")
+        if len(ranked) > MOST_DESCRIBED:
+            lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
         return "\n".join(lines)
 
     def _kill_children(self) -> None:
-        """MLflow hears of the trials that were ended in the middle; they go on in the same runs."""
-        for name, record in self.ledger.records().items():
-            where = storage.join(self.ledger.place(name), HOME)
-            if record.state == "running" and storage.exists(where):
-                self.tracker.kill(json.loads(storage.read_bytes(where))["uid"], "its sweep was told to end")
+        """Mark the interrupted trials as killed in MLflow; a resumed sweep continues the same MLflow runs."""
+        for name, record in self.store.records().items():
+            path = storage.join(self.store.run_dir(name), RUN_META)
+            if record.state == "running" and storage.exists(path):
+                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], "its sweep was interrupted")
 
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _word(value: Any) -> str:
-    """A value as a word of the command line: YAML, of which JSON is a part."""
+def _spell(value: Any) -> str:
+    """Return a value as the command line takes it: YAML, of which JSON is a part."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class Listener(tune.Stopper):
-    """Hears of every trial that moves, and ends a sweep that is told to end."""
+class SweepListener(tune.Stopper):
+    """Updates the logger whenever a trial reports, and stops an interrupted sweep."""
 
-    def __init__(self, story: Story, interruption: Interruption) -> None:
-        self._story, self._interruption = story, interruption
+    def __init__(self, logger: SweepLogger, interruption: Interruption) -> None:
+        self._logger, self._interruption = logger, interruption
 
     def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Listener":
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "SweepListener":
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tune pickles all that it is given, for a resume of its own that is not used.
+        # Tune pickles its arguments to resume by itself, which is not used.
         return {}
 
     def stop_all(self) -> bool:
-        """Whether the sweep ends now."""
+        """Whether the sweep stops now."""
         if self._interruption.signal:
-            self._interruption.tell()
+            self._interruption.mark()
             return True
-        self._story.hear()
+        self._logger.update()
         return False

@@ -1,7 +1,6 @@
-"""One trial of a sweep, as Ray Tune runs it: a whole training run, in a thread, that can be told to end early.
+"""One trial as Ray Tune runs it: a training run in a thread, which can be stopped early.
 
-A trial that was run before is told again from its record instead of trained again, so that a scheduler that starts anew
-comes to know all that the interrupted one knew.
+An ended trial replays its recorded scores instead of training again, so that a restarted scheduler learns all of them.
 """
 
 import contextlib
@@ -18,134 +17,133 @@ from vitray import storage
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, RunError
-from vitray.runs.driver import Member, train
-from vitray.sweep.searcher import is_interrupted
+from vitray.runs.driver import train
+from vitray.runs.run_info import TrialHook
+from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.space import run_of
-from vitray.sweep.trial_record import Record, read_record, write_record
-from vitray.sweep.trial_store import read_entries
+from vitray.sweep.trial_store import TrialRecord, read_entries, read_record, write_record
 
-# Seconds that a trial which is told to end has to save its state and to say goodbye.
-PATIENCE = 300.0
+# Seconds in which a stopped trial saves its checkpoint and releases its workers.
+STOP_SECONDS = 300.0
 
 
-class Context(NamedTuple):
-    """What all trials of a sweep are told."""
+class TrialContext(NamedTuple):
+    """The arguments that all trials of a sweep share."""
 
     base: Run
-    """What all share."""
     dataset: Dataset
-    """Opened once for all that are trained on it."""
-    home: str
-    """The sweep's folder, in which each trial has its own."""
-    uid: str
-    """Of the run that all are shown below."""
+    """Opened once for all trials."""
+    sweep_dir: str
+    parent_uid: str
+    """The sweep's run in MLflow."""
     metric: str
-    asks: bool
-    """Whether a scheduler may end a trial early."""
-    at_a_time: int
-    """Trials that share the cluster."""
+    has_scheduler: bool
+    """Whether a scheduler may stop a trial early."""
+    concurrent_trials: int
     environment: dict[str, str]
-    """Of the driver, that a trial's process may have been started without: not written anywhere."""
+    """Variables of the driver's environment, which may be missing in a trial's process. Never written to disk."""
 
 
-class Trial(tune.Trainable):
-    """A training run, score by score."""
+class TrialTrainable(tune.Trainable):
+    """A training run as Tune's trainable: each step is one score."""
 
-    def setup(self, config: dict[str, Any], context: Context | None = None) -> None:  # type: ignore[override]
-        """Begin the trial of this name."""
+    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:  # type: ignore[override]
+        """Start the trial of this name."""
         assert context is not None
         os.environ |= context.environment
         self._context = context
-        self._begin(config["name"])
+        self._start(config["name"])
 
     def step(self) -> dict[str, Any]:
-        """The next score, or the end; to be asked for it is to be told to go on."""
-        if self._waits:
-            self._answers.put(False)
-        told = self._told.get()
-        if isinstance(told, BaseException):
-            raise RuntimeError(str(told)) from None
-        self._waits = not told["done"]
-        return told
+        """Return the next score, or the end. Being called means that the scheduler continues the trial."""
+        if self._waits_for_decision:
+            self._decisions.put(False)
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise RuntimeError(str(result)) from None
+        self._waits_for_decision = not result["done"]
+        return result
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Be another trial, in the same process: all is loaded already."""
+        """Run another trial in the same process, which has everything imported."""
         self.cleanup()
-        self._begin(new_config["name"])
-        return not self._thread_left
+        self._start(new_config["name"])
+        return not self._thread_hangs
 
     def cleanup(self) -> None:
-        """End, and wait until the run has saved its state and given its workers back.
+        """Stop, and wait until the run has saved its checkpoint and released its workers.
 
-        In a sweep that is told to end the run saves where it is, and goes on from there in another process.
+        In an interrupted sweep the run resumes later from this checkpoint, in another process.
         """
-        goes_on = is_interrupted(self._context.home)
-        if goes_on:
-            self._ends.set()
-        self._answers.put(not goes_on)
-        self._thread.join(PATIENCE)
-        self._thread_left = self._thread.is_alive()
+        resumes = is_interrupted(self._context.sweep_dir)
+        if resumes:
+            self._stop_requested.set()
+        self._decisions.put(not resumes)
+        self._thread.join(STOP_SECONDS)
+        self._thread_hangs = self._thread.is_alive()
 
     # ---- the run, in its thread --------------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> None:
-        self._told: queue.Queue[Any] = queue.Queue()
-        self._answers: queue.Queue[bool] = queue.Queue()
-        self._ends = threading.Event()
-        self._waits = self._thread_left = False
+    def _start(self, name: str) -> None:
+        self._results: queue.Queue[Any] = queue.Queue()
+        self._decisions: queue.Queue[bool] = queue.Queue()
+        self._stop_requested = threading.Event()
+        self._waits_for_decision = self._thread_hangs = False
         self._thread = threading.Thread(target=self._work, args=(name,), name="trial", daemon=True)
         self._thread.start()
 
     def _work(self, name: str) -> None:
         try:
             self._run(name)
-        except BaseException as error:  # told to Tune by the next step
-            self._told.put(error)
+        except BaseException as error:  # the next step raises it in Tune
+            self._results.put(error)
 
     def _run(self, name: str) -> None:
-        home = storage.join(self._context.home, name)
-        record = read_record(home)
+        run_dir = storage.join(self._context.sweep_dir, name)
+        record = read_record(run_dir)
         for step, value in record.scores:
-            if self._is_enough(step, value):
+            if self._should_stop(step, value):
                 if not record.is_over:
-                    write_record(home, record._replace(state="stopped early"))
+                    write_record(run_dir, record._replace(state="stopped early"))
                 return
         if record.state == "failed":
             raise RunError(record.reason or "failed")
-        if record.state in ("finished", "stopped early"):
-            self._tell_end(record)
-            return
-        record = self._train(name, home, record)
-        self._tell_end(record)
+        if not record.is_over:
+            record = self._train(name, run_dir, record)
+        step, value = record.scores[-1] if record.scores else (0, float("nan"))
+        self._results.put({"step": step, "goal": value, "done": True})
 
-    def _train(self, name: str, home: str, record: Record) -> Record:
+    def _train(self, name: str, run_dir: str, record: TrialRecord) -> TrialRecord:
         context = self._context
-        write_record(home, record := record._replace(state="running", began=time.time(), ended=None))
+        write_record(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
-        def is_enough(step: int, values: Mapping[str, float]) -> bool:
+        def should_stop(step: int, values: Mapping[str, float]) -> bool:
             nonlocal record
             if context.metric not in values or any(step <= known for known, _ in record.scores):
                 return False
             record = record._replace(scores=(*record.scores, (step, values[context.metric])))
-            with contextlib.suppress(ConfigError):  # storage that is away costs a restart its memory, not the trial
-                write_record(home, record)
-            return self._is_enough(step, values[context.metric])
+            with contextlib.suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
+                write_record(run_dir, record)
+            return self._should_stop(step, values[context.metric])
 
         try:
-            run = run_of(context.base, read_entries(context.home)[name].point, context.home)
-            member = Member(context.uid, is_enough, context.asks, context.dataset, context.at_a_time, self._ends)
-            ended = train(run, name, context.home, member=member)
+            run = run_of(context.base, read_entries(context.sweep_dir)[name].point, context.sweep_dir)
+            hook = TrialHook(
+                parent_uid=context.parent_uid,
+                should_stop=should_stop,
+                waits_for_decision=context.has_scheduler,
+                dataset=context.dataset,
+                concurrent_trials=context.concurrent_trials,
+                stop_requested=self._stop_requested,
+            )
+            outcome = train(run, name, context.sweep_dir, hook=hook)
         except (RunError, ConfigError) as error:
-            write_record(home, record._replace(state="failed", reason=str(error), ended=time.time()))
+            write_record(run_dir, record._replace(state="failed", reason=str(error), ended=time.time()))
             raise
-        write_record(home, record := record._replace(state=ended.state, ended=time.time()))
+        write_record(run_dir, record := record._replace(state=outcome.state, ended=time.time()))
         return record
 
-    def _is_enough(self, step: int, value: float) -> bool:
-        """Tell Tune a score, and wait for what its scheduler says to it."""
-        self._told.put({"step": step, "goal": value, "done": False})
-        return self._answers.get()
-
-    def _tell_end(self, record: Record) -> None:
-        step, value = record.scores[-1] if record.scores else (0, float("nan"))
-        self._told.put({"step": step, "goal": value, "done": True})
+    def _should_stop(self, step: int, value: float) -> bool:
+        """Report a score to Tune and wait for the scheduler's decision."""
+        self._results.put({"step": step, "goal": value, "done": False})
+        return self._decisions.get()

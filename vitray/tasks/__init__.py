@@ -1,0 +1,1 @@
+"""Training tasks: modules whose `forward` returns the loss."""

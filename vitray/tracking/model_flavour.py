@@ -1,4 +1,4 @@
-"""A model folder as an MLflow model: registered and loaded by its address, and served where it names classes."""
+"""A model folder as a logged MLflow model, which MLflow can register, load and (for a classifier) serve."""
 
 import base64
 import io
@@ -19,40 +19,40 @@ from PIL import Image
 
 from vitray import storage
 from vitray.config import Run, load_run
-from vitray.tracking.mlflow_client import BASE, BASE_IDENTITY, INSIDE
+from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
+from vitray.tracking.model_uri import MODEL_DIR
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta
 from vitray.weights.folder import load_model, load_tokenizer
 
 PACKAGE = Path(__file__).parents[1]
-SERVING = Path(__file__).with_name("serving.py")
+PYFUNC = Path(__file__).with_name("pyfunc.py")
 
-# What serving imports (a test counts it), and MLflow, which serves.
+# The packages that pyfunc.py imports, checked by a test, and MLflow.
 REQUIREMENTS = ("mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "safetensors", "simplejpeg", "torch")
 
 
 def log_model(run_id: str, folder: str) -> str:
-    """Log the model folder at an address as a model of this run, and return its uri, `models:/m-...`.
+    """Log a model folder as a model of this run, and return its uri, `models:/m-...`.
 
-    A delta is logged as one, and its tags say where its base lies, which serving reads too. The run need not be the
-    active one, and whichever is stays so.
+    A delta stays a delta: its tags name the base, which serving needs too. MLflow's active run does not change.
     """
     client = MlflowClient()
     tracked = client.get_run(run_id)
     with tempfile.TemporaryDirectory(prefix="vitray-") as name:
-        copy, built = Path(name) / "model", Path(name) / "built"
-        run, delta = _fetch(folder, copy)
-        # mlflow.pyfunc.log_model would put the model into the active experiment rather than into the run's.
+        copy, logged_dir = Path(name) / "model", Path(name) / "built"
+        run, delta = _copy_model(folder, copy)
+        # Not mlflow.pyfunc.log_model: it uses the active experiment instead of the run's.
         logged = client.create_logged_model(
             tracked.info.experiment_id,
             name=run.model.name,
             source_run_id=run_id,
-            tags=None if delta is None else {BASE: delta.base.url, BASE_IDENTITY: delta.base.identity},
+            tags=None if delta is None else {BASE_TAG: delta.base.url, BASE_IDENTITY_TAG: delta.base.identity},
             params=tracked.data.params,
         )
-        entry = Model(logged.artifact_location, run_id, model_uuid=logged.model_id, model_id=logged.model_id)
+        description = Model(logged.artifact_location, run_id, model_uuid=logged.model_id, model_id=logged.model_id)
         try:
-            (_keep if run.model.num_classes is None else _build)(built, copy, entry)
-            client.log_model_artifacts(logged.model_id, str(built))
+            (_save_folder if run.model.num_classes is None else _save_pyfunc)(logged_dir, copy, description)
+            client.log_model_artifacts(logged.model_id, str(logged_dir))
             client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
         except BaseException:
             client.finalize_logged_model(logged.model_id, "FAILED")
@@ -60,8 +60,8 @@ def log_model(run_id: str, folder: str) -> str:
     return client.finalize_logged_model(logged.model_id, "READY").model_uri
 
 
-def _fetch(folder: str, copy: Path) -> tuple[Run, Delta | None]:
-    """Copy a model folder, and nothing that lies beside it, having checked that it can be served."""
+def _copy_model(folder: str, copy: Path) -> tuple[Run, Delta | None]:
+    """Copy only the files of a model folder, and check that the model loads."""
     copy.mkdir()
     delta = read_delta(folder)
     for name in (WEIGHTS, CLASSES, RUN, *([] if delta is None else [DELTA])):
@@ -71,42 +71,44 @@ def _fetch(folder: str, copy: Path) -> tuple[Run, Delta | None]:
     return (load_tokenizer if is_tokenizer else load_model)(str(copy)).run, delta
 
 
-def _build(path: Path, folder: Path, model: Model) -> None:
-    """The files of the MLflow model: code as source, weights as safetensors, no pickle."""
+def _save_pyfunc(path: Path, folder: Path, description: Model) -> None:
+    """Write a model that MLflow can serve: code as source, weights as safetensors, no pickle."""
+    # MLflow keeps the name of the code file in the model.
+    code = Path(shutil.copyfile(PYFUNC, folder.with_name("serving.py")))
     mlflow.pyfunc.save_model(
         path,
-        python_model=SERVING,
+        python_model=code,
         artifacts={"model": str(folder)},
         code_paths=[str(PACKAGE)],
-        signature=signature(),
-        input_example=example(),
-        pip_requirements=requirements(),
-        mlflow_model=model,
+        signature=_signature(),
+        input_example=_input_example(),
+        pip_requirements=_pinned_requirements(),
+        mlflow_model=description,
     )
 
 
-def _keep(path: Path, folder: Path, model: Model) -> None:
-    """What names no class is not served: its folder, where `registry` looks for one, and what MLflow lists."""
-    shutil.copytree(folder, path / INSIDE)
-    model.add_flavor("vitray", data=INSIDE)
-    model.save(str(path / "MLmodel"))
+def _save_folder(path: Path, folder: Path, description: Model) -> None:
+    """Write a model without classes, which MLflow lists but cannot serve; `resolve_uri` finds its folder."""
+    shutil.copytree(folder, path / MODEL_DIR)
+    description.add_flavor("vitray", data=MODEL_DIR)
+    description.save(str(path / "MLmodel"))
 
 
-def signature() -> ModelSignature:
-    """What a served model answers.
+def _signature() -> ModelSignature:
+    """Return the output schema of a served model.
 
-    What it is asked is left open: MLflow's schemas hold either columns or a tensor, and the model takes both.
+    The input schema stays open: MLflow's schemas hold either columns or a tensor, and the model takes both.
     """
-    named = (("label", DataType.long), ("class", DataType.string), ("probability", DataType.double))
-    ranked = Array(Object([Property(name, kind) for name, kind in named]))
-    answers: list[ColSpec | TensorSpec] = [ColSpec(kind, name) for name, kind in named]
-    answers.append(ColSpec(Array(DataType.double), "probabilities", required=False))
-    answers.append(ColSpec(ranked, "top", required=False))
-    return ModelSignature(outputs=Schema(answers), params=ParamSchema([ParamSpec("top_k", DataType.long, None)]))
+    scalars = (("label", DataType.long), ("class", DataType.string), ("probability", DataType.double))
+    ranked = Array(Object([Property(name, kind) for name, kind in scalars]))
+    outputs: list[ColSpec | TensorSpec] = [ColSpec(kind, name) for name, kind in scalars]
+    outputs.append(ColSpec(Array(DataType.double), "probabilities", required=False))
+    outputs.append(ColSpec(ranked, "top", required=False))
+    return ModelSignature(outputs=Schema(outputs), params=ParamSchema([ParamSpec("top_k", DataType.long, None)]))
 
 
-def example() -> list[dict[str, Any]]:
-    """One record: a small PNG, as one sends it."""
+def _input_example() -> list[dict[str, Any]]:
+    """Return one record with a small PNG."""
     ramp = np.arange(0, 256, 16, dtype=np.uint8)
     pixels_HWC = np.stack([*np.meshgrid(ramp, ramp), np.full((16, 16), 128, np.uint8)], axis=2)
     png = io.BytesIO()
@@ -114,7 +116,7 @@ def example() -> list[dict[str, Any]]:
     return [{"image": base64.b64encode(png.getvalue()).decode()}]
 
 
-def requirements() -> list[str]:
-    """What serving needs, in the versions that are installed here."""
-    # A build such as +cu130 is torch's own, and no index but torch's has it.
+def _pinned_requirements() -> list[str]:
+    """Return the requirements, pinned to the installed versions."""
+    # Without local versions such as +cu130, which only torch's own index has.
     return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]

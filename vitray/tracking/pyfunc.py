@@ -1,7 +1,7 @@
-"""The code of a logged model: MLflow copies this file beside the model folder and our package, and runs it to serve.
+"""The code of a logged model. MLflow copies this file into the model, next to the model folder and our package.
 
-An image is a record with an `image` (PNG, JPEG, ... as base64 text or as bytes, or its pixels), or one of a uint8
-tensor, N x height x width x 3. However it comes, it is cropped and normalised as the run's evaluations do it.
+An input image is a record with the field `image` (an encoded image as bytes or base64 text, or its pixels), or one
+row of a uint8 tensor, N x height x width x 3. It is cropped and normalised as in the run's evaluation.
 """
 
 import base64
@@ -16,86 +16,85 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
 from vitray.config import Run
-from vitray.config.training import Finetune, Supervised
+from vitray.config.training import Finetune, SupervisedSettings
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.weights.folder import load_model
 
-# Images of one forward pass: a longer request costs no more memory.
-BATCH = 64
+# Images per forward pass, which bounds the memory of a long request.
+BATCH_SIZE = 64
 
 
 class ImageClassifier(PythonModel):
-    """A model folder that answers each image with its class, and how probable that and the others are."""
+    """A model folder as a classifier: for each image the most probable class, and the probabilities of all."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Read the model folder, onto a GPU where there is one."""
+        """Load the model folder, on a GPU if there is one."""
         loaded = load_model(context.artifacts["model"])
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.run, self.vit = loaded.run, loaded.vit.to(self.device)
         self.classes = loaded.classes or [str(label) for label in range(loaded.run.model.num_classes or 0)]
 
-    # MLflow warns of an input without a type, and of any type but an array and pandas' checks what is in it.
-    def predict(  # type: ignore[override] - the base takes and returns what it likes
+    # MLflow warns about an untyped input, and validates the content of all types but arrays and those of pandas.
+    def predict(  # type: ignore[override] - the base class has untyped parameters
         self, model_input: np.ndarray, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """For each image `label`, `class`, `probability` and all `probabilities`, or instead of all the `top` k.
+        """Return for each image `label`, `class`, `probability`, and all `probabilities` or the `top` k.
 
-        Probabilities are softmax, which sum to 1; of a run with loss bce sigmoid, each class by itself.
+        The probabilities are a softmax, or one sigmoid per class for a run with loss bce.
         """
         top_k = (params or {}).get("top_k")
         if top_k is not None and not 1 <= top_k <= len(self.classes):
-            raise _refused(f"top_k: got {top_k}, wanted 1 to {len(self.classes)}, the number of classes")
+            raise _invalid(f"top_k: got {top_k}, wanted 1 to {len(self.classes)}, the number of classes")
         images = _images(model_input)
         answers = []
-        for start in range(0, len(images), BATCH):
-            some = [_view(image, start + place, self.run) for place, image in enumerate(images[start : start + BATCH])]
-            answers += [self._answer(shares_K, top_k) for shares_K in self._probabilities(some)]
+        for start in range(0, len(images), BATCH_SIZE):
+            batch = images[start : start + BATCH_SIZE]
+            views = [_preprocess(image, start + index, self.run) for index, image in enumerate(batch)]
+            answers += [self._answer(probabilities_K, top_k) for probabilities_K in self._probabilities(views)]
         return answers
 
     @torch.inference_mode()
     def _probabilities(self, views_HWC: list[np.ndarray]) -> np.ndarray:
         images_BHWC = torch.from_numpy(np.stack(views_HWC)).to(self.device)
         logits_BK = self.vit(normalised(images_BHWC, self.run.data.normalise))
-        # What has no classes is not logged as a model.
-        assert isinstance(self.run.task, Supervised | Finetune)
+        assert isinstance(self.run.task, SupervisedSettings | Finetune)  # only classifiers are logged with this code
         return (logits_BK.sigmoid() if self.run.task.loss == "bce" else logits_BK.softmax(dim=1)).cpu().numpy()
 
-    def _answer(self, shares_K: np.ndarray, top_k: int | None) -> dict[str, Any]:
-        # Stable, so that of equals the first is named.
-        order = np.argsort(-shares_K, kind="stable")
-        best = self._named(shares_K, order[0])
+    def _answer(self, probabilities_K: np.ndarray, top_k: int | None) -> dict[str, Any]:
+        order = np.argsort(-probabilities_K, kind="stable")  # among equals the lowest label is first
+        best = self._class_answer(probabilities_K, order[0])
         if top_k is None:
-            return {**best, "probabilities": shares_K.tolist()}
-        return {**best, "top": [self._named(shares_K, label) for label in order[:top_k]]}
+            return {**best, "probabilities": probabilities_K.tolist()}
+        return {**best, "top": [self._class_answer(probabilities_K, label) for label in order[:top_k]]}
 
-    def _named(self, shares_K: np.ndarray, label: int) -> dict[str, Any]:
-        return {"label": int(label), "class": self.classes[label], "probability": float(shares_K[label])}
-
-
-def _images(given: Any) -> list[Any]:
-    """The images of a DataFrame, of a mapping of columns, of a list of records, or of a tensor."""
-    if isinstance(given, list):
-        return [_under_image(part) if isinstance(part, Mapping) else part for part in given]
-    images = given if isinstance(given, np.ndarray) else _under_image(given)
-    # MLflow's server makes an array without dimensions of a single text.
-    alone = isinstance(images, str | bytes) or (isinstance(images, np.ndarray) and images.ndim == 0)
-    return [images] if alone else list(images)
+    def _class_answer(self, probabilities_K: np.ndarray, label: int) -> dict[str, Any]:
+        return {"label": int(label), "class": self.classes[label], "probability": float(probabilities_K[label])}
 
 
-def _under_image(columns: Any) -> Any:
+def _images(model_input: Any) -> list[Any]:
+    """Return the images of a DataFrame, a mapping of columns, a list of records, or a tensor."""
+    if isinstance(model_input, list):
+        return [_image_column(part) if isinstance(part, Mapping) else part for part in model_input]
+    images = model_input if isinstance(model_input, np.ndarray) else _image_column(model_input)
+    # MLflow's server turns a single text into an array without dimensions.
+    is_single = isinstance(images, str | bytes) or (isinstance(images, np.ndarray) and images.ndim == 0)
+    return [images] if is_single else list(images)
+
+
+def _image_column(columns: Any) -> Any:
     if "image" not in columns:
-        raise _refused(f"got the columns {', '.join(map(str, columns)) or 'none'}; wanted image")
+        raise _invalid(f"got the columns {', '.join(map(str, columns)) or 'none'}; wanted image")
     return columns["image"]
 
 
-def _view(image: Any, place: int, run: Run) -> np.ndarray:
-    """The pixels of one image as the network was evaluated on them."""
+def _preprocess(image: Any, index: int, run: Run) -> np.ndarray:
+    """Return the pixels of one image, cropped as in the run's evaluation."""
     try:
         return crop_centre(_pixels(image), run.data.eval_crop, run.model.image_shape)
-    except ValueError as fault:  # UndecodableImage is one
-        raise _refused(f"image {place}: {fault}") from None
+    except ValueError as error:  # UndecodableImage included
+        raise _invalid(f"image {index}: {error}") from None
 
 
 def _pixels(image: Any) -> np.ndarray:
@@ -105,8 +104,8 @@ def _pixels(image: Any) -> np.ndarray:
         try:
             # Some encoders break the text into lines.
             image = base64.b64decode("".join(image.split()), validate=True)
-        except binascii.Error as fault:
-            raise UndecodableImage(f"not base64: {fault}") from None
+        except binascii.Error as error:
+            raise UndecodableImage(f"not base64: {error}") from None
     if isinstance(image, bytes | bytearray | memoryview):
         return decode_image(bytes(image))
     pixels = np.asarray(image)
@@ -117,8 +116,8 @@ def _pixels(image: Any) -> np.ndarray:
     return pixels.astype(np.uint8)
 
 
-def _refused(fault: str) -> MlflowException:
-    # Any other exception reaches the caller of the server as a stack trace.
+def _invalid(fault: str) -> MlflowException:
+    # MLflow's server returns any other exception as a stack trace.
     return MlflowException.invalid_parameter_value(fault)
 
 

@@ -1,1 +1,1 @@
-"""Training: the door to Ray Train. `driver.train` starts it, `training.worker` is the loop."""
+"""The training loop on each worker and its parts; a door to Ray Train."""

@@ -1,8 +1,9 @@
-"""A run's checkpoints: folders of safetensors and one JSON that is written last, at a path or on S3.
+"""Checkpoints of a run: folders of safetensors with one JSON file, at a path or on S3.
 
     <run>/checkpoints/step-00001200/  model.safetensors  average.safetensors  optimizer.safetensors  checkpoint.json
 
-Only a folder with its checkpoint.json exists. Nothing random is kept: every draw is a function of (seed, step).
+The JSON is written last, so a folder without it is incomplete. No random state is stored: every draw is a function of
+(seed, step).
 """
 
 import json
@@ -22,16 +23,16 @@ from torch import Tensor
 from vitray import storage
 from vitray.errors import ConfigError
 
-LAST, FORMAT = "checkpoint.json", 1
-# Seconds between tries, while training goes on: storage that is away for some minutes costs a checkpoint, not the run.
-PAUSES = (1, 5, 20, 60, 120)
+META, FORMAT = "checkpoint.json", 2
+# Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.
+RETRY_PAUSES = (1, 5, 20, 60, 120)
 
 # {part: {name: tensor}}, for example model, average and optimizer.
 Parts = dict[str, dict[str, Tensor]]
 
 
 class Checkpoint(NamedTuple):
-    """What one folder holds."""
+    """The content of a checkpoint folder."""
 
     step: int
     parts: Parts
@@ -39,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """An optimizer's state dict as tensors by name, and the plain rest."""
+    """Split an optimizer's state dict into tensors by name and JSON values."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, dict[str, Any]] = {}
     for index, values in state["state"].items():
@@ -52,7 +53,7 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
 
 
 def join_state(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state dict again."""
+    """Return the state dict that `split_state` split."""
     state: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in rest["rest"].items()}
     for key, tensor in tensors.items():
         index, _, name = key.partition(".")
@@ -60,40 +61,44 @@ def join_state(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[s
     return {"state": state, "param_groups": rest["groups"]}
 
 
-def folder_of(home: str, step: int) -> str:
-    """Where the checkpoint of a step lies."""
-    return storage.join(home, "checkpoints", f"step-{step:08d}")
+def folder_of(run_dir: str, step: int) -> str:
+    """Return the checkpoint folder of a step."""
+    return storage.join(run_dir, "checkpoints", f"step-{step:08d}")
 
 
-def complete_steps(home: str) -> list[int]:
-    """The steps that have a whole checkpoint, ascending."""
-    found = storage.list_files(storage.join(home, "checkpoints"))
-    folders = [name.partition("/")[0] for name in found if name.endswith(f"/{LAST}")]
+def complete_steps(run_dir: str) -> list[int]:
+    """Return the steps with a complete checkpoint, ascending."""
+    files = storage.list_files(storage.join(run_dir, "checkpoints"))
+    folders = [name.partition("/")[0] for name in files if name.endswith(f"/{META}")]
     return sorted(int(folder.removeprefix("step-")) for folder in folders)
 
 
-def write_checkpoint(home: str, checkpoint: Checkpoint) -> None:
-    """Write a folder, its checkpoint.json last; what an interrupted writer left there is written over."""
-    folder = folder_of(home, checkpoint.step)
-    if storage.exists(last := storage.join(folder, LAST)):
-        storage.remove(last)  # from here on the folder is not whole
+def write_checkpoint(run_dir: str, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint folder, its JSON last; leftovers of an interrupted writer are overwritten."""
+    folder = folder_of(run_dir, checkpoint.step)
+    meta = storage.join(folder, META)
+    if storage.exists(meta):
+        storage.remove(meta)  # marks the folder as incomplete
     sizes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="vitray-") as aside:
+    with tempfile.TemporaryDirectory(prefix="vitray-") as scratch:
         for part, tensors in checkpoint.parts.items():
-            path = Path(aside) / f"{part}.safetensors"
+            path = Path(scratch) / f"{part}.safetensors"
             save_file(tensors, path)
             sizes[path.name] = path.stat().st_size
             storage.upload(path, storage.join(folder, path.name))
     content = {"format": FORMAT, "step": checkpoint.step, "files": sizes, "state": checkpoint.state}
-    storage.write_bytes(storage.join(folder, LAST), json.dumps(content).encode())
+    storage.write_bytes(meta, json.dumps(content).encode())
 
 
-def read_checkpoint(home: str, step: int) -> Checkpoint:
-    """The checkpoint of a step."""
-    folder = folder_of(home, step)
-    content = json.loads(storage.read_bytes(storage.join(folder, LAST)))
+def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
+    """Return the checkpoint of a step."""
+    folder = folder_of(run_dir, step)
+    content = json.loads(storage.read_bytes(storage.join(folder, META)))
     if content.get("format") != FORMAT:
-        raise ConfigError(f"{folder}/{LAST}: format: got {content.get('format')!r}, wanted {FORMAT}")
+        raise ConfigError(
+            f"{folder}/{META}: got checkpoint format {content.get('format')!r}, wanted {FORMAT}; use the version of"
+            " vitray that wrote it, or start a new run"
+        )
     parts: Parts = {}
     for name, size in content["files"].items():
         with storage.local_copy(storage.join(folder, name)) as path:
@@ -103,73 +108,73 @@ def read_checkpoint(home: str, step: int) -> Checkpoint:
                 tensors = load_file(path)
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{folder}/{name}: cannot be read: {error}") from None
-        # Copied: the file that a mapped tensor shows may be removed while it is still looked at.
+        # Copied, because the mapped file may be removed while its tensors are in use.
         parts[name.removesuffix(".safetensors")] = {key: tensor.clone() for key, tensor in tensors.items()}
     return Checkpoint(step, parts, content["state"])
 
 
-def prune(home: str, keep: int, spared: Collection[int]) -> None:
-    """Remove all but the latest `keep` and the spared; the JSON goes first, so that no half folder looks whole."""
-    steps = complete_steps(home)
+def prune(run_dir: str, keep: int, protected: Collection[int]) -> None:
+    """Remove all but the latest `keep` and the protected checkpoints, each JSON first."""
+    steps = complete_steps(run_dir)
     for step in steps[:-keep]:
-        if step not in spared:
-            storage.remove(storage.join(folder_of(home, step), LAST))
-            storage.remove(folder_of(home, step))
+        if step not in protected:
+            storage.remove(storage.join(folder_of(run_dir, step), META))
+            storage.remove(folder_of(run_dir, step))
 
 
 class Saver:
-    """Writes checkpoints in a thread, one at a time and in order, while training goes on."""
+    """A background thread that writes checkpoints one at a time, in order."""
 
     def __init__(
         self,
-        home: str,
+        run_dir: str,
         keep: int,
-        saved: Callable[[int], None] = lambda _: None,
-        delayed: Callable[[str], None] = lambda _: None,
+        on_saved: Callable[[int], None] = lambda _: None,
+        on_delay: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`saved` hears of each step whose checkpoint is whole, `delayed` why one is not yet."""
-        self.home, self.keep, self.saved, self.delayed = home, keep, saved, delayed
+        """`on_saved` is called with the step of each complete checkpoint, `on_delay` with the reason of each retry."""
+        self._run_dir, self._keep, self._on_saved, self._on_delay = run_dir, keep, on_saved, on_delay
         self._error: BaseException | None = None
-        # One waits while one is written: a third would only show that the storage cannot keep up.
+        # One checkpoint waits while one is written; a third blocks training until storage catches up.
         self._waiting: queue.Queue[tuple[Checkpoint, Collection[int]] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._write, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def save(self, checkpoint: Checkpoint, spared: Collection[int] = ()) -> None:
-        """Copy the tensors to host memory now, and write them soon; the steps of `spared` stay whatever follows."""
+    def save(self, checkpoint: Checkpoint, protected: Collection[int] = ()) -> None:
+        """Copy the tensors to host memory now and write them soon; `protected` steps are not pruned."""
         self._raise()
         parts = {
             part: {name: _host_copy(tensor) for name, tensor in tensors.items()}
             for part, tensors in checkpoint.parts.items()
         }
-        self._waiting.put((checkpoint._replace(parts=parts), spared))
+        self._waiting.put((checkpoint._replace(parts=parts), protected))
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all checkpoints are written."""
         self._waiting.put(None)
         self._thread.join()
         self._raise()
 
     def _write(self) -> None:
-        while (found := self._waiting.get()) is not None:
-            checkpoint, spared = found
+        while (item := self._waiting.get()) is not None:
+            checkpoint, protected = item
             if self._error is not None:
                 continue
             try:
-                self._write_patiently(checkpoint)
-                prune(self.home, self.keep, spared)
-                self.saved(checkpoint.step)
-            except BaseException as error:  # told to the trainer at its next save
+                self._write_with_retries(checkpoint)
+                prune(self._run_dir, self._keep, protected)
+                self._on_saved(checkpoint.step)
+            except BaseException as error:  # raised by the next save
                 self._error = error
 
-    def _write_patiently(self, checkpoint: Checkpoint) -> None:
-        for pause in PAUSES:
+    def _write_with_retries(self, checkpoint: Checkpoint) -> None:
+        for pause in RETRY_PAUSES:
             try:
-                return write_checkpoint(self.home, checkpoint)
-            except (ConfigError, SafetensorError, OSError) as error:  # the latter of a full disk of this node
-                self.delayed(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
+                return write_checkpoint(self._run_dir, checkpoint)
+            except (ConfigError, SafetensorError, OSError) as error:  # OSError: this node's disk is full
+                self._on_delay(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
                 time.sleep(pause)
-        return write_checkpoint(self.home, checkpoint)
+        return write_checkpoint(self._run_dir, checkpoint)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -177,5 +182,5 @@ class Saver:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """The values as they are now: the original is trained on."""
+    """Return a copy, because training changes the original."""
     return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor.detach())

@@ -1,55 +1,42 @@
-"""What a worker reads: its part of a split, from any step of the run on."""
+"""A worker's part of the training and evaluation data, from any step of the run."""
 
 from collections.abc import Iterator
 
-import numpy as np
 import ray
 
 from vitray.config import Run
-from vitray.config.augmentation import Augment, CentreCrop
 from vitray.config.pretraining import Masked
 from vitray.data.augment.masks import draw_sources
-from vitray.data.stream import Cursor, HostBatch, Share, Stream
-from vitray.train.state import Job
+from vitray.data.stream import Cursor, HostBatch, Share, Stream, StreamSpec
+from vitray.train.context import WorkerContext
 
 
-def open_training(job: Job, share: Share) -> Stream:
-    """What the run is trained on."""
-    data = job.run.data
-    only = None if job.aside is None else ~job.aside
-    return _open(job, data.train, job.run.optim.batch, share, data.augment, data.copies, only)
+def open_training(context: WorkerContext, share: Share) -> Stream:
+    """Return the stream of the training images."""
+    run, mask = context.run, context.holdout_mask
+    spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, run.data.augment, copies=run.data.copies)
+    return _open(context, share, spec if mask is None else spec._replace(row_mask=~mask))
 
 
-def open_evaluation(job: Job, share: Share) -> Stream:
-    """What the run is evaluated on."""
-    run = job.run
+def open_evaluation(context: WorkerContext, share: Share) -> Stream:
+    """Return the stream of the evaluated images."""
+    run = context.run
     assert run.data.evaluated is not None
     batch = run.evaluate.batch or run.optim.batch
-    return _open(job, run.data.evaluated, batch, share, run.data.eval_crop, 1, job.aside)
+    spec = StreamSpec(run.data.evaluated, batch, run.model.image_shape, run.data.eval_crop)
+    return _open(context, share, spec._replace(row_mask=context.holdout_mask))
 
 
-def _open(
-    job: Job, split: str, batch: int, share: Share, crop: Augment | CentreCrop, copies: int, only: np.ndarray | None
-) -> Stream:
-    store = ray.cluster_resources()["object_store_memory"]
-    return Stream(
-        job.dataset,
-        split,
-        batch=batch,
-        size=job.run.model.image_shape,
-        crop=crop,
-        seed=job.run.seed,
-        copies=copies,
-        max_corrupt=job.run.data.max_corrupt,
-        # All streams of all workers together keep to half of the object store: what is beyond it goes to disk.
-        memory=int(store / 4 / share.workers),
-        cache=job.run.data.cache,
-        only=only,
-    )
+def _open(context: WorkerContext, share: Share, spec: StreamSpec) -> Stream:
+    run, store = context.run, ray.cluster_resources()["object_store_memory"]
+    # The streams of all workers use half of the object store, so that nothing spills to disk.
+    memory = int(store / 4 / share.workers)
+    limits = {"seed": run.seed, "max_corrupt": run.data.max_corrupt, "memory": memory, "cache": run.data.cache}
+    return Stream(context.dataset, spec._replace(**limits))
 
 
 def batches_from(run: Run, stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
-    """A worker's batches from a step of the run to its end, one epoch after another."""
+    """Yield a worker's batches from a step of the run to its end, across epochs."""
     while step < total:
         epoch, within = divmod(step, stream.steps)
         for batch in stream.train(Cursor(epoch, within), share):
@@ -60,9 +47,9 @@ def batches_from(run: Run, stream: Stream, step: int, total: int, share: Share) 
 
 
 def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:
-    """The batch of a run that predicts patches, with those of each image in place of its label.
+    """Return the batch, for masked training with each image's mask as its label; epoch None is for evaluations.
 
-    Drawn where batches are read, which is a thread that reads ahead. Epoch None is that of the evaluations.
+    Masks are drawn here because this code runs in the prefetch thread.
     """
     if not isinstance(run.task, Masked):
         return batch

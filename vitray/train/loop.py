@@ -1,356 +1,270 @@
-"""The loop on each device: a page to read from top to bottom.
+"""The training loop on each worker: a page to read from top to bottom.
 
-Images, augmentation, mixing, dropout and learning rate are all computed from (seed, step), so a checkpoint holds no
-random state, and a resumed run goes on as if nothing had been.
+Images, augmentation, mixing, dropout and learning rate are functions of (seed, step). A checkpoint therefore holds no
+random state, and a resumed run continues exactly.
 """
 
 import math
 import os
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.data.augment.batch import Rows, normalised, prepare_batch
+from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalised, prepare_batch
 from vitray.data.augment.keyed_random import step_generator
 from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
-from vitray.data.stream.prefetch import DeviceBatch, Feed
+from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.tasks.supervised import Task, recompute_activations
 from vitray.tracking import system_info
 from vitray.train import checkpoints
-from vitray.train.checkpoints import Checkpoint, Saver
+from vitray.train.checkpoints import Saver
+from vitray.train.context import WorkerContext
 from vitray.train.data import batches_from, open_training
-from vitray.train.evaluator import Evaluations, autocast, judge
-from vitray.train.optim import Average, build_optimizer, clip_gradients, set_learning_rate
-from vitray.train.profiling import costs
+from vitray.train.driver_client import DriverClient
+from vitray.train.evaluator import Evaluator, autocast, log_scores
+from vitray.train.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
+from vitray.train.messages import Metrics, WorkerResult, WorkersStarted
+from vitray.train.optim import clip_gradients, set_learning_rate
+from vitray.train.profiling import measure_costs
 from vitray.train.schedule import learning_rate, total_steps
-from vitray.train.state import Due, Job, Standing, Teller
+from vitray.train.triggers import Triggers
 
-# Of a worker's process, whatever its node was started with: Ray Data's own census needs one process more, and its
-# counts, which die with a node and nobody here reads, would be an error at each look.
-QUIET = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
+# die with their node, would log errors.
+ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 
 
-def worker(config: dict[str, Job]) -> dict[str, Any]:
-    """Train on this device among all; how it ended, which the driver reads."""
-    os.environ.update(QUIET)
-    job = config["job"]
-    if reason := ray.get(job.desk.given_up.remote()):
-        return {"failed": reason}
+def worker(config: dict[str, WorkerContext]) -> WorkerResult:
+    """Train on this device, as one of all workers."""
+    os.environ.update(ENVIRONMENT)
+    context = config["context"]
+    fatal_error: Any = ray.get(context.mailbox.fatal_error.remote())
+    if fatal_error:  # of an earlier start
+        return WorkerResult("failed", error=fatal_error)
     try:
-        return descend(job)
+        return train_loop(context)
     except ConfigError as error:
-        ray.get(job.desk.give_up.remote(str(error)))
+        ray.get(context.mailbox.record_fatal_error.remote(str(error)))
         raise
 
 
-def descend(job: Job) -> dict[str, Any]:
+def train_loop(context: WorkerContext) -> WorkerResult:
     """Take every step from the last checkpoint to the end."""
-    run, context, device = job.run, ray.train.get_context(), ray.train.torch.get_device()
-    share = Share(context.get_world_rank(), context.get_world_size())
-    first, teller = share.rank == 0, Teller(job.desk, share.rank == 0)
-    teller.say("workers", {"device": describe(device), "workers": share.workers})
+    run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
+    share = Share(session.get_world_rank(), session.get_world_size())
+    client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
+    client.send(WorkersStarted(describe_device(device), share.workers))
     if device.type == "cpu":
-        torch.set_num_threads(job.threads)
+        torch.set_num_threads(context.threads)
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
 
-    # ---- what is trained ---------------------------------------------------------------------------------------------
-    torch.manual_seed(run.seed)  # the same first weights on every worker
-    task = job.build(device)
-    if job.first is not None:
-        task.load_state_dict(ray.get(job.first))
-    recompute_activations(task, run.compute.recompute)
-    optimizer = build_optimizer(task, run.optim, device)
-    average = Average(task, run.optim.ema) if run.optim.ema else None
-    standing = resume(job, task, optimizer, average, teller)
-    model: nn.Module = ray.train.torch.prepare_model(task)  # wrapped where there are several workers
-    if run.compute.compile:
-        model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
+    # ---- model and optimizer, from the last checkpoint ---------------------------------------------------------------
+    learner = build_learner(context, device)
+    state = resume(context, learner, client)
+    learner = wrap_model(learner, run)
 
-    # ---- what it is trained on ---------------------------------------------------------------------------------------
-    train = open_training(job, share)
-    evaluations = Evaluations(job, share, device) if run.data.evaluated else None
-    if evaluations is not None and (lost := evaluations.begin_again(standing)):
-        teller.say("note", {"text": f"the evaluation at step {lost} was lost when the run was interrupted"})
+    # ---- data --------------------------------------------------------------------------------------------------------
+    train = open_training(context, share)
+    evaluator = Evaluator(context, share, device) if run.data.evaluated else None
+    if evaluator is not None and (lost := evaluator.restart_pending(state)):
+        client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
     total = total_steps(run.optim, train.steps)
-    due = Due(run, train.steps, total)
+    triggers = Triggers(run, train.steps, total)
 
-    def new_saver() -> Saver | None:
-        return Saver(job.home, run.checkpoint.keep, teller.saved, teller.note) if first else None
+    def open_pipeline() -> tuple[Saver | None, Prefetcher]:
+        saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note) if share.rank == 0 else None
+        return saver, Prefetcher(batches_from(run, train, state.step, total, share), device)
 
-    saver = new_saver()
-    feed = Feed(batches_from(run, train, standing.step, total, share), device)
+    def close_pipeline() -> None:
+        prefetcher.close()
+        if saver:
+            saver.close()
+
+    saver, prefetcher = open_pipeline()
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
-    is_warned = False
+    is_preempted = False
+    ending: Literal["finished", "stopped early", "interrupted"] = "finished"
     since = time.perf_counter()
 
-    while standing.step < total:
-        step = standing.step
-        batch = next(feed)
-        if step not in standing.skipped:
-            unread[step] = take_step(run, step, batch, share, model, task, optimizer, average, train.steps)
-        standing.step += 1
-        teller.progress(standing.step)
-        if standing.step not in due:
+    while state.step < total:
+        step = state.step
+        batch = next(prefetcher)
+        if step not in state.skipped:
+            unread[step] = take_step(run, step, batch, share, learner, train.steps)
+        state.step += 1
+        client.progress(state.step)
+        if state.step not in triggers:
             continue
 
-        # ---- the numbers ---------------------------------------------------------------------------------------------
-        numbers, is_to_end = summed(unread, device, teller.is_to_end())
+        # ---- metrics, and the check of the loss ----------------------------------------------------------------------
+        metrics, is_interrupted = all_reduce_metrics(unread, device, client.is_stop_requested())
         seconds = time.perf_counter() - since
-        standing.seconds += seconds
-        # A gradient that is not finite has spoilt the weights, whatever the loss was.
-        losses = [loss if math.isfinite(norm) else norm for loss, norm in numbers]
-        broken = standing.first_broken(losses, run.guard.spike)
+        state.seconds += seconds
+        # A gradient that is not finite has corrupted the weights, even if the loss is finite.
+        losses = [loss if math.isfinite(norm) else norm for loss, norm in metrics]
+        broken = state.first_broken(losses, run.guard.spike)
         if broken is not None:
-            feed.close()
-            if saver:
-                saver.close()
+            close_pipeline()
             bad_step = list(unread)[broken]
-            text = explain(job, train, bad_step, losses[broken])
-            if run.guard.on_nan == "stop" or standing.rewinds >= run.guard.max_rewinds:
-                return {"failed": text, "step": bad_step}
-            standing = rewind(job, task, optimizer, average, teller, standing, bad_step)
-            if evaluations is not None:
-                evaluations.forget(standing.step)
-            teller.note(f"{text}; back at step {standing.step}, step {bad_step} is left out")
-            saver = new_saver()
-            feed = Feed(batches_from(run, train, standing.step, total, share), device)
+            text = describe_broken_loss(context, train, bad_step, losses[broken])
+            if run.guard.on_nan == "stop" or state.rewinds >= run.guard.max_rewinds:
+                return WorkerResult("failed", bad_step, text)
+            state = rewind(context, learner, client, state, bad_step)
+            if evaluator is not None:
+                evaluator.discard_after(state.step)
+            client.note(f"{text}; back at step {state.step}, step {bad_step} is left out")
+            saver, prefetcher = open_pipeline()
             unread, since = {}, time.perf_counter()
             continue
-        standing.count(losses)
-        if standing.step in due.records and standing.losses:
+        state.add_losses(losses)
+        if state.step in triggers.records and state.losses:
             values = {
-                "train/loss": sum(standing.losses) / len(standing.losses),
+                "train/loss": sum(state.losses) / len(state.losses),
                 "train/lr": learning_rate(run.optim, step, train.steps),
                 "train/images_per_second": len(unread) * run.optim.batch / seconds,
-                "train/data_wait_share": min(1.0, feed.waited / seconds),
-                "train/grad_norm": numbers[-1][1] if numbers else 0.0,
-                "train/epoch": standing.step / train.steps,
+                "train/data_wait_share": min(1.0, prefetcher.waited / seconds),
+                "train/grad_norm": metrics[-1][1] if metrics else 0.0,
+                "train/epoch": state.step / train.steps,
                 "data/corrupt": float(len(train.corrupt)),
             }
-            if isinstance(task, VisualTokenizer):
-                values["train/perplexity"] = task.read_perplexity()
-            teller.metrics(standing.step, standing, values)
-            standing.losses = []
-            if context.get_local_rank() == 0:
-                node = f"system/node{context.get_node_rank()}"
-                system = {f"{node}/{name}": value for name, value in system_info.sample().items()}
-                job.desk.put.remote({"kind": "metrics", "step": standing.step, "values": system})
-        unread, feed.waited = {}, 0.0
+            if isinstance(learner.task, VisualTokenizer):
+                values["train/perplexity"] = learner.task.read_perplexity()
+            client.metrics(state.step, state, values)
+            state.losses = []
+            if session.get_local_rank() == 0:
+                node = f"system/node{session.get_node_rank()}"
+                usage = {f"{node}/{name}": value for name, value in system_info.sample().items()}
+                context.mailbox.put.remote(Metrics(state.step, usage))
+        unread, prefetcher.waited = {}, 0.0
 
         # ---- evaluation and checkpoint -------------------------------------------------------------------------------
-        if evaluations is not None:
-            if standing.step in due.evaluations:
-                evaluations.begin(standing.step, task, average)
-            judge(evaluations.done(), standing, teller)
-            standing.pending = evaluations.pending
+        is_evaluated = evaluator is not None and state.step in triggers.evaluations
+        if evaluator is not None:
+            if is_evaluated:
+                evaluator.start(state.step, learner)
+            log_scores(evaluator.finished(), state, client)
+            state.pending = evaluator.pending
         since = time.perf_counter()
-        # A node that is to be taken away takes at most what comes after the checkpoint of its notice.
-        is_new = not is_warned and job.watches and ray.train.get_preemption_info() is not None
-        is_warned = is_warned or is_new
-        if is_new:
-            teller.note(f"a node is to be taken away: step {standing.step:,} is saved")
-        if saver and (due.saves(standing.step) or is_to_end or is_new):
-            saver.save(checkpoint_of(run, task, optimizer, average, standing, share), standing.spared)
-        asks = job.asks and evaluations is not None and standing.step in due.evaluations and standing.step < total
-        if asks and teller.is_told_to_stop(standing.step):
-            feed.close()
-            if saver:
-                saver.close()
-            return outcome(standing, share, train) | costs(run, task.vit, device) | {"stopped": True}
-        if is_to_end and standing.step < total:
-            feed.close()
-            if saver:
-                saver.close()
-            return outcome(standing, share, train) | {"told to end": True}
+        # A preemption then costs at most the steps after this checkpoint.
+        is_notice = not is_preempted and context.watches_preemption and ray.train.get_preemption_info() is not None
+        is_preempted = is_preempted or is_notice
+        if is_notice:
+            client.note(f"a node is about to be preempted: step {state.step:,} is saved")
+        if saver and (triggers.saves(state.step) or is_interrupted or is_notice):
+            saver.save(checkpoint_of(run, learner, state, share), state.protected_steps)
+        if state.step < total:
+            if context.waits_for_decision and is_evaluated and client.should_stop(state.step):
+                ending = "stopped early"
+                break
+            if is_interrupted:
+                ending = "interrupted"
+                break
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-    if evaluations is not None:
-        if evaluations.latest != total:  # where it was interrupted right here
-            evaluations.begin(total, task, average)
-        judge(evaluations.done(wait=True), standing, teller)
-        if standing.latest:
-            teller.score(standing.latest)
-    if saver:
-        saver.close()
-    return outcome(standing, share, train) | costs(run, task.vit, device)
-
-
-def outcome(standing: Standing, share: Share, train: Stream) -> dict[str, Any]:
-    """What the driver learns of how it ended."""
-    return {
-        "step": standing.step,
-        "seconds": standing.seconds,
-        "val_top1": standing.latest.top1 if standing.latest else None,
-        "val_loss": standing.latest.loss if standing.latest else None,
-        "best_top1": standing.best_top1,
-        "workers": share.workers,
-        "corrupt": train.corrupt,
-        "skipped": standing.skipped,
-    }
+    if ending == "finished" and evaluator is not None:
+        if evaluator.latest_step != total:  # interrupted before the last evaluation
+            evaluator.start(total, learner)
+        log_scores(evaluator.finished(wait=True), state, client)
+        if state.latest:
+            client.evaluation(state.latest)
+    close_pipeline()
+    return WorkerResult(
+        ending,
+        state.step,
+        seconds=state.seconds,
+        workers=share.workers,
+        val_top1=state.latest.top1 if state.latest else None,
+        val_loss=state.latest.loss if state.latest else None,
+        corrupt=list(train.corrupt),
+        skipped=state.skipped,
+        costs={} if ending == "interrupted" else measure_costs(run, learner.task.vit, device),
+    )
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-def take_step(
-    run: Run,
-    step: int,
-    batch: DeviceBatch,
-    share: Share,
-    model: nn.Module,
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-    steps_per_epoch: int,
-) -> Tensor:
-    """One descent of all workers; this worker's part of the loss and of the gradient's norm, still on the device."""
-    set_learning_rate(optimizer, learning_rate(run.optim, step, steps_per_epoch))
+def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Learner, steps_per_epoch: int) -> Tensor:
+    """Take one optimizer step; return this worker's part of loss and gradient norm, still on the device."""
+    set_learning_rate(learner.optimizer, learning_rate(run.optim, step, steps_per_epoch))
     torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
     loss = torch.zeros((), device=batch.images.device)
-    parts = slices(len(batch.images), run)
+    parts = micro_batches(len(batch.images), run)
     for part in parts:
-        images, targets = prepared(batch, part, run, step)
-        # The workers' gradients are averaged, so that each must count by its part of the global batch.
+        images, targets = prepare_micro_batch(batch, part, run, step)
+        # DDP averages the workers' gradients, so each worker is weighted by its share of the global batch.
         weight = len(images) * share.workers / run.optim.batch
         is_last = part is parts[-1]
-        with nullcontext() if is_last or share.workers == 1 else model.no_sync():  # pyright: ignore[reportCallIssue]
+        with nullcontext() if is_last or share.workers == 1 else learner.model.no_sync():  # pyright: ignore[reportCallIssue]
             with autocast(run, images.device):
-                part_loss = model(images, targets) * weight
+                part_loss = learner.model(images, targets) * weight
             part_loss.backward()
         loss += part_loss.detach() / share.workers
-    norm = clip_gradients(task.parameters(), run.optim.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    if average is not None:
-        average.update(task, step)
+    norm = clip_gradients(learner.task.parameters(), run.optim.clip)
+    learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    if learner.average is not None:
+        learner.average.update(learner.task, step)
     return torch.stack([loss, norm / share.workers])
 
 
-def slices(images: int, run: Run) -> list[slice]:
-    """A worker's share of a step, cut into as few even passes as fit on the device."""
-    most = run.compute.local_batch or images
-    passes = -(-images // most)
+def micro_batches(images: int, run: Run) -> list[slice]:
+    """Return the slices of a worker's batch for gradient accumulation: few, of equal size, and even for mixing."""
+    largest = run.compute.local_batch or images
+    passes = -(-images // largest)
     pairs = 2 if images % 2 == 0 else 1
     size = -(-images // pairs // passes) * pairs
     return [slice(start, min(start + size, images)) for start in range(0, images, size)]
 
 
-def prepared(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """A part of the batch as the task wants it."""
-    if isinstance(run.task, Masked | Tokenizer):  # nothing is mixed or erased
+def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """Return a slice of the batch as the task's inputs and targets."""
+    if isinstance(run.task, Masked | Tokenizer):  # without mixing or erasing
         return normalised(batch.images[part], run.data.normalise), batch.labels[part]
-    places = batch.positions[part] % run.optim.batch
-    return prepare_batch(
-        batch.images[part],
-        batch.labels[part],
-        augment=run.data.augment,
-        mix=run.data.mix,
-        normalise=run.data.normalise,
-        num_classes=run.model.num_classes or 0,
-        seed=run.seed,
-        step=step,
-        rows=Rows(places, run.optim.batch),
-    )
+    data = run.data
+    settings = BatchSettings(data.augment, data.mix, data.normalise, run.model.num_classes or 0)
+    rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)
+    return prepare_batch(batch.images[part], batch.labels[part], settings, run.seed, step, rows)
 
 
-def summed(unread: dict[int, Tensor], device: torch.device, wish: bool) -> tuple[list[list[float]], bool]:
-    """Loss and gradient norm of each step over all workers, on the host, and whether one of them has the wish.
+def all_reduce_metrics(
+    unread: dict[int, Tensor], device: torch.device, is_stop_requested: bool
+) -> tuple[list[list[float]], bool]:
+    """Return loss and gradient norm of each step over all workers, and whether any worker's flag is set.
 
-    The one place that waits for the device.
+    The only place that waits for the device.
     """
-    numbers = torch.stack([torch.full((2,), float(wish), device=device), *unread.values()]).double()
+    flag = torch.full((2,), float(is_stop_requested), device=device)
+    numbers = torch.stack([flag, *unread.values()]).double()
     if dist.is_initialized():
         dist.all_reduce(numbers)
-    (wishes, _), *rest = numbers.tolist()
-    return rest, wishes > 0
+    (flags, _), *metrics = numbers.tolist()
+    return metrics, flags > 0
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def checkpoint_of(
-    run: Run,
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-    standing: Standing,
-    share: Share,
-) -> Checkpoint:
-    """All that the next step depends on."""
-    tensors, rest = checkpoints.split_state(optimizer.state_dict())
-    parts = {"model": dict(task.state_dict()), "optimizer": tensors}
-    if average is not None:
-        parts["average"] = average.state()
-    state = {
-        "standing": standing.saved(),
-        "optimizer": rest,
-        "workers": share.workers,
-        "run": run.model_dump(mode="json"),
-        "versions": system_info.versions(),
-    }
-    return Checkpoint(standing.step, parts, state)
-
-
-def resume(job: Job, task: Task, optimizer: torch.optim.Optimizer, average: Average | None, teller: Teller) -> Standing:
-    """Load the last whole checkpoint, where there is one, into what is trained."""
-    steps = [checkpoints.complete_steps(job.home)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(steps, 0)  # one worker decides: another may already see the next
-    if not steps[0]:
-        return Standing()
-    checkpoint = checkpoints.read_checkpoint(job.home, steps[0][-1])
-    task.load_state_dict(checkpoint.parts["model"])
-    optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts["optimizer"], checkpoint.state["optimizer"]))
-    if average is not None:
-        average.load(checkpoint.parts["average"])
-    teller.say("resumed", {"step": checkpoint.step, "workers": checkpoint.state["workers"]})
-    standing = Standing(**checkpoint.state["standing"])
-    for record in standing.told:
-        teller.say("metrics again", record)
-    return standing
-
-
-def rewind(
-    job: Job,
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-    teller: Teller,
-    standing: Standing,
-    broken: int,
-) -> Standing:
-    """Back to the last checkpoint, with one more step to leave out."""
-    back = resume(job, task, optimizer, average, teller)
-    if back.step == 0:
-        raise ConfigError(f"the loss broke at step {broken}, before the first checkpoint: nothing to go back to")
-    back.skipped, back.rewinds = [*standing.skipped, broken], standing.rewinds + 1
-    return back
-
-
-def explain(job: Job, train: Stream, step: int, loss: float) -> str:
-    """What broke: the step, the learning rate, the images, and where one may go on from."""
+def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss: float) -> str:
+    """Return the step, learning rate and images of a broken loss, and the last checkpoint."""
     epoch, within = divmod(step, train.steps)
-    rows = train.order(epoch).rows[within * train.batch : (within + 1) * train.batch]
+    rows = train.order(epoch).rows[within * train.spec.batch :][: train.spec.batch]
     keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
-    saved = checkpoints.complete_steps(job.home)
-    last = checkpoints.folder_of(job.home, saved[-1]) if saved else "none"
-    lr = learning_rate(job.run.optim, step, train.steps)
+    saved = checkpoints.complete_steps(context.run_dir)
+    last = checkpoints.folder_of(context.run_dir, saved[-1]) if saved else "none"
+    lr = learning_rate(context.run.optim, step, train.steps)
     images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
     return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
 
 
-def describe(device: torch.device) -> str:
-    """The device's name."""
+def describe_device(device: torch.device) -> str:
+    """Return the device's name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,7 +1,7 @@
-"""How the weights descend: parameter groups, optimizers, clipping, the average of the weights."""
+"""Parameter groups, optimizers, gradient clipping, and the moving average of the weights."""
 
 # pyright: reportPrivateImportUsage=false
-# torch._foreach_* is the arithmetic of torch's own optimizers on many tensors at once; no public module exports it.
+# torch._foreach_* updates many tensors at once, as torch's own optimizers do; no public module exports it.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,22 +11,21 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor, nn
 
-from vitray.config.training import AdamW, Ema, Optim, Sgd
-from vitray.config.training import Lamb as LambSettings
+from vitray.config.training import AdamW, Ema, LambSettings, Optim, Sgd
 from vitray.errors import ConfigError
 
 # ---- parameter groups ------------------------------------------------------------------------------------------------
 
-# Modules whose `weight` is a matrix or a kernel: what decays. Anything else is a norm, a bias, a scale, a token or a
-# position; a module of a kind unknown here does not decay.
+# Modules whose `weight` decays, a matrix or a kernel. Norms, biases, scales, tokens, positions and unknown modules do
+# not decay.
 DECAYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
-    """Every trainable parameter of a task, once, with those that share `weight_decay` and `lr_scale`.
+    """Return the trainable parameters of a task, grouped by `weight_decay` and `lr_scale`.
 
-    Level i of L learns at layer_decay ** (L + 1 - i): 0 for the stem, tokens and positions, 1 for the first block (18x2
-    has 18), L + 1 for the last norm, the head, and what the task holds beside its `vit`.
+    Level i of L learns at layer_decay ** (L + 1 - i). Stem, tokens and positions are level 0, the blocks 1 to L, and
+    the last norm, the head and the task's other modules L + 1.
     """
     vit = module.get_submodule("vit")
     levels, top = _levels(vit), len(list(vit.get_submodule("blocks").children())) + 1
@@ -47,7 +46,7 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 
 
 def _levels(vit: nn.Module) -> dict[nn.Parameter, int]:
-    """The level of each parameter that is below the last norm."""
+    """Return the level of each parameter below the last norm."""
     levels = dict.fromkeys(vit.parameters(recurse=False), 0)
     for part in ("stem", "positions"):
         levels |= dict.fromkeys(vit.get_submodule(part).parameters(), 0)
@@ -60,10 +59,10 @@ def _levels(vit: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer of a task's trainable parameters, at the highest learning rate."""
+    """Return the optimizer of a task's trainable parameters, at the peak learning rate."""
     groups = parameter_groups(module, optim)
-    # One kernel a group instead of a dozen. On a CPU core AdamW's step took 14 ms fused, 90 foreach and 56 tensor by
-    # tensor, SGD's 12, 35 and 23 (vit_s12x1_16, torch 2.15). Other devices: torch's own choice.
+    # One kernel per group. On a CPU core a step of AdamW took 14 ms fused, 90 foreach and 56 tensor by tensor; of SGD
+    # 12, 35 and 23 (vit_s12x1_16, torch 2.15). Other devices use torch's default.
     fused = True if device.type in ("cpu", "cuda") else None
     match optim.rule:
         case AdamW(betas=betas, eps=eps):
@@ -71,7 +70,7 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
         case Sgd(momentum=momentum, nesterov=nesterov):
             if nesterov and not momentum:
                 raise ConfigError("optim.rule.nesterov: got true, wanted false where optim.rule.momentum is 0")
-            # torch's decay is coupled: a part of the gradient, so that it passes through the momentum.
+            # torch adds the decay to the gradient, so it passes through the momentum.
             optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=momentum, nesterov=nesterov, fused=fused)
         case LambSettings(betas=betas, eps=eps):
             optimizer = Lamb(groups, lr=optim.lr, betas=betas, eps=eps)
@@ -82,13 +81,13 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each group its share of the learning rate."""
+    """Set the learning rate of each group, scaled by its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], longest: float | None) -> Tensor:
-    """The norm of all gradients together, before they are shortened to `longest`; the host does not wait for it."""
+    """Clip the gradients to norm `longest` and return their norm before; the host does not wait for the device."""
     parameters = list(parameters)
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if longest is not None:
@@ -97,10 +96,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], longest: float | None) ->
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB: Adam's direction, scaled in each tensor to a share lr of the length of the weights.
+    """LAMB: Adam's update, scaled per tensor to lr times the norm of the weights.
 
-    u = m' / (sqrt(v') + eps) + decay * w, with m' and v' bias-corrected;  w -= lr * |w| / |u| * u. The ratio is 1 where
-    either length is 0, and in groups that do not decay. Gradients are clipped before, by `clip_gradients`.
+    u = m' / (sqrt(v') + eps) + decay * w, with m' and v' bias-corrected;  w -= lr * |w| / |u| * u. The ratio is 1 if
+    either norm is 0 or the group does not decay. `clip_gradients` clips the gradients before.
     """
 
     def __init__(
@@ -115,15 +114,15 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Move every parameter that has a gradient."""
+        """Update the parameters that have a gradient."""
         assert closure is None, "the loss is computed before the step"
         for group in self.param_groups:
             group["step"] += 1
-            moving = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
-            if moving:
-                self._move(list(moving), list(moving.values()), group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(parameters, [parameter.grad for parameter in parameters], group)
 
-    def _move(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         (beta1, beta2), step, weight_decay = group["betas"], group["step"], group["weight_decay"]
         for parameter in parameters:
             if not self.state[parameter]:
@@ -136,7 +135,7 @@ class Lamb(torch.optim.Optimizer):
         updates = torch._foreach_sqrt(v)
         torch._foreach_div_(updates, math.sqrt(1 - beta2**step))
         torch._foreach_add_(updates, group["eps"])
-        # The denominator becomes the update in place: on a large model each copy of the weights counts.
+        # The update replaces the denominator in place, to save a copy of the weights.
         torch._foreach_reciprocal_(updates)
         torch._foreach_mul_(updates, m)
         torch._foreach_div_(updates, 1 - beta1**step)
@@ -150,31 +149,30 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_addcmul_(parameters, updates, (-group["lr"] * ratio_N).unbind())
 
 
-# ---- the average -----------------------------------------------------------------------------------------------------
+# ---- moving average --------------------------------------------------------------------------------------------------
 
 
 def average_decay(settings: Ema, step: int) -> float:
-    """Share of the old average that a step, counted from 0, keeps."""
+    """Return the weight of the old average at a step, counted from 0."""
     return min(settings.decay, (1 + step) / (10 + step)) if settings.warmup else settings.decay
 
 
 class Average:
-    """The exponential moving average of a module's trainable parameters and of its buffers, in float32.
+    """The exponential moving average of a module's trainable parameters and buffers, in float32.
 
-    A batch norm's running statistics are averaged as the weights are, because they describe what the weights before
-    them compute: after a linear layer the average of the means is the mean under the averaged weights, where the latest
-    statistics would belong to other weights. Integers, which count, are copied.
+    A batch norm's running statistics are averaged like the weights, because the latest statistics belong to the latest
+    weights. Integer counters are copied.
     """
 
     def __init__(self, module: nn.Module, settings: Ema) -> None:
         self.settings = settings
-        self._tensors = {name: _as_average(tensor).clone() for name, tensor in _followed(module).items()}
+        self._tensors = {name: _as_average(tensor).clone() for name, tensor in _tracked(module).items()}
 
     @torch.no_grad()
     def update(self, module: nn.Module, step: int) -> None:
-        """Take in the weights that a step, counted from 0, has left."""
+        """Add the weights after a step, counted from 0."""
         averages: tuple[list[Tensor], list[Tensor]] = [], []
-        for name, tensor in _followed(module).items():
+        for name, tensor in _tracked(module).items():
             average, latest = self._tensors[name], _as_average(tensor)
             if average.is_floating_point():
                 averages[0].append(average)
@@ -184,14 +182,14 @@ class Average:
         torch._foreach_lerp_(*averages, 1 - average_decay(self.settings, step))
 
     def state(self) -> dict[str, Tensor]:
-        """The averages by name: the tensors themselves, which the next update changes."""
+        """Return the averages by name, without a copy."""
         return dict(self._tensors)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         for name in sorted(state.keys() ^ self._tensors.keys()):
-            raise ValueError(f"the average of {name} is {'not followed here' if name in state else 'missing'}")
+            raise ValueError(f"the average of {name} is {'not tracked here' if name in state else 'missing'}")
         for name, average in self._tensors.items():
             if average.shape != state[name].shape:
                 shapes = f"{tuple(state[name].shape)}, wanted {tuple(average.shape)}"
@@ -200,8 +198,8 @@ class Average:
 
     @contextmanager
     def applied_to(self, module: nn.Module) -> Iterator[None]:
-        """The module with the averages in place of its own tensors, which come back bit by bit."""
-        live = _followed(module)
+        """Replace the module's tensors by the averages inside the block, and restore them bit by bit."""
+        live = _tracked(module)
         own = {name: tensor.detach().clone() for name, tensor in live.items()}
         try:
             _write(self._tensors, live)
@@ -210,8 +208,8 @@ class Average:
             _write(own, live)
 
 
-def _followed(module: nn.Module) -> dict[str, Tensor]:
-    """What training changes: trainable parameters, and the buffers of the state dict."""
+def _tracked(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that training changes: trainable parameters and persistent buffers."""
     tensors = module.state_dict(keep_vars=True)
     return {
         name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
@@ -224,6 +222,6 @@ def _as_average(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    # In place, not through `.data`: compiled code, DDP's buckets and fused blocks keep hold of the tensors they know.
+    # In place, because compiled code, DDP's buckets and fused blocks hold references to these tensors.
     for name, tensor in target.items():
         tensor.copy_(source[name])

@@ -1,4 +1,4 @@
-"""What a trained network takes: the time for one image, and the memory that training it took."""
+"""Costs of a network: latency, memory, and arithmetic relative to the device's peak."""
 
 import resource
 import time
@@ -10,13 +10,22 @@ import torch.distributed as dist
 from vitray.config import Run
 from vitray.models.vit import ViT
 from vitray.train.evaluator import autocast
+from vitray.weights.pretrained import InitialWeights
 
-# Passes that are timed, after as many that warm up.
+# Timed forward passes, after the same number of warm-up passes.
 PASSES = 10
+# Dense FLOPs per second from the makers' data sheets; fp32 uses TF32 products.
+PEAK_FLOPS = {
+    "A100": {"fp32": 156e12, "bf16": 312e12},
+    "H100": {"fp32": 494e12, "bf16": 989e12},
+    "H200": {"fp32": 494e12, "bf16": 989e12},
+    "L4": {"fp32": 60e12, "bf16": 121e12},
+    "A10G": {"fp32": 35e12, "bf16": 70e12},
+}
 
 
-def costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
-    """Milliseconds that one image takes forward on this device, and the most bytes that one of the workers took."""
+def measure_costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
+    """Return the forward latency of one image on this device, and the peak memory of any worker."""
     image_1CHW = torch.zeros((1, 3, *run.model.image_shape), device=device)
     was_training, times = vit.training, []
     vit.eval()
@@ -32,12 +41,25 @@ def costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Of a GPU what torch has reserved at most; on a CPU the most that the process ever held."""
+    """Return torch's peak reserved memory on a GPU, the process's peak memory on a CPU."""
     if device.type == "cuda":
-        taken = float(torch.cuda.max_memory_reserved(device))
+        peak = float(torch.cuda.max_memory_reserved(device))
     else:
-        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB
-    most = torch.tensor(taken, dtype=torch.float64, device=device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # Linux counts in KiB
+    highest = torch.tensor(peak, dtype=torch.float64, device=device)
     if dist.is_initialized():
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.item()
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return highest.item()
+
+
+def forward_passes_per_step(start: InitialWeights | None) -> float:
+    """Return the cost of a step in forward passes: forward, backward, and the gradients of the trained weights."""
+    if start is None:
+        return 3.0
+    is_head_only = all(row.part == "head" for row in start.audit.rows if row.trained)
+    return 1 + (start.audit.share if is_head_only else 1) + start.audit.share
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Return the peak of a device by its name; None for an unknown device."""
+    return next((peak[precision] for name, peak in PEAK_FLOPS.items() if name in device), None)

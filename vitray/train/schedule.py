@@ -1,4 +1,4 @@
-"""Durations as steps, and the learning rate of a step: functions of the step alone, so that a resumed run goes on."""
+"""Durations in steps and the learning rate: functions of the step alone, so a resumed run continues exactly."""
 
 import math
 from typing import assert_never
@@ -8,7 +8,7 @@ from vitray.errors import ConfigError
 
 
 def in_steps(text: str, steps_per_epoch: int) -> int:
-    """A duration of epochs or steps as whole steps, rounded to the nearest."""
+    """Return a duration of epochs or steps in whole steps, rounded to the nearest."""
     count, unit = parse_duration(text)
     match unit:
         case "epochs":
@@ -22,13 +22,13 @@ def in_steps(text: str, steps_per_epoch: int) -> int:
 
 
 def total_steps(optim: Optim, steps_per_epoch: int) -> int:
-    """The steps of the whole run, once the schedule is known to fit into them."""
+    """Return the steps of the whole run, after a check of its schedule."""
     check_schedule(optim, steps_per_epoch)
     return in_steps(optim.duration, steps_per_epoch)
 
 
 def check_schedule(optim: Optim, steps_per_epoch: int) -> None:
-    """Refuse a run of no step, a warm-up longer than the run, and a schedule that would leave lr upwards."""
+    """Refuse a run without steps, a warm-up longer than the run, and a rate above lr."""
     total, warmup = in_steps(optim.duration, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
     an_epoch = f"an epoch has {steps_per_epoch} steps"
     if total < 1:
@@ -45,10 +45,10 @@ def check_schedule(optim: Optim, steps_per_epoch: int) -> None:
 
 
 def learning_rate(optim: Optim, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step, counted from 0; that of step `total_steps` is the floor, where the run has ended.
+    """Return the learning rate of a step, counted from 0; at step `total_steps` it is the floor.
 
-    Step 0 takes `warmup_from` itself, and the first step after the warm-up takes lr. So do timm, big_vision and MAE,
-    with whose numbers recipes are written; the price of a warm-up from 0 is that its first step moves nothing.
+    Step 0 uses `warmup_from`, the first step after the warm-up uses lr, as in timm, big_vision and MAE. The first step
+    of a warm-up from 0 therefore changes nothing.
     """
     total, warmup = total_steps(optim, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
     assert 0 <= step <= total, f"step {step} of a run of {total}"

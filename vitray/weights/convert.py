@@ -1,4 +1,4 @@
-"""Weights of other libraries made ours, and ours made theirs, tensor for tensor and to the last bit."""
+"""Import and export of other libraries' weights, exact to the last bit."""
 
 import json
 import math
@@ -20,60 +20,60 @@ from vitray.config import Model, Run
 from vitray.config.model_names import WIDTHS
 from vitray.errors import ConfigError, nearest
 from vitray.models.vit import ViT
-from vitray.weights.layouts import LAYOUTS, Layout, names_in
+from vitray.weights.layouts import LAYOUTS, WeightLayout, tensor_names
 
 State = dict[str, Tensor]
-# What a tensor file may be wrapped in: training scripts save {"model": ...}, flax saves its tree's path.
+# Training scripts save {"model": ...}; flax prefixes names with the path of the tree.
 WRAPPERS = ("model", "state_dict")
 PREFIXES = ("opt/target/", "params/img/", "params/", "module.")
 NOT_WEIGHTS = ("num_batches_tracked",)
 
 
 def import_weights(url: str, layout: str | None = None, settings: Mapping[str, Any] | None = None) -> tuple[Run, ViT]:
-    """The network in a weights file of another library (.safetensors, .pth, .npz), and the run that describes it.
+    """Return the network in another library's weights file (.safetensors, .pth, .npz), and a run with its settings.
 
-    The layout is recognised by its tensors' names. `settings` are `model.` settings that names and shapes cannot show,
-    such as the image_size of a grid that is not square.
+    Without `layout`, the tensor names decide. `settings` are `model.` settings that do not follow from names and
+    shapes, such as the image_size of a grid that is not square.
     """
     state = read_tensors(url)
-    layout = layout or recognise(state, url)
+    layout = layout or detect_layout(state, url)
     if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r}: wanted one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}")
-    found = describe(state, LAYOUTS[layout], url) | dict(settings or {})
-    run = Run().replace({f"model.{setting}": value for setting, value in found.items()})
+    inferred = infer_settings(state, LAYOUTS[layout], url) | dict(settings or {})
+    run = Run().replace({f"model.{setting}": value for setting, value in inferred.items()})
     vit = ViT(run.model)
-    vit.load_state_dict(_ours(state, LAYOUTS[layout], vit, url), assign=True)
+    vit.load_state_dict(_renamed(state, LAYOUTS[layout], vit, url), assign=True)
     return run, vit.eval()
 
 
 def export_weights(vit: ViT, layout: str) -> State:
-    """The network's tensors as another library names and shapes them: timm, torchvision or hf."""
+    """Return the network's tensors with the names and shapes of timm, torchvision or hf."""
     if layout not in ("timm", "torchvision", "hf"):
         raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
-    _check_computes_the_same(vit.model, layout)
-    names = LAYOUTS["timm_parallel" if layout == "timm" and vit.model.shape.branches > 1 else layout]
-    theirs: State = {}
-    homeless = []
+    _check_function(vit.model, layout)
+    target = LAYOUTS["timm_parallel" if layout == "timm" and vit.model.shape.branches > 1 else layout]
+    exported: State = {}
+    unmapped = []
     for key, tensor in vit.state_dict().items():
-        targets = names_in(names, key, vit.model)
-        if not targets or (layout != "timm" and vit.model.shape.branches > 1):
-            homeless.append(key)
+        names = tensor_names(target, key, vit.model)
+        if not names or (layout != "timm" and vit.model.shape.branches > 1):
+            unmapped.append(key)
             continue
-        theirs |= dict(zip(targets, tensor.detach().chunk(len(targets)), strict=True))
-    if homeless:
-        raise ConfigError(f"{vit.model.name}: the {layout} layout has no place for {_few(homeless)}")
+        exported |= dict(zip(names, tensor.detach().chunk(len(names)), strict=True))
+    if unmapped:
+        raise ConfigError(f"{vit.model.name}: the {layout} layout has no place for {_few(unmapped)}")
     width, grid = vit.model.shape.size, vit.model.grid
     table = getattr(vit.positions, "table", vit.norm.weight.new_zeros(grid[0] * grid[1], width)).detach()
     if vit.class_token is not None:
-        # These libraries add a position to the class token as well; ours is part of the token.
+        # These libraries also add a position to the class token; ours is part of the token.
         table = torch.cat([table.new_zeros(1, width), table])
-        theirs[names.names["class_token"][0]] = vit.class_token.detach().reshape(1, 1, width)
-    theirs[names.names["positions"][0]] = table[None]
-    return {key: tensor.contiguous() for key, tensor in theirs.items()}
+        exported[target.names["class_token"]] = vit.class_token.detach().reshape(1, 1, width)
+    exported[target.names["positions"]] = table[None]
+    return {key: tensor.contiguous() for key, tensor in exported.items()}
 
 
-def _check_computes_the_same(model: Model, layout: str) -> None:
-    """Tensors that fit are not enough: torchvision and Hugging Face fix what their networks compute."""
+def _check_function(model: Model, layout: str) -> None:
+    """Reject settings whose function torchvision or Hugging Face cannot compute, even if the tensors fit."""
     if layout in ("torchvision", "hf") and model.pool != "token":
         raise ConfigError(f"{model.name}: {layout} reads the class token, and this model's pool is {model.pool}")
     if layout == "torchvision" and model.activation != "gelu":
@@ -81,17 +81,17 @@ def _check_computes_the_same(model: Model, layout: str) -> None:
 
 
 def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None = None) -> str:
-    """Write the network for another library and say how to load it there; for hf, a folder with its config.json."""
-    theirs = export_weights(vit, layout)
+    """Write the network for another library and return the code that loads it; hf gets a folder with a config.json."""
+    exported = export_weights(vit, layout)
     target = storage.join(url, "model.safetensors") if layout == "hf" else url
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file(theirs, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        save_file(exported, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         storage.upload(Path(folder) / "model.safetensors", target)
     if layout == "hf":
         storage.write_bytes(storage.join(url, "config.json"), json.dumps(_hf_config(vit, classes), indent=2).encode())
         return f"transformers.ViTForImageClassification.from_pretrained({url!r})"
-    built = f"pool {vit.model.pool}, {vit.model.activation}, norm eps {vit.model.norm_eps:g}"
-    return f"model.load_state_dict(safetensors.torch.load_file({url!r})), the model built there with {built}"
+    settings = f"pool {vit.model.pool}, {vit.model.activation}, norm eps {vit.model.norm_eps:g}"
+    return f"model.load_state_dict(safetensors.torch.load_file({url!r})), the model built there with {settings}"
 
 
 def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:
 
 
 def read_tensors(url: str) -> State:
-    """The tensors of a weights file, by name; reading cannot run code."""
+    """Return the tensors of a weights file by name; reading cannot run code."""
     if storage.exists(storage.join(url, "model.safetensors")):  # a folder, as Hugging Face writes it
         url = storage.join(url, "model.safetensors")
     with storage.local_copy(url) as path:
@@ -160,49 +160,45 @@ def _read_npz(path: Path) -> dict[str, Any]:
 _READERS = {".safetensors": load_file, ".npz": _read_npz}
 
 
-# ---- describing ------------------------------------------------------------------------------------------------------
+# ---- settings from names and shapes ----------------------------------------------------------------------------------
 
 
-def recognise(state: State, url: str) -> str:
-    """The layout of a weights file."""
+def detect_layout(state: State, url: str) -> str:
+    """Return the layout of a weights file."""
     if any(".attn1." in key or key.endswith("gamma_1") or ".proj.0." in key for key in state):
         return "deit"
-    known = [name for name, layout in LAYOUTS.items() if layout.mark in state]
+    known = [name for name, layout in LAYOUTS.items() if layout.marker in state]
     if "timm" in known and Path(url).suffix in (".pth", ".pt"):
-        # timm and DeiT share their names but for LayerScale; DeiT ships .pth files, timm ships safetensors.
+        # timm and DeiT share all names except LayerScale's; DeiT ships .pth files, timm ships safetensors.
         return "deit"
     if not known:
         raise ConfigError(f"{url}: a layout we do not know, with {_few(sorted(state))}; known: {', '.join(LAYOUTS)}")
     return known[0]
 
 
-def describe(state: State, layout: Layout, url: str) -> dict[str, Any]:
-    """The `model.` settings that names and shapes show."""
-    names = layout.names
-    weight, _, norm_weight = layout.words
+def infer_settings(state: State, layout: WeightLayout, url: str) -> dict[str, Any]:
+    """Return the `model.` settings that follow from names and shapes."""
+    names, weight = layout.names, layout.leaves[0]
 
     def first(part: str, level: int = 0, branch: int = 0) -> Tensor | None:
-        suffix = str(branch or "")
-        word = norm_weight if part.endswith("norm") else weight
-        for name in names.get(part, ()):
-            return state.get(name.format(i=level, b=branch, s=suffix, _s=suffix and f"_{suffix}", p=word))
-        return None
+        tensors = layout.tensors(part, "weight", level, branch)
+        return state.get(tensors[0]) if tensors else None
 
     def count(has: Any) -> int:
         return next(number for number in range(len(state) + 1) if not has(number))
 
     norm = first("norm") if first("pooled_norm") is None else first("pooled_norm")
     depth = count(lambda level: first("attn.norm", level) is not None)
-    spells_branches = "{b}" in names["attn.norm"][0] or "{s}" in names["attn.norm"][0]
-    branches = count(lambda branch: first("attn.norm", 0, branch) is not None) if spells_branches else 1
+    has_branches = "{b}" in names["attn.norm"] or "{s}" in names["attn.norm"]
+    branches = count(lambda branch: first("attn.norm", 0, branch) is not None) if has_branches else 1
     if norm is None or not depth:
-        raise ConfigError(f"{url}: no {names['norm'][0]} or no {names['attn.norm'][0]} among {_few(sorted(state))}")
+        raise ConfigError(f"{url}: no {names['norm']} or no {names['attn.norm']} among {_few(sorted(state))}")
     width = next((key for key, value in WIDTHS.items() if value.size == norm.numel()), None)
     if width is None:
         raise ConfigError(
             f"{url}: width {norm.numel()} is none of {', '.join(f'{k} {w.size}' for k, w in WIDTHS.items())}"
         )
-    stem, patch = _describe_stem(state, first("stem"), names["stem"][0], weight, url)
+    stem, patch = _infer_stem(state, first("stem"), names["stem"], weight, url)
     has_token = first("class_token") is not None
     settings: dict[str, Any] = {
         "name": f"vit_{width}{depth}x{branches}_{patch}_{stem}",
@@ -214,7 +210,7 @@ def describe(state: State, layout: Layout, url: str) -> dict[str, Any]:
         "num_classes": None,
     }
     if first("attn.scale") is not None:
-        settings["layerscale"] = 1e-4  # its initial value is not in the file; DeiT III's is said
+        settings["layerscale"] = 1e-4  # the file lacks the initial value; this is DeiT III's
     if (table := first("positions")) is not None:
         patches = table.shape[-2] if table.ndim > 1 else 0
         side = math.isqrt(patches)
@@ -228,8 +224,8 @@ def describe(state: State, layout: Layout, url: str) -> dict[str, Any]:
     return settings
 
 
-def _describe_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:
-    """The stem and the patch."""
+def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:
+    """The kind of stem and the patch size."""
     if linear is not None and linear.ndim == 4:
         return "linear", linear.shape[0 if weight == "kernel" else 2]
     layers = [key for key in state if re.fullmatch(re.escape(name.removesuffix("{p}")) + r"\d+\.weight", key)]
@@ -240,11 +236,11 @@ def _describe_stem(state: State, linear: Tensor | None, name: str, weight: str, 
     return f"hmlp_{normed}", 4 * 2 ** (len(convolutions) - 1)
 
 
-# ---- fitting ---------------------------------------------------------------------------------------------------------
+# ---- renaming --------------------------------------------------------------------------------------------------------
 
 
-def _ours(state: State, layout: Layout, vit: ViT, url: str) -> State:
-    """Their tensors under our names; refused with the tensors named unless every one has exactly one place."""
+def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
+    """The tensors under our names; an error lists tensors that are missing, left over or misshapen."""
     unused = {key for key in state if not key.endswith(NOT_WEIGHTS)}
     wrong: list[str] = []
     ours: State = {}
@@ -252,17 +248,17 @@ def _ours(state: State, layout: Layout, vit: ViT, url: str) -> State:
         if key.endswith(NOT_WEIGHTS):
             ours[key] = wanted
             continue
-        names = names_in(layout, key, vit.model)
-        found = [state[name] for name in names if name in state]
+        names = tensor_names(layout, key, vit.model)
+        parts = [state[name] for name in names if name in state]
         unused -= set(names)
-        if len(found) < max(len(names), 1):
+        if len(parts) < max(len(names), 1):
             wrong.append(f"{key} is missing{f' ({names[0]})' if names else ''}")
             continue
-        tensor = torch.cat([_as_ours(part, name) for part, name in zip(found, names, strict=True)])
-        if key in ("class_token", "positions.table"):
-            tensor = (
-                tensor.reshape(-1, vit.model.shape.size).squeeze(0) if key == "class_token" else tensor.flatten(0, -2)
-            )
+        tensor = torch.cat([_from_flax(part, name) for part, name in zip(parts, names, strict=True)])
+        if key == "class_token":
+            tensor = tensor.reshape(-1, vit.model.shape.size).squeeze(0)
+        elif key == "positions.table":
+            tensor = tensor.flatten(0, -2)
         ours[key] = tensor
     _fold_class_slot(ours, vit)
     for key, tensor in ours.items():
@@ -274,8 +270,11 @@ def _ours(state: State, layout: Layout, vit: ViT, url: str) -> State:
     return {key: tensor.float().contiguous() if tensor.is_floating_point() else tensor for key, tensor in ours.items()}
 
 
-def _as_ours(tensor: Tensor, name: str) -> Tensor:
-    """Flax stores a product as (in, out), a convolution as (rows, columns, in, out), and attention heads apart."""
+def _from_flax(tensor: Tensor, name: str) -> Tensor:
+    """The tensor in torch's shape.
+
+    Flax stores a product as (in, out), a convolution as (rows, columns, in, out), and attention heads separately.
+    """
     if "/" not in name:
         return tensor
     if name.endswith("/bias"):
@@ -288,7 +287,7 @@ def _as_ours(tensor: Tensor, name: str) -> Tensor:
 
 
 def _fold_class_slot(ours: State, vit: ViT) -> None:
-    """Some tables begin with a position for the class token: the same as a token that has it added."""
+    """Add the position of the class token, which some tables begin with, to the token itself."""
     table, token = ours.get("positions.table"), ours.get("class_token")
     rows, columns = vit.model.grid
     if table is not None and token is not None and len(table) == rows * columns + 1:

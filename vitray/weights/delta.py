@@ -1,10 +1,9 @@
-"""A network written as what differs from another one, its base: few tensors, and where the rest of them is.
+"""Deltas: networks stored as their differences from a base network.
 
-    model.safetensors  the tensors that differ from the base's in a bit, or that it has not
-    delta.json         where the base lies, a hash of its tensors, and the names of those that are taken from it
+    model.safetensors  the tensors that differ from those of the base, or that the base lacks
+    delta.json         the address of the base, a hash of its tensors, and the names of the shared tensors
 
-A base may be a delta itself. A delta without its base is worth nothing, so the base's hash is checked whenever one is
-read.
+A base may be a delta itself. A delta is useless without its base, so every read checks the hash of the base.
 """
 
 import hashlib
@@ -21,9 +20,9 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.config.sections import Section
-from vitray.config.validation import refusal
+from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
-from vitray.tracking.mlflow_client import is_address, pin_uri, resolve_uri
+from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
 from vitray.weights.convert import State, import_weights
 
 WEIGHTS, DELTA, CLASSES, RUN = "model.safetensors", "delta.json", "classes.json", "run.yaml"
@@ -31,34 +30,34 @@ Format = Literal[1]
 
 
 class Origin(Section):
-    """The network that a delta was written against."""
+    """The base of a delta."""
 
     url: str
-    """A model folder or a weights file, as its address reads in every folder."""
+    """A model folder or a weights file, readable from any folder."""
     beside: str | None = None
-    """The way from the delta to it, for the day when both are moved together; None where one of them is no path."""
+    """The relative path from the delta to its base, valid after both move together; None unless both are local."""
     identity: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """`identity_of` its tensors."""
+    """The hash of its tensors, by `identity_of`."""
 
 
 class Delta(Section):
-    """Everything that delta.json says."""
+    """The content of delta.json."""
 
     format: Format = get_args(Format)[0]
     base: Origin
     taken: tuple[str, ...]
-    """The tensors that are the base's."""
+    """The names of the tensors shared with the base."""
 
 
 class Link(NamedTuple):
-    """A delta, and where it lies."""
+    """A delta and its folder."""
 
-    place: str
+    location: str
     delta: Delta
 
 
 def identity_of(state: Mapping[str, Tensor]) -> str:
-    """A hash of a network's tensors: their names, types, shapes and bits, however they are stored."""
+    """Return a hash of a network's tensors: names, types, shapes and bits, but not memory layout."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
@@ -68,114 +67,121 @@ def identity_of(state: Mapping[str, Tensor]) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, without a copy where it lies in one piece on the CPU."""
+    """The bytes of a tensor, without a copy for a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _is_same(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two tensors are the same to the last bit; torch.equal takes -0.0 for 0.0, and NaN for different."""
-    if other is None or one.dtype != other.dtype or one.shape != other.shape:
+def _is_same(tensor: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors are equal bit by bit; torch.equal treats -0.0 as 0.0, and NaN as unequal."""
+    if other is None or tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    return torch.equal(_bits(one), _bits(other))
+    return torch.equal(_bits(tensor), _bits(other))
 
 
-def make_delta(place: str, state: State, base_url: str) -> Delta:
-    """What the tensors of a network that will lie at `place` have in common with those of its base."""
+def make_delta(location: str, state: State, base_url: str) -> Delta:
+    """Return the delta of a network, to be saved at `location`, from its base."""
     url = pin_uri(base_url)
     base = read_state(url)
-    is_path = not (is_address(url) or storage.is_remote(url) or storage.is_remote(place))
-    beside = os.path.relpath(url, storage.absolute(place)) if is_path else None
+    is_path = not (is_model_uri(url) or storage.is_remote(url) or storage.is_remote(location))
+    beside = os.path.relpath(url, storage.absolute(location)) if is_path else None
     taken = tuple(name for name, tensor in state.items() if _is_same(tensor, base.get(name)))
     return Delta(base=Origin(url=url, beside=beside, identity=identity_of(base)), taken=taken)
 
 
-def read_delta(place: str) -> Delta | None:
-    """The delta in a folder; None where a network lies there whole."""
-    where = storage.join(place, DELTA)
-    if not storage.exists(where):
+def read_delta(location: str) -> Delta | None:
+    """Return the delta in a folder, or None for a whole network."""
+    url = storage.join(location, DELTA)
+    if not storage.exists(url):
         return None
-    text = storage.read_bytes(where)
+    text = storage.read_bytes(url)
     try:
         version = json.loads(text)["format"]
     except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{where}: not a {DELTA}: wanted a JSON object with a format") from None
+        raise ConfigError(f"{url}: not a {DELTA}: wanted a JSON object with a format") from None
     if version not in get_args(Format):
-        raise ConfigError(f"{where}: format: got {version!r}, wanted {get_args(Format)[0]}: written by another vitray")
+        raise ConfigError(f"{url}: format: got {version!r}, wanted {get_args(Format)[0]}: written by another vitray")
     try:
         return Delta.model_validate_json(text)
     except ValidationError as invalid:
-        raise refusal(invalid, Delta, {}, where) from None
+        raise explain_error(invalid, Delta, {}, url) from None
 
 
-def read_chain(place: str, until: str | None = None) -> tuple[list[Link], str]:
-    """The deltas from a place down, and the whole network below them; or down to the one on a base of this identity."""
+def read_chain(location: str, until: str | None = None) -> tuple[list[Link], str]:
+    """Return the chain of deltas from a folder to its whole network, and that network's location.
+
+    The chain ends early at a delta whose base has the identity `until`.
+    """
     links: list[Link] = []
-    while (delta := read_delta(place)) is not None:
-        if place in (above := [link.place for link in links]):
-            raise ConfigError(f"{above[0]}: a delta of itself, {' -> '.join([*above, place])}; wanted a whole network")
-        links.append(Link(place, delta))
+    while (delta := read_delta(location)) is not None:
+        if location in (visited := [link.location for link in links]):
+            path = " -> ".join([*visited, location])
+            raise ConfigError(f"{visited[0]}: a delta of itself, {path}; wanted a whole network")
+        links.append(Link(location, delta))
         if delta.base.identity == until:
             break
-        place = _place_of(delta.base, place)
-    return links, place
+        location = _location_of(delta.base, location)
+    return links, location
 
 
-def _place_of(base: Origin, place: str) -> str:
-    """Where the base of the delta at `place` lies now."""
-    lost = f"{place}: a delta of {base.url} (identity {base.identity[:12]})"
-    remedy = "wanted it back there; where it still lies, `vitray weights flatten` writes the delta as a whole model"
+def _location_of(base: Origin, location: str) -> str:
+    """The present location of the base of the delta at `location`."""
+    message = f"{location}: a delta of {base.url} (identity {base.identity[:12]})"
+    remedy = "put the base back there, or run `vitray weights flatten` where it still exists, for a whole model"
     try:
-        places = [resolve_uri(base.url)]
+        candidates = [resolve_uri(base.url)]
     except ConfigError as error:
-        raise ConfigError(f"{lost}, which is not to be had: {error}; {remedy}") from None
-    if base.beside is not None and not storage.is_remote(place):
-        places.append(os.path.normpath(os.path.join(storage.absolute(place), base.beside)))
-    for found in places:
-        if any(storage.exists(file) for file in (storage.join(found, RUN), found, storage.join(found, WEIGHTS))):
-            return found
-    raise ConfigError(f"{lost}, which is not there; {remedy}")
+        raise ConfigError(f"{message}, which cannot be resolved: {error}; {remedy}") from None
+    if base.beside is not None and not storage.is_remote(location):
+        candidates.append(os.path.normpath(os.path.join(storage.absolute(location), base.beside)))
+    for candidate in candidates:
+        files = (storage.join(candidate, RUN), candidate, storage.join(candidate, WEIGHTS))
+        if any(storage.exists(file) for file in files):
+            return candidate
+    raise ConfigError(f"{message}, which is not there; {remedy}")
 
 
 def read_state(url: str) -> State:
-    """The tensors of the network at an address under our names: of a whole one, of a delta, or of another library."""
+    """Return the tensors, under our names, of a model folder, a delta or a weights file of another library."""
     links, root = read_chain(resolve_uri(url))
     return compose(links, _read_whole(root))
 
 
-def _read_whole(place: str) -> State:
-    if storage.exists(storage.join(place, RUN)):
-        return _read_own(place)
-    return _aligned(import_weights(place)[1].state_dict())
+def _read_whole(location: str) -> State:
+    if storage.exists(storage.join(location, RUN)):
+        return _read_own(location)
+    return _aligned(import_weights(location)[1].state_dict())
 
 
-def _read_own(place: str) -> State:
-    with storage.local_copy(storage.join(place, WEIGHTS)) as path:
+def _read_own(location: str) -> State:
+    with storage.local_copy(storage.join(location, WEIGHTS)) as path:
         try:
             return _aligned(load_file(path))
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{place}: {WEIGHTS} cannot be read: {error}") from None
+            raise ConfigError(f"{location}: {WEIGHTS} cannot be read: {error}") from None
 
 
 def _aligned(state: State) -> State:
-    # Where a mapped file has a tensor off the 64 bytes of torch's own, products differ in their last bits: the same
-    # network would answer otherwise from a delta's file than from a whole one.
+    # A memory-mapped tensor may lack torch's alignment of 64 bytes, which changes the last bits of products. Without
+    # this, a delta and the whole network would give different results.
     return {name: tensor if tensor.data_ptr() % 64 == 0 else tensor.clone() for name, tensor in state.items()}
 
 
 def compose(links: Sequence[Link], state: State) -> State:
-    """The tensors of the first of some deltas, the last of which is one of the network with this state.
+    """Return the tensors of the first delta of a chain, whose last base has the tensors `state`.
 
-    What comes from that network is its tensors themselves, not copies.
+    Tensors of the base are shared, not copied.
     """
-    for place, delta in reversed(links):
+    for location, delta in reversed(links):
         if (got := identity_of(state)) != delta.base.identity:
             raise ConfigError(
-                f"{place}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, wanted"
+                f"{location}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, wanted"
                 f" {delta.base.identity[:12]}"
             )
-        own = _read_own(place)
+        own = _read_own(location)
         wrong = [name for name in delta.taken if name in own or name not in state]
         if wrong:
-            raise ConfigError(f"{place}: {DELTA} takes {wrong[0]} from the base, but {WEIGHTS} has it or the base not")
+            raise ConfigError(
+                f"{location}: {DELTA} takes {wrong[0]} from the base, but {WEIGHTS} has it or the base lacks it"
+            )
         state = own | {name: state[name] for name in delta.taken}
     return state

@@ -1,6 +1,6 @@
-"""A model folder: model.safetensors + run.yaml + classes.json, at a path or on S3. No pickle, so no code.
+"""Model folders: model.safetensors + run.yaml + classes.json, local or on S3. No pickle, so no code.
 
-With a delta.json it is a delta, and another network is needed to read it.
+A folder with a delta.json is a delta, readable only with its base.
 """
 
 import json
@@ -17,39 +17,39 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
-from vitray.tracking.mlflow_client import resolve_uri
+from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import State, import_weights
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, compose, identity_of, make_delta, read_chain, read_state
 
 
-class Loaded(NamedTuple):
-    """What a model folder holds."""
+class LoadedModel(NamedTuple):
+    """The content of a model folder."""
 
     run: Run
     vit: ViT
     classes: list[str] | None
 
 
-class Saved(NamedTuple):
-    """What a model folder costs."""
+class SavedModel(NamedTuple):
+    """The size of a saved model folder."""
 
     bytes: int
-    """Of the tensors that were written."""
+    """Bytes of the written tensors."""
     whole: int
-    """Of all the network's tensors."""
+    """Bytes of all tensors of the network."""
 
     @property
     def share(self) -> float:
-        """How much of the network was written: 1 of a whole one, less of a delta."""
+        """The written share of the network: 1 for a whole model, less for a delta."""
         return self.bytes / self.whole
 
 
 def save_model(
     url: str, run: Run, vit: ViT, classes: Sequence[str] | None = None, relative_to: str | None = None
-) -> Saved:
-    """Write a model folder; `run.yaml` comes last, and without it there is no model.
+) -> SavedModel:
+    """Write a model folder and return its size; `run.yaml` is written last and marks a complete model.
 
-    `relative_to` is the address of another network, of which this one is written as a delta.
+    With `relative_to`, the address of a base network, the folder becomes a delta.
     """
     if classes is not None and len(classes) != run.model.num_classes:
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
@@ -60,22 +60,22 @@ def save_model(
     if delta is not None:
         storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
     elif storage.exists(storage.join(url, DELTA)):
-        storage.remove(storage.join(url, DELTA))  # a delta's writer was interrupted here
+        storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
     storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
     storage.write_bytes(
         storage.join(url, RUN), run.replace({"model": vit.model.model_dump(mode="json")}).to_yaml().encode()
     )
-    return Saved(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
+    return SavedModel(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
 
 
-def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> Saved:
-    """Write the model folder of a tokenizer, whose tensors have a task's names."""
+def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> SavedModel:
+    """Write the model folder of a tokenizer and return its size; the tensor names are those of its task."""
     state = tokenizer.state_dict()
     _write_tensors(url, state)
     storage.write_bytes(storage.join(url, CLASSES), b"null")
     storage.write_bytes(storage.join(url, RUN), tokenizer.run.to_yaml().encode())
     bytes_written = sum(tensor.nbytes for tensor in state.values())
-    return Saved(bytes_written, bytes_written)
+    return SavedModel(bytes_written, bytes_written)
 
 
 def _write_tensors(url: str, state: State) -> None:
@@ -86,28 +86,28 @@ def _write_tensors(url: str, state: State) -> None:
         storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
 
 
-def load_model(url: str) -> Loaded:
-    """Read a model folder; the network is in evaluation mode."""
-    place = _folder_at(url)
-    return _build(place, read_state(place))
+def load_model(url: str) -> LoadedModel:
+    """Return the content of a model folder, with the network in evaluation mode."""
+    location = _folder_at(url)
+    return _build(location, read_state(location))
 
 
 def load_tokenizer(url: str) -> VisualTokenizer:
-    """Read the model folder of a tokenizer; it is in evaluation mode, and none of it is to be trained."""
-    place = _folder_at(url)
-    run = _run_at(place)
+    """Return the tokenizer of a model folder, frozen and in evaluation mode."""
+    location = _folder_at(url)
+    run = _run_at(location)
     if run.task.kind != "tokenizer":
         raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, wanted that of task tokenizer")
-    tokenizer, state = VisualTokenizer(run), read_state(place)
-    _check_fit(place, run.model.name, tokenizer, state)
+    tokenizer, state = VisualTokenizer(run), read_state(location)
+    _check_fit(location, run.model.name, tokenizer, state)
     tokenizer.load_state_dict(state, assign=True)
     return tokenizer.eval().requires_grad_(False)
 
 
-def load_deltas(base_url: str, urls: Sequence[str]) -> list[Loaded]:
-    """The networks of some deltas of one base, which is in memory once: what they take from it is one and the same.
+def load_deltas(base_url: str, urls: Sequence[str]) -> list[LoadedModel]:
+    """Return the networks of several deltas of one base, with the base's tensors in memory once.
 
-    They are there to answer: training one would change them all, so none of their parameters takes a gradient.
+    The networks are for inference: all parameters are frozen, because training one would change all.
     """
     base = read_state(base_url)
     identity = identity_of(base)
@@ -118,49 +118,49 @@ def load_deltas(base_url: str, urls: Sequence[str]) -> list[Loaded]:
             bases = [f"{link.delta.base.url} ({link.delta.base.identity[:12]})" for link in links]
             got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
             raise ConfigError(f"{url}: it is {got}; wanted a delta of {base_url} ({identity[:12]})")
-        network = _build(links[0].place, compose(links, base))
+        network = _build(links[0].location, compose(links, base))
         network.vit.requires_grad_(False)
         networks.append(network)
     return networks
 
 
-def flatten_model(url: str, target: str) -> Saved:
-    """Write a delta as a whole model folder, which needs no base."""
+def flatten_model(url: str, target: str) -> SavedModel:
+    """Write a delta as a whole model folder, independent of its base, and return the folder's size."""
     run, vit, classes = load_model(url)
     return save_model(target, run, vit, classes)
 
 
-def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> Loaded:
-    """What is at an address: a model folder, or a weights file of another library."""
-    place = resolve_uri(url)
-    if storage.exists(storage.join(place, RUN)):
+def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> LoadedModel:
+    """Return the network at an address: a model folder, or a weights file of another library."""
+    location = resolve_uri(url)
+    if storage.exists(storage.join(location, RUN)):
         if settings:
-            raise ConfigError(f"{url}: a model folder says its own settings; got {', '.join(settings)}, wanted none")
-        return load_model(place)
-    run, vit = import_weights(place, settings=settings)
-    return Loaded(run, vit, None)
+            raise ConfigError(f"{url}: a model folder has its own settings; got {', '.join(settings)}, wanted none")
+        return load_model(location)
+    run, vit = import_weights(location, settings=settings)
+    return LoadedModel(run, vit, None)
 
 
 def _folder_at(url: str) -> str:
-    place = resolve_uri(url)
-    if not storage.exists(storage.join(place, RUN)):
+    location = resolve_uri(url)
+    if not storage.exists(storage.join(location, RUN)):
         raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
-    return place
+    return location
 
 
-def _build(place: str, state: State) -> Loaded:
-    """The network that a folder describes, of these tensors themselves."""
-    run = _run_at(place)
+def _build(location: str, state: State) -> LoadedModel:
+    """The network of a folder, built on these tensors without a copy."""
+    run = _run_at(location)
     if run.task.kind == "tokenizer":
-        raise ConfigError(f"{place}: got a tokenizer, wanted the network of a run of another task")
+        raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
     vit = ViT(run.model)
-    _check_fit(place, run.model.name, vit, state)
+    _check_fit(location, run.model.name, vit, state)
     vit.load_state_dict(state, assign=True)
-    return Loaded(run, vit.eval(), json.loads(storage.read_bytes(storage.join(place, CLASSES))))
+    return LoadedModel(run, vit.eval(), json.loads(storage.read_bytes(storage.join(location, CLASSES))))
 
 
-def _run_at(place: str) -> Run:
-    with storage.local_copy(storage.join(place, RUN)) as path:
+def _run_at(location: str) -> Run:
+    with storage.local_copy(storage.join(location, RUN)) as path:
         return load_run(path)
 
 

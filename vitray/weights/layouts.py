@@ -1,193 +1,192 @@
-"""How other libraries name a ViT's tensors: one literal table a layout, read in both directions.
+"""The tensor names of other libraries' ViTs: one literal table per layout, used in both directions.
 
-In a name, `{i}` is the level, `{b}` the branch counted from 0, `{s}` DeiT's suffix of a branch ("" or "1"), and `{p}`
-the layout's word for weight or bias. Several names for one of our modules are concatenated in order.
+In a name, `{i}` is the level, `{b}` the branch counted from 0, `{s}` DeiT's suffix of a branch ("" or "1"), `{p}` the
+layout's name for weight or bias, and `{x}` its names for query, key and value, whose tensors are concatenated in order.
 """
 
 from typing import NamedTuple
 
 from vitray.config import Model
 
-Names = dict[str, tuple[str, ...]]
+Names = dict[str, str]
 
 
-class Layout(NamedTuple):
-    """One library's names, and what its networks compute that names do not show."""
+class WeightLayout(NamedTuple):
+    """The tensor names of one library, and the fixed settings of its networks."""
 
-    mark: str
-    """A tensor that no other layout has."""
+    marker: str
+    """A tensor unique to this layout."""
     names: Names
     resample: str
-    """How its users resize positions (`model.positions.resample`)."""
+    """The library's method to resize positions (`model.positions.resample`)."""
     activation: str = "gelu"
     norm_eps: float = 1e-6
-    words: tuple[str, str, str] = ("weight", "bias", "weight")
-    """Its words for a weight, a bias, and the weight of a norm."""
+    leaves: tuple[str, str, str] = ("weight", "bias", "weight")
+    """Its names for a weight, a bias, and the weight of a norm."""
+    qkv: tuple[str, ...] = ()
+    """Its names for query, key and value; empty for a fused tensor."""
+
+    def tensors(self, part: str, kind: str, level: int | str = "", branch: int = 0) -> tuple[str, ...]:
+        """Return the names of a part's tensors; empty if the layout lacks the part."""
+        if part not in self.names:
+            return ()
+        name, suffix = self.names[part], str(branch or "")
+        weight, bias, norm_weight = self.leaves
+        leaf = {"weight": norm_weight if part.endswith("norm") else weight, "bias": bias}.get(kind, kind)
+        values = {"i": level, "b": branch, "s": suffix, "_s": suffix and f"_{suffix}", "p": leaf}
+        return tuple(name.format(**values, x=vector) for vector in (self.qkv if "{x}" in name else ("",)))
 
 
 _TIMM_ENDS: Names = {
-    "class_token": ("cls_token",),
-    "positions": ("pos_embed",),
-    "stem": ("patch_embed.proj.{p}",),
-    "norm": ("norm.{p}",),
-    "pooled_norm": ("fc_norm.{p}",),
-    "head": ("head.{p}",),
-    "hidden": ("pre_logits.fc.{p}",),
+    "class_token": "cls_token",
+    "positions": "pos_embed",
+    "stem": "patch_embed.proj.{p}",
+    "norm": "norm.{p}",
+    "pooled_norm": "fc_norm.{p}",
+    "head": "head.{p}",
+    "hidden": "pre_logits.fc.{p}",
 }
 
 # Files of Hugging Face; transformers 5 reads and writes these names and uses hf5's in memory.
-_HF = Layout(
-    mark="vit.encoder.layer.0.attention.attention.query.weight",
+_HF = WeightLayout(
+    marker="vit.encoder.layer.0.attention.attention.query.weight",
     names={
-        "class_token": ("vit.embeddings.cls_token",),
-        "positions": ("vit.embeddings.position_embeddings",),
-        "stem": ("vit.embeddings.patch_embeddings.projection.{p}",),
-        "attn.norm": ("vit.encoder.layer.{i}.layernorm_before.{p}",),
-        "attn.qkv": (
-            "vit.encoder.layer.{i}.attention.attention.query.{p}",
-            "vit.encoder.layer.{i}.attention.attention.key.{p}",
-            "vit.encoder.layer.{i}.attention.attention.value.{p}",
-        ),
-        "attn.out": ("vit.encoder.layer.{i}.attention.output.dense.{p}",),
-        "ffn.norm": ("vit.encoder.layer.{i}.layernorm_after.{p}",),
-        "ffn.up": ("vit.encoder.layer.{i}.intermediate.dense.{p}",),
-        "ffn.down": ("vit.encoder.layer.{i}.output.dense.{p}",),
-        "norm": ("vit.layernorm.{p}",),
-        "head": ("classifier.{p}",),
+        "class_token": "vit.embeddings.cls_token",
+        "positions": "vit.embeddings.position_embeddings",
+        "stem": "vit.embeddings.patch_embeddings.projection.{p}",
+        "attn.norm": "vit.encoder.layer.{i}.layernorm_before.{p}",
+        "attn.qkv": "vit.encoder.layer.{i}.attention.attention.{x}.{p}",
+        "attn.out": "vit.encoder.layer.{i}.attention.output.dense.{p}",
+        "ffn.norm": "vit.encoder.layer.{i}.layernorm_after.{p}",
+        "ffn.up": "vit.encoder.layer.{i}.intermediate.dense.{p}",
+        "ffn.down": "vit.encoder.layer.{i}.output.dense.{p}",
+        "norm": "vit.layernorm.{p}",
+        "head": "classifier.{p}",
     },
     resample="deit",
     norm_eps=1e-12,
+    qkv=("query", "key", "value"),
 )
 
-_GOOGLE = Layout(
-    mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
+_GOOGLE = WeightLayout(
+    marker="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
     names={
-        "class_token": ("cls",),
-        "positions": ("Transformer/posembed_input/pos_embedding",),
-        "stem": ("embedding/{p}",),
-        "attn.norm": ("Transformer/encoderblock_{i}/LayerNorm_0/{p}",),
-        "attn.qkv": (
-            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/query/{p}",
-            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/key/{p}",
-            "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/value/{p}",
-        ),
-        "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/out/{p}",),
-        "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_2/{p}",),
-        "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_0/{p}",),
-        "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_3/Dense_1/{p}",),
-        "norm": ("Transformer/encoder_norm/{p}",),
-        "head": ("head/{p}",),
-        "hidden": ("pre_logits/{p}",),
+        "class_token": "cls",
+        "positions": "Transformer/posembed_input/pos_embedding",
+        "stem": "embedding/{p}",
+        "attn.norm": "Transformer/encoderblock_{i}/LayerNorm_0/{p}",
+        "attn.qkv": "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/{x}/{p}",
+        "attn.out": "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_1/out/{p}",
+        "ffn.norm": "Transformer/encoderblock_{i}/LayerNorm_2/{p}",
+        "ffn.up": "Transformer/encoderblock_{i}/MlpBlock_3/Dense_0/{p}",
+        "ffn.down": "Transformer/encoderblock_{i}/MlpBlock_3/Dense_1/{p}",
+        "norm": "Transformer/encoder_norm/{p}",
+        "head": "head/{p}",
+        "hidden": "pre_logits/{p}",
     },
     resample="google",
     activation="gelu_tanh",
-    words=("kernel", "bias", "scale"),
+    qkv=("query", "key", "value"),
+    leaves=("kernel", "bias", "scale"),
 )
 
-LAYOUTS: dict[str, Layout] = {
-    "timm": Layout(
-        mark="blocks.0.attn.qkv.weight",
+LAYOUTS: dict[str, WeightLayout] = {
+    "timm": WeightLayout(
+        marker="blocks.0.attn.qkv.weight",
         names=_TIMM_ENDS
         | {
-            "attn.norm": ("blocks.{i}.norm1.{p}",),
-            "attn.qkv": ("blocks.{i}.attn.qkv.{p}",),
-            "attn.out": ("blocks.{i}.attn.proj.{p}",),
-            "attn.scale": ("blocks.{i}.ls1.gamma",),
-            "ffn.norm": ("blocks.{i}.norm2.{p}",),
-            "ffn.up": ("blocks.{i}.mlp.fc1.{p}",),
-            "ffn.down": ("blocks.{i}.mlp.fc2.{p}",),
-            "ffn.scale": ("blocks.{i}.ls2.gamma",),
+            "attn.norm": "blocks.{i}.norm1.{p}",
+            "attn.qkv": "blocks.{i}.attn.qkv.{p}",
+            "attn.out": "blocks.{i}.attn.proj.{p}",
+            "attn.scale": "blocks.{i}.ls1.gamma",
+            "ffn.norm": "blocks.{i}.norm2.{p}",
+            "ffn.up": "blocks.{i}.mlp.fc1.{p}",
+            "ffn.down": "blocks.{i}.mlp.fc2.{p}",
+            "ffn.scale": "blocks.{i}.ls2.gamma",
         },
         resample="timm",
     ),
-    "timm_parallel": Layout(
-        mark="blocks.0.attns.0.attn.qkv.weight",
+    "timm_parallel": WeightLayout(
+        marker="blocks.0.attns.0.attn.qkv.weight",
         names=_TIMM_ENDS
         | {
-            "attn.norm": ("blocks.{i}.attns.{b}.norm.{p}",),
-            "attn.qkv": ("blocks.{i}.attns.{b}.attn.qkv.{p}",),
-            "attn.out": ("blocks.{i}.attns.{b}.attn.proj.{p}",),
-            "attn.scale": ("blocks.{i}.attns.{b}.ls.gamma",),
-            "ffn.norm": ("blocks.{i}.ffns.{b}.norm.{p}",),
-            "ffn.up": ("blocks.{i}.ffns.{b}.mlp.fc1.{p}",),
-            "ffn.down": ("blocks.{i}.ffns.{b}.mlp.fc2.{p}",),
-            "ffn.scale": ("blocks.{i}.ffns.{b}.ls.gamma",),
+            "attn.norm": "blocks.{i}.attns.{b}.norm.{p}",
+            "attn.qkv": "blocks.{i}.attns.{b}.attn.qkv.{p}",
+            "attn.out": "blocks.{i}.attns.{b}.attn.proj.{p}",
+            "attn.scale": "blocks.{i}.attns.{b}.ls.gamma",
+            "ffn.norm": "blocks.{i}.ffns.{b}.norm.{p}",
+            "ffn.up": "blocks.{i}.ffns.{b}.mlp.fc1.{p}",
+            "ffn.down": "blocks.{i}.ffns.{b}.mlp.fc2.{p}",
+            "ffn.scale": "blocks.{i}.ffns.{b}.ls.gamma",
         },
         resample="timm",
     ),
     # The second branch of an x2 block is norm11, attn1, gamma_1_1, norm21, mlp1, gamma_2_1.
-    "deit": Layout(
-        mark="blocks.0.gamma_1",
+    "deit": WeightLayout(
+        marker="blocks.0.gamma_1",
         names=_TIMM_ENDS
         | {
-            "attn.norm": ("blocks.{i}.norm1{s}.{p}",),
-            "attn.qkv": ("blocks.{i}.attn{s}.qkv.{p}",),
-            "attn.out": ("blocks.{i}.attn{s}.proj.{p}",),
-            "attn.scale": ("blocks.{i}.gamma_1{_s}",),
-            "ffn.norm": ("blocks.{i}.norm2{s}.{p}",),
-            "ffn.up": ("blocks.{i}.mlp{s}.fc1.{p}",),
-            "ffn.down": ("blocks.{i}.mlp{s}.fc2.{p}",),
-            "ffn.scale": ("blocks.{i}.gamma_2{_s}",),
+            "attn.norm": "blocks.{i}.norm1{s}.{p}",
+            "attn.qkv": "blocks.{i}.attn{s}.qkv.{p}",
+            "attn.out": "blocks.{i}.attn{s}.proj.{p}",
+            "attn.scale": "blocks.{i}.gamma_1{_s}",
+            "ffn.norm": "blocks.{i}.norm2{s}.{p}",
+            "ffn.up": "blocks.{i}.mlp{s}.fc1.{p}",
+            "ffn.down": "blocks.{i}.mlp{s}.fc2.{p}",
+            "ffn.scale": "blocks.{i}.gamma_2{_s}",
         },
         resample="deit",
     ),
-    "torchvision": Layout(
-        mark="conv_proj.weight",
+    "torchvision": WeightLayout(
+        marker="conv_proj.weight",
         names={
-            "class_token": ("class_token",),
-            "positions": ("encoder.pos_embedding",),
-            "stem": ("conv_proj.{p}",),
-            "attn.norm": ("encoder.layers.encoder_layer_{i}.ln_1.{p}",),
-            "attn.qkv": ("encoder.layers.encoder_layer_{i}.self_attention.in_proj_{p}",),
-            "attn.out": ("encoder.layers.encoder_layer_{i}.self_attention.out_proj.{p}",),
-            "ffn.norm": ("encoder.layers.encoder_layer_{i}.ln_2.{p}",),
-            "ffn.up": ("encoder.layers.encoder_layer_{i}.mlp.0.{p}",),
-            "ffn.down": ("encoder.layers.encoder_layer_{i}.mlp.3.{p}",),
-            "norm": ("encoder.ln.{p}",),
-            "head": ("heads.head.{p}",),
-            "hidden": ("heads.pre_logits.{p}",),
+            "class_token": "class_token",
+            "positions": "encoder.pos_embedding",
+            "stem": "conv_proj.{p}",
+            "attn.norm": "encoder.layers.encoder_layer_{i}.ln_1.{p}",
+            "attn.qkv": "encoder.layers.encoder_layer_{i}.self_attention.in_proj_{p}",
+            "attn.out": "encoder.layers.encoder_layer_{i}.self_attention.out_proj.{p}",
+            "ffn.norm": "encoder.layers.encoder_layer_{i}.ln_2.{p}",
+            "ffn.up": "encoder.layers.encoder_layer_{i}.mlp.0.{p}",
+            "ffn.down": "encoder.layers.encoder_layer_{i}.mlp.3.{p}",
+            "norm": "encoder.ln.{p}",
+            "head": "heads.head.{p}",
+            "hidden": "heads.pre_logits.{p}",
         },
         resample="torchvision",
     ),
     "hf": _HF,
     "hf5": _HF._replace(
-        mark="vit.layers.0.attention.q_proj.weight",
+        marker="vit.layers.0.attention.q_proj.weight",
+        qkv=("q", "k", "v"),
         names=_HF.names
         | {
-            "attn.norm": ("vit.layers.{i}.layernorm_before.{p}",),
-            "attn.qkv": (
-                "vit.layers.{i}.attention.q_proj.{p}",
-                "vit.layers.{i}.attention.k_proj.{p}",
-                "vit.layers.{i}.attention.v_proj.{p}",
-            ),
-            "attn.out": ("vit.layers.{i}.attention.o_proj.{p}",),
-            "ffn.norm": ("vit.layers.{i}.layernorm_after.{p}",),
-            "ffn.up": ("vit.layers.{i}.mlp.fc1.{p}",),
-            "ffn.down": ("vit.layers.{i}.mlp.fc2.{p}",),
+            "attn.norm": "vit.layers.{i}.layernorm_before.{p}",
+            "attn.qkv": "vit.layers.{i}.attention.{x}_proj.{p}",
+            "attn.out": "vit.layers.{i}.attention.o_proj.{p}",
+            "ffn.norm": "vit.layers.{i}.layernorm_after.{p}",
+            "ffn.up": "vit.layers.{i}.mlp.fc1.{p}",
+            "ffn.down": "vit.layers.{i}.mlp.fc2.{p}",
         },
     ),
     "google": _GOOGLE,
     "big_vision": _GOOGLE._replace(
-        mark="Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
+        marker="Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
         names=_GOOGLE.names
         | {
-            "positions": ("pos_embedding",),
-            "attn.qkv": (
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/query/{p}",
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/key/{p}",
-                "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/value/{p}",
-            ),
-            "attn.out": ("Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/out/{p}",),
-            "ffn.norm": ("Transformer/encoderblock_{i}/LayerNorm_1/{p}",),
-            "ffn.up": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_0/{p}",),
-            "ffn.down": ("Transformer/encoderblock_{i}/MlpBlock_0/Dense_1/{p}",),
+            "positions": "pos_embedding",
+            "attn.qkv": "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/{x}/{p}",
+            "attn.out": "Transformer/encoderblock_{i}/MultiHeadDotProductAttention_0/out/{p}",
+            "ffn.norm": "Transformer/encoderblock_{i}/LayerNorm_1/{p}",
+            "ffn.up": "Transformer/encoderblock_{i}/MlpBlock_0/Dense_0/{p}",
+            "ffn.down": "Transformer/encoderblock_{i}/MlpBlock_0/Dense_1/{p}",
         },
     ),
 }
 
 
-def names_in(layout: Layout, key: str, model: Model) -> tuple[str, ...]:
-    """What a layout calls one of our tensors; nothing when it has no such part."""
+def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...]:
+    """Return a layout's names for one of our tensors; empty if the layout lacks the part."""
     level, branch = "", 0
     *path, kind = key.split(".")
     match path:
@@ -195,7 +194,7 @@ def names_in(layout: Layout, key: str, model: Model) -> tuple[str, ...]:
             branch = int(part.strip("atfn")) - 1
             module = f"{part.rstrip('0123456789')}.{rest[0] if rest else kind}"
         case ["stem", "proj", index]:
-            # A stem of one layer is the layer; of several, a numbered sequence.
+            # A linear stem is a single layer; others are a numbered sequence.
             module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"
         case ["head", "0"]:
             module = "hidden"
@@ -205,8 +204,4 @@ def names_in(layout: Layout, key: str, model: Model) -> tuple[str, ...]:
             module = key
         case _:
             module = path[0]
-    weight, bias, norm_weight = layout.words
-    word = {"weight": norm_weight if module.endswith("norm") else weight, "bias": bias}.get(kind, kind)
-    suffix = str(branch or "")
-    names = layout.names.get(module, ())
-    return tuple(name.format(i=level, b=branch, s=suffix, _s=suffix and f"_{suffix}", p=word) for name in names)
+    return layout.tensors(module, kind, level, branch)

@@ -1,5 +1,6 @@
-"""What a run takes from earlier ones: of a fine-tuning settings and tensors, made to fit it; a tokenizer as it is."""
+"""Weights of an earlier run: initial weights for a fine-tuning, or the tokenizer of a masked pretraining."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,94 +9,111 @@ from torch import Tensor
 from vitray.config import Run
 from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
-from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
-from vitray.tasks.masked import check_tokenizer
-from vitray.tracking.mlflow_client import pin_uri
-from vitray.weights import Loaded, identity_of, load_tokenizer, open_weights
-from vitray.weights.freezing import FIXED, Audit, adapt, audit, freeze
+from vitray.tracking.model_uri import pin_uri
+from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
+from vitray.weights.adapting import FIXED, adapt
+from vitray.weights.freezing import Audit, audit, freeze
 
 
-class Start(NamedTuple):
-    """The weights that a run starts from."""
+class InitialWeights(NamedTuple):
+    """The weights that a fine-tuning starts from."""
 
     url: str
-    """Where they are, as their address reads in every folder and later."""
+    """Their permanent address, readable from any folder."""
     identity: str
-    """A hash of them as they are there."""
+    """A hash of the original tensors."""
     state: dict[str, Tensor]
-    """Of the run's network: positions at its image size, a head for its classes."""
+    """The tensors adapted to the run: its image size, its classes."""
     audit: Audit
-    """What of it trains."""
-    adapted: str
-    """What was made to fit, in words."""
+    """Trained and frozen parameters of each part."""
+    adaptation: str
+    """The changes to positions and head, for the log."""
 
     @property
     def task_state(self) -> dict[str, Tensor]:
-        """The tensors as a task names them."""
+        """The tensors under the names of a task."""
         return {f"vit.{name}": tensor for name, tensor in self.state.items()}
 
 
-def open_start(run: Run, task: Finetune, dataset: Dataset) -> tuple[Run, Start]:
-    """The run with what it leaves open as the weights have it, and those weights; or one message why not."""
+def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tuple[Run, InitialWeights]:
+    """Return the run, completed with the settings of its initial weights, and those weights."""
     try:
         url = pin_uri(task.weights)
-        found = open_weights(url)
+        loaded = open_weights(url)
     except ConfigError as error:
         raise ConfigError(f"task.weights: {error}") from None
-    # Of weights without class names, as many classes are taken for the same.
-    new_head = found.vit.model.num_classes is None or (
-        found.classes is not None and tuple(found.classes) != dataset.classes
+    # Without class names, an equal number of classes counts as the same classes.
+    new_head = loaded.vit.model.num_classes is None or (
+        loaded.classes is not None and tuple(loaded.classes) != tuple(classes)
     )
-    run = _settled(run, found, dataset, new_head)
-    state = adapt(found.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
+    run = _completed(run, loaded, classes, new_head)
+    state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
     vit = ViT(run.model)
     freeze(vit, task)
-    identity = identity_of(found.vit.state_dict())
-    return run, Start(url, identity, state, audit(vit), _adapted(found.vit, run, state))
+    identity = identity_of(loaded.vit.state_dict())
+    return run, InitialWeights(url, identity, state, audit(vit), _describe_adaptation(loaded.vit, run, state))
 
 
-def _settled(run: Run, found: Loaded, dataset: Dataset, new_head: bool) -> Run:
-    old = found.vit.model.model_dump(mode="json")
-    taken = [*FIXED, "image_size", *([] if new_head else ["head"])]
-    changes = {f"model.{name}": old[name] for name in taken if name not in run.model.model_fields_set}
+def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: bool) -> Run:
+    """The run with its omitted settings taken from the weights."""
+    old = loaded.vit.model.model_dump(mode="json")
+    inherited = [*FIXED, "image_size", *([] if new_head else ["head"])]
+    changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
-        changes["model.num_classes"] = len(dataset.classes)
+        changes["model.num_classes"] = len(classes)
     if "normalise" not in run.data.model_fields_set:
-        changes["data.normalise"] = found.run.data.normalise.model_dump(mode="json")
+        changes["data.normalise"] = loaded.run.data.normalise.model_dump(mode="json")
     return run.replace(changes)
 
 
-def _adapted(start: ViT, run: Run, state: dict[str, Tensor]) -> str:
-    (rows, columns), (new_rows, new_columns) = start.model.grid, run.model.grid
-    said = []
+def _describe_adaptation(initial: ViT, run: Run, state: dict[str, Tensor]) -> str:
+    (rows, columns), (new_rows, new_columns) = initial.model.grid, run.model.grid
+    changes = []
     if (rows, columns) != (new_rows, new_columns):
-        said.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
-    old = start.state_dict()
+        changes.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
+    old = initial.state_dict()
     heads = {name: tensor for name, tensor in state.items() if name.startswith("head.")}
     if any(name not in old or not torch.equal(old[name], tensor) for name, tensor in heads.items()):
-        said.append(f"a new head of zeros for {run.model.num_classes} classes")
-    return ", ".join(said) or "as it is"
+        changes.append(f"a new head of zeros for {run.model.num_classes} classes")
+    return ", ".join(changes) or "as it is"
 
 
-class Vocabulary(NamedTuple):
-    """The tokenizer whose codes a run predicts."""
+class TokenizerSource(NamedTuple):
+    """The tokenizer that supplies the target codes, and its origin."""
 
     url: str
-    """Where it is, as its address reads in every folder and later."""
+    """Its permanent address, readable from any folder."""
     identity: str
     """A hash of its tensors."""
     tokenizer: VisualTokenizer
 
 
-def open_vocabulary(run: Run, objective: Beit) -> Vocabulary:
-    """The tokenizer that a run names, or one message why not."""
+def open_tokenizer_source(run: Run, objective: Beit) -> TokenizerSource:
+    """Return the tokenizer named by a run, checked against the run's patches and normalisation."""
     try:
         url = pin_uri(objective.tokenizer)
         tokenizer = load_tokenizer(url)
     except ConfigError as error:
         raise ConfigError(f"task.objective.tokenizer: {error}") from None
     check_tokenizer(run, tokenizer.run, objective.tokenizer)
-    return Vocabulary(url, identity_of(tokenizer.state_dict()), tokenizer)
+    return TokenizerSource(url, identity_of(tokenizer.state_dict()), tokenizer)
+
+
+def check_tokenizer(run: Run, source: Run, url: str) -> None:
+    """Reject a tokenizer, trained by the run `source`, whose patches or normalisation differ from the run's."""
+    (rows, columns), patch = run.model.grid, run.model.shape.patch
+    (source_rows, source_columns), source_patch = source.model.grid, source.model.shape.patch
+    if (rows, columns, patch) != (source_rows, source_columns, source_patch):
+        raise ConfigError(
+            f"task.objective.tokenizer: got {url}, which has codes for {source_rows} x {source_columns} patches of"
+            f" {source_patch} pixels, wanted {rows} x {columns} of {patch}, as {run.model.name} at"
+            f" {run.model.image_size}"
+        )
+    if source.data.normalise != run.data.normalise:
+        raise ConfigError(
+            f"data.normalise: got mean {list(run.data.normalise.mean)}, std {list(run.data.normalise.std)}, wanted"
+            f" those of the tokenizer {url}, {list(source.data.normalise.mean)} and {list(source.data.normalise.std)}"
+        )

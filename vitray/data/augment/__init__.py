@@ -1,5 +1,5 @@
-"""From encoded bytes to a training batch: decoding, augmentation of one image, mixing of a batch, and a look at them.
+"""Encoded bytes to a training batch: decoding, augmentation of images, mixing of batches, contact sheets.
 
-Knows torch, torchvision, numpy and Pillow, and neither Ray nor shards. Whatever is random is a function of its key:
+Knows torch, torchvision, numpy and Pillow, but neither Ray nor shards. Every draw is a function of its key:
 (seed, epoch, image, copy) for an image, (seed, step, position in the global batch) for a batch.
 """

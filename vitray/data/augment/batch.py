@@ -1,10 +1,9 @@
-"""One batch on the device: floats, erasing, mixup, cutmix and mixed targets, whatever the number of workers.
+"""A batch on the device: floats, erasing, mixup, cutmix and mixed targets, for any number of workers.
 
-A worker holds some rows of the global batch (`Rows`). Everything random is drawn for the whole global batch from a
-generator keyed by (seed, step), and a row's partner is its neighbour (places 2i and 2i + 1; the last of an odd batch
-takes the one before it): so what becomes of a row is a function of (seed, step, place), and a worker that takes
-whole pairs has at hand what its rows need. timm pairs by reversing each worker's batch; in a shuffled order both pair
-at random.
+A worker holds some rows of the global batch (`BatchRows`). All draws are made for the whole global batch from a
+generator keyed by (seed, step), and rows 2i and 2i + 1 are partners; the last row of an odd batch takes the row before
+it. The result for a row is therefore a function of (seed, step, place), and a worker that holds whole pairs needs no
+other rows. timm pairs rows by reversing each worker's batch; in a shuffled order both pairings are random.
 Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch.
 """
 
@@ -20,41 +19,52 @@ from vitray.data.augment.keyed_random import step_generator
 
 Box = tuple[int, int, int, int]  # top, bottom, left, right
 
-# timm's: share of the area and height / width of an erased rectangle.
+# The defaults of timm: share of the area, and height / width, of an erased rectangle.
 ERASED_AREA = (0.02, 1 / 3)
 ERASED_RATIO = (0.3, 1 / 0.3)
 
 
-class Rows(NamedTuple):
-    """Which rows of the global batch a tensor holds: their places, ascending, of `total`."""
+class DeviceBatch(NamedTuple):
+    """One worker's part of one step; images, labels and weights are on the device."""
+
+    images: Tensor
+    """uint8, BHWC."""
+    labels: Tensor
+    weights: Tensor
+    positions: np.ndarray
+    rows: np.ndarray
+
+
+class BatchSettings(NamedTuple):
+    """The settings that turn uint8 images into a training batch."""
+
+    augment: Augment
+    mix: Mix
+    normalise: Normalise
+    num_classes: int
+
+
+class BatchRows(NamedTuple):
+    """The rows of the global batch that a tensor holds: their places, ascending, of `total`."""
 
     places: np.ndarray
     total: int
 
 
 class Mixing(NamedTuple):
-    """How a batch is mixed: the share of each image that stays its own, and the box pasted, or None for a blend."""
+    """How a batch is mixed: the share of each image that remains, and the pasted box, or None for a blend."""
 
     share: float
     box: Box | None = None
 
 
 def prepare_batch(
-    images_BHWC: Tensor,
-    labels_B: Tensor,
-    *,
-    augment: Augment,
-    mix: Mix,
-    normalise: Normalise,
-    num_classes: int,
-    seed: int,
-    step: int,
-    rows: Rows | None = None,
-    dtype: torch.dtype = torch.float32,
+    images_BHWC: Tensor, labels_B: Tensor, settings: BatchSettings, seed: int, step: int, rows: BatchRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Training images (BCHW, float) and their targets (BK), mixed alike; `rows` None: the whole batch."""
-    rows = rows or Rows(np.arange(len(images_BHWC)), len(images_BHWC))
-    images_BCHW = normalised(images_BHWC, normalise, dtype)
+    """Return training images (BCHW, float32) and their mixed targets (BK); without `rows`, of the whole batch."""
+    augment, mix, normalise, num_classes = settings
+    rows = rows or BatchRows(np.arange(len(images_BHWC)), len(images_BHWC))
+    images_BCHW = normalised(images_BHWC, normalise)
     targets_BK = one_hot(labels_B, num_classes)
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
@@ -67,17 +77,16 @@ def prepare_batch(
     return images_BCHW, targets_BK
 
 
-def normalised(images_BHWC: Tensor, normalise: Normalise, dtype: torch.dtype = torch.float32) -> Tensor:
-    """uint8 images as floats (BCHW, channels last in memory), shifted and scaled."""
+def normalised(images_BHWC: Tensor, normalise: Normalise) -> Tensor:
+    """Return uint8 images as normalised floats (BCHW, channels last in memory)."""
     images_BCHW = images_BHWC.permute(0, 3, 1, 2)
     mean, std = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (normalise.mean, normalise.std))
-    # In float32 until the last step: bfloat16 has 8 bits, of which the subtraction would lose some.
     floats_BCHW = images_BCHW.to(torch.float32, memory_format=torch.channels_last)
-    return floats_BCHW.sub_(mean.to(images_BHWC.device)).div_(std.to(images_BHWC.device)).to(dtype)
+    return floats_BCHW.sub_(mean.to(images_BHWC.device)).div_(std.to(images_BHWC.device))
 
 
 def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Rows of 1 at the label and 0 elsewhere; torch's own reads the labels back from the device to check them."""
+    """Return one-hot rows (BK) without the device synchronisation of torch's own `one_hot`."""
     targets_BK = torch.zeros((len(labels_B), num_classes), device=labels_B.device)
     return targets_BK.scatter_(1, labels_B.long()[:, None], 1.0)
 
@@ -85,23 +94,23 @@ def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
 # ---- mixup and cutmix ------------------------------------------------------------------------------------------------
 
 
-def partners(rows: Rows) -> Tensor:
-    """Where, among these rows, the partner of each is."""
+def partners(rows: BatchRows) -> Tensor:
+    """Return the index, among these rows, of each row's partner."""
     partner_B = rows.places ^ 1
     partner_B = np.where(partner_B < rows.total, partner_B, np.maximum(rows.places - 1, 0))
     index_B = np.searchsorted(rows.places, partner_B)
-    parted_B = np.append(rows.places, -1)[index_B] != partner_B
-    if parted_B.any():
+    is_alone_B = np.append(rows.places, -1)[index_B] != partner_B
+    if is_alone_B.any():
         raise ValueError(
-            f"mixup and cutmix pair rows 2i and 2i + 1 of the global batch of {rows.total}; the share of row"
-            f" {rows.places[parted_B][0]} is without its partner: choose a batch of which every worker's share, and"
-            " every step of accumulation, is even"
+            f"mixup and cutmix pair rows 2i and 2i + 1 of the global batch of {rows.total}; row"
+            f" {rows.places[is_alone_B][0]} is separated from its partner: choose a batch size that gives"
+            " every worker and every accumulation step an even number of rows"
         )
     return torch.from_numpy(index_B)
 
 
 def draw_mixing(mix: Mix, height: int, width: int, rng: np.random.Generator) -> Mixing:
-    """timm's draw: mixed at all, cut or blended, by how much, and where."""
+    """Draw as timm does: whether to mix, cut or blend, the share, and the place of the box."""
     if rng.random() >= mix.chance:
         return Mixing(1.0)
     cutting = mix.cutmix > 0 and (mix.mixup == 0 or rng.random() < mix.switch)
@@ -109,12 +118,12 @@ def draw_mixing(mix: Mix, height: int, width: int, rng: np.random.Generator) -> 
         return Mixing(rng.beta(mix.mixup, mix.mixup))
     share = rng.beta(mix.cutmix, mix.cutmix)
     box = cut_box(share, (int(rng.integers(height)), int(rng.integers(width))), height, width)
-    # What the border cuts off the box is not pasted: the share is that of the pixels.
+    # The border may clip the box, so the share is counted in pixels.
     return Mixing(1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width), box)
 
 
 def cut_box(share: float, centre: tuple[int, int], height: int, width: int) -> Box:
-    """The box around `centre` that would leave `share` of the image, clipped to the image."""
+    """Return the box around `centre` that leaves `share` of the image, clipped to the image."""
     side = math.sqrt(1 - share)
     cut_height, cut_width = int(height * side), int(width * side)
     top, left = centre[0] - cut_height // 2, centre[1] - cut_width // 2
@@ -122,7 +131,7 @@ def cut_box(share: float, centre: tuple[int, int], height: int, width: int) -> B
 
 
 def mix_images(images_BCHW: Tensor, mixing: Mixing, partner_B: Tensor) -> Tensor:
-    """Each image blended with its partner, or with a box of it; a box is pasted in place."""
+    """Blend each image with its partner, or paste a box of the partner into it, in place."""
     if mixing.share == 1:
         return images_BCHW
     if mixing.box is None:
@@ -135,33 +144,33 @@ def mix_images(images_BCHW: Tensor, mixing: Mixing, partner_B: Tensor) -> Tensor
 # ---- erasing ---------------------------------------------------------------------------------------------------------
 
 
-def erase_rectangles(images_BCHW: Tensor, chance: float, rows: Rows, rng: np.random.Generator) -> None:
-    """Fill, with the given chance, a rectangle of each image with normal noise, in place: timm's `pixel` mode.
+def erase_rectangles(images_BCHW: Tensor, chance: float, rows: BatchRows, rng: np.random.Generator) -> None:
+    """Fill a rectangle of some images with normal noise, in place, like timm's `pixel` mode.
 
-    The rectangles of a step cut their noise from one sheet, each at a place of its own.
+    All rectangles of a step take their noise from one sheet, each at its own place.
     """
     _, colours, height, width = images_BCHW.shape
-    drawn = draw_rectangles(rows.total, chance, height, width, rng)
-    boxes = [drawn[place] for place in rows.places]
+    drawn = draw_erased_boxes(rows.total, chance, height, width, rng)
     sheet_seed = int(rng.integers(2**63))
-    if not any(box is not None for box in boxes):
+    boxes = [drawn[place] for place in rows.places]
+    if not any(boxes):
         return
-    # Drawn on the CPU, so that it is the same noise on every device.
+    # Drawn on the CPU: the noise is the same on every device.
     sheet_CHW = torch.randn(colours, height, width, generator=torch.Generator().manual_seed(sheet_seed))
     sheet_CHW = sheet_CHW.to(images_BCHW.device, images_BCHW.dtype, non_blocking=True)
     for image_CHW, box in zip(images_BCHW, boxes, strict=True):
-        if box is not None:
+        if box:
             (top, bottom, left, right), (y, x) = box
             noise_CHW = sheet_CHW[:, y : y + bottom - top, x : x + right - left]
             image_CHW[:, top:bottom, left:right] = noise_CHW
 
 
-def draw_rectangles(
+def draw_erased_boxes(
     total: int, chance: float, height: int, width: int, rng: np.random.Generator
 ) -> list[tuple[Box, tuple[int, int]] | None]:
-    """For each row of the global batch: a rectangle and the place of its noise on the sheet, or None."""
+    """Return, for each row of the global batch, a box and the corner of its noise on the sheet, or None."""
     chosen_G = rng.random(total) < chance
-    # Ten tries each, of which the first that fits counts, as in timm.
+    # As in timm, the first of ten tries that fits.
     area_G10 = rng.uniform(*ERASED_AREA, (total, 10)) * height * width
     ratio_G10 = np.exp(rng.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1]), (total, 10)))
     high_G10, wide_G10 = np.rint(np.sqrt(area_G10 * ratio_G10)), np.rint(np.sqrt(area_G10 / ratio_G10))

@@ -1,7 +1,7 @@
-"""One image for one epoch, on the CPU: cropped, resized, flipped and changed, uint8 in and out.
+"""Augmentation of one image on the CPU: crop, resize, flip, policy and jitter, uint8 in and out.
 
-The crop is a view and the resize works on uint8, channels last: half the time of crop, resize and float by Pillow, and
-within one level of its pixels. Callers in many processes set `torch.set_num_threads(1)`.
+Crops are views and the resize works on uint8, channels last: half the time of crop, resize and float by Pillow, within
+one level of its pixels. Callers in many processes set `torch.set_num_threads(1)`.
 Shapes: H rows, W columns, C colours.
 """
 
@@ -23,33 +23,33 @@ from vitray.config.augmentation import (
     SimpleRandomCrop,
 )
 
-Size = tuple[int, int]
+ImageSize = tuple[int, int]
 
 
-def augment_image(image_HWC: np.ndarray, settings: Augment, size: Size, rng: np.random.Generator) -> np.ndarray:
-    """A training view of `size` (height, width); `rng` is `generator(seed, epoch, key, copy)`."""
+def augment_image(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator) -> np.ndarray:
+    """Return a training view of `size` (height, width); `rng` is `generator(seed, epoch, key, copy)`."""
     view_HWC = _crop(image_HWC, settings.crop, size, rng)
     if rng.random() < settings.flip:
         # torch reverses columns 20 times faster than numpy.
         view_HWC = torch.from_numpy(view_HWC).flip(1).numpy()
     if isinstance(settings.policy, NoPolicy) and not settings.jitter:
         return view_HWC
-    # Imported here: torchvision takes seconds, which workers that only crop and flip need not wait.
+    # Imported here: torchvision takes seconds, and most workers only crop and flip.
     from vitray.data.augment.policy import apply_policy, jitter_colours
 
     image = apply_policy(Image.fromarray(view_HWC), settings.policy, settings.crop.interpolation, rng)
     return np.array(jitter_colours(image, settings.jitter, rng))
 
 
-def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: Size) -> np.ndarray:
-    """The view of `size` (height, width) that an evaluation sees."""
+def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize) -> np.ndarray:
+    """Return the evaluation view of `size` (height, width)."""
     height, width = size
     whole_HWC = _cover(image_HWC, (round(height / crop.crop_ratio), round(width / crop.crop_ratio)), crop.interpolation)
     top, left = round((whole_HWC.shape[0] - height) / 2), round((whole_HWC.shape[1] - width) / 2)
     return np.ascontiguousarray(whole_HWC[top : top + height, left : left + width])
 
 
-def _crop(image_HWC: np.ndarray, crop: Crop, size: Size, rng: np.random.Generator) -> np.ndarray:
+def _crop(image_HWC: np.ndarray, crop: Crop, size: ImageSize, rng: np.random.Generator) -> np.ndarray:
     match crop:
         case RandomResizedCrop():
             top, left, height, width = draw_box((image_HWC.shape[0], image_HWC.shape[1]), crop, rng)
@@ -67,8 +67,8 @@ def _crop(image_HWC: np.ndarray, crop: Crop, size: Size, rng: np.random.Generato
             assert_never(crop)
 
 
-def draw_box(image: Size, crop: RandomResizedCrop, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a crop, by torchvision's rule: ten tries, then the middle."""
+def draw_box(image: ImageSize, crop: RandomResizedCrop, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a crop, by torchvision's rule: ten tries, then the centre."""
     rows, columns = image
     for _ in range(10):
         area = rows * columns * rng.uniform(*crop.scale)
@@ -81,8 +81,8 @@ def draw_box(image: Size, crop: RandomResizedCrop, rng: np.random.Generator) -> 
     return (rows - height) // 2, (columns - width) // 2, height, width
 
 
-def _cover(image_HWC: np.ndarray, size: Size, interpolation: Interpolation) -> np.ndarray:
-    """The image resized, its shape kept, to the least that covers `size`; torchvision's Resize where that is square."""
+def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:
+    """Resize to the smallest image of the same aspect that covers `size`; like torchvision's Resize for squares."""
     (rows, columns), (height, width) = image_HWC.shape[:2], size
     if rows * width <= columns * height:
         whole = height, max(width, int(height * columns / rows))
@@ -91,11 +91,11 @@ def _cover(image_HWC: np.ndarray, size: Size, interpolation: Interpolation) -> n
     return resize(image_HWC, whole, interpolation)
 
 
-def resize(image_HWC: np.ndarray, size: Size, interpolation: Interpolation) -> np.ndarray:
-    """The image at another size, antialiased."""
+def resize(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:
+    """Return the image at another size, antialiased."""
     if not image_HWC.flags.writeable:
-        image_HWC = image_HWC.copy()  # torch warns of memory that it may not write to, as the object store's is
-    # Batched before it is permuted: only then do the strides say channels last, which is 1.5 times faster than without.
+        image_HWC = image_HWC.copy()  # torch warns about read-only memory, such as the object store's
+    # The batch dimension comes before the permutation: only then is the tensor channels last, 1.5 times faster.
     image_1CHW = torch.from_numpy(image_HWC)[None].permute(0, 3, 1, 2)
     resized_1CHW = F.interpolate(image_1CHW, size=size, mode=interpolation, antialias=True)
     return np.ascontiguousarray(resized_1CHW[0].permute(1, 2, 0).numpy())

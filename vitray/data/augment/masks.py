@@ -1,6 +1,6 @@
-"""Which patches of an image are predicted, and what is seen of them: a function of (seed, epoch, position).
+"""The hidden and predicted patches of each image, as a function of (seed, epoch, position).
 
-Shapes: B images, N patches (row by row), M of them predicted, K kinds of draws, T tries at a rectangle.
+Shapes: B images, N patches (row by row), M predicted patches, K kinds of draws, T tries at a rectangle.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,19 +13,19 @@ from vitray.data.augment.keyed_random import raw_draws
 
 Grid = tuple[int, int]
 
-# What stands in place of the number of a patch.
+# Codes in place of a patch number.
 VISIBLE, HIDDEN = -2, -1
 
-# Tries at a rectangle whose draws are made at once.
+# Rectangles drawn at a time.
 TRIES = 8
 
 
 def draw_sources(mask: Mask, grid: Grid, seed: int, epoch: int | None, positions: Iterable[int]) -> np.ndarray:
-    """For each patch of each image (BN), what the network sees there and whether it predicts it.
+    """Return the source of each patch of each image (BN): VISIBLE, HIDDEN, or the number of a patch.
 
-    VISIBLE is seen and not predicted, HIDDEN predicted and not seen; a number is the patch that is seen in place of one
-    that is predicted, which may be itself. An image is known by its position in the epoch. Epoch None is that of the
-    evaluations, which all hide the same.
+    VISIBLE patches are seen and not predicted, HIDDEN ones predicted and not seen. A number means that the patch is
+    predicted while the network sees the patch of that number, which may be the same one. `positions` are those in the
+    epoch; all evaluations use epoch None, so they hide the same patches.
     """
     keys = [f"mask {seed} {epoch} {position}" for position in positions]
     patches = grid[0] * grid[1]
@@ -38,21 +38,21 @@ def draw_sources(mask: Mask, grid: Grid, seed: int, epoch: int | None, positions
             assert_never(mask)
 
 
-def _drawn(keys: Sequence[str], numbers: int) -> np.ndarray:
+def _draws(keys: Sequence[str], numbers: int) -> np.ndarray:
     return np.stack([raw_draws(key, numbers) for key in keys])
 
 
 def _shares(draws: np.ndarray) -> np.ndarray:
-    """64-bit numbers as floats from 0 to 1, 1 left out."""
+    """Return 64-bit numbers as floats in [0, 1)."""
     return (draws >> np.uint64(11)) * 2.0**-53
 
 
-# ---- one by one ------------------------------------------------------------------------------------------------------
+# ---- single patches --------------------------------------------------------------------------------------------------
 
 
 def _draw_patches(keys: Sequence[str], mask: RandomMask, patches: int, predicted: int) -> np.ndarray:
     kinds = 3 if mask.other + mask.kept else 1
-    draws_KBN = _drawn(keys, kinds * patches).reshape(len(keys), kinds, patches).swapaxes(0, 1)
+    draws_KBN = _draws(keys, kinds * patches).reshape(len(keys), kinds, patches).swapaxes(0, 1)
     source_BN = np.full((len(keys), patches), VISIBLE)
     own_BM = np.argsort(draws_KBN[0], axis=1, kind="stable")[:, :predicted]
     if kinds == 1:
@@ -70,17 +70,17 @@ def _draw_patches(keys: Sequence[str], mask: RandomMask, patches: int, predicted
 
 
 def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: int) -> np.ndarray:
-    """Whether each patch is hidden (BN). All images take their next rectangle at the same time, by their own draws."""
+    """Return whether each patch is hidden (BN); all images draw their next rectangle at the same time."""
     hidden_BN = np.zeros((len(keys), grid[0] * grid[1]), bool)
     missing_B = np.full(len(keys), predicted)
     turn = 0
     while len(rows := np.flatnonzero(missing_B)):
         turn += 1
-        # Longer draws of a key begin with its shorter ones.
-        draws_BT4 = _drawn([keys[row] for row in rows.tolist()], 4 * TRIES * turn).reshape(len(rows), -1, 4)[:, -TRIES:]
+        # A longer series of draws begins with the shorter ones of the same key.
+        draws_BT4 = _draws([keys[row] for row in rows.tolist()], 4 * TRIES * turn).reshape(len(rows), -1, 4)[:, -TRIES:]
         for draws_B4 in _shares(draws_BT4).swapaxes(0, 1):
             new_BN = draw_rectangles(draws_B4, missing_B[rows], mask, grid) & ~hidden_BN[rows]
-            # The end of the last rectangle is cut off; of an image that has enough nothing more is hidden.
+            # The last rectangle is cut off where the image has enough hidden patches.
             new_BN &= new_BN.cumsum(axis=1) <= missing_B[rows, None]
             hidden_BN[rows] |= new_BN
             missing_B[rows] -= new_BN.sum(axis=1)
@@ -88,9 +88,9 @@ def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: in
 
 
 def draw_rectangles(draws_B4: np.ndarray, missing_B: np.ndarray, mask: BlockMask, grid: Grid) -> np.ndarray:
-    """A rectangle of each image as the patches in it (BN), none where it does not fit: area, aspect, and then a place.
+    """Return a rectangle of each image as its patches (BN), empty where it does not fit.
 
-    The area is drawn from the least to what is missing, or is the least where less is missing.
+    The draws are area, aspect and place. The area is between `mask.least` and the missing number of patches.
     """
     low, high = np.log(mask.aspect)
     area_B = mask.least + draws_B4[:, 0] * np.maximum(missing_B - mask.least, 0)

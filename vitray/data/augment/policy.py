@@ -1,11 +1,10 @@
-"""Changes of colour and shape by recipe: 3-Augment, RandAugment in two meanings, and colour jitter.
+"""Augmentation policies: 3-Augment, RandAugment as in timm and as in torchvision, and colour jitter.
 
-The operations are torchvision's, on Pillow images: there they are Pillow's own, equal to timm's bit for bit, and on
-the whole faster than on tensors. Only the two that torchvision lacks, or does otherwise, are done by Pillow here.
+The operations are torchvision's on Pillow images: equal to timm's bit for bit, and mostly faster than on tensors.
+Two operations that torchvision lacks, or does differently, call Pillow directly.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, assert_never
 
 import numpy as np
@@ -22,12 +21,18 @@ from vitray.config.augmentation import (
     TorchvisionRandAugment,
 )
 
-TF: Any = functional  # typed for tensors alone, though Pillow images are taken as well
+TF: Any = functional  # typed for tensors only, but accepts Pillow images
 
 SHARED = (
     *("auto_contrast", "equalize", "rotate", "posterize", "solarize", "colour", "contrast", "brightness", "sharpness"),
     *("shear_x", "shear_y", "translate_x", "translate_y"),
 )
+ADJUSTMENTS = {
+    "colour": TF.adjust_saturation,
+    "contrast": TF.adjust_contrast,
+    "brightness": TF.adjust_brightness,
+    "sharpness": TF.adjust_sharpness,
+}
 TIMM = (*SHARED, "invert", "solarize_add")
 TORCHVISION = (*SHARED, "identity")
 
@@ -35,7 +40,7 @@ TORCHVISION = (*SHARED, "identity")
 def apply_policy(
     image: Image.Image, policy: Policy, interpolation: Interpolation, rng: np.random.Generator
 ) -> Image.Image:
-    """The image after what the policy draws for it."""
+    """Return the image after the operations that the policy draws."""
     match policy:
         case NoPolicy():
             pass
@@ -62,19 +67,19 @@ def _sign(rng: np.random.Generator) -> int:
 
 
 def three_augment(image: Any, rng: np.random.Generator) -> Image.Image:
-    """One of grey, solarized and blurred."""
+    """Return the image in grey, solarized or blurred."""
     match int(rng.integers(3)):
         case 0:
             return TF.rgb_to_grayscale(image, num_output_channels=3)
         case 1:
             return TF.solarize(image, threshold=128)
         case _:
-            # DeiT III blurs by Pillow; torchvision's kernel of matching width takes five times as long.
+            # DeiT III blurs with Pillow; torchvision's equivalent takes five times as long.
             return image.filter(ImageFilter.GaussianBlur(rng.uniform(0.1, 2.0)))
 
 
 def jitter_colours(image: Any, strength: float, rng: np.random.Generator) -> Image.Image:
-    """Brightness, contrast and saturation multiplied by factors from 1 ± strength, in random order."""
+    """Multiply brightness, contrast and saturation by factors from 1 ± strength, in random order."""
     if strength:
         for index in rng.permutation(3):
             factor = rng.uniform(max(0.0, 1 - strength), 1 + strength)
@@ -83,7 +88,7 @@ def jitter_colours(image: Any, strength: float, rng: np.random.Generator) -> Ima
 
 
 def timm_amount(operation: str, magnitude: float, increasing: bool, size: tuple[int, int], sign: int) -> float:
-    """What timm's magnitude, on a scale of 10, means to an operation on an image of `size` (width, height)."""
+    """Return the amount of an operation for timm's magnitude, on a scale of 10; `size` is (width, height)."""
     level = magnitude / 10
     match operation:
         case "rotate":
@@ -106,7 +111,7 @@ def timm_amount(operation: str, magnitude: float, increasing: bool, size: tuple[
 
 
 def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign: int) -> float:
-    """What a level from 0 to 1 means to an operation in torchvision's RandAugment."""
+    """Return the amount of an operation for a level from 0 to 1, as in torchvision's RandAugment."""
     match operation:
         case "rotate":
             return sign * level * 30
@@ -125,13 +130,8 @@ def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign
 
 
 def operate(image: Any, operation: str, amount: float, interpolation: Interpolation, fill: Colour) -> Image.Image:
-    """One operation: by `amount` degrees, pixels, bits kept, threshold or factor, as it takes."""
+    """Apply one operation; `amount` is its degrees, pixels, bits, threshold or factor."""
     mode = InterpolationMode(interpolation)
-
-    def shift_and_shear(shift: Sequence[float], tangents: Sequence[float]) -> Image.Image:
-        shear = [math.degrees(math.atan(tangent)) for tangent in tangents]
-        # About the corner, as AutoAugment defined it; about the middle, a shift would also lose its last bits.
-        return TF.affine(image, 0.0, [*shift], 1.0, shear, mode, fill=list(fill), center=[0.0, 0.0])
 
     match operation:
         case "identity":
@@ -143,30 +143,24 @@ def operate(image: Any, operation: str, amount: float, interpolation: Interpolat
         case "invert":
             return TF.invert(image)
         case "posterize":
-            # No bits are black, as they always were: Pillow 13 refuses them, and with it timm at magnitude 10.
+            # Zero bits are black, as before Pillow 13, which rejects them (timm at magnitude 10 asks for them).
             return TF.posterize(image, bits=int(amount)) if amount else Image.new("RGB", image.size)
         case "solarize":
             return TF.solarize(image, threshold=amount)
         case "solarize_add":
-            # Not in torchvision: adds to what is darker than the middle.
+            # Not in torchvision: adds to the darker half of the levels.
             return image.point([min(255, level + int(amount)) if level < 128 else level for level in range(256)] * 3)
-        case "colour":
-            return TF.adjust_saturation(image, amount)
-        case "contrast":
-            return TF.adjust_contrast(image, amount)
-        case "brightness":
-            return TF.adjust_brightness(image, amount)
-        case "sharpness":
-            return TF.adjust_sharpness(image, amount)
+        case "colour" | "contrast" | "brightness" | "sharpness":
+            return ADJUSTMENTS[operation](image, amount)
         case "rotate":
             return TF.rotate(image, amount, mode, fill=list(fill))
-        case "translate_x":
-            return shift_and_shear((amount, 0.0), (0.0, 0.0))
-        case "translate_y":
-            return shift_and_shear((0.0, amount), (0.0, 0.0))
-        case "shear_x":
-            return shift_and_shear((0.0, 0.0), (amount, 0.0))
-        case "shear_y":
-            return shift_and_shear((0.0, 0.0), (0.0, amount))
+        case "translate_x" | "translate_y" | "shear_x" | "shear_y":
+            is_shear, none = operation.startswith("shear"), [0.0, 0.0]
+            if is_shear:
+                amount = math.degrees(math.atan(amount))
+            vector = [amount, 0.0] if operation.endswith("x") else [0.0, amount]
+            shift, shear = (none, vector) if is_shear else (vector, none)
+            # About the corner, as in AutoAugment; about the centre, a shift would also lose its last bits.
+            return TF.affine(image, 0.0, shift, 1.0, shear, mode, fill=list(fill), center=none)
         case _:
             raise AssertionError(f"no operation {operation}")

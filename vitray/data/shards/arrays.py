@@ -1,4 +1,4 @@
-"""Raw pixels as a source: CIFAR-10 and CIFAR-100 for Python, and IDX files (MNIST); each image becomes a PNG."""
+"""Sources of raw pixels: CIFAR-10 and CIFAR-100 for Python, and IDX files (MNIST); each image becomes a PNG."""
 
 import gzip
 import io
@@ -19,37 +19,39 @@ IDX_IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 CIFAR_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 CIFAR_BATCHES += ("train", "test")
 CIFAR_META = ("batches.meta", "meta")
-# Files of these datasets are below 180 MB; one that unpacks to more is not one of them.
+# The files of these datasets are below 180 MB.
 LARGEST_MEMBER = 2**28
 
 
-class Block(NamedTuple):
-    """One file of images."""
+class ArrayFile(NamedTuple):
+    """One file of images with their labels."""
 
     name: str
     file: str
     labels: Sequence[int]
 
 
-def list_arrays(kind: Literal["cifar", "idx"], source: str, label: str | None) -> tuple[list[Block], list[str] | None]:
-    """The files of images with their labels, and the class names where the source says them."""
+def list_arrays(
+    kind: Literal["cifar", "idx"], source: str, label: str | None
+) -> tuple[list[ArrayFile], list[str] | None]:
+    """Return the files of images, and the class names if the source has them."""
     return _list_cifar(source, label) if kind == "cifar" else (_list_idx(source), None)
 
 
 def read_png(kind: Literal["cifar", "idx"], file: str, row: int) -> bytes:
-    """One image; the file stays in memory for the next ones."""
+    """Return one image; its file stays in memory for the next calls."""
     return png(_cifar_pixels(file)[row].transpose(1, 2, 0) if kind == "cifar" else _idx(file)[row])
 
 
-def _list_cifar(source: str, label: str | None) -> tuple[list[Block], list[str] | None]:
-    """A batch is named `source::member`, whether the source is the archive or the folder that it unpacks to."""
+def _list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[str] | None]:
+    """Each file is `source::member`, for an archive and for its unpacked folder."""
     names = [name for name in (*CIFAR_BATCHES, *CIFAR_META) if name in _cifar_members(source)]
     metas = [name for name in names if name in CIFAR_META]
     if not metas or len(names) == len(metas):
         raise ConfigError(f"{source}: wanted the python version of CIFAR: batches, and meta or batches.meta")
     meta = _cifar_batch(f"{source}::{metas[0]}")
     label = label or ("labels" if "label_names" in meta else "fine_labels")
-    blocks = []
+    files = []
     for name in names:
         if name in CIFAR_META:
             continue
@@ -57,25 +59,25 @@ def _list_cifar(source: str, label: str | None) -> tuple[list[Block], list[str] 
         if label not in batch:
             known = [key for key in batch if key.endswith("labels")]
             raise ConfigError(f"label={label}: {source} has {', '.join(known)}{nearest(label, known)}")
-        # The training batches do not say so in their names.
-        blocks.append(Block(f"train_{name}" if name.startswith("data_") else name, f"{source}::{name}", batch[label]))
-    return blocks, list(meta[label.replace("labels", "label_names")])
+        split_name = f"train_{name}" if name.startswith("data_") else name  # data_batch_1 belongs to train
+        files.append(ArrayFile(split_name, f"{source}::{name}", batch[label]))
+    return files, list(meta[label.replace("labels", "label_names")])
 
 
 @lru_cache(maxsize=1)
 def _cifar_members(source: str) -> dict[str, bytes | str]:
-    """{name: content} of an archive, {name: address} of a folder."""
-    wanted = (*CIFAR_BATCHES, *CIFAR_META)
+    """Return {name: content} of an archive, {name: address} of a folder."""
+    expected = (*CIFAR_BATCHES, *CIFAR_META)
     if not source.endswith((".tar.gz", ".tgz", ".tar")):
         names = {name.rpartition("/")[2]: storage.join(source, name) for name in storage.list_files(source)}
-        return {name: file for name, file in names.items() if name in wanted}
+        return {name: file for name, file in names.items() if name in expected}
     members: dict[str, bytes | str] = {}
     try:
         with storage.local_copy(source) as path, tarfile.open(path) as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
-                small = member.isreg() and member.size <= LARGEST_MEMBER
-                if name in wanted and small and (file := tar.extractfile(member)):
+                is_small = member.isreg() and member.size <= LARGEST_MEMBER
+                if name in expected and is_small and (file := tar.extractfile(member)):
                     members[name] = file.read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{source}: cannot be read as a tar archive: {error}") from None
@@ -100,7 +102,7 @@ def _cifar_pixels(file: str) -> np.ndarray:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads numbers, text, lists, dicts and arrays; no other code that a pickle asks for is run."""
+    """Reads numbers, text, lists, dicts and arrays; a pickle can run no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
@@ -111,38 +113,38 @@ class _ArraysOnly(pickle.Unpickler):
             ("_codecs", "encode"): _latin1,
         }
         if (module, name) not in allowed:
-            raise pickle.UnpicklingError(f"the file asks for {module}.{name}, which no image data needs")
+            raise pickle.UnpicklingError(f"the file asks for {module}.{name}, which image data does not need")
         return allowed[module, name]
 
 
 def _latin1(text: str, _: str) -> bytes:
-    """How Python 3 writes the bytes of an array in an old protocol."""
+    """Decode array bytes of the old pickle protocols."""
     return text.encode("latin1")
 
 
-def _list_idx(source: str) -> list[Block]:
+def _list_idx(source: str) -> list[ArrayFile]:
     folder = source.rpartition("/")[0] if IDX_IMAGES.search(source) else source
     names = storage.list_files(folder)
     images = [name for name in names if IDX_IMAGES.search(name)]
-    blocks = []
+    files = []
     for name in images:
-        beside = re.sub(r"images([-.])idx3", r"labels\1idx1", name)
-        choices = (beside, f"{beside}.gz", beside.removesuffix(".gz"))
+        expected = re.sub(r"images([-.])idx3", r"labels\1idx1", name)
+        choices = (expected, f"{expected}.gz", expected.removesuffix(".gz"))
         labels = next((choice for choice in choices if choice in names), None)
         if labels is None:
-            raise ConfigError(f"{storage.join(source, name)}: no labels beside it: wanted {beside}")
+            raise ConfigError(f"{storage.join(source, name)}: no labels beside it: wanted {expected}")
         file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels)).tolist()
         if len(numbers) != len(_idx(file)):
             raise ConfigError(f"{file}: {len(_idx(file))} images, but {len(numbers)} labels")
-        blocks.append(Block(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers))
-    if len({block.name for block in blocks}) < len(blocks):
-        raise ConfigError(f"{source}: the same images are there twice, packed and unpacked: leave one of them")
-    return blocks
+        files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers))
+    if len({each.name for each in files}) < len(files):
+        raise ConfigError(f"{source}: contains the same images packed and unpacked: remove one of them")
+    return files
 
 
 @lru_cache(maxsize=2)
 def _idx(file: str) -> np.ndarray:
-    """An IDX file of bytes: two zeros, type 8, the number of dimensions, each as 4 bytes, the content."""
+    """Return an IDX file: two zeros, type 8 (bytes), the number of dimensions, each as 4 bytes, the content."""
     content = storage.read_bytes(file)
     if file.endswith(".gz"):
         try:
@@ -155,5 +157,5 @@ def _idx(file: str) -> np.ndarray:
     head = 4 + 4 * content[3]
     shape = np.frombuffer(content[4:head], ">u4").tolist()
     if len(content) != head + int(np.prod(shape)):
-        raise ConfigError(f"{file}: {len(content)} bytes, but its head says {shape}")
+        raise ConfigError(f"{file}: {len(content)} bytes, but its header has shape {shape}")
     return np.frombuffer(content, np.uint8, offset=head).reshape(shape)

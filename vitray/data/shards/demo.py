@@ -1,9 +1,8 @@
-"""The built-in demo data: one textured shape before a cluttered background, drawn from (index, seed) alone.
+"""The built-in demo data: a textured shape on a cluttered background, as a function of (index, seed).
 
-Every image has two labels, its shape and its texture, so that one task transfers to the other. Place, size and turn
-vary enough to blur the mean of a class, which is what a linear model goes by, and little enough for a small ViT to
-learn them in minutes. Only arithmetic that IEEE 754 rounds exactly is done per pixel (no sine, no matrix product),
-so that bytes agree between machines and not only between processes.
+Every image has two labels, shape and texture, so that one task transfers to the other. Place, size and rotation vary
+enough to blur the mean of a class, so that a linear model fails, but a small ViT learns the task in minutes. Pixels
+use only arithmetic that IEEE 754 rounds exactly (no sine, no matrix product): bytes are the same on every machine.
 """
 
 import math
@@ -18,13 +17,13 @@ from vitray.errors import ConfigError, nearest
 
 Floats = NDArray[np.floating]
 
-# Edges are drawn this many times finer than pixels, then averaged.
+# Antialiasing: edges are drawn at this multiple of the resolution, then averaged.
 FINER = 4
 
 
 def _arc(start: float, stop: float, radius: float = 1.0, x: float = 0.0, steps: int = 36) -> list[tuple[float, float]]:
-    """Points along a circle about (x, 0), angles in degrees."""
-    # Rounded, as the sines of two C libraries may differ in the last bit.
+    """Return points along a circle about (x, 0); angles in degrees."""
+    # Rounded: the sines of two C libraries may differ in the last bit.
     angles = [math.radians(start + (stop - start) * step / steps) for step in range(steps + 1)]
     return [(round(x + radius * math.cos(angle), 4), round(radius * math.sin(angle), 4)) for angle in angles]
 
@@ -34,7 +33,7 @@ def _star(tips: int, inner: float) -> list[tuple[float, float]]:
     return [pair[index % 2] for index, pair in enumerate(points)]
 
 
-# Outlines about the origin, y downwards, of about equal area; a hole is a second turn in the same outline.
+# Outlines about the origin, y downwards, of similar area; a hole is a second loop in the same outline.
 SHAPES = {
     "disc": _arc(0, 360, 0.85),
     "ring": _arc(0, 360, 0.95) + _arc(360, 0, 0.5),
@@ -56,14 +55,14 @@ CLASSES = {"shape": list(SHAPES), "texture": list(TEXTURES)}
 
 
 def demo_classes(task: str) -> list[str]:
-    """The class names of a task, in the order of its labels."""
+    """Return the class names of a task, in the order of its labels."""
     if task not in CLASSES:
         raise ConfigError(f"task: got {task!r}, wanted {' or '.join(CLASSES)}{nearest(task, CLASSES)}")
     return list(CLASSES[task])
 
 
 def demo_item(index: int, seed: int, image_size: int, task: str) -> tuple[bytes, int]:
-    """One image as JPEG and its label for a task; the image is the same for every task."""
+    """Return one image as JPEG and its label for a task; the image is the same for every task."""
     demo_classes(task)
     deal, place = divmod(index, len(SHAPES) * len(TEXTURES))
     shape, texture = divmod(_dealt(seed, deal)[place], len(TEXTURES))
@@ -75,15 +74,15 @@ def demo_item(index: int, seed: int, image_size: int, task: str) -> tuple[bytes,
 
 @lru_cache(maxsize=64)
 def _dealt(seed: int, deal: int) -> list[int]:
-    """Every pair of labels once, shuffled: classes are balanced, and no arithmetic on the index tells a label."""
+    """Return every pair of labels once, shuffled: classes are balanced, and the index does not reveal the label."""
     return np.random.default_rng([seed, 0, deal]).permutation(len(SHAPES) * len(TEXTURES)).tolist()
 
 
 def _draw(shape: str, texture: str, size: int, rng: np.random.Generator) -> Image.Image:
-    """The picture: clouds, distractors, a shadow, the textured shape, light from one side, noise."""
+    """Draw clouds, distractors, a shadow, the textured shape, light from one side, and noise."""
     axis = ((np.arange(size, dtype=np.float32) + 0.5) * np.float32(2 / size)) - 1
     x, y = axis[None, :], axis[:, None]
-    # A shape is lighter than its ground: with one in ten darker, a small ViT had 69 % after 4 epochs and not 83 %.
+    # Shapes are lighter than the ground: with 10 % darker ones, a small ViT reached 69 % in 4 epochs, not 83 %.
     ground, body = np.array([72, 204], np.float32)[:, None, None, None] + _uniform(rng, -32, 32, (2, 3, 1, 1))
     mark = body - 45 + _uniform(rng, -16, 16, (3, 1, 1))
 
@@ -109,7 +108,7 @@ def _draw(shape: str, texture: str, size: int, rng: np.random.Generator) -> Imag
 
 
 def _pattern(texture: str, x: Floats, y: Floats, size: int, rng: np.random.Generator) -> Floats:
-    """How much of the second colour each pixel has."""
+    """Return the share of the second colour in each pixel."""
     turn, period = rng.uniform(-0.5, 0.5), rng.uniform(0.26, 0.36)
     cos, sin = (np.float32(value / period) for value in _direction(turn))
     u, v = x * cos + y * sin + rng.random(dtype=np.float32), y * cos - x * sin + rng.random(dtype=np.float32)
@@ -133,25 +132,25 @@ def _pattern(texture: str, x: Floats, y: Floats, size: int, rng: np.random.Gener
         case "blotches":
             level = _clouds(size, 12, rng)[0]
         case other:
-            raise AssertionError(f"texture {other} is in TEXTURES and not here")
-    # The wave climbs from -1 to 1 in half a period: its edge is then about a pixel wide.
+            raise AssertionError(f"no pattern for texture {other}")
+    # The wave rises from -1 to 1 in half a period: this scale makes edges about a pixel wide.
     return np.clip(level * np.float32(size * period / 8) + np.float32(0.5), 0, 1)
 
 
 def _wave(u: Floats) -> Floats:
-    """A triangle wave of period 1 between -1 and 1: a cosine that every machine computes alike."""
+    """Return a triangle wave of period 1 between -1 and 1, a cosine without rounding differences."""
     return 4 * np.abs(u - np.floor(u) - np.float32(0.5)) - 1
 
 
 def _clouds(size: int, cells: int, rng: np.random.Generator) -> Floats:
-    """Three smooth random fields between -1 and 1."""
+    """Return three smooth random fields between -1 and 1."""
     seeds = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
     fields = np.asarray(seeds.resize((size, size), Image.Resampling.BICUBIC), np.float32)
     return fields.transpose(2, 0, 1) / np.float32(127.5) - 1
 
 
 def _scribble(rng: np.random.Generator) -> list[tuple[float, float]]:
-    """The outline of a distractor: a few corners, or a long thin bar."""
+    """Return the outline of a distractor: a few corners, or a long thin bar."""
     if rng.random() < 0.4:
         return [(-0.15, -3), (0.15, -3), (0.15, 3), (-0.15, 3)]
     tips = int(rng.integers(3, 7))
@@ -167,14 +166,14 @@ def _direction(turn: float) -> tuple[float, float]:
 
 
 def _turned(outline: list[tuple[float, float]], turn: float, x: float, y: float, radius: float) -> Floats:
-    """An outline in its place in the image, which spans -1 to 1; the turn is in half circles."""
+    """Return an outline at its place in the image, which spans -1 to 1; the turn is in half circles."""
     cos, sin = (radius * value for value in _direction(turn))
     points = np.array(outline)
     return np.stack([x + points[:, 0] * cos - points[:, 1] * sin, y + points[:, 0] * sin + points[:, 1] * cos], axis=1)
 
 
 def _mask(outline: Floats, size: int) -> Floats:
-    """How much of each pixel lies inside an outline."""
+    """Return the share of each pixel inside an outline."""
     fine = Image.new("L", (size * FINER, size * FINER))
     ImageDraw.Draw(fine).polygon(((outline + 1) * (size * FINER / 2)).ravel().tolist(), fill=255)
     return np.asarray(fine.reduce(FINER), np.float32) / np.float32(255)

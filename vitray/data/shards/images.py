@@ -1,7 +1,4 @@
-"""What a dataset wants to know of an image: its size, its colours, what it resembles; and images made into bytes.
-
-The bytes on disk stay as they came, and every reader decodes them by the rules of `vitray.data.augment.decode`.
-"""
+"""Statistics of an image for its dataset, and encoding to JPEG and PNG."""
 
 import io
 from typing import NamedTuple
@@ -10,34 +7,37 @@ import numpy as np
 from PIL import Image
 
 
-class Look(NamedTuple):
-    """What one decoding tells of an image."""
+class ImageStats(NamedTuple):
+    """The size, colours and fingerprint of one image."""
 
     width: int
     height: int
     moments: list[int]
-    """Sums of the red, green and blue pixels, then of their squares: whole numbers, so that no order changes them."""
+    """Sums of the red, green and blue pixels, then of their squares: whole numbers, exact in any order of addition."""
     fingerprint: bytes | None
 
 
-def look(image: Image.Image, fingerprint: bool) -> Look:
-    """Size, pixel sums and, where asked, the perceptual fingerprint of a shown image."""
+def image_stats(image: Image.Image, fingerprint: bool) -> ImageStats:
+    """Return size, pixel sums and, on request, the perceptual fingerprint of an RGB image."""
     counts = np.asarray(image.histogram(), dtype=np.int64).reshape(3, 256)
     levels = np.arange(256, dtype=np.int64)
     moments = [*(counts @ levels).tolist(), *(counts @ levels**2).tolist()]
-    return Look(image.width, image.height, moments, _fingerprint(image) if fingerprint else None)
+    return ImageStats(image.width, image.height, moments, _fingerprint(image) if fingerprint else None)
 
 
 def _fingerprint(image: Image.Image) -> bytes:
-    """128 bits: whether each cell of a 9x9 grey miniature is brighter than its right and than its lower neighbour."""
-    mini = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.LANCZOS), dtype=np.int16)
-    # A step of 2 levels: in even areas, coding noise would decide the bit.
-    bits = [mini[:8, :8] > mini[:8, 1:] + 2, mini[:8, :8] > mini[1:, :8] + 2]
+    """Return 128 bits: whether each cell of a 9x9 grey thumbnail is brighter than its right and its lower neighbour."""
+    thumbnail = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.LANCZOS), dtype=np.int16)
+    # At least 3 levels brighter: coding noise would decide the bits of even areas.
+    bits = [
+        thumbnail[:8, :8] > thumbnail[:8, 1:] + 2,
+        thumbnail[:8, :8] > thumbnail[1:, :8] + 2,
+    ]
     return np.packbits(np.concatenate(bits)).tobytes()
 
 
-def shrunk(image: Image.Image, shorter: int) -> Image.Image | None:
-    """The image with its shorter side at `shorter` pixels; None where it is no longer than that."""
+def shrink(image: Image.Image, shorter: int) -> Image.Image | None:
+    """Return the image with a shorter side of `shorter` pixels; None where it is not larger."""
     side = min(image.size)
     if side <= shorter:
         return None
@@ -46,13 +46,13 @@ def shrunk(image: Image.Image, shorter: int) -> Image.Image | None:
 
 
 def jpeg(image: Image.Image, quality: int) -> bytes:
-    """The image as JPEG."""
-    image.info.clear()  # a colour profile or EXIF of the original would be written along
+    """Return the image as JPEG."""
+    image.info.clear()  # Pillow would copy the colour profile and EXIF of the original
     image.save(content := io.BytesIO(), "JPEG", quality=quality)
     return content.getvalue()
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """Raw pixels, grey or RGB, as PNG."""
+    """Return raw pixels, grey or RGB, as PNG."""
     Image.fromarray(pixels).save(content := io.BytesIO(), "PNG")
     return content.getvalue()

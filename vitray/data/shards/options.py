@@ -1,47 +1,48 @@
-"""What `vitray shard` is asked for: source, destination and settings, refused in one message where they do not fit."""
+"""The source, destination and settings of `vitray shard`; invalid ones are rejected together in one message."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
 from vitray import storage
-from vitray.config.parsing import apply_changes, parse_words
+from vitray.config.parsing import apply_changes, parse_overrides
 from vitray.config.sections import Fraction, Section, Size
-from vitray.config.validation import refusal
+from vitray.config.validation import explain_error
 from vitray.data.augment.decode import MAX_PIXELS
 from vitray.errors import ConfigError
 
+AnySection = TypeVar("AnySection", bound=Section)
 Kind = Literal["folder", "index", "tar", "parquet", "cifar", "idx", "demo"]
 
-# Words that decide how the work is done, not what comes out of it.
-_HOW = {"workers", "chunk", "max_rejects"}
+# Settings that do not change the dataset.
+_EXECUTION = {"workers", "chunk", "max_rejects"}
 _DEMO_ONLY = {"images", "image_size", "task", "val_share"}
 
 
-class Settings(Section):
-    """The `key=value` words of `vitray shard`."""
+class ShardSettings(Section):
+    """The `key=value` settings of `vitray shard`."""
 
     kind: Kind | None = None
-    """What the source is; None recognises it."""
+    """Kind of the source; None detects it."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Decides the order of the images, what `--split NAME=SHARE` draws, and the demo images."""
+    """Seed of the image order, of the images that `--split NAME=SHARE` draws, and of the demo images."""
     workers: Size | None = None
-    """Tasks at a time; None is one per CPU. Never changes what is written."""
+    """Concurrent tasks; None is one per CPU. Does not change the output."""
     resize: Size | None = None
-    """Re-encode images whose shorter side is longer, as JPEG with that shorter side; None keeps every byte."""
+    """Shorter side, in pixels, of images that are larger; they are encoded again as JPEG. None keeps all bytes."""
     quality: Annotated[int, Field(ge=1, le=100)] = 92
-    """Of the JPEGs that resize makes."""
+    """JPEG quality of resized images."""
     dedupe: Literal["exact", "perceptual", "off"] = "exact"
-    """Which images are the same: equal bytes; or nearly equal to the eye, within 3 of 128 bits and 8 grey levels."""
+    """Definition of a duplicate. exact: equal bytes; perceptual: within 3 of 128 fingerprint bits and 8 grey levels."""
     max_rejects: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of images that may be set aside before the whole is refused."""
+    """Largest share of rejected images; more of them stop the command."""
     max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = MAX_PIXELS
-    """Images with more are set aside before they are decoded."""
+    """Images with more pixels are rejected before they are decoded."""
     shard_bytes: Size = 256 * 2**20
-    """Images per shard are chosen to come near this."""
+    """Approximate size of a shard."""
     row_group: Size | None = None
-    """Rows read at a time; None comes near 6 MB within 16..128 rows."""
+    """Rows of a row group, the unit of reading; None gives about 6 MB within 16..128 rows."""
     chunk: Size = 256
     """Images inspected by one task."""
     image: str | None = None
@@ -49,68 +50,73 @@ class Settings(Section):
     label: str | None = None
     """Column or field with the label; None takes the usual names."""
     images: Size = 6000
-    """Of a demo: train images."""
+    """Demo: train images."""
     val_share: Fraction = 1 / 6
-    """Of a demo: fresh validation images, as a share of `images`."""
+    """Demo: additional validation images, as a share of `images`."""
     image_size: Annotated[int, Field(ge=8)] = 64
-    """Of a demo: pixels a side."""
+    """Demo: side of an image in pixels."""
     task: str = "shape"
-    """Of a demo: what the labels say, shape or texture."""
+    """Demo: the labels, shape or texture."""
 
 
-class Job(NamedTuple):
+class ShardRequest(NamedTuple):
     """One call of `vitray shard`."""
 
     source: str
     dest: str
-    settings: Settings = Settings()
+    settings: ShardSettings = ShardSettings()
     keep: tuple[str, ...] = ()
-    """The splits to take; of a source that names none, what its images are called."""
+    """The splits to take; for a source without splits, the name of its only split."""
     draw: tuple[tuple[str, float], ...] = ()
     """(split, share of the train images to draw into it)."""
     index_only: bool = False
 
     def recorded(self) -> dict[str, Any]:
-        """What decides the content, for dataset.json."""
-        other = set() if self.source == "demo" else _DEMO_ONLY
-        settings = self.settings.model_dump(mode="json", exclude=_HOW | other)
+        """Return the settings that decide the content, for dataset.json."""
+        unused = set() if self.source == "demo" else _DEMO_ONLY
+        settings = self.settings.model_dump(mode="json", exclude=_EXECUTION | unused)
         return settings | {"keep": list(self.keep), "draw": [list(pair) for pair in self.draw]}
 
 
-def read_job(
-    source: str, dest: str, splits: Sequence[str] = (), words: Sequence[str] = (), index_only: bool = False
-) -> Job:
-    """The job that the words of the command line spell."""
-    changes = parse_words(words)
+def read_request(
+    source: str, dest: str, splits: Sequence[str] = (), overrides: Sequence[str] = (), index_only: bool = False
+) -> ShardRequest:
+    """Return the request of a command line."""
+    settings = read_settings(ShardSettings, overrides, "settings")
+    if source != "demo" and (foreign := sorted(_DEMO_ONLY & settings.model_fields_set)):
+        raise ConfigError(f"{foreign[0]}: a setting of the demo source only; the source here is {source}")
+    for url in (source, dest):
+        storage.filesystem(url)  # rejects unknown schemes
+    keep, draw = _parse_splits(splits)
+    return ShardRequest(source, dest, settings, keep, draw, index_only)
+
+
+def read_settings(section: type[AnySection], overrides: Sequence[str], where: str) -> AnySection:
+    """Return a section with some settings overridden."""
+    changes = parse_overrides(overrides)
     tree: dict[str, Any] = {}
     apply_changes(changes, tree)
     try:
-        settings = Settings.model_validate(tree)
+        return section.model_validate(tree)
     except ValidationError as invalid:
-        places = {path: f"the word {word!r}" for path, word in zip(changes, words, strict=True)}
-        raise refusal(invalid, Settings, places, "settings") from None
-    if source != "demo" and (foreign := sorted(_DEMO_ONLY & set(changes))):
-        raise ConfigError(f"{foreign[0]}: a setting of the demo source alone; the source here is {source}")
-    for url in (source, dest):
-        storage.filesystem(url)  # refuses an address of another kind
-    keep, draw = _read_splits(splits)
-    return Job(source, dest, settings, keep, draw, index_only)
+        places = {path: f"override {override!r}" for path, override in zip(changes, overrides, strict=True)}
+        raise explain_error(invalid, section, places, where) from None
 
 
-def _read_splits(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, float], ...]]:
+def _parse_splits(splits: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[str, float], ...]]:
     keep, draw = [], []
-    for word in words:
-        name, equals, share = word.partition("=")
+    for split in splits:
+        name, equals, share = split.partition("=")
         try:
-            fits = name.isidentifier() and (not equals or 0 < float(share) < 1)
+            is_valid = name.isidentifier() and (not equals or 0 < float(share) < 1)
         except ValueError:
-            fits = False
-        if not fits or name in [*keep, *dict(draw)] or (equals and name == "train"):
-            raise ConfigError(f"--split {word}: wanted each NAME once, or NAME=SHARE of train with 0 < SHARE < 1")
+            is_valid = False
+        if not is_valid or name in [*keep, *dict(draw)] or (equals and name == "train"):
+            raise ConfigError(f"--split {split}: wanted each NAME once, or NAME=SHARE of train with 0 < SHARE < 1")
         if equals:
             draw.append((name, float(share)))
         else:
             keep.append(name)
     if sum(share for _, share in draw) >= 1:
-        raise ConfigError(f"--split {' '.join(words)}: the shares leave nothing to train")
+        raise ConfigError(f"--split {' '.join(splits)}: the shares leave nothing to train on")
     return tuple(keep), tuple(draw)

@@ -1,4 +1,4 @@
-"""What can be sharded: each kind of source lists its images in a fixed order, and reads a run of them."""
+"""Sources of images: each kind lists its images in a fixed order, and reads some of them."""
 
 import csv
 import hashlib
@@ -13,117 +13,129 @@ from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
 
 from vitray import storage
-from vitray.data.shards import arrays, tables
+from vitray.data.shards.arrays import IDX_IMAGES, list_arrays, read_png
 from vitray.data.shards.demo import demo_classes, demo_item
-from vitray.data.shards.options import Job, Kind
+from vitray.data.shards.manifest import MANIFEST, open_dataset
+from vitray.data.shards.options import Kind, ShardRequest
+from vitray.data.shards.tables import (
+    LABEL_COLUMNS,
+    ImageTable,
+    find_column,
+    holds_images,
+    read_image_table,
+    read_images,
+    read_text,
+)
 from vitray.errors import ConfigError, nearest
+
+REJECTS = "rejects.parquet"
 
 SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 SPLITS |= {"test": "test", "testing": "test", "t10k": "test"}
 
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image_path", "image")
-LABEL_COLUMNS = ("label", "labels", "class", "class_name", "target", "category", "fine_label")
-IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 
-# What a source is recognised by: the names of its files, below its folder.
+# The file names, below the folder of a source, that identify its kind.
 SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("tar", re.compile(r"\.tar$")),
     ("parquet", re.compile(r"\.parquet$")),
     ("cifar", re.compile(r"(^|/)(batches\.)?meta$")),
-    ("idx", arrays.IDX_IMAGES),
+    ("idx", IDX_IMAGES),
     ("folder", re.compile(r"/[^/]+\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)),
 )
 _TAR_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "img"}
 
-# Larger files are no images, and would be read whole.
+# Larger files are not images, and would be read whole.
 LARGEST_FILE = 2**30
 
 
-class Entry(NamedTuple):
+class SourceEntry(NamedTuple):
     """One image as its source lists it."""
 
-    split: str | None
+    split: str
+    """Empty where the source names no split."""
     name: str
-    """Below the source; messages and keys use it."""
+    """Path below the source, for messages and keys."""
     file: str
     place: int = 0
     """Byte in a tar, row of a table or an array, index of a demo image."""
     size: int = 0
-    """Bytes, where they are known before reading."""
+    """Bytes, if known before reading."""
     label: Any = None
+    """As the source has it; in a listing the class number, None if only reading yields it."""
     reason: str | None = None
-    """Why the image is set aside unread."""
+    """Why the image is rejected unread."""
 
 
-class Item(NamedTuple):
-    """One image to be inspected."""
+class Reject(NamedTuple):
+    """One rejected image."""
 
     split: str
-    name: str
     file: str
-    place: int
-    size: int
-    label: int | None
-    """None where only reading tells."""
+    reason: str
 
 
 class Listing(NamedTuple):
-    """A source as a list."""
+    """The images of a source."""
 
     kind: Kind
-    items: list[Item]
+    items: list[SourceEntry]
     classes: tuple[str, ...]
-    rejects: list[tuple[str, str, str]]
-    """(split, name, reason) of what was set aside unread."""
-    parts: list[tuple[str, tables.Part]]
-    """(split, Parquet file), for datasets left in place."""
+    rejects: list[Reject]
+    """Images rejected unread."""
+    tables: list[tuple[str, ImageTable]]
+    """(split, Parquet file), for datasets indexed in place."""
 
 
-# Calls a function once per tuple of arguments, results in order: on the cluster or one by one.
+# Calls a function once per tuple of arguments and returns the results in order.
 Mapped = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 
 
-def list_source(job: Job, kind: Kind, mapped: Mapped) -> Listing:
-    """Every image of the source, in an order that depends on the source alone."""
+def list_source(request: ShardRequest, kind: Kind, mapped: Mapped) -> Listing:
+    """Return every image of the source, in an order that depends on the source alone."""
+    source, settings = request.source, request.settings
     names: Sequence[str] | None = None
-    parts: list[tables.Part] = []
+    tables: list[ImageTable] = []
     match kind:
         case "folder":
-            entries = _folder(job.source)
+            entries = _list_folder(source)
         case "index":
-            entries = _index(job)
+            entries = _list_index(request)
         case "tar":
-            files = [job.source] if job.source.endswith(".tar") else _below(job.source, ".tar")
-            calls = [(file, _relative(file, job.source), job.settings.label) for file in files]
-            entries = [entry for found in mapped(list_tar, calls) for entry in found]
+            calls = [(file, _relative(file, source), settings.label) for file in _files(source, ".tar")]
+            entries = [entry for listed in mapped(list_tar, calls) for entry in listed]
         case "parquet":
-            parts = _parts(job, mapped)
-            names = tables.class_names(job.source) or next((part.names for part in parts if part.names), None)
-            entries = [entry for part in parts for entry in _rows(part, job.source)]
+            calls = [(file, settings.image, settings.label) for file in _files(source, ".parquet")]
+            tables = mapped(read_image_table, calls)
+            names = next((table.names for table in tables if table.names), None)
+            if storage.exists(storage.join(source, MANIFEST)):  # a dataset of ours that is sharded again
+                names = open_dataset(source).classes
+            entries = [entry for table in tables for entry in _list_rows(table, source)]
         case "cifar" | "idx":
-            blocks, names = arrays.list_arrays(kind, job.source, job.settings.label)
+            files, names = list_arrays(kind, source, settings.label)
             entries = [
-                Entry(split_in(block.name), f"{block.name}/{row:05d}", block.file, row, 0, label)
-                for block in blocks
-                for row, label in enumerate(block.labels)
+                SourceEntry(split_in(each.name), f"{each.name}/{row:05d}", each.file, row, 0, label)
+                for each in files
+                for row, label in enumerate(each.labels)
             ]
         case "demo":
-            names = demo_classes(job.settings.task)
-            train = job.settings.images
-            total = train + round(train * job.settings.val_share)
-            splits = ("train" if index < train else "val" for index in range(total))
-            entries = [Entry(split, f"{split}/{index:06d}", "demo", index) for index, split in enumerate(splits)]
+            names = demo_classes(settings.task)
+            train = settings.images
+            splits = ["train"] * train + ["val"] * round(train * settings.val_share)
+            entries = [SourceEntry(split, f"{split}/{index:06d}", "demo", index) for index, split in enumerate(splits)]
         case _:
             assert_never(kind)
-    items, classes, rejects = _numbered(list(_of_splits(job, entries)), names, kind)
+    items, classes, rejects = _number_labels(_select_splits(request, list(entries)), names, kind)
     if not items:
-        raise ConfigError(f"{job.source}: no image to shard, as a {kind} source")
-    by_file = {item.file: item.split for item in items}
-    return Listing(kind, items, classes, rejects, [(by_file[p.file], p) for p in parts if p.file in by_file])
+        raise ConfigError(f"{source}: no image to shard, as a {kind} source")
+    splits_by_file = {item.file: item.split for item in items}
+    in_use = [(splits_by_file[table.file], table) for table in tables if table.file in splits_by_file]
+    return Listing(kind, items, classes, rejects, in_use)
 
 
-def read_items(kind: Kind, items: Sequence[Item], job: Job) -> Iterator[tuple[bytes, int | None]]:
-    """The encoded bytes and the label of each item."""
+def read_items(kind: Kind, items: Sequence[SourceEntry], request: ShardRequest) -> Iterator[tuple[bytes, int | None]]:
+    """Yield the encoded bytes and the label of each image."""
+    settings = request.settings
     match kind:
         case "folder" | "index" | "tar":
             places = [(item.file, item.place, item.size) for item in items]
@@ -131,21 +143,20 @@ def read_items(kind: Kind, items: Sequence[Item], job: Job) -> Iterator[tuple[by
         case "parquet":
             for file, run in groupby(items, key=lambda item: item.file):
                 rows = list(run)
-                contents = tables.read_rows(file, job.settings.image, IMAGE_COLUMNS, [item.place for item in rows])
+                contents = read_images(file, settings.image, [item.place for item in rows])
                 yield from zip(contents, (item.label for item in rows), strict=True)
         case "cifar" | "idx":
             for item in items:
-                yield arrays.read_png(kind, item.file, item.place), item.label
+                yield read_png(kind, item.file, item.place), item.label
         case "demo":
-            words = job.settings
             for item in items:
-                yield demo_item(item.place, words.seed, words.image_size, words.task)
+                yield demo_item(item.place, settings.seed, settings.image_size, settings.task)
         case _:
             assert_never(kind)
 
 
 def read_ranges(places: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-    """The bytes at each (file, start, size), in order; many at once where each waits for a network."""
+    """Yield the bytes at each (file, start, size), in order; remote reads are concurrent."""
     if not any(storage.is_remote(file) for file, _, _ in places):
         yield from (storage.read_range(*place) for place in places)
         return
@@ -153,85 +164,91 @@ def read_ranges(places: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
         yield from pool.map(lambda place: storage.read_range(*place), places)
 
 
-def rank(seed: int, purpose: str, name: str) -> bytes:
-    """Where an image comes when all are shuffled: a function of these three, whatever the versions of libraries."""
+def shuffle_key(seed: int, purpose: str, name: str) -> bytes:
+    """Return the sort key of an image for a shuffle; it is the same in every version of every library."""
     return hashlib.blake2b(f"{seed}\0{purpose}\0{name}".encode(), digest_size=16).digest()
 
 
-def split_in(name: str) -> str | None:
-    """The split that a file's name says, as in `imagenet-train-000017.tar` or `test/0000.parquet`."""
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
+def split_in(name: str) -> str:
+    """Return the split in a file's name, if any, such as `imagenet-train-000017.tar` or `test/0000.parquet`."""
+    parts = re.split(r"[^a-z0-9]+", name.lower())
+    return next((SPLITS[part] for part in parts if part in SPLITS), "")
 
 
-def recognise(job: Job) -> Kind:
-    """What kind of source this is: as `kind=` says, else by the names of its files."""
-    if job.settings.kind:
-        return job.settings.kind
-    source = job.source.lower().rstrip("/")
+def detect_kind(request: ShardRequest) -> Kind:
+    """Return the kind of the source: the setting `kind`, or the kind that its file names show."""
+    if request.settings.kind:
+        return request.settings.kind
+    source = request.source.lower().rstrip("/")
     if source == "demo":
         return "demo"
     if source.endswith((".csv", ".tsv")):
         return "index"
     if source.endswith(".parquet"):
-        return "parquet" if tables.holds_images(job.source, job.settings.image, IMAGE_COLUMNS) else "index"
+        return "parquet" if holds_images(request.source, request.settings.image) else "index"
     if source.endswith(".tar"):
         return "tar"
     if source.endswith((".tar.gz", ".tgz")):
         return "cifar"
-    names = storage.list_files(job.source)
+    names = storage.list_files(request.source)
     if not names:
-        raise ConfigError(f"{job.source}: no files here; wanted a folder, .csv, .parquet or .tar, or the word demo")
-    fits: list[Kind] = [kind for kind, sign in SIGNS if any(sign.search(name) for name in names)]
-    if len(fits) != 1:
-        seen = f"could be {' or '.join(fits)}" if fits else f"its {len(names)} files are of no kind known"
-        raise ConfigError(f"{job.source}: {seen}: say kind=, one of {', '.join(get_args(Kind))}")
-    return fits[0]
+        raise ConfigError(f"{request.source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
+    kinds: list[Kind] = [kind for kind, sign in SIGNS if any(sign.search(name) for name in names)]
+    if len(kinds) != 1:
+        problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
+        raise ConfigError(f"{request.source}: {problem}: set kind=, one of {', '.join(get_args(Kind))}")
+    return kinds[0]
 
 
-def _below(url: str, ending: str) -> list[str]:
-    # What an earlier index left beside the data is none of it.
-    names = (name for name in storage.list_files(url) if name != "rejects.parquet" and not name.startswith("."))
-    return [storage.join(url, name) for name in names if name.endswith(ending)]
+def _files(source: str, ending: str) -> list[str]:
+    """Return the source itself, if it is such a file, or those below it."""
+    if source.endswith(ending):
+        return [source]
+    # An earlier index may have left its files beside the data.
+    names = (name for name in storage.list_files(source) if name != REJECTS and not name.startswith("."))
+    return [storage.join(source, name) for name in names if name.endswith(ending)]
 
 
 def _relative(file: str, source: str) -> str:
     return file.rpartition("/")[2] if file == source else file.removeprefix(source.rstrip("/")).lstrip("/")
 
 
-def _folder(source: str) -> Iterator[Entry]:
+def _list_folder(source: str) -> Iterator[SourceEntry]:
     files = storage.file_sizes(source)
     tops = {name.partition("/")[0] for name in files if "/" in name}
-    split_on_top = bool(tops) and tops <= SPLITS.keys()
+    is_split_on_top = bool(tops) and tops <= SPLITS.keys()
     for name, size in files.items():
         *folders, _ = name.split("/")
-        split = SPLITS[folders.pop(0)] if split_on_top and folders else None
+        split = SPLITS[folders.pop(0)] if is_split_on_top and folders else ""
         reason = None if folders else "not in a class folder"
-        yield Entry(split, name, storage.join(source, name), 0, size, folders[0] if folders else None, reason)
+        yield SourceEntry(split, name, storage.join(source, name), 0, size, folders[0] if folders else None, reason)
 
 
-def _index(job: Job) -> Iterator[Entry]:
-    """Paths are below the folder of the index; an absolute one must lie there."""
-    root = job.source.rpartition("/")[0] or "."
-    header, rows = _index_rows(job.source)
-    path_at = tables.column(header, job.settings.image, PATH_COLUMNS, job.source, "image")
-    label_at = tables.column(header, job.settings.label, LABEL_COLUMNS, job.source, "label")
+def _list_index(request: ShardRequest) -> Iterator[SourceEntry]:
+    """Paths are relative to the folder of the index; an absolute path must lie there."""
+    source, settings = request.source, request.settings
+    root = source.rpartition("/")[0] or "."
+    header, rows = _index_rows(source)
+    path_column = find_column(header, settings.image, PATH_COLUMNS, source, "image")
+    label_column = find_column(header, settings.label, LABEL_COLUMNS, source, "label")
     sizes = storage.file_sizes(root)
     for row in rows:
-        inside = posixpath.normpath(row[path_at].removeprefix(f"{root.rstrip('/')}/"))
-        split = row.get("split") or None
-        split = SPLITS.get(split, split) if split else None
+        path = row[path_column]
+        inside = posixpath.normpath(path.removeprefix(f"{root.rstrip('/')}/"))
+        split = row.get("split") or ""
+        split = SPLITS.get(split, split)
         reason = None
-        if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "://" in row[path_at].removeprefix(root):
+        if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "://" in path.removeprefix(root):
             reason = "the path leaves the folder of the index"
         elif inside not in sizes:
             reason = "no such file"
-        yield Entry(split, row[path_at], storage.join(root, inside), 0, sizes.get(inside, 0), row[label_at], reason)
+        file = storage.join(root, inside)
+        yield SourceEntry(split, path, file, 0, sizes.get(inside, 0), row[label_column], reason)
 
 
 def _index_rows(source: str) -> tuple[list[str], Iterable[dict[str, str]]]:
     if source.lower().endswith(".parquet"):
-        return tables.read_text(source)
+        return read_text(source)
     try:
         text = storage.read_bytes(source).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -240,9 +257,9 @@ def _index_rows(source: str) -> tuple[list[str], Iterable[dict[str, str]]]:
     return list(reader.fieldnames or []), reader
 
 
-def list_tar(url: str, name: str, label: str | None) -> list[Entry]:
-    """The samples of a WebDataset tar: members of one stem are an image and its label (.cls or .json)."""
-    entries: dict[str, Entry] = {}
+def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:
+    """Return the samples of a WebDataset tar: members of one stem are an image and its label (.cls or .json)."""
+    entries: dict[str, SourceEntry] = {}
     labels: dict[str, Any] = {}
     try:
         with storage.local_copy(url) as path, tarfile.open(path, "r:") as tar:
@@ -258,8 +275,8 @@ def list_tar(url: str, name: str, label: str | None) -> list[Entry]:
                         reason = "the member's name leaves the archive"
                     elif not member.isreg() or member.issparse():
                         reason = "the member is no plain file"
-                    said = f"{name}/{member.name}"
-                    entries[key] = Entry(split_in(name), said, url, member.offset_data, member.size, None, reason)
+                    place = (url, member.offset_data, member.size)
+                    entries[key] = SourceEntry(split_in(name), f"{name}/{member.name}", *place, None, reason)
                 elif member.isreg() and ending == (label or "cls") and (file := tar.extractfile(member)):
                     labels[key] = file.read(2**16).decode(errors="replace").strip()
                 elif member.isreg() and ending == "json" and (file := tar.extractfile(member)):
@@ -277,77 +294,69 @@ def _json_label(text: bytes, field: str) -> Any:
     return tree.get(field) if isinstance(tree, dict) else None
 
 
-def _parts(job: Job, mapped: Mapped) -> list[tables.Part]:
-    files = [job.source] if job.source.endswith(".parquet") else _below(job.source, ".parquet")
-    calls = [(file, job.settings.image, IMAGE_COLUMNS, job.settings.label, LABEL_COLUMNS) for file in files]
-    return mapped(tables.read_part, calls)
-
-
-def _rows(part: tables.Part, source: str) -> Iterator[Entry]:
-    name = _relative(part.file, source)
+def _list_rows(table: ImageTable, source: str) -> Iterator[SourceEntry]:
+    name = _relative(table.file, source)
     split = split_in(name)
-    for row, label in enumerate(part.labels):
-        yield Entry(split, f"{name}:{row}", part.file, row, 0, label)
+    for row, label in enumerate(table.labels):
+        yield SourceEntry(split, f"{name}:{row}", table.file, row, 0, label)
 
 
-def _of_splits(job: Job, entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries of the splits that were asked for, each with its split's name, some drawn out of train."""
-    listed = list(entries)
-    known = dict.fromkeys(entry.split or "train" for entry in listed)
-    if not any(entry.split for entry in listed):
-        if len(job.keep) > 1:
-            raise ConfigError(
-                f"--split {' '.join(job.keep)}: {job.source} names no splits: give one name, or NAME=SHARE"
-            )
-        known = {job.keep[0] if job.keep else "train": None}
-        listed = [entry._replace(split=next(iter(known))) for entry in listed]
-    for name in job.keep:
+def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[SourceEntry]:
+    """Return the entries of the requested splits, some of them drawn out of train."""
+    source, keep = request.source, request.keep
+    known = dict.fromkeys(entry.split or "train" for entry in entries)
+    if not any(entry.split for entry in entries):
+        if len(keep) > 1:
+            raise ConfigError(f"--split {' '.join(keep)}: {source} names no splits: give one name, or NAME=SHARE")
+        known = {keep[0] if keep else "train": None}
+        entries = [entry._replace(split=next(iter(known))) for entry in entries]
+    for name in keep:
         if name not in known:
-            raise ConfigError(f"--split {name}: {job.source} has {', '.join(known)}{nearest(name, known)}")
-    for name, _ in job.draw:
+            raise ConfigError(f"--split {name}: {source} has {', '.join(known)}{nearest(name, known)}")
+    for name, _ in request.draw:
         if name in known:
-            raise ConfigError(f"--split {name}: {job.source} has a split of this name; draw into another")
-    kept = [entry for entry in listed if not job.keep or (entry.split or "train") in job.keep]
-    train = [at for at, entry in enumerate(kept) if (entry.split or "train") == "train"]
-    train.sort(key=lambda at: (rank(job.settings.seed, "draw", kept[at].name), at))
+            raise ConfigError(f"--split {name}: {source} has a split of this name; draw into another")
+    selected = [entry for entry in entries if not keep or (entry.split or "train") in keep]
+    train = [at for at, entry in enumerate(selected) if (entry.split or "train") == "train"]
+    train.sort(key=lambda at: (shuffle_key(request.settings.seed, "draw", selected[at].name), at))
     drawn: dict[int, str] = {}
-    for name, share in job.draw:
+    for name, share in request.draw:
         start = len(drawn)
         drawn |= dict.fromkeys(train[start : start + round(share * len(train))], name)
-    for at, entry in enumerate(kept):
-        yield entry._replace(split=drawn.get(at, entry.split or "train"))
+    return [entry._replace(split=drawn.get(at, entry.split or "train")) for at, entry in enumerate(selected)]
 
 
-def _numbered(
-    entries: list[Entry], names: Sequence[str] | None, kind: Kind
-) -> tuple[list[Item], tuple[str, ...], list[tuple[str, str, str]]]:
-    """The items with their labels as numbers, the class names, and what is set aside."""
-    said = {_plain(entry.label) for entry in entries if not entry.reason} - {None}
-    # Folders named 1 to 10 are ten classes; a column of numbers up to 10 is somebody's numbering, from 0.
-    if said and kind != "folder" and all(re.fullmatch(r"0|[1-9]\d{0,5}", str(label)) for label in said):
-        codes = {label: int(str(label)) for label in said}
+def _number_labels(
+    entries: list[SourceEntry], names: Sequence[str] | None, kind: Kind
+) -> tuple[list[SourceEntry], tuple[str, ...], list[Reject]]:
+    """Return the images with numbers as labels, the class names, and the rejects."""
+    labels = {_plain_label(entry.label) for entry in entries if not entry.reason} - {None}
+    # Folders named 1 to 10 are ten classes; a column of numbers up to 10 counts classes from 0.
+    if labels and kind != "folder" and all(re.fullmatch(r"0|[1-9]\d{0,5}", str(label)) for label in labels):
+        codes = {label: int(str(label)) for label in labels}
         classes = tuple(names or map(str, range(max(codes.values()) + 1)))
     else:
-        classes = tuple(names or sorted(map(str, said)))
+        classes = tuple(names or sorted(map(str, labels)))
         numbers = {name: number for number, name in enumerate(classes)}
-        codes = {label: numbers.get(str(label), len(classes)) for label in said}
-    beyond = [label for label in said if codes[label] >= len(classes)]
-    if beyond:
-        raise ConfigError(f"label {beyond[0]!r}: not among the {len(classes)} class names of the source")
+        codes = {label: numbers.get(str(label), len(classes)) for label in labels}
+    unknown = [label for label in labels if codes[label] >= len(classes)]
+    if unknown:
+        raise ConfigError(f"label {unknown[0]!r}: not among the {len(classes)} class names of the source")
     items, rejects = [], []
-    for split, name, file, place, size, label, reason in entries:
-        if not reason and size > LARGEST_FILE:
-            reason = f"too large: {size} bytes"
-        if not reason and _plain(label) is None and kind != "demo":
+    for entry in entries:
+        plain, reason = _plain_label(entry.label), entry.reason
+        if not reason and entry.size > LARGEST_FILE:
+            reason = f"too large: {entry.size} bytes"
+        if not reason and plain is None and kind != "demo":
             reason = "no label"
         if reason:
-            rejects.append((split or "train", name, reason))
+            rejects.append(Reject(entry.split, entry.name, reason))
         else:
-            items.append(Item(split or "train", name, file, place, size, codes.get(_plain(label))))
+            items.append(entry._replace(label=codes.get(plain)))
     return items, classes, rejects
 
 
-def _plain(label: Any) -> int | str | None:
-    """A label as a number or a word; None where it is neither, or where -1 or nothing stands for a hidden one."""
+def _plain_label(label: Any) -> int | str | None:
+    """Return a label as a number or text; None for other values, and for -1 or empty text, which mark hidden labels."""
     label = int(label) if isinstance(label, float) and label.is_integer() else label
     return label if isinstance(label, int | str) and label not in ("", -1, "-1") else None

@@ -1,4 +1,4 @@
-"""Parquet as a source: files whose rows hold the images, and indexes of paths."""
+"""Parquet sources: files with images in their rows, and indexes of paths."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitray import storage
-from vitray.data.shards.manifest import MANIFEST, open_dataset
 from vitray.errors import ConfigError, nearest
 
+IMAGE_COLUMNS = ("image", "img", "jpg", "png")
+LABEL_COLUMNS = ("label", "labels", "class", "class_name", "target", "category", "fine_label")
 
-class Part(NamedTuple):
+
+class ImageTable(NamedTuple):
     """One Parquet file with images in its rows."""
 
     file: str
@@ -24,7 +26,7 @@ class Part(NamedTuple):
     labels: list[Any]
     row_groups: tuple[int, ...]
     names: tuple[str, ...]
-    """Class names, where the file's metadata says them."""
+    """Class names of the file's metadata, empty if it has none."""
 
 
 @contextmanager
@@ -39,19 +41,19 @@ def _opened(url: str) -> Iterator[pq.ParquetFile]:
         raise ConfigError(f"{url}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
 
 
-def column(names: Iterable[str], wanted: str | None, usual: Sequence[str], where: str, setting: str) -> str:
-    """The column that a setting names, or the first usual one there is."""
+def find_column(names: Iterable[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
+    """Return the column that a setting asks for, or the first one with a usual name."""
     names = list(names)
-    found = next((name for name in ([wanted] if wanted else usual) if name in names), None)
-    if found is None:
-        asked = f"no column {wanted!r}" if wanted else f"no column of images or labels is called {' or '.join(usual)}"
-        close = nearest(wanted or setting, names)
-        raise ConfigError(f"{where}: {asked}; it has {', '.join(names)}: say {setting}=COLUMN{close}")
-    return found
+    for name in [asked] if asked else usual:
+        if name in names:
+            return name
+    problem = f"no column {asked!r}" if asked else f"no column of images or labels is called {' or '.join(usual)}"
+    close = nearest(asked or setting, names)
+    raise ConfigError(f"{where}: {problem}; it has {', '.join(names)}: set {setting}=COLUMN{close}")
 
 
-def _image_path(schema: pa.Schema, wanted: str | None, usual: Sequence[str], where: str) -> str:
-    name = column(schema.names, wanted, usual, where, "image")
+def _image_path(schema: pa.Schema, asked: str | None, where: str) -> str:
+    name = find_column(schema.names, asked, IMAGE_COLUMNS, where, "image")
     kind = schema.field(name).type
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         return f"{name}.bytes"
@@ -60,27 +62,28 @@ def _image_path(schema: pa.Schema, wanted: str | None, usual: Sequence[str], whe
     raise ConfigError(f"{where}: column {name} is {kind}, wanted binary or struct<bytes, path>")
 
 
-def holds_images(url: str, wanted: str | None, usual: Sequence[str]) -> bool:
-    """Whether the rows hold image bytes, rather than paths."""
+def holds_images(url: str, asked: str | None) -> bool:
+    """Whether the rows hold image bytes rather than paths."""
     with _opened(url) as file:
         schema = file.schema_arrow
     binary = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
-    asked = [wanted] if wanted else usual
-    return any(field.name in asked and any(is_a(field.type) for is_a in binary) for field in schema)
+    columns = [asked] if asked else IMAGE_COLUMNS
+    return any(field.name in columns and any(is_a(field.type) for is_a in binary) for field in schema)
 
 
-def read_part(
-    url: str, image: str | None, image_names: Sequence[str], label: str | None, label_names: Sequence[str]
-) -> Part:
-    """What one file of images says without its images being read."""
+def read_image_table(url: str, image: str | None, label: str | None) -> ImageTable:
+    """Return the labels and layout of a file of images, without reading the images."""
     with _opened(url) as file:
         schema = file.schema_arrow
-        image_path = _image_path(schema, image, image_names, url)
-        label = column(schema.names, label, label_names, url, "label")
+        image_path = _image_path(schema, image, url)
+        label = find_column(schema.names, label, LABEL_COLUMNS, url, "label")
         labels = file.read(columns=[label]).column(0).to_pylist()
-        counts = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-        groups = tuple(rows for rows in counts if rows)
-        return Part(url, image_path, label, labels, groups, _hugging_face_names(schema.metadata or {}, label))
+        groups = tuple(rows for rows in _group_sizes(file) if rows)
+        return ImageTable(url, image_path, label, labels, groups, _hugging_face_names(schema.metadata or {}, label))
+
+
+def _group_sizes(file: pq.ParquetFile) -> list[int]:
+    return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
 
 
 def _hugging_face_names(metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...]:
@@ -90,28 +93,23 @@ def _hugging_face_names(metadata: Mapping[bytes, bytes], label: str) -> tuple[st
         return ()
 
 
-def class_names(source: str) -> tuple[str, ...] | None:
-    """The class names of a dataset of ours that is sharded again."""
-    return open_dataset(source).classes if storage.exists(storage.join(source, MANIFEST)) else None
-
-
-def read_rows(url: str, image: str | None, usual: Sequence[str], rows: Sequence[int]) -> Iterator[bytes]:
-    """The image bytes of some rows in rising order, one row group in memory at a time."""
+def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[bytes]:
+    """Yield the image bytes of some rows in ascending order; keeps one row group in memory."""
     with _opened(url) as file:
-        path = _image_path(file.schema_arrow, image, usual, url)
-        starts = np.cumsum([0, *(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))])
+        path = _image_path(file.schema_arrow, image, url)
+        starts = np.cumsum([0, *_group_sizes(file)])
         groups = np.searchsorted(starts, rows, side="right") - 1
-        held, contents = -1, pa.chunked_array([], pa.binary())
+        current, contents = -1, pa.chunked_array([], pa.binary())
         for row, group in zip(rows, groups.tolist(), strict=True):
-            if group != held:
-                held, contents = group, file.read_row_group(group, columns=[path]).column(0)
+            if group != current:
+                current, contents = group, file.read_row_group(group, columns=[path]).column(0)
                 if path.endswith(".bytes"):
                     contents = pa.chunked_array([chunk.field("bytes") for chunk in contents.chunks])
             yield contents[row - int(starts[group])].as_py() or b""
 
 
 def read_text(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
-    """The columns and the rows of an index, each value as text."""
+    """Return the columns and the rows of an index, with all values as text."""
     with _opened(url) as file:
         table = file.read()
     rows = table.to_pylist()

@@ -1,6 +1,6 @@
-"""A split decoded once for a whole Ray cluster: its pixels stay in the object store, for every epoch, worker and run.
+"""A split decoded once for a whole Ray cluster; its pixels stay in the object store for every epoch, worker and run.
 
-Worth it where decoding is what training waits for and the pixels fit: they take several times the room of the files.
+Worth it where training waits for decoding and the pixels fit: they take several times the space of the files.
 """
 
 from typing import Any
@@ -11,56 +11,56 @@ import ray
 
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import Decoded, Rows, open_shard, read_rows, rows_of
+from vitray.data.stream.decoding import DecodedRows, SplitRows, locate_rows, open_shard, read_rows
 from vitray.errors import ConfigError
 
-# Small: a task takes its rows from many blocks, and on another node it fetches each of them whole.
+# Small: a task reads rows of many blocks, and fetches each of them whole on another node.
 BLOCK_BYTES = 16 * 2**20
-# Part of the object store that the pixels of a split may take; Ray Data's own blocks take the other half.
+# The largest share of the object store for the pixels of a split; Ray Data's own blocks use the other half.
 SHARE_OF_STORE = 0.5
-# Rows that are decoded for an estimate where the shards do not say how large their images are.
+# Rows decoded for an estimate, where the shards do not record the size of their images.
 SAMPLE = 64
 NAMESPACE = "vitray"
 
 
 class DecodedSplit:
-    """An actor that owns the decoded pixels of one split; they live as long as it does."""
+    """An actor that owns the decoded pixels of one split; they live as long as the actor."""
 
-    def __init__(self, rows: Rows, per_block: int) -> None:
+    def __init__(self, rows: SplitRows, per_block: int) -> None:
         self.starts = np.append(np.arange(0, int(rows.starts[-1]), per_block), rows.starts[-1])
         decode = ray.remote(num_cpus=1)(_decode_block)
-        where = ray.put(rows)
+        shared = ray.put(rows)
         self.blocks = [
-            decode.remote(where, int(start), int(end))
+            decode.remote(shared, int(start), int(end))
             for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)
         ]
 
-    def decoded(self) -> Decoded:
-        """Where the pixels are."""
-        return Decoded(self.starts, self.blocks)
+    def decoded(self) -> DecodedRows:
+        """Return the references of the pixels."""
+        return DecodedRows(self.starts, self.blocks)
 
 
-def decoded_split(dataset: Dataset, split: str) -> Decoded:
-    """The decoded pixels of a split, made by whoever asks first while all others wait for the same.
+def decoded_split(dataset: Dataset, split: str) -> DecodedRows:
+    """Return the decoded pixels of a split; the first caller starts the decoding, and every caller waits for it.
 
-    They stay in the object store until `forget_decoded`, or until the cluster ends: a later run finds them there.
+    They stay in the object store until `forget_decoded` or the end of the cluster, so later runs reuse them.
     """
-    rows = rows_of(dataset, split)
+    rows = locate_rows(dataset, split)
     try:
-        owner: Any = ray.get_actor(_name(dataset, split), NAMESPACE)
-    except ValueError:  # there is none yet
+        owner: Any = ray.get_actor(_actor_name(dataset, split), NAMESPACE)
+    except ValueError:  # not decoded yet
         decoded_bytes = _decoded_bytes(rows)
         store = int(ray.cluster_resources()["object_store_memory"])
         if decoded_bytes > SHARE_OF_STORE * store:
             raise ConfigError(
                 f"{dataset.url}: cache: decoded: split {split!r} decodes to {_mib(decoded_bytes)}, wanted at most"
-                f" {SHARE_OF_STORE:g} of the cluster's object store of {_mib(store)}; say cache: none, or start Ray"
+                f" {SHARE_OF_STORE:g} of the cluster's object store of {_mib(store)}; set cache: none, or start Ray"
                 " with more object store memory"
             ) from None
         per_block = max(1, BLOCK_BYTES * int(rows.starts[-1]) // decoded_bytes)
-        # An actor of this name that another worker has started meanwhile is taken instead.
-        options: dict[str, Any] = {"name": _name(dataset, split), "namespace": NAMESPACE, "get_if_exists": True}
-        # Otherwise what a trial of a sweep starts is placed in the trial's own group, which has no CPU to decode on.
+        # Another worker may have started the actor meanwhile.
+        options: dict[str, Any] = {"name": _actor_name(dataset, split), "namespace": NAMESPACE, "get_if_exists": True}
+        # By default it would join the placement group of a sweep's trial, which has no CPU left for decoding.
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")(DecodedSplit)
         owner = actor.options(lifetime="detached", **options).remote(rows, per_block)
     decoded: Any = ray.get(owner.decoded.remote())
@@ -69,14 +69,14 @@ def decoded_split(dataset: Dataset, split: str) -> Decoded:
 
 
 def forget_decoded(dataset: Dataset, split: str) -> None:
-    """Give the memory of a split's pixels back; a stream that still reads them fails."""
+    """Free the memory of a split's pixels; streams that still read them fail."""
     try:
-        ray.kill(ray.get_actor(_name(dataset, split), NAMESPACE))
-    except ValueError:  # nothing to forget
+        ray.kill(ray.get_actor(_actor_name(dataset, split), NAMESPACE))
+    except ValueError:  # there is no such actor
         return
 
 
-def _name(dataset: Dataset, split: str) -> str:
+def _actor_name(dataset: Dataset, split: str) -> str:
     return f"decoded {split} of {dataset.identity}"
 
 
@@ -84,8 +84,8 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
-def _decoded_bytes(rows: Rows) -> int:
-    """Bytes of a split's pixels: as the shards say, or of a sample where files were left in place and do not say."""
+def _decoded_bytes(rows: SplitRows) -> int:
+    """Return the bytes of a split's pixels, estimated from a sample where files were indexed in place."""
     pixels = [_pixels(open_shard(address)) for address in rows.addresses]
     if None not in pixels:
         return 3 * sum(int(count) for count in pixels if count) or 1
@@ -105,14 +105,14 @@ def _pixels(shard: pq.ParquetFile) -> int | None:
 
 
 def _decode(content: bytes) -> np.ndarray:
-    """The pixels of an image, none where it is corrupt."""
+    """Return the pixels of an image, an empty array if it is corrupt."""
     try:
         return decode_image(content)
     except UndecodableImage:
         return np.empty((0, 0, 3), np.uint8)
 
 
-def _decode_block(rows: Rows, start: int, end: int) -> tuple[list[np.ndarray], list[int], list[str]]:
-    found = read_rows(np.arange(start, end), rows)
-    images, labels, keys = zip(*(found[row] for row in range(start, end)), strict=True)
+def _decode_block(rows: SplitRows, start: int, end: int) -> tuple[list[np.ndarray], list[int], list[str]]:
+    stored = read_rows(np.arange(start, end), rows)
+    images, labels, keys = zip(*(stored[row] for row in range(start, end)), strict=True)
     return [_decode(content) for content in images], list(labels), list(keys)

@@ -1,6 +1,6 @@
-"""What a Ray Data task does: read some rows of a split from its shards, decode them, augment them, in the plan's order.
+"""The work of a Ray Data task: read rows of a split from its shards, decode and augment them, in order.
 
-Nothing here depends on who runs it, or when: a task that is retried gives the same pixels.
+The result depends on neither process nor time: a task that is retried gives the same pixels.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,31 +20,37 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import augment_image, crop_centre
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards.manifest import Columns, Dataset
+from vitray.errors import ConfigError, nearest
 
-# A block is what moves through the object store at once; a task never holds more decoded pixels than this.
+# The size of a block in the object store, and the most decoded pixels that a task holds.
 BLOCK_BYTES = 16 * 2**20
-# Row groups of an object store that a task fetches side by side: one after another, 16 of them at 50 ms a request took
-# longer than their images to decode.
+# Concurrent reads from an object store: one by one, 16 row groups at 50 ms a request take longer than their decoding.
 READS_AT_ONCE = 8
 
+# Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt.
+Block = dict[str, np.ndarray]
+# {row: (encoded image, label, key)}, and the same where some images are decoded already.
+EncodedRows = dict[int, tuple[bytes, int, str]]
+StoredRows = Mapping[int, tuple[bytes | np.ndarray, int, str]]
 
-class Decoded(NamedTuple):
-    """A split that is decoded already: rows `starts[i]` to `starts[i + 1]` are in an object of Ray."""
+
+class DecodedRows(NamedTuple):
+    """A decoded split: rows `starts[i]` to `starts[i + 1]` are in one object of Ray."""
 
     starts: np.ndarray
     blocks: list[ray.ObjectRef]
-    """Of (images, labels, keys); an image without pixels is corrupt."""
+    """References to (images, labels, keys); an image without pixels is corrupt."""
 
 
-class Rows(NamedTuple):
-    """Where the rows of a split lie: row group `i` holds rows `starts[i]` to `starts[i + 1]`."""
+class SplitRows(NamedTuple):
+    """The location of the rows of a split: row group `i` holds rows `starts[i]` to `starts[i + 1]`."""
 
     addresses: list[str]
     shard_of_group: np.ndarray
     group_in_shard: np.ndarray
     starts: np.ndarray
     columns: Columns
-    decoded: Decoded | None = None
+    decoded: DecodedRows | None = None
 
     @property
     def groups(self) -> np.ndarray:
@@ -52,8 +58,8 @@ class Rows(NamedTuple):
         return np.diff(self.starts)
 
 
-class View(NamedTuple):
-    """What becomes of an image: an evaluation's crop, or a training view drawn from (seed, epoch, image, copy)."""
+class ViewSettings(NamedTuple):
+    """How an image becomes a view: an evaluation's crop, or an augmentation keyed by (seed, epoch, image, copy)."""
 
     size: tuple[int, int]
     crop: Augment | CentreCrop
@@ -61,29 +67,28 @@ class View(NamedTuple):
     epoch: int
 
 
-class Order(NamedTuple):
-    """The rows of an epoch by position, and which copy of its image each is."""
+class EpochOrder(NamedTuple):
+    """The rows of an epoch by position, with the copy number of each image."""
 
     rows: np.ndarray
     copies: np.ndarray
 
 
-# Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt.
-Block = dict[str, np.ndarray]
-
-
 def empty_block(size: tuple[int, int], count: int = 0) -> Block:
-    """A block to be filled."""
+    """Return an uninitialised block."""
     numbers = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
     return {"image": np.empty((count, *size, 3), np.uint8), **numbers}
 
 
-def rows_of(dataset: Dataset, split: str) -> Rows:
-    """Where the rows of a split lie."""
+def locate_rows(dataset: Dataset, split: str) -> SplitRows:
+    """Return the location of the rows of a split."""
+    if split not in dataset.splits:
+        known = f"{', '.join(dataset.splits)}{nearest(split, dataset.splits)}"
+        raise ConfigError(f"{dataset.url}: no split {split!r}, wanted one of {known}")
     shards = dataset.splits[split].shards
     counts = [len(shard.row_groups) for shard in shards]
     sizes = np.array([rows for shard in shards for rows in shard.row_groups], np.int64)
-    return Rows(
+    return SplitRows(
         [dataset.address(shard) for shard in shards],
         np.repeat(np.arange(len(shards)), counts),
         np.concatenate([np.arange(count) for count in counts]),
@@ -92,94 +97,91 @@ def rows_of(dataset: Dataset, split: str) -> Rows:
     )
 
 
-def decode_rows(positions: np.ndarray, rows: Rows, order: Order, view: View) -> Iterator[Block]:
-    """Blocks of decoded images for some positions, in order, with label, row and position.
+def decode_rows(positions: np.ndarray, rows: SplitRows, order: EpochOrder, view: ViewSettings) -> Iterator[Block]:
+    """Yield blocks of decoded images for some positions, in order, with label, row and position.
 
-    An image that cannot be decoded is replaced by the next one of the order; `corrupt` is then its row, else -1.
+    The next image of the order replaces one that cannot be decoded; `corrupt` is then the row of the latter, else -1.
     """
-    # Tasks share the cores with each other and with training.
-    torch.set_num_threads(1)
-    found = _find_rows(order.rows[positions], rows)
+    torch.set_num_threads(1)  # tasks share the cores with each other and with training
+    stored = _fetch_rows(order.rows[positions], rows)
     per_block = max(1, BLOCK_BYTES // (view.size[0] * view.size[1] * 3))
     for start in range(0, len(positions), per_block):
         chunk = positions[start : start + per_block]
         block = empty_block(view.size, len(chunk)) | {"position": chunk, "corrupt": np.full(len(chunk), -1)}
         for index, position in enumerate(chunk):
-            row, block["image"][index], block["label"][index] = _next_good(int(position), found, rows, order, view)
+            row, block["image"][index], block["label"][index] = _next_valid(int(position), stored, rows, order, view)
             block["row"][index] = row
             if row != order.rows[position]:
                 block["corrupt"][index] = order.rows[position]
         yield block
 
 
-def _next_good(position: int, found: "Found", rows: Rows, order: Order, view: View) -> tuple[int, np.ndarray, int]:
-    """Row, pixels and label of the image at a position, or of the first one after it that can be decoded."""
+def _next_valid(
+    position: int, stored: StoredRows, rows: SplitRows, order: EpochOrder, view: ViewSettings
+) -> tuple[int, np.ndarray, int]:
+    """Return row, pixels and label of the first image from a position on that can be decoded."""
     images = len(order.rows)
     for at in range(position, position + images):
         row = int(order.rows[at % images])
-        content, label, key = found.get(row) or _find_rows(order.rows[[at % images]], rows)[row]
+        content, label, key = stored.get(row) or _fetch_rows(order.rows[[at % images]], rows)[row]
         try:
             image = content if isinstance(content, np.ndarray) else decode_image(content)
-            return row, _view(image, view, key, int(order.copies[position])), label
+            return row, _make_view(image, view, key, int(order.copies[position])), label
         except UndecodableImage:
             continue
-    raise UndecodableImage(f"not one of {images} images can be decoded")
+    raise UndecodableImage(f"none of {images} images can be decoded")
 
 
-def _view(image_HWC: np.ndarray, view: View, key: str, copy: int) -> np.ndarray:
+def _make_view(image_HWC: np.ndarray, view: ViewSettings, key: str, copy: int) -> np.ndarray:
     if isinstance(view.crop, CentreCrop):
         return crop_centre(image_HWC, view.crop, view.size)
     return augment_image(image_HWC, view.crop, view.size, generator(view.seed, view.epoch, key, copy))
 
 
-# {row: (encoded image, label, key)}, and the same where some images are decoded already
-Encoded = dict[int, tuple[bytes, int, str]]
-Found = Mapping[int, tuple[bytes | np.ndarray, int, str]]
-
-
-def _find_rows(wanted: np.ndarray, rows: Rows) -> Found:
+def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
+    """Return some rows, decoded where the split is cached."""
     if rows.decoded is None:
-        return read_rows(wanted, rows)
-    found: dict[int, tuple[bytes | np.ndarray, int, str]] = {}
-    places = np.searchsorted(rows.decoded.starts, wanted, side="right") - 1
-    for place in np.unique(places).tolist():
-        images, labels, keys = ray.get(rows.decoded.blocks[place])
-        for row in wanted[places == place].tolist():
-            at = row - int(rows.decoded.starts[place])
-            # No bytes, as a corrupt image has none that can be decoded.
-            found[row] = images[at] if images[at].size else b"", labels[at], keys[at]
-    return found
+        return read_rows(numbers, rows)
+    stored: dict[int, tuple[bytes | np.ndarray, int, str]] = {}
+    blocks = np.searchsorted(rows.decoded.starts, numbers, side="right") - 1
+    for block in np.unique(blocks).tolist():
+        images, labels, keys = ray.get(rows.decoded.blocks[block])
+        for row in numbers[blocks == block].tolist():
+            at = row - int(rows.decoded.starts[block])
+            # Empty bytes stand for a corrupt image: they fail to decode as it did.
+            stored[row] = images[at] if images[at].size else b"", labels[at], keys[at]
+    return stored
 
 
-def read_rows(wanted: np.ndarray, rows: Rows) -> Encoded:
-    """Some rows of a split, each row group read once."""
-    groups = np.searchsorted(rows.starts, wanted, side="right") - 1
-    parts = [(int(group), np.unique(wanted[groups == group])) for group in np.unique(groups)]
-    found: Encoded = {}
+def read_rows(numbers: np.ndarray, rows: SplitRows) -> EncodedRows:
+    """Return some rows of a split; reads each row group once."""
+    groups = np.searchsorted(rows.starts, numbers, side="right") - 1
+    parts = [(int(group), np.unique(numbers[groups == group])) for group in np.unique(groups)]
+    stored: EncodedRows = {}
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-        # Threads only where a read waits for a network.
-        far = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group, _ in parts)
-        for read in (pool.map if far else map)(partial(_read_group, rows), parts):
-            found |= read
-    return found
+        # Threads only help where reads wait for a network.
+        is_remote = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group, _ in parts)
+        for part in (pool.map if is_remote else map)(partial(_read_group, rows), parts):
+            stored |= part
+    return stored
 
 
-def _read_group(rows: Rows, part: tuple[int, np.ndarray]) -> Encoded:
-    group, wanted = part
+def _read_group(rows: SplitRows, part: tuple[int, np.ndarray]) -> EncodedRows:
+    group, numbers = part
     shard = int(rows.shard_of_group[group])
     names = rows.columns
     columns = [names.image, names.label, *([names.key] if names.key else [])]
     table = _reader(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
-    # A column inside a struct, as Hugging Face writes images, is called by its path once flattened.
-    table = table.take(wanted - rows.starts[group]).flatten()
+    # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
+    table = table.take(numbers - rows.starts[group]).flatten()
     images = [image.as_buffer().to_pybytes() for image in table.column(names.image)]
     labels = table.column(names.label).to_pylist()
-    keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in wanted]
-    return dict(zip(wanted.tolist(), zip(images, labels, keys, strict=True), strict=True))
+    keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
+    return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
 
 
 def _reader(url: str) -> pq.ParquetFile:
-    """A shard that one thread may read: an opened file is read by many at once, its Parquet reader is not."""
+    """Return a reader of a shard for one thread: threads may share an open file, but not its Parquet reader."""
     if storage.is_remote(url):
         return pq.ParquetFile(_remote_file(url), metadata=open_shard(url).metadata, pre_buffer=True)
     return open_shard(url)
@@ -187,10 +189,10 @@ def _reader(url: str) -> pq.ParquetFile:
 
 @lru_cache(maxsize=16)
 def open_shard(url: str) -> pq.ParquetFile:
-    """A shard, opened once a process: its footer is not read again for every task."""
+    """Return an open shard, cached in this process together with its footer."""
     if storage.is_remote(url):
         return pq.ParquetFile(_remote_file(url), pre_buffer=True)
-    # Mapped, it has no use for a buffer of what comes next, which threads that read at once would spoil for each other.
+    # A mapped file needs no read-ahead buffer, and concurrent threads would corrupt one.
     return pq.ParquetFile(storage.filesystem(url)[1], memory_map=True, pre_buffer=False)
 
 

@@ -1,43 +1,33 @@
-"""Batches on the device before they are asked for: a thread reads ahead while the device computes."""
+"""Batches copied to the device ahead of time: a thread reads while the device computes."""
 
 import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vitray.data.augment.batch import DeviceBatch
 from vitray.data.stream.stream import HostBatch
 
-# Batches that wait ready; more would only hide a longer pause of the reading.
+# Batches that wait ready; more of them would only hide longer pauses in reading.
 AHEAD = 2
 
 
-class DeviceBatch(NamedTuple):
-    """One worker's part of one step, its images, labels and weights on the device."""
-
-    images: Tensor
-    """uint8, BHWC."""
-    labels: Tensor
-    weights: Tensor
-    positions: np.ndarray
-    rows: np.ndarray
-
-
-class Feed:
-    """An iterator over batches on a device that counts how long it was waited for; close it, or exhaust it."""
+class Prefetcher:
+    """An iterator over batches on a device that counts the time spent waiting; close it or exhaust it."""
 
     def __init__(self, batches: Iterable[HostBatch], device: torch.device) -> None:
         self.waited = 0.0
-        """Seconds that the caller has spent waiting for batches."""
+        """Seconds that the caller has waited for batches."""
         self._device = device
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
         self._closed = threading.Event()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._read, args=(iter(batches),), name="feed", daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(iter(batches),), name="prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[DeviceBatch]:
@@ -45,19 +35,19 @@ class Feed:
 
     def __next__(self) -> DeviceBatch:
         start = time.perf_counter()
-        found = self._ready.get()
+        item = self._ready.get()
         self.waited += time.perf_counter() - start
-        if found is None:
+        if item is None:
             raise StopIteration
-        if isinstance(found, BaseException):
-            raise found
-        batch, copied = found
+        if isinstance(item, BaseException):
+            raise item
+        batch, copied = item
         if copied is not None:
-            # The computing stream waits for the copy, this thread does not; and the memory is not reused before.
-            here = torch.cuda.current_stream(self._device)
-            here.wait_event(copied)
+            # The computing stream waits for the copy, not this thread; until then the memory is not reused.
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
             for tensor in batch[:3]:
-                tensor.record_stream(here)
+                tensor.record_stream(current)
         return batch
 
     def close(self) -> None:
@@ -74,23 +64,23 @@ class Feed:
             for batch in batches:
                 if self._closed.is_set():
                     return
-                self._ready.put(self._copied(batch))
+                self._ready.put(self._to_device(batch))
             self._ready.put(None)
-        except BaseException as error:  # whatever it is belongs to the one who waits
+        except BaseException as error:  # `__next__` raises it in the caller's thread
             self._ready.put(error)
 
-    def _copied(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
-        with torch.cuda.stream(self._copies):  # of None, nothing
+    def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
+        with torch.cuda.stream(self._copies):  # does nothing for None
             images, labels, weights = (
-                _own(array, self._copies is not None).to(self._device, non_blocking=True)
+                _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
                 for array in (batch.images, batch.labels, batch.weights)
             )
         copied = self._copies.record_event() if self._copies else None
         return DeviceBatch(images, labels, weights, batch.positions, batch.rows), copied
 
 
-def _own(array: np.ndarray, pinned: bool) -> Tensor:
-    """A tensor with memory of its own: the object store's may be read, not written, and is not pinned."""
+def _own_tensor(array: np.ndarray, pinned: bool) -> Tensor:
+    """Return a copy in writable memory, pinned on request; the object store's memory is neither."""
     tensor = torch.from_numpy(np.empty(0, array.dtype)).new_empty(array.shape, pin_memory=pinned)
     np.copyto(tensor.numpy(), array)
     return tensor

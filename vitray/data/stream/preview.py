@@ -1,54 +1,41 @@
-"""A picture of what training sees: some images of a dataset, and their augmented views, as the stream makes them."""
+"""Contact sheets of a dataset: some of its images, with the augmented views that training would see."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from vitray import storage
 from vitray.config.augmentation import Augment
-from vitray.config.parsing import apply_changes, parse_words
 from vitray.config.sections import Section, Size
-from vitray.config.validation import refusal
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards.manifest import Dataset, open_dataset
-from vitray.data.stream.decoding import read_rows, rows_of
-from vitray.errors import ConfigError, nearest
+from vitray.data.shards.options import read_settings
+from vitray.data.stream.decoding import locate_rows, read_rows
 
 
-class Look(Section):
-    """What to look at."""
+class PreviewSettings(Section):
+    """The settings of `vitray shard --look`."""
 
     split: str = "train"
     size: Size = 224
-    """Pixels a side of a view."""
+    """Side of a view in pixels."""
     samples: Size = 8
-    """Images, a row each."""
+    """Images, one per row."""
     copies: Size = 7
-    """Views of an image, one an epoch."""
+    """Views of each image, one per epoch."""
     seed: int = 0
     augment: Augment = Augment()
 
 
-def draw_look(url: str, target: str, words: Sequence[str]) -> dict[str, Any]:
-    """Write a contact sheet (PNG) of a dataset; the words are `Look`'s settings."""
-    tree: dict[str, Any] = {}
-    apply_changes(parse_words(words), tree)
-    try:
-        look = Look.model_validate(tree)
-    except ValidationError as invalid:
-        places = {word.partition("=")[0]: f"the word {word!r}" for word in words}
-        raise refusal(invalid, Look, places, "look") from None
-    dataset = open_dataset(url)
-    if look.split not in dataset.splits:
-        known = ", ".join(dataset.splits)
-        raise ConfigError(f"{url}: no split {look.split!r}, wanted one of {known}{nearest(look.split, dataset.splits)}")
-    side = (look.size, look.size)
-    sheet = sample_sheet(dataset, look.split, look.augment, side, look.samples, look.copies, look.seed)
+def write_preview(url: str, target: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Write a contact sheet (PNG) of a dataset, and return its path and shape."""
+    settings = read_settings(PreviewSettings, overrides, "look")
+    size, shape = (settings.size, settings.size), (settings.samples, settings.copies)
+    sheet = sample_sheet(open_dataset(url), settings.split, settings.augment, size, shape, settings.seed)
     storage.write_bytes(target, sheet)
-    return {"look": target, "samples": look.samples, "copies": look.copies}
+    return {"look": target, "samples": settings.samples, "copies": settings.copies}
 
 
 def sample_sheet(
@@ -56,14 +43,14 @@ def sample_sheet(
     split: str,
     augment: Augment,
     size: tuple[int, int],
-    samples: int = 8,
-    copies: int = 7,
+    shape: tuple[int, int] = (8, 7),
     seed: int = 0,
 ) -> bytes:
-    """A contact sheet (PNG) of some images of a split and their views."""
-    rows = rows_of(dataset, split)
+    """Return a contact sheet (PNG) of a split; `shape` is the number of images and of views of each."""
+    rows = locate_rows(dataset, split)
     total = int(rows.starts[-1])
-    # Spread over the split; its stored order is shuffled already.
-    found = read_rows(np.linspace(0, total - 1, min(samples, total)).astype(np.int64), rows)
-    shown = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in found.values()]
-    return contact_sheet(shown, augment, size, copies=copies, seed=seed)
+    # Evenly spaced rows are a random sample: the stored order is shuffled.
+    numbers = np.linspace(0, total - 1, min(shape[0], total)).astype(np.int64)
+    stored = read_rows(numbers, rows).values()
+    samples = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in stored]
+    return contact_sheet(samples, augment, size, copies=shape[1], seed=seed)

@@ -1,8 +1,8 @@
-"""The report of a sweep: pure functions of numbers, and one folder that any browser reads. No Ray, no MLflow."""
+"""The report of a sweep: an HTML page and its pictures, drawn from plain values. No Ray, no MLflow."""
 
-from vitray.sweep.report.papers import Point as Point
+from vitray.sweep.report.papers import PaperPoint as PaperPoint
 from vitray.sweep.report.papers import dataset_of as dataset_of
 from vitray.sweep.report.papers import point_of as point_of
-from vitray.sweep.report.trials import Sweep as Sweep
-from vitray.sweep.report.trials import Trial as Trial
+from vitray.sweep.report.trials import SweepResult as SweepResult
+from vitray.sweep.report.trials import TrialResult as TrialResult
 from vitray.sweep.report.writing import write_report as write_report

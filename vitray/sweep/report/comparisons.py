@@ -1,10 +1,9 @@
-"""Pictures that compare groups: their seeds, their differences, depth by branches, and what they cost.
+"""Charts that compare groups: scores by seed, differences, maps of depth by branches, and costs.
 
-Only finished trials count. A mark is a group's mean over its seeds, a bar one standard deviation.
+Only finished trials count. A diamond is a group's mean over its seeds, a bar one standard deviation.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
@@ -12,78 +11,83 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from vitray.sweep.report.drawing import Drawing, Label, Theme, dressed, label_points, listed, new_figure, plain
-from vitray.sweep.report.groups import MODEL, Group, Pair, Results, pairs_of, pareto_front
+from vitray.plotting import Theme, one_line
+from vitray.sweep.report.drawing import Drawing, Label, column_axis, label_points, listed
+from vitray.sweep.report.groups import Group, Pair, Results, pairs_of, pareto_front
+from vitray.sweep.report.trials import Cost
 
 MOST_ROWS = 24
-# An axis of costs is logarithmic from this ratio of the largest to the smallest on.
+# Ratio of the largest to the smallest cost above which the axis is logarithmic.
 WIDE = 8
+# Costs within this ratio count as equal.
+ALIKE = 1.05
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
 def draw_groups(results: Results) -> Drawing | None:
-    """Every seed of every group, best group first."""
+    """Draw every seed of every group, the best group first."""
     groups, measure = results.scored[:MOST_ROWS], results.measure
     if len(groups) < 2 or not results.is_repeated:
         return None
     more = len(results.scored) - len(groups)
     several = any(len(group.scores) > 1 for group in groups)
-    caption = "A ring is a seed, the mark their mean, the bar one standard deviation." if several else "One seed each."
-    caption += f" The best {len(groups)}; {more} more are in the table." if more else ""
+    caption = "A ring is a seed, a diamond the mean, a bar one standard deviation." if several else "One seed each."
+    caption += f" The best {len(groups)} groups; the table lists {more} more." if more else ""
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 0.27 * len(groups) + 0.75)
-        axis = dressed(figure, theme, measure.title)
+        figure, axis = column_axis(theme, 0.27 * len(groups) + 0.75, measure.title)
+        right = axis.get_yaxis_transform()
         for row, group in enumerate(groups):
             _draw_seeds(axis, row, group, results, theme.series[0] if row == 0 else theme.pale)
-            at = axis.get_yaxis_transform()
-            axis.text(1.02, row, results.said(group), color=theme.ink, transform=at, va="center", fontsize=8)
-        axis.set_yticks(range(len(groups)), [plain(group.label, 30) for group in groups])
+            score = results.score_text(group)
+            axis.text(1.02, row, score, color=theme.ink, transform=right, va="center", fontsize=8)
+        axis.set_yticks(range(len(groups)), [one_line(group.label, 30) for group in groups])
         axis.tick_params(axis="y", labelcolor=theme.ink)
         axis.set_ylim(len(groups) - 0.4, -0.6)
         axis.grid(False, axis="y")
         axis.xaxis.set_major_locator(MaxNLocator(4))
         return figure
 
-    said = listed([f"{group.label} {results.said(group)}" for group in groups])
-    return Drawing("groups", f"{measure.title} of {len(groups)} groups: {said}", caption, draw)
+    scores = listed([f"{group.label} {results.score_text(group)}" for group in groups])
+    return Drawing("groups", f"{measure.title} of {len(groups)} groups: {scores}", caption, draw)
 
 
 def _draw_seeds(axis: Axes, row: int, group: Group, results: Results, colour: str) -> None:
-    measure = results.measure
+    scaled = results.measure.scaled
     if group.sd is not None:
-        ends = [measure.scaled(group.mean - group.sd), measure.scaled(group.mean + group.sd)]
-        scores = [measure.scaled(value) for value in group.scores.values()]
+        ends = [scaled(group.mean - group.sd), scaled(group.mean + group.sd)]
+        scores = [scaled(value) for value in group.scores.values()]
         axis.plot(ends, [row, row], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
         axis.plot(scores, [row] * len(scores), "o", mfc="none", mec=colour, markersize=5, mew=1)
-    axis.plot([measure.scaled(group.mean)], [row], "d", color=colour, markersize=5.5)
+    axis.plot([scaled(group.mean)], [row], "d", color=colour, markersize=5.5)
 
 
 # ---- differences -----------------------------------------------------------------------------------------------------
 
 
 def draw_differences(results: Results) -> Drawing | None:
-    """How far groups lie apart over the same seeds."""
+    """Draw the paired differences of groups with their intervals."""
     pairs, measure = pairs_of(results), results.measure
     if not pairs:
         return None
-    left_out = max(0, len(pairs) - MOST_ROWS // 2)  # two lines each
+    left_out = max(0, len(pairs) - MOST_ROWS // 2)  # a pair takes two rows
     pairs = pairs[: MOST_ROWS // 2]
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 0.42 * len(pairs) + 0.8)
-        axis = dressed(figure, theme, f"Differences of {measure.goal}" + ", points" * measure.is_share)
+        title = f"Differences of {measure.goal}" + ", points" * measure.is_share
+        figure, axis = column_axis(theme, 0.42 * len(pairs) + 0.8, title)
         for row, pair in enumerate(pairs):
             mean, low, high = (measure.scaled(value) for value in pair.difference[:3])
             colour = theme.series[0] if pair.difference.is_clear else theme.pale
             axis.plot([low, high], [row, row], color=colour, linewidth=1.6)
             axis.plot([mean], [row], "d", color=colour, markersize=5.5)
-            for x, words, ink in ((0, plain(_named(pair), 46), theme.ink), (1, _interval(pair, results), theme.pale)):
-                at, side = axis.get_yaxis_transform(), "right" if x else "left"
-                text = axis.text(x, row - 0.42, words, color=ink, transform=at, va="center", ha=side, fontsize=7.5)
-                text.set_bbox({"facecolor": theme.paper, "linewidth": 0, "pad": 1})  # hides lines behind the words
+            texts = ((0, "left", _pair_name(pair), theme.ink), (1, "right", _interval(pair, results), theme.pale))
+            for x, side, text, ink in texts:
+                label = axis.text(x, row - 0.42, one_line(text, 46), color=ink, fontsize=7.5, va="center", ha=side)
+                label.set_transform(axis.get_yaxis_transform())
+                label.set_bbox({"facecolor": theme.paper, "linewidth": 0, "pad": 1})  # hides the lines behind it
         axis.axvline(0, color=theme.ink, linewidth=0.9, zorder=1)
         axis.set_ylim(len(pairs) - 0.5, -0.75)
         axis.set_yticks([])
@@ -91,13 +95,13 @@ def draw_differences(results: Results) -> Drawing | None:
         axis.xaxis.set_major_locator(MaxNLocator(5))
         return figure
 
-    alt = listed([f"{_named(pair)} {_interval(pair, results)}" for pair in pairs])
-    caption = "The line is the interval of 95 % confidence, in colour where it leaves out zero."
-    caption += f" {left_out} more are in the table." if left_out else ""
+    alt = listed([f"{_pair_name(pair)} {_interval(pair, results)}" for pair in pairs])
+    caption = "A line is a 95 % confidence interval, coloured if it excludes zero."
+    caption += f" The table lists {left_out} more." if left_out else ""
     return Drawing("differences", f"Paired differences of {measure.goal}: {alt}", caption, draw)
 
 
-def _named(pair: Pair) -> str:
+def _pair_name(pair: Pair) -> str:
     return f"{pair.one.label} − {pair.other.label}"
 
 
@@ -109,29 +113,23 @@ def _interval(pair: Pair, results: Results) -> str:
 # ---- depth and branches ----------------------------------------------------------------------------------------------
 
 
-def of_its_best(results: Results) -> str:
-    """The end of a caption: whether a network stands for several groups."""
-    networks = {group.settings.get(MODEL) for group in results.scored}
-    return " Of each network the best of its settings." if len(networks) < len(results.scored) else ""
-
-
 def draw_maps(results: Results) -> list[Drawing]:
-    """A map of depth by branches for each family of networks in which either varies while the other is the same."""
+    """Draw a map of depth by branches for each family in which one varies while the other is equal."""
     measure, drawings = results.measure, []
     for family, cells in results.families.items():
-        # A map with one cell in each row, or in each column, is a line that is drawn elsewhere.
+        # With one cell in each row or column, a line shows the same, and is drawn elsewhere.
         if any(len({shape[place] for shape in cells}) == len(cells) for place in (0, 1)):
             continue
 
         def draw(theme: Theme, family: str = family, cells: dict[tuple[int, int], Group] = cells) -> Figure:
             return _draw_map(results, theme, f"{family}: {measure.title}", cells)
 
-        said = [
-            f"depth {depth} with {branches} branches {measure.say(group.mean)}"
+        scores = [
+            f"depth {depth} with {branches} branches {measure.text(group.mean)}"
             for (depth, branches), group in cells.items()
         ]
-        caption = f"{family}: the stronger the colour, the better." + of_its_best(results)
-        alt = f"{measure.goal} of {family}: {listed(said)}"
+        caption = f"{family}: the stronger the colour, the better." + results.families_note
+        alt = f"{measure.goal} of {family}: {listed(scores)}"
         drawings.append(Drawing(f"depth_branches_{len(drawings)}", alt, caption, draw))
     return drawings
 
@@ -139,8 +137,7 @@ def draw_maps(results: Results) -> list[Drawing]:
 def _draw_map(results: Results, theme: Theme, title: str, cells: dict[tuple[int, int], Group]) -> Figure:
     measure = results.measure
     depths, branches = (sorted({shape[place] for shape in cells}) for place in (0, 1))
-    figure = new_figure(theme, 0.56 * len(depths) + 0.85)
-    axis = dressed(figure, theme, title, "parallel branches")
+    figure, axis = column_axis(theme, 0.56 * len(depths) + 0.85, title, "parallel branches")
     colours = LinearSegmentedColormap.from_list("report", [theme.low, theme.high])
     best, *_, worst = sorted((group.mean for group in cells.values()), key=measure.rank)
     for (depth, branch), group in cells.items():
@@ -149,12 +146,12 @@ def _draw_map(results: Results, theme: Theme, title: str, cells: dict[tuple[int,
         axis.fill_between([x - 0.48, x + 0.48], y - 0.47, y + 0.47, color=colour, linewidth=0)
         ink = _readable(colour, theme)
         spread = "" if group.sd is None else f"± {measure.digits(group.sd)}, "
-        for up, words, size in (
+        for offset, text, size in (
             (-0.21, measure.digits(group.mean), 9.5),
             (0.07, f"{spread}n = {len(group.scores)}", 6.8),
             (0.29, f"{depth * branch} blocks", 6.8),
         ):
-            axis.text(x, y + up, words, ha="center", va="center", color=ink, fontsize=size)
+            axis.text(x, y + offset, text, ha="center", va="center", color=ink, fontsize=size)
     axis.set(xlim=(-0.5, len(branches) - 0.5), ylim=(len(depths) - 0.5, -0.5))
     axis.set_xticks(range(len(branches)), [str(each) for each in branches])
     axis.set_yticks(range(len(depths)), [str(each) for each in depths])
@@ -164,60 +161,38 @@ def _draw_map(results: Results, theme: Theme, title: str, cells: dict[tuple[int,
 
 
 def _readable(colour: tuple[float, float, float, float], theme: Theme) -> str:
-    """Ink or paper, whichever stands out from a colour."""
+    """Return the theme's ink or paper, whichever contrasts more with a colour."""
     return max((theme.ink, theme.paper), key=lambda ink: contrast(to_rgb(ink), colour[:3]))
 
 
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:
-    """How far two colours stand apart, from 1 to 21, as WCAG 2 defines it."""
+    """Return the contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it."""
 
-    def light(rgb: Sequence[float]) -> float:
+    def luminance(rgb: Sequence[float]) -> float:
         red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
-    dark, bright = sorted([light(one), light(other)])
+    dark, bright = sorted([luminance(one), luminance(other)])
     return (bright + 0.05) / (dark + 0.05)
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-# Costs so little apart are one.
-ALIKE = 1.05
-
-
-class Cost(NamedTuple):
-    """What a trial takes: its field, its unit, and how much of the field one unit is."""
-
-    field: str
-    unit: str
-    one: float
-
-
-COSTS = (
-    Cost("device_seconds", "device hours", 3600),
-    Cost("latency_ms", "ms an image", 1),
-    Cost("peak_memory_bytes", "GiB", 2**30),
-    Cost("gflops", "GFLOPs an image", 1),
-    Cost("params", "million parameters", 1e6),
-)
-
-
 def draw_cost(results: Results, cost: Cost) -> Drawing | None:
-    """Groups over what they cost, and those that no other beats at lower cost."""
+    """Draw groups over a cost, with their Pareto front."""
     measure = results.measure
-    spent = [(group, found) for group in results.scored if (found := group.cost(cost.field)) is not None]
-    groups, x = [group for group, _ in spent], [found / cost.one for _, found in spent]
+    groups = [group for group in results.scored if group.cost(cost.field) is not None]
+    x = [(group.cost(cost.field) or 0) / cost.scale for group in groups]
     y = [measure.scaled(group.mean) for group in groups]
     networks = {(group.cost("params"), group.cost("gflops")) for group in groups}
-    # What hardly differs is no trade-off, and one network's latency differs by chance alone.
+    # Nearly equal costs are no trade-off, and the latency of a single network varies by chance alone.
     if not x or max(x) <= ALIKE * min(x) or (cost.field == "latency_ms" and len(networks) < 2):
         return None
     front = pareto_front(x, y, measure.mode)
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 3.0)
-        axis = dressed(figure, theme, measure.title, cost.unit)
+        figure, axis = column_axis(theme, 3.0, measure.title, cost.unit)
         if min(x) > 0 and max(x) / min(x) > WIDE:
             axis.set_xscale("log")
             axis.xaxis.set_minor_formatter(NullFormatter())
@@ -239,13 +214,13 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
         label_points(figure, axis, labels, theme, _steps(*edge), measure.mode == "max")
         return figure
 
-    ends = [(groups[place].label, measure.digits(groups[place].mean), f"{x[place]:.3g}") for place in front]
-    said = "On the line: " + listed([f"{label}, {value} at {at}" for label, value, at in ends], 4) + f" {cost.unit}."
-    return Drawing(f"cost_{cost.field}", f"{measure.title} over {cost.unit}. {said}", said, draw)
+    points = [f"{groups[place].label}, {measure.digits(groups[place].mean)} at {x[place]:.3g}" for place in front]
+    caption = f"On the line: {listed(points, 4)} {cost.unit}."
+    return Drawing(f"cost_{cost.field}", f"{measure.title} over {cost.unit}. {caption}", caption, draw)
 
 
 def _steps(x: Sequence[float], y: Sequence[float]) -> list[Bbox]:
-    """The room that the line of the front takes: across at each height, then up."""
+    """The segments of the front's line: across at each height, then up."""
     across = [Bbox([[x[place], y[place]], [x[place + 1], y[place]]]) for place in range(len(x) - 1)]
     up = [Bbox([[x[place + 1], y[place]], [x[place + 1], y[place + 1]]]) for place in range(len(x) - 1)]
     return [*across, *up]

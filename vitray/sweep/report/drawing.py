@@ -1,81 +1,27 @@
-"""How the report draws: two themes, axes without boxes, labels beside what they name, PNGs with the same bytes twice.
+"""Drawings of the report: figures as wide as a column, and labels placed beside their lines and points."""
 
-Nothing here knows pyplot, so no figure outlives its function.
-"""
-
-import io
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
+from vitray.plotting import Theme, missing_glyphs, new_figure, one_line, style_axis
+
+# Inches of a column of the page, and the pixels of each, which suit screens of high resolution.
 WIDTH, DPI = 4.0, 220
-
-
-class Theme(NamedTuple):
-    """The colours of a page and of its pictures."""
-
-    paper: str
-    ink: str
-    pale: str
-    grid: str
-    rest: str
-    """What is drawn but not named."""
-    raised: str
-    """Behind what stands out from the page."""
-    low: str
-    high: str
-    """The ends of a heat map."""
-    series: tuple[str, ...]
-    """Far apart for the red- and green-blind too, and 4.5 : 1 on the paper, so that words can have them."""
-    good: str
-    warn: str
-    bad: str
-
-
-LIGHT = Theme(
-    paper="#fbfaf8",
-    ink="#1f2430",
-    pale="#5d6474",
-    grid="#e7e4de",
-    rest="#b9b8b6",
-    raised="#f3f1ec",
-    low="#eaf1f8",
-    high="#1f5f9f",
-    series=("#1f66ad", "#bf4e14", "#00835a", "#09299e", "#593c12", "#6b1654"),
-    good="#00835a",
-    warn="#9a7400",
-    bad="#b3361f",
-)
-DARK = Theme(
-    paper="#15181f",
-    ink="#e9e7e2",
-    pale="#a5abb8",
-    grid="#2b303a",
-    rest="#565c69",
-    raised="#1c2029",
-    low="#1d2733",
-    high="#8cc0f5",
-    series=("#6cabf0", "#e07c58", "#9bd7b3", "#f4caf7", "#e6bf33", "#ca79a5"),
-    good="#6fcf9f",
-    warn="#e6bf33",
-    bad="#f4846c",
-)
-# What it costs words to stand nearer to another point than to their own, in square pixels that cover others.
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# Penalty for a label nearer to another point than to its own, in covered square pixels.
 FAR = 10_000
-MARKS = ("o", "s", "^", "D", "v", "P")
 
 
 class Drawing(NamedTuple):
-    """A picture that says something: its file name, what it shows in words, and how to draw it."""
+    """A picture: its file name, its texts, and a function that draws it in a theme."""
 
     name: str
     alt: str
@@ -84,57 +30,40 @@ class Drawing(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Words beside a point, in its colour; of those that are not needed, some may find no room."""
+    """Text beside a point, in its colour; an optional label is dropped if it does not fit."""
 
     x: float
     y: float
-    words: str
+    text: str
     colour: str
     needed: bool = True
 
 
-def new_figure(theme: Theme, height: float) -> Figure:
-    """A figure as wide as a column of the page."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor=theme.paper)
-    FigureCanvasAgg(figure)  # measures words without drawing the figure for each
-    figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
-    return figure
+def column_axis(theme: Theme, height: float, title: str, x_label: str = "") -> tuple[Figure, Axes]:
+    """Return a figure as wide as a column, and its styled axes."""
+    figure = new_figure(theme, WIDTH, height, DPI)
+    axis = figure.add_subplot()
+    style_axis(axis, theme)
+    axis.set_title(one_line(title, 52), loc="left", color=theme.ink, fontsize=9.5)
+    axis.set_xlabel(one_line(x_label, 60), color=theme.pale, fontsize=8)
+    return figure, axis
 
 
-def dressed(figure: Figure, theme: Theme, title: str, across: str = "") -> Axes:
-    """The axes of a figure: a title, pale ticks and lines, and no box."""
-    axis = figure.add_subplot(facecolor=theme.paper)
-    axis.set_title(plain(title, 52), loc="left", color=theme.ink, fontsize=9.5)
-    axis.set_xlabel(plain(across, 60), color=theme.pale, fontsize=8)
-    axis.grid(color=theme.grid, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(which="both", length=0, labelsize=8, labelcolor=theme.pale)
-    for line in axis.spines.values():
-        line.set_visible(False)
-    return axis
-
-
-def plain(words: str, length: int) -> str:
-    """Words on one line, of so many letters at most, in which a dollar begins no formula."""
-    words = " ".join(words.split())
-    words = words if len(words) <= length else f"{words[: length - 1].rstrip()}…"
-    return words.replace("$", r"\$")
-
-
-def listed(said: Sequence[str], most: int = 8) -> str:
-    """Some of many words, and how many more there are."""
-    rest = f"; and {len(said) - most} more" if len(said) > most else ""
-    return "; ".join(said[:most]) + rest
+def listed(items: Sequence[str], most: int = 8) -> str:
+    """Return the first items as text, and the number of the rest."""
+    rest = f"; and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + rest
 
 
 def label_ends(figure: Figure, axis: Axes, labels: Sequence[Label], theme: Theme) -> None:
-    """Name lines at the right edge, each at the height of its end as far as the others let it."""
+    """Label lines at the right edge, each as near to the height of its end as the others allow."""
     limits = axis.get_xlim(), axis.get_ylim()
-    at, texts = axis.transAxes, []
-    for label in labels:
-        words = plain(label.words, 24)
-        texts.append(axis.text(1.03, 0.5, words, color=label.colour, fontsize=8, va="center", transform=at))
-    _settle(figure)
+    at = axis.transAxes
+    texts = [
+        axis.text(1.03, 0.5, one_line(label.text, 24), color=label.colour, fontsize=8, va="center", transform=at)
+        for label in labels
+    ]
+    _lay_out(figure)
     axis.set(xlim=limits[0], ylim=limits[1])
     line = 8 * 1.25 / 72 * figure.dpi / axis.bbox.height
     ends = [at.inverted().transform(axis.transData.transform((label.x, label.y))) for label in labels]
@@ -147,42 +76,42 @@ def label_ends(figure: Figure, axis: Axes, labels: Sequence[Label], theme: Theme
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights moved as little as lets neighbours be `gap` apart, in the same order, within 0 and 1 if all fit."""
-    order = sorted(range(len(heights)), key=lambda place: heights[place])
-    # Pools of labels that touch, each around the mean of what its labels want: isotonic regression, then its bounds.
-    pools: list[tuple[float, int]] = []
-    for rank, place in enumerate(order):
-        pool = (heights[place] - rank * gap, 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, count = pools.pop()
-            pool = ((mean * count + pool[0] * pool[1]) / (count + pool[1]), count + pool[1])
-        pools.append(pool)
-    found = [0.0] * len(heights)
-    top = max(0.0, 1 - gap * (len(heights) - 1))
-    bases = [min(max(mean, 0.0), top) for mean, count in pools for _ in range(count)]
-    for rank, (place, base) in enumerate(zip(order, bases, strict=True)):
-        found[place] = base + rank * gap
-    return found
+    """Return heights moved as little as puts neighbours `gap` apart, in the same order; within 0 and 1 if all fit."""
+    from scipy.optimize import isotonic_regression  # loads slowly
+
+    if not heights:
+        return []
+    order = np.argsort(heights, kind="stable")
+    offsets = gap * np.arange(len(heights))
+    bases = isotonic_regression(np.array(heights)[order] - offsets).x
+    spread = np.empty(len(heights))
+    spread[order] = np.clip(bases, 0.0, max(0.0, 1 - offsets[-1])) + offsets
+    return spread.tolist()
 
 
 def label_points(
     figure: Figure, axis: Axes, labels: Sequence[Label], theme: Theme, lines: Sequence[Bbox], upwards: bool
 ) -> None:
-    """Name points where there is room around them and off some lines; the needed ones in any case."""
-    _settle(figure)
+    """Label points where there is room beside them and off some lines; the needed labels in any case.
+
+    `upwards`: higher values are better, so the front is the upper left edge of the points.
+    """
+    _lay_out(figure)
     places = [tuple(map(float, axis.transData.transform((label.x, label.y)))) for label in labels]
     taken = [Bbox.from_bounds(x - 9, y - 9, 18, 18) for x, y in places]
     taken += [line.transformed(axis.transData).padded(3) for line in lines]
     for label, own in sorted(zip(labels, places, strict=True), key=lambda each: not each[0].needed):
         halo = [withStroke(linewidth=2, foreground=theme.paper)]
-        text = axis.text(label.x, label.y, plain(label.words, 24), color=label.colour, fontsize=7.5, path_effects=halo)
+        text = axis.text(
+            label.x, label.y, one_line(label.text, 24), color=label.colour, fontsize=7.5, path_effects=halo
+        )
         text.set_in_layout(False)
-        with _any_letter():
+        with missing_glyphs():
             size = text.get_window_extent()
-        # Before and beyond a point of a front there is no other; what lies behind it has its words on the far side.
+        # The outer side of the front is free for its labels; other points have theirs on the inner side.
         boxes = _around(own, size.width, size.height, label.needed, label.needed == upwards)
-        troubles = [(_trouble(box, taken, axis.bbox) + FAR * _is_anothers(box, own, places), box) for box in boxes]
-        least, box = min(troubles, key=lambda each: each[0])
+        ranked = [(_overlap(box, taken, axis.bbox) + FAR * _is_misleading(box, own, places), box) for box in boxes]
+        least, box = min(ranked, key=lambda each: each[0])
         if not label.needed and least > 0:
             text.remove()
             continue
@@ -190,8 +119,8 @@ def label_points(
         text.set(position=axis.transData.inverted().transform(box.p0), va="bottom")
 
 
-def _is_anothers(box: Bbox, own: tuple[float, ...], places: Sequence[tuple[float, ...]]) -> bool:
-    """Whether words would stand nearer to another point than to their own."""
+def _is_misleading(box: Bbox, own: tuple[float, ...], places: Sequence[tuple[float, ...]]) -> bool:
+    """Whether a label would stand nearer to another point than to its own."""
 
     def away(place: tuple[float, ...]) -> float:
         return math.hypot(*(max(low - at, 0, at - high) for low, at, high in zip(box.p0, place, box.p1, strict=True)))
@@ -200,7 +129,7 @@ def _is_anothers(box: Bbox, own: tuple[float, ...], places: Sequence[tuple[float
 
 
 def _around(at: tuple[float, ...], width: float, height: float, left: bool, above: bool) -> Iterator[Bbox]:
-    """Where words may stand, in pixels, with the corner first that is asked for, and beside the point last."""
+    """Possible places of a label, in pixels: the preferred corner first, beside the point last."""
     (x, y), near, far = at, 12, 20
     sides, rows = [-near - width, -width / 2, near], [near, -near - height]
     for up in rows if above else rows[::-1]:
@@ -210,31 +139,15 @@ def _around(at: tuple[float, ...], width: float, height: float, left: bool, abov
         yield Bbox.from_bounds(x + across, y - height / 2, width, height)
 
 
-def _trouble(box: Bbox, taken: Sequence[Bbox], room: Bbox) -> float:
-    """Square pixels of a box that lie on others, or outside of the room, which is worse."""
-    shared = [found.width * found.height for other in taken if (found := Bbox.intersection(box, other))]
+def _overlap(box: Bbox, taken: Sequence[Bbox], room: Bbox) -> float:
+    """Square pixels of a box that cover others, plus ten times those outside the room."""
+    shared = [both.width * both.height for other in taken if (both := Bbox.intersection(box, other))]
     inside = Bbox.intersection(box, room)
     outside = box.width * box.height - (inside.width * inside.height if inside else 0)
     return round(sum(shared) + 10 * outside, 3)
 
 
-def _settle(figure: Figure) -> None:
-    """Lets the layout be final, so that pixels can be measured."""
-    with _any_letter():
+def _lay_out(figure: Figure) -> None:
+    """Make the layout final, so that pixels can be measured."""
+    with missing_glyphs():
         figure.draw_without_rendering()
-
-
-def png(figure: Figure) -> bytes:
-    """A figure's bytes."""
-    found = io.BytesIO()
-    with _any_letter():
-        figure.savefig(found, format="png", metadata={"Software": None})
-    return found.getvalue()
-
-
-@contextmanager
-def _any_letter() -> Iterator[None]:
-    """A letter that the font lacks is drawn as a box, which says enough: matplotlib warns of each besides."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        yield

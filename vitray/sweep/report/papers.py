@@ -1,6 +1,6 @@
-"""What two papers print, so that a report can show their number beside ours where the point is one of theirs.
+"""Published accuracies of two papers, for comparison with the same point of a sweep.
 
-Touvron et al. is seed 000, Dosovitskiy et al. seed 002. Figures without digits are left out.
+TOUVRON is "Three things" (2022), DOSOVITSKIY is the "ViT paper" (2021). Plots without printed digits are left out.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,13 @@ from vitray.config import Run
 
 TOUVRON = "Three things everyone should know about Vision Transformers"
 DOSOVITSKIY = "An image is worth 16x16 words"
-# What the networks that the papers fine-tune were trained on before.
+# The pretraining of the networks that the papers fine-tune.
 TOUVRON_START = "ImageNet-1k, 400 epochs"
 STARTS = (TOUVRON_START, "ImageNet-1k", "ImageNet-21k", "JFT-300M")
 
 
-class Point(NamedTuple):
-    """A cell of a paper's table: a network, how it was trained, and the images that it was scored on."""
+class PaperPoint(NamedTuple):
+    """A cell of a paper's table: a network, its training, and the dataset of its score."""
 
     model: str
     training: str
@@ -23,41 +23,41 @@ class Point(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """What a paper prints of a point."""
+    """A printed accuracy and its place in a paper."""
 
     top1: float
     """In percent."""
     spread: float | None
-    """Its standard deviation, where that is printed."""
+    """The standard deviation, if printed."""
     source: str
     place: str
 
 
-class Images(NamedTuple):
-    """A dataset's sizes, by which it is known."""
+class DatasetSizes(NamedTuple):
+    """The sizes that identify a dataset."""
 
     train: int
     evaluated: int
     classes: int
 
 
-# Seed 000, Table 9. Of Pets the papers give no sizes; these are its own.
+# Three things, Table 9. The papers give no sizes for Pets; these are the dataset's own.
 DATASETS = {
-    "ImageNet": Images(1_281_167, 50_000, 1000),
-    "iNaturalist 2018": Images(437_513, 24_426, 8142),
-    "iNaturalist 2019": Images(265_240, 3003, 1010),
-    "Flowers-102": Images(2040, 6149, 102),
-    "Stanford Cars": Images(8144, 8041, 196),
-    "CIFAR-100": Images(50_000, 10_000, 100),
-    "CIFAR-10": Images(50_000, 10_000, 10),
-    "Oxford-IIIT Pets": Images(3680, 3669, 37),
+    "ImageNet": DatasetSizes(1_281_167, 50_000, 1000),
+    "iNaturalist 2018": DatasetSizes(437_513, 24_426, 8142),
+    "iNaturalist 2019": DatasetSizes(265_240, 3003, 1010),
+    "Flowers-102": DatasetSizes(2040, 6149, 102),
+    "Stanford Cars": DatasetSizes(8144, 8041, 196),
+    "CIFAR-100": DatasetSizes(50_000, 10_000, 100),
+    "CIFAR-10": DatasetSizes(50_000, 10_000, 10),
+    "Oxford-IIIT Pets": DatasetSizes(3680, 3669, 37),
 }
-# Share of train that may be missing: images that are in val too are left out when shards are written.
+# Tolerated share of missing training images: `vitray shard` drops those that are also in val.
 MISSING = 0.02
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
-# {(model, training): (top1 on ImageNet val, its spread, tables)}; at 224 px, by A2.
+# Three things, {(model, training): (top1 on ImageNet val, its spread, table)}; at 224 px, recipe A2.
 TRAINED = {
     ("vit_ti12x1_16", "300 epochs"): (72.7, None, "Table 1"),
     ("vit_ti12x1_16", "400 epochs, LayerScale"): (73.5, None, "Table 1"),
@@ -87,7 +87,7 @@ TRAINED = {
     ("vit_b12x1_16_hmlp_bn", "300 epochs"): (82.54, 0.09, "Table 7"),
     ("vit_b12x1_16_hmlp_ln", "300 epochs"): (82.50, 0.07, "Table 7"),
 }
-# Table 5, {(model, rule): full, attn, ffn}: from 224 to 384 px on ImageNet.
+# Three things, Table 5, {(model, optimizer): full, attn, ffn}: from 224 to 384 px on ImageNet.
 FINER = {
     ("vit_s12x1_16", "adamw"): (82.7, 82.5, 82.2),
     ("vit_s12x1_16", "sgd"): (82.6, 82.3, 82.0),
@@ -96,7 +96,7 @@ FINER = {
     ("vit_l24x1_16", "adamw"): (85.5, 85.5, 85.2),
     ("vit_l24x1_16", "sgd"): (85.4, 85.3, 85.1),
 }
-# Table 6, {(model, mode): a number for each of these}; it says nothing of the image size and the rule.
+# Three things, Table 6, {(model, mode): a number for each dataset}; it names no image size and no optimizer.
 TRANSFERRED_TO = ("iNaturalist 2018", "iNaturalist 2019", "CIFAR-10", "CIFAR-100", "Stanford Cars", "Flowers-102")
 TRANSFERRED = {
     ("vit_s12x1_16", "full"): (68.0, 73.9, 98.9, 90.5, 89.7, 96.8),
@@ -109,7 +109,7 @@ TRANSFERRED = {
     ("vit_l24x1_16", "attn"): (75.3, 78.7, 99.2, 92.7, 93.8, 98.4),
     ("vit_l24x1_16", "ffn"): (75.4, 79.3, 99.2, 93.0, 93.0, 97.6),
 }
-# Seed 002, Table 5, {(start, images): a number for each of these}: everything trained by SGD at 384 px.
+# ViT paper, Table 5, {(pretraining, dataset): a number for each model}: all weights trained by SGD at 384 px.
 FIRST_VITS = ("vit_b12x1_16", "vit_b12x1_32", "vit_l24x1_16", "vit_l24x1_32", "vit_h32x1_14")
 FIRST = {
     ("ImageNet-1k", "CIFAR-10"): (98.13, 97.77, 97.86, 97.94, None),
@@ -130,25 +130,25 @@ FIRST = {
 }
 MODES = ("full", "attn", "ffn")
 
-PAPER: dict[Point, Printed] = {
+PAPER: dict[PaperPoint, Printed] = {
     **{
-        Point(model, training, "ImageNet"): Printed(top1, spread, TOUVRON, table)
+        PaperPoint(model, training, "ImageNet"): Printed(top1, spread, TOUVRON, table)
         for (model, training), (top1, spread, table) in TRAINED.items()
     },
     **{
-        Point(model, f"{mode} by {rule} at 384 px, from {TOUVRON_START}", "ImageNet"): Printed(
+        PaperPoint(model, f"{mode} by {rule} at 384 px, from {TOUVRON_START}", "ImageNet"): Printed(
             top1, None, TOUVRON, "Table 5"
         )
         for (model, rule), row in FINER.items()
         for mode, top1 in zip(MODES, row, strict=True)
     },
     **{
-        Point(model, f"{mode}, from {TOUVRON_START}", images): Printed(top1, None, TOUVRON, "Table 6")
+        PaperPoint(model, f"{mode}, from {TOUVRON_START}", images): Printed(top1, None, TOUVRON, "Table 6")
         for (model, mode), row in TRANSFERRED.items()
         for images, top1 in zip(TRANSFERRED_TO, row, strict=True)
     },
     **{
-        Point(model, f"full by sgd at 384 px, from {start}", images): Printed(top1, None, DOSOVITSKIY, "Table 5")
+        PaperPoint(model, f"full by sgd at 384 px, from {start}", images): Printed(top1, None, DOSOVITSKIY, "Table 5")
         for (start, images), row in FIRST.items()
         for model, top1 in zip(FIRST_VITS, row, strict=True)
         if top1 is not None
@@ -156,23 +156,23 @@ PAPER: dict[Point, Printed] = {
 }
 
 
-# ---- which point a run is --------------------------------------------------------------------------------------------
+# ---- lookup ----------------------------------------------------------------------------------------------------------
 
 
 def dataset_of(train: int, evaluated: int, classes: int) -> str | None:
-    """The dataset of the papers that has so many images and classes; None where it is none of them."""
-    for name, images in DATASETS.items():
-        whole = (1 - MISSING) * images.train <= train <= images.train
-        if whole and (evaluated, classes) == (images.evaluated, images.classes):
+    """Return the papers' dataset with these numbers of images and classes; None for any other."""
+    for name, sizes in DATASETS.items():
+        complete = (1 - MISSING) * sizes.train <= train <= sizes.train
+        if complete and (evaluated, classes) == (sizes.evaluated, sizes.classes):
             return name
     return None
 
 
-def point_of(run: Run, images: str | None, start: str | None = None) -> Point | None:
-    """The point of a paper that a run is: its network and its task; learning rates and the like may differ.
+def point_of(run: Run, images: str | None, start: str | None = None) -> PaperPoint | None:
+    """Return the paper's point with the run's network and task; learning rates and the like may differ.
 
-    `images` is what `dataset_of` says of the run's dataset, `start` (one of STARTS) what a fine-tuning's weights were
-    trained on. A run that evaluates a part of train is no paper's.
+    `images` is the result of `dataset_of`; `start`, one of STARTS, is the pretraining of fine-tuned weights.
+    A run with a hold-out split matches no point.
     """
     if images is None or run.data.development:
         return None
@@ -183,10 +183,10 @@ def point_of(run: Run, images: str | None, start: str | None = None) -> Point | 
             scale = "" if run.model.layerscale is None else ", LayerScale"
             trainings = [f"{run.optim.duration}{scale}"] if size == (224, 224) and run.task.loss == "bce" else []
         case "finetune":
-            plain = not run.task.also and not run.task.first_branch and size[0] == size[1]
-            how = f"{run.task.mode} by {run.optim.rule.kind} at {size[0]} px"
-            trainings = [f"{how}, from {start}", f"{run.task.mode}, from {start}"] if plain else []
+            comparable = not run.task.also and not run.task.first_branch and size[0] == size[1]
+            training = f"{run.task.mode} by {run.optim.rule.kind} at {size[0]} px"
+            trainings = [f"{training}, from {start}", f"{run.task.mode}, from {start}"] if comparable else []
         case "masked" | "tokenizer":
             trainings = []
-    points = (Point(run.model.name, training, images) for training in trainings)
+    points = (PaperPoint(run.model.name, training, images) for training in trainings)
     return next((point for point in points if point in PAPER), None)

@@ -1,24 +1,14 @@
 """The style sheet of the page, in the colours of its pictures."""
 
-from vitray.sweep.report.drawing import DARK, LIGHT, Theme
+from vitray.plotting import DARK, LIGHT, Theme
 
 STATE_COLOURS = {"finished": "good", "stopped early": "warn", "failed": "bad", "running": "accent", "waiting": "rest"}
 
 
 def _variables(theme: Theme) -> str:
-    named = {
-        "paper": theme.paper,
-        "ink": theme.ink,
-        "pale": theme.pale,
-        "grid": theme.grid,
-        "rest": theme.rest,
-        "raised": theme.raised,
-        "accent": theme.series[0],
-        "warn": theme.warn,
-        "good": theme.good,
-        "bad": theme.bad,
-    }
-    return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+    names = ("paper", "ink", "pale", "grid", "rest", "raised", "warn", "good", "bad")
+    colours = {name: getattr(theme, name) for name in names} | {"accent": theme.series[0]}
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
 
 
 SHEET = (
@@ -75,7 +65,7 @@ figure img { display: block; width: 100%; max-width: 540px; height: auto; }
 figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60ch; }
 .single { margin-top: 14px; }
 @media (min-width: 900px) {
-  /* A picture without a neighbour has its words beside it. */
+  /* A single picture has its text beside it. */
   .single { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 36px; }
   .single .prose { order: 1; padding-top: 30px; }
   .pictures figure:last-child:nth-child(odd) { grid-column: 1 / -1; display: grid; align-items: center;

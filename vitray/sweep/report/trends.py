@@ -1,7 +1,7 @@
-"""Pictures of lines: over blocks, over branches, over the learning rate, and over the steps of training.
+"""Line charts: over blocks, branches, learning rates, and the steps of training.
 
-But for the learning curves only finished trials count. A mark is a group's mean over its seeds, a ring a seed, a bar
-one standard deviation.
+Except for learning curves, only finished trials count. A marker is a group's mean, a ring a seed, a bar one standard
+deviation.
 """
 
 import math
@@ -14,94 +14,108 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from vitray.sweep.report.comparisons import of_its_best
-from vitray.sweep.report.drawing import MARKS, Drawing, Label, Theme, dressed, label_ends, listed, new_figure
-from vitray.sweep.report.groups import LR, Group, Results, label_of, spelled, varied_settings
-from vitray.sweep.report.trials import Trial
+from vitray.plotting import Theme
+from vitray.sweep.report.drawing import MARKERS, Drawing, Label, column_axis, label_ends, listed
+from vitray.sweep.report.groups import Group, Results
+from vitray.sweep.report.labels import LR, canonical, label_of, varied_settings
+from vitray.sweep.report.trials import TrialResult
 
 MOST_COLOURS = 6
-# Beyond so many points a curve is drawn as its running mean over a part of them.
+# A curve of more than MANY points is drawn as its running mean over 1 / PART of them.
 MANY, PART = 60, 25
 
 
 class Line(NamedTuple):
-    """Groups of one kind by their place on the axis, in order."""
+    """Groups by their place on the x axis."""
 
     label: str
-    groups: list[tuple[float, Group]]
+    points: list[tuple[float, Group]]
+
+
+class LineChart(NamedTuple):
+    """Lines of scores over one setting."""
+
+    name: str
+    title: str
+    x_label: str
+    caption: str
+    lines: list[Line]
+    failed: Sequence[float] = ()
+    """Places where a trial failed."""
 
 
 # ---- depth and branches ----------------------------------------------------------------------------------------------
 
 
 def draw_blocks(results: Results) -> list[Drawing]:
-    """Seed 000, Fig. 3: sequential and parallel networks over their number of blocks, for each family of networks."""
+    """Draw sequential and parallel networks of each family over their blocks, as Three things does in Fig. 3."""
     drawings = []
     for family, cells in results.families.items():
         lines: dict[int, list[tuple[float, Group]]] = defaultdict(list)
         for (depth, branches), group in cells.items():
             lines[branches].append((depth * branches, group))
-        if len(lines) < 2 or len({blocks for line in lines.values() for blocks, _ in line}) < 2:
+        if len(lines) < 2 or len({blocks for points in lines.values() for blocks, _ in points}) < 2:
             continue
         named = [
-            Line("sequential" if branches == 1 else f"{branches} branches", line)
-            for branches, line in sorted(lines.items(), key=lambda item: item[0])
+            Line("sequential" if branches == 1 else f"{branches} branches", lines[branches])
+            for branches in sorted(lines)
         ]
-        caption = "Blocks are depth times branches: what stands above each other costs the same."
-        name, title = f"blocks_{len(drawings)}", f"{family}: {results.measure.title}"
-        drawings.append(_lines(results, name, named, "blocks in all", caption + of_its_best(results), title))
+        caption = "Blocks are depth times branches; points above each other cost the same." + results.families_note
+        title = f"{family}: {results.measure.title}"
+        chart = LineChart(f"blocks_{len(drawings)}", title, "blocks in all", caption, named)
+        drawings.append(_draw_lines(results, chart))
     return drawings
 
 
 def draw_branches(results: Results) -> Drawing | None:
-    """Seed 000, Fig. 1: networks of one size over the number of their branches."""
+    """Draw networks of equal size over their branches, as Three things does in Fig. 1."""
     lines: dict[tuple[str, int], list[tuple[float, Group]]] = defaultdict(list)
     for family, cells in results.families.items():
         for (depth, branches), group in cells.items():
             lines[family, depth * branches].append((branches, group))
     alone = len(results.families) == 1
     named = [
-        Line(f"{blocks} blocks" if alone else f"{family.removeprefix('ViT-')}, {blocks} blocks", line)
-        for (family, blocks), line in sorted(lines.items(), key=lambda item: item[0])
-        if len(line) > 1
+        Line(f"{blocks} blocks" if alone else f"{family.removeprefix('ViT-')}, {blocks} blocks", lines[family, blocks])
+        for family, blocks in sorted(lines)
+        if len(lines[family, blocks]) > 1
     ]
     if not named:
         return None
-    caption = "A line is of one size: the same blocks in sequence, or side by side." + of_its_best(results)
-    return _lines(results, "branches", named, "parallel branches", caption, results.measure.title)
+    caption = "A line is one size: the same blocks in sequence or in parallel." + results.families_note
+    return _draw_lines(results, LineChart("branches", results.measure.title, "parallel branches", caption, named))
 
 
 # ---- learning rates --------------------------------------------------------------------------------------------------
 
 
 def draw_rates(results: Results) -> Drawing | None:
-    """The goal over the learning rate, a line for each choice of the other settings."""
+    """Draw the goal over the learning rate, a line for each combination of the other settings."""
     lines: dict[str, Line] = {}
     others = {path: values for path, values in varied_settings(results.sweep.trials).items() if path != LR}
-    for group in results.scored:  # the lines come as their best groups do
+    for group in results.scored:  # so the lines come in the order of their best groups
         if _is_rate(group.settings.get(LR)):
-            same = {path: value for path, value in group.settings.items() if path != LR}
-            line = lines.setdefault(spelled(same), Line(label_of(same, others) * bool(others), []))
-            line.groups.append((group.settings[LR], group))
-    named = [line for line in lines.values() if len(line.groups) > 1]
+            rest = {path: value for path, value in group.settings.items() if path != LR}
+            line = lines.setdefault(canonical(rest), Line(label_of(rest, others) if others else "", []))
+            line.points.append((group.settings[LR], group))
+    named = [line for line in lines.values() if len(line.points) > 1]
     if not named:
         return None
     failed: list[Any] = [trial.settings.get(LR) for trial in results.sweep.trials if trial.state == "failed"]
     rates = sorted({rate for rate in failed if _is_rate(rate)})
-    caption = " ".join(_at_an_edge(line, results) for line in named[:MOST_COLOURS])
-    caption += " A cross at the bottom is a rate at which a trial failed." if rates else ""
-    return _lines(results, "lr", named, "learning rate", caption, results.measure.title, rates)
+    caption = " ".join(_edge_note(line, results) for line in named[:MOST_COLOURS])
+    caption += " A cross at the bottom marks the rate of a failed trial." if rates else ""
+    return _draw_lines(results, LineChart("lr", results.measure.title, "learning rate", caption, named, rates))
 
 
-def _at_an_edge(line: Line, results: Results) -> str:
-    """A sentence where the best rate is the last one tried on its side."""
-    rates = sorted(rate for rate, _ in line.groups)
-    best, _ = min(line.groups, key=lambda point: results.measure.rank(point[1].mean))
+def _edge_note(line: Line, results: Results) -> str:
+    """A sentence if the best rate is the lowest or the highest one."""
+    rates = sorted(rate for rate, _ in line.points)
+    best, _ = min(line.points, key=lambda point: results.measure.rank(point[1].mean))
     if best not in (rates[0], rates[-1]):
         return ""
-    ends = ("highest", "higher") if best == rates[-1] else ("lowest", "lower")
+    extreme, further = ("highest", "higher") if best == rates[-1] else ("lowest", "lower")
     name = f"of {line.label} " if line.label else ""
-    return f"The best rate {name}is {best:g}, the {ends[0]} that finished: a {ends[1]} one may be better."
+    return f"The best rate {name}is {best:g}, the {extreme} that finished: a {further} one may be better."
 
 
 def _is_rate(value: Any) -> bool:
@@ -111,55 +125,45 @@ def _is_rate(value: Any) -> bool:
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _lines(
-    results: Results,
-    name: str,
-    lines: Sequence[Line],
-    across: str,
-    caption: str,
-    title: str,
-    crosses: Sequence[float] = (),
-) -> Drawing:
-    measure, log = results.measure, name == "lr"
-    lines = [Line(label, sorted(line, key=lambda point: point[0])) for label, line in lines]
-    places = sorted({x for line in lines for x, _ in line.groups} | set(crosses))
+def _draw_lines(results: Results, chart: LineChart) -> Drawing:
+    measure, log = results.measure, chart.name == "lr"
+    lines = [Line(label, sorted(points, key=lambda point: point[0])) for label, points in chart.lines]
+    places = sorted({x for line in lines for x, _ in line.points} | set(chart.failed))
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 3.0)
-        axis = dressed(figure, theme, title, across)
+        figure, axis = column_axis(theme, 3.0, chart.title, chart.x_label)
         if log:
             axis.set_xscale("log")
         labels = []
-        for place, line in reversed(list(enumerate(lines))):  # the first over the others
+        for place, line in reversed(list(enumerate(lines))):  # the first line on top
             colour = theme.series[place] if place < MOST_COLOURS else theme.rest
-            _draw_line(axis, line, results, colour, MARKS[place % len(MARKS)])
-            x, last = line.groups[-1]
+            _draw_line(axis, line, results, colour, MARKERS[place % len(MARKERS)])
+            x, last = line.points[-1]
             if line.label and place < MOST_COLOURS:
                 labels.append(Label(x, measure.scaled(last.mean), line.label, colour))
         axis.margins(x=0.06, y=0.1)
-        if crosses:
-            at = axis.get_xaxis_transform()
-            axis.plot(crosses, [0.04] * len(crosses), "x", color=theme.bad, transform=at, markersize=6, mew=1.6)
-        _tick(axis, places, log)
+        if chart.failed:
+            bottom, heights = axis.get_xaxis_transform(), [0.04] * len(chart.failed)
+            axis.plot(chart.failed, heights, "x", color=theme.bad, transform=bottom, markersize=6, mew=1.6)
+        _set_ticks(axis, places, log)
         label_ends(figure, axis, labels, theme)
         return figure
 
-    said = [f"{line.label} {x:g}: {results.said(group)}".strip() for line in lines for x, group in line.groups]
-    several = any(len(group.scores) > 1 for line in lines for _, group in line.groups)
-    parts = [
-        " ".join(caption.split()),
-        "Rings are seeds, bars one standard deviation." if several else "One seed each.",
-    ]
+    scores = [f"{line.label} {x:g}: {results.score_text(group)}".strip() for line in lines for x, group in line.points]
+    several = any(len(group.scores) > 1 for line in lines for _, group in line.points)
+    caption = [" ".join(chart.caption.split())]
+    caption.append("Rings are seeds, bars one standard deviation." if several else "One seed each.")
     if len(lines) > MOST_COLOURS:
-        parts.append(f"{MOST_COLOURS} of {len(lines)} lines are named, the others grey.")
-    return Drawing(name, f"{title} over {across}: {listed(said)}", " ".join(filter(None, parts)), draw)
+        caption.append(f"{MOST_COLOURS} of {len(lines)} lines have labels, the others are grey.")
+    alt = f"{chart.title} over {chart.x_label}: {listed(scores)}"
+    return Drawing(chart.name, alt, " ".join(filter(None, caption)), draw)
 
 
-def _draw_line(axis: Axes, line: Line, results: Results, colour: str, mark: str) -> None:
+def _draw_line(axis: Axes, line: Line, results: Results, colour: str, marker: str) -> None:
     scaled = results.measure.scaled
-    places = [x for x, _ in line.groups]
-    axis.plot(places, [scaled(group.mean) for _, group in line.groups], color=colour, marker=mark, ms=5, linewidth=1.5)
-    for x, group in line.groups:
+    means = [scaled(group.mean) for _, group in line.points]
+    axis.plot([x for x, _ in line.points], means, color=colour, marker=marker, ms=5, linewidth=1.5)
+    for x, group in line.points:
         if group.sd is not None:
             ends = [scaled(group.mean - group.sd), scaled(group.mean + group.sd)]
             axis.plot([x, x], ends, color=colour, linewidth=4, alpha=0.3, solid_capstyle="butt")
@@ -167,8 +171,8 @@ def _draw_line(axis: Axes, line: Line, results: Results, colour: str, mark: str)
             axis.plot([x] * len(scores), scores, "o", mfc="none", mec=colour, markersize=4, mew=0.8)
 
 
-def _tick(axis: Axes, places: Sequence[float], log: bool) -> None:
-    """Ticks at what was tried, as long as they can be read."""
+def _set_ticks(axis: Axes, places: Sequence[float], log: bool) -> None:
+    """Ticks at the values of the sweep, unless they are too many to read."""
     if len(places) > 7:
         axis.xaxis.set_major_locator(LogLocator() if log else MaxNLocator(6))
     else:
@@ -182,7 +186,7 @@ def _tick(axis: Axes, places: Sequence[float], log: bool) -> None:
 
 
 def draw_curves(results: Results, key: str) -> Drawing | None:
-    """A metric over the steps, a thin line for each trial in the colour of its group."""
+    """Draw a metric over the steps, a line for each trial in the colour of its group."""
     groups = [
         (group.label, curves)
         for group in results.groups
@@ -195,10 +199,10 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
     log = key.endswith("loss") and all(value > 0 for _, curves in groups for _, points in curves for _, value in points)
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 3.0)
-        axis = dressed(figure, theme, (results.measure.title if is_goal else key) + ", logarithmic" * log, "step")
+        title = (results.measure.title if is_goal else key) + ", logarithmic" * log
+        figure, axis = column_axis(theme, 3.0, title, "step")
         labels = []
-        for place, (label, curves) in reversed(list(enumerate(groups))):  # the best over the others
+        for place, (label, curves) in reversed(list(enumerate(groups))):  # the best on top
             colour = theme.series[place] if place < MOST_COLOURS else theme.rest
             ends = []
             for trial, points in curves:
@@ -210,7 +214,7 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
                 x, y = max(ends)
                 labels.append(Label(x, y, label, colour))
         axis.margins(x=0.02)
-        if log:  # so that late differences show
+        if log:  # which shows late differences
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_minor_formatter(NullFormatter())
@@ -222,32 +226,28 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
         return figure
 
     shown = [curve for _, curves in groups for curve in curves]
-    return Drawing(
-        f"curve_{'goal' if is_goal else 'loss'}",
-        f"{key} of {len(shown)} trials by step",
-        _about_curves(shown, len(groups)),
-        draw,
-    )
+    name, alt = f"curve_{'goal' if is_goal else 'loss'}", f"{key} of {len(shown)} trials by step"
+    return Drawing(name, alt, _curves_caption(shown, len(groups)), draw)
 
 
-def _about_curves(shown: Sequence[tuple[Trial, list[tuple[int, float]]]], groups: int) -> str:
+def _curves_caption(shown: Sequence[tuple[TrialResult, list[tuple[int, float]]]], groups: int) -> str:
     caption = "A line is a trial, a colour a group."
     if any(trial.state in ("failed", "stopped early") for trial, _ in shown):
         caption += " Dotted: failed or stopped early."
     if groups > MOST_COLOURS:
-        caption += f" The best {MOST_COLOURS} groups are named."
+        caption += f" The best {MOST_COLOURS} groups have labels."
     if any(len(points) > MANY for _, points in shown):
         caption += f" Smoothed by a running mean over {100 // PART} % of the points."
     return caption
 
 
-def finite(trial: Trial, key: str) -> list[tuple[int, float]]:
-    """A trial's curve in order, without what is no number."""
+def finite(trial: TrialResult, key: str) -> list[tuple[int, float]]:
+    """Return the finite points of a trial's curve, by step."""
     return sorted((step, value) for step, value in trial.curves.get(key, []) if math.isfinite(value))
 
 
 def smooth(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Steps and values, of many points as their running mean."""
+    """Return steps and values; of many points, their running mean."""
     steps, values = np.array(points, dtype=float).T
     if len(values) > MANY:
         window = len(values) // PART

@@ -1,25 +1,26 @@
-"""A sweep and its trials as values, and how the values of their goal read."""
+"""A sweep and its trials as values, their costs, and the format of the goal's values."""
 
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
 from vitray.sweep.report.intervals import Interval
-from vitray.sweep.report.papers import Point
+from vitray.sweep.report.papers import PaperPoint
 
-State = Literal["finished", "stopped early", "failed", "running", "waiting"]
-STATES: tuple[State, ...] = get_args(State)
-Mode = Literal["max", "min"]
+TrialState = Literal["finished", "stopped early", "failed", "running", "waiting"]
+STATES: tuple[TrialState, ...] = get_args(TrialState)
+GoalMode = Literal["max", "min"]
+Verdict = Literal["better", "worse", "no clear difference"]
 
 
-class Trial(NamedTuple):
-    """One cell of a sweep: what it was given, and what came of it."""
+class TrialResult(NamedTuple):
+    """One trial of a sweep: its settings and its results."""
 
     name: str
     settings: dict[str, Any]
-    """What varies over the sweep, by dotted path; `seed` among them."""
-    state: State
+    """The settings that vary over the sweep, by dotted path; `seed` among them."""
+    state: TrialState
     reason: str | None
-    """Why it failed, or was stopped early."""
+    """Of a failure or an early stop."""
     goal: float | None
     """The best value of the sweep's goal so far."""
     curves: dict[str, list[tuple[int, float]]]
@@ -30,96 +31,124 @@ class Trial(NamedTuple):
     gflops: float | None
     """Of one image, forward."""
     command: str
-    """Reproduces the cell exactly."""
+    """Repeats the trial exactly."""
     run_url: str | None = None
-    paper: Point | None = None
-    """The cell of a paper's table that this is, as `point_of` says."""
+    paper: PaperPoint | None = None
+    """The matching cell of a paper's table, from `point_of`."""
     latency_ms: float | None = None
-    """Of one image, forward, where it was trained."""
+    """Of one image, forward, on the training device."""
     peak_memory_bytes: float | None = None
-    """Of the worker that took most."""
+    """The highest of all workers."""
 
     @property
     def score(self) -> float | None:
-        """The goal where it is a number: a loss that became NaN is none."""
+        """The goal if it is finite: a loss of NaN is None."""
         return self.goal if self.goal is not None and math.isfinite(self.goal) else None
 
 
-class Sweep(NamedTuple):
-    """Trials of one question, and what they belong with."""
+class SweepResult(NamedTuple):
+    """The trials of a sweep and their circumstances."""
 
     name: str
     goal: str
     """The metric that trials are compared by, as in val/top1."""
-    mode: Mode
+    mode: GoalMode
     recipe: str
     space_text: str
-    """The space as YAML."""
+    """The search space as YAML."""
     plan: str
-    """One sentence: what is tried, and how it is searched."""
+    """One sentence: the searched settings and the search algorithm."""
     began: str
     command: str
     circumstances: dict[str, str]
     """Hardware, versions, the code's commit."""
-    trials: list[Trial]
+    trials: list[TrialResult]
+
+
+class Cost(NamedTuple):
+    """A cost of a trial: its field, its names on an axis and above a column, and the size of a shown unit."""
+
+    field: str
+    unit: str
+    column: str
+    scale: float = 1
+
+    def text(self, value: float) -> str:
+        """A value in the shown unit."""
+        return hours_text(value) if self.field == "device_seconds" else f"{value / self.scale:.3g}"
+
+
+COSTS = (
+    Cost("device_seconds", "device hours", "device hours", 3600),
+    Cost("latency_ms", "ms an image", "latency, ms"),
+    Cost("peak_memory_bytes", "GiB", "memory, GiB", 2**30),
+    Cost("gflops", "GFLOPs an image", "GFLOPs"),
+    Cost("params", "million parameters", "params, M", 1e6),
+)
+
+
+def hours_text(seconds: float) -> str:
+    """Seconds as hours, with about two digits."""
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
 class Measure(NamedTuple):
-    """How values of a goal read: shares as percent with two digits, anything else with four."""
+    """The format of a goal's values: shares as percent with two digits, other values with four digits."""
 
     goal: str
-    mode: Mode
+    mode: GoalMode
 
     @property
     def is_top1(self) -> bool:
-        """Whether the papers' numbers are of the same kind."""
+        """Whether the goal is top-1 accuracy, as in the papers' tables."""
         return self.goal.rpartition("/")[2] in ("top1", "top1_ema")
 
     @property
     def is_share(self) -> bool:
-        """Whether values lie between 0 and 1 and read as percent."""
+        """Whether values lie between 0 and 1 and are shown as percent."""
         return self.goal.rpartition("/")[2].startswith(("top1", "top5", "accuracy"))
 
     @property
     def title(self) -> str:
-        """The goal with its unit, as a picture is headed."""
+        """The goal with its unit, for titles and column heads."""
         return f"{self.goal}, %" if self.is_share else self.goal
 
     def scaled(self, value: float) -> float:
-        """The value in the unit that is shown."""
+        """A value in the shown unit."""
         return 100 * value if self.is_share else value
 
     def digits(self, value: float) -> str:
-        """A value without its unit."""
+        """A value as text without its unit."""
         return f"{100 * value:.2f}" if self.is_share else f"{value:.4g}"
 
-    def say(self, value: float) -> str:
-        """A value with its unit."""
+    def text(self, value: float) -> str:
+        """A value as text with its unit."""
         return f"{self.digits(value)}\N{NO-BREAK SPACE}%" if self.is_share else self.digits(value)
 
     def signed(self, value: float) -> str:
         """A difference, in points where values are percent."""
         return f"{'−' if value < 0 else '+'}{self.digits(abs(value))}"
 
-    def verdict(self, difference: Interval) -> Literal["better", "worse", "not told apart"]:
-        """What an interval of differences says of the first against the second."""
+    def verdict(self, difference: Interval) -> Verdict:
+        """Whether an interval of differences puts the first group ahead of the second."""
         if not difference.is_clear:
-            return "not told apart"
+            return "no clear difference"
         return "better" if self.rank(difference.mean) < 0 else "worse"
 
     def rank(self, value: float | None) -> float:
-        """Sorts the best first, and no value last."""
+        """A sort key: the best value first, None last."""
         if value is None:
             return math.inf
         return -value if self.mode == "max" else value
 
 
-def best_first(trials: list[Trial], measure: Measure) -> list[Trial]:
-    """Trials by their goal, those without one last, in the order of their states."""
+def best_first(trials: list[TrialResult], measure: Measure) -> list[TrialResult]:
+    """Return trials by their goal; those without one come last, in the order of their states."""
     return sorted(trials, key=lambda trial: (measure.rank(trial.score), STATES.index(trial.state), trial.name))
 
 
-def leader(trials: list[Trial], measure: Measure) -> Trial | None:
-    """The best of the finished trials; of all while none has finished; None while there is no value."""
+def leader(trials: list[TrialResult], measure: Measure) -> TrialResult | None:
+    """Return the best finished trial; the best of all while none has finished; None while there is no value."""
     ranked = [trial for trial in best_first(trials, measure) if trial.score is not None]
     return next((trial for trial in ranked if trial.state == "finished"), ranked[0] if ranked else None)

@@ -1,4 +1,4 @@
-"""A report as a folder: index.html, which needs nothing else, its pictures, and every trial in results.csv."""
+"""The report as a folder: index.html, which contains its pictures, the pictures as files, and results.csv."""
 
 import csv
 import io
@@ -13,30 +13,32 @@ import yaml
 from vitray import storage
 from vitray.config.parsing import parse_yaml
 from vitray.errors import ConfigError
-from vitray.sweep.report.comparisons import COSTS, draw_cost, draw_differences, draw_groups, draw_maps
-from vitray.sweep.report.drawing import DARK, LIGHT, Drawing, png
+from vitray.plotting import DARK, LIGHT, to_png
+from vitray.sweep.report.comparisons import draw_cost, draw_differences, draw_groups, draw_maps
+from vitray.sweep.report.drawing import Drawing
 from vitray.sweep.report.groups import Results, results_of
-from vitray.sweep.report.page import Picture, render
+from vitray.sweep.report.markup import Picture
+from vitray.sweep.report.page import render
 from vitray.sweep.report.trends import draw_blocks, draw_branches, draw_curves, draw_rates
-from vitray.sweep.report.trials import Sweep, best_first
+from vitray.sweep.report.trials import COSTS, SweepResult, best_first
 
 FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
 
 
-def write_report(sweep: Sweep, folder: Path) -> list[Path]:
-    """Write or rewrite the report of a sweep; what is read meanwhile is a whole file, the old or the new one.
+def write_report(sweep: SweepResult, folder: Path) -> list[Path]:
+    """Write or replace the report of a sweep and return its files, the page last.
 
-    Equal sweeps write equal bytes. Drawing takes seconds; the page comes last.
+    Files are replaced whole, so that a reader sees the old or the new one. Equal sweeps write equal bytes.
     """
     results = results_of(sweep)
     files: dict[str, bytes] = {}
     pictures: dict[str, list[Picture]] = {}
     for section, drawings in drawings_of(results).items():
         for drawing in drawings:
-            light, dark = png(drawing.draw(LIGHT)), png(drawing.draw(DARK))
+            light, dark = to_png(drawing.draw(LIGHT)), to_png(drawing.draw(DARK))
             files |= {f"{drawing.name}.png": light, f"{drawing.name}-dark.png": dark}
             pictures.setdefault(section, []).append(Picture(drawing.alt, drawing.caption, light, dark))
-    # A reason may quote bytes that are no text.
+    # A reason may quote bytes that are not valid text.
     files["results.csv"] = table_of(sweep).encode(errors="backslashreplace")
     files["index.html"] = render(results, pictures, files["results.csv"]).encode(errors="backslashreplace")
     for name, content in files.items():
@@ -45,8 +47,8 @@ def write_report(sweep: Sweep, folder: Path) -> list[Path]:
 
 
 def drawings_of(results: Results) -> dict[str, list[Drawing]]:
-    """{section of the page: what there is to draw in it}."""
-    found = {
+    """Return {section of the page: its drawings}, without empty sections."""
+    candidates = {
         "groups": [draw_groups(results)],
         "differences": [draw_differences(results)],
         "depth": [*draw_blocks(results), draw_branches(results), *draw_maps(results)],
@@ -54,29 +56,29 @@ def drawings_of(results: Results) -> dict[str, list[Drawing]]:
         "curves": [draw_curves(results, key) for key in dict.fromkeys((results.sweep.goal, "train/loss"))],
         "cost": [draw_cost(results, cost) for cost in COSTS],
     }
-    drawn = {section: [each for each in drawings if each is not None] for section, drawings in found.items()}
+    drawn = {section: [each for each in drawings if each is not None] for section, drawings in candidates.items()}
     return {section: drawings for section, drawings in drawn.items() if drawings}
 
 
-def table_of(sweep: Sweep) -> str:
-    """Every trial as CSV, best first: its fields, and its settings spelled as on the command line.
+def table_of(sweep: SweepResult) -> str:
+    """Return every trial as CSV, the best first, with settings spelled as on the command line.
 
-    A setting that a trial does not have is an empty cell.
+    An absent setting is an empty cell.
     """
     trials = best_first(sweep.trials, results_of(sweep).measure)
     paths = list(dict.fromkeys(path for trial in trials for path in trial.settings))
-    told = io.StringIO()
-    writer = csv.writer(told)
+    text = io.StringIO()
+    writer = csv.writer(text)
     writer.writerow([*FIELDS[:4], *paths, *FIELDS[4:]])
     for trial in trials:
-        settings = [_word(trial.settings[path]) if path in trial.settings else "" for path in paths]
+        settings = [_spelled(trial.settings[path]) if path in trial.settings else "" for path in paths]
         fields = ["" if (value := getattr(trial, field)) is None else value for field in FIELDS]
         writer.writerow([*fields[:4], *settings, *fields[4:]])
-    return told.getvalue()
+    return text.getvalue()
 
 
-def _word(value: Any) -> str:
-    """A value as `setting=value` spells it."""
+def _spelled(value: Any) -> str:
+    """A value as an override spells it."""
     if not isinstance(value, str):
         return json.dumps(value, default=str)
     with suppress(ConfigError):

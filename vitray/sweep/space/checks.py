@@ -1,4 +1,4 @@
-"""Spaces read from files, and every fault of one told with its place: nothing is trained that is no run."""
+"""Reading and checking of spaces: every fault gets one message with its line."""
 
 import itertools
 import math
@@ -10,106 +10,108 @@ from typing import Any
 from pydantic import ValidationError
 
 from vitray.config import Run
-from vitray.config.parsing import parse_words, read_recipe, short
-from vitray.config.sweep import spelled
-from vitray.config.validation import refusal
+from vitray.config.parsing import parse_overrides, read_recipe, short
+from vitray.config.sweep import slug
+from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space.points import (
-    MOST,
+    MOST_POINTS,
+    PLACEHOLDER,
     SETTINGS,
-    VARIABLE,
-    Point,
     Space,
+    SweepPoint,
     draw_point,
     grid_points,
     is_variable,
     name_of,
+    placeholders,
     random_points,
     run_of,
-    swept,
+    swept_settings,
     texts_in,
-    words_in,
 )
 
-# What a sweep gives to each trial alike: by it, as many run at a time as fit.
-OF_THE_SWEEP = ("compute.workers", "compute.device", "compute.cpus", "compute.gpus", "tracking.register_as")
+# Settings that all trials share, because the sweep packs trials onto the cluster by them.
+FIXED_SETTINGS = ("compute.workers", "compute.device", "compute.cpus", "compute.gpus", "tracking.register_as")
 
 
 def read_space(path: Path) -> Space:
-    """The space of a file."""
+    """Return the space of a YAML file."""
     tree, places = read_recipe(path)
     try:
         space = Space.model_validate(tree)
     except ValidationError as invalid:
-        raise refusal(invalid, Space, places, str(path)) from None
+        raise explain_error(invalid, Space, places, str(path)) from None
     _check(space, places, str(path))
     return space
 
 
-def extended(space: Space, words: Sequence[str]) -> Space:
-    """The space with one more value of what lists its values for each word, such as `optim.lr=1e-2`."""
-    for word in words:
-        ((name, value),) = parse_words([word]).items()
-        listing = {name: draw for name, draw in space.drawn.items() if draw.values is not None}
+def extend_space(space: Space, additions: Sequence[str]) -> Space:
+    """Return the space with more listed values, such as `optim.lr=1e-2`."""
+    for addition in additions:
+        ((name, value),) = parse_overrides([addition]).items()
+        where = f"--add {addition!r}"
+        listing = {name: distribution for name, distribution in space.drawn.items() if distribution.values is not None}
         if name not in listing:
-            raise ConfigError(f"the word {word!r}: the space lists no values of {name}{nearest(name, listing)}")
-        draw = listing[name]
-        if draw.cases:
-            raise ConfigError(f"the word {word!r}: a case is added in the file of the space")
-        if spelled(value) in map(spelled, draw.values or ()):
-            raise ConfigError(f"the word {word!r}: the space has this value of {name} already")
+            raise ConfigError(f"{where}: the space lists no values of {name}{nearest(name, listing)}")
+        distribution = listing[name]
+        if distribution.cases:
+            raise ConfigError(f"{where}: add a case in the file of the space")
+        if slug(value) in map(slug, distribution.values or ()):
+            raise ConfigError(f"{where}: the space already has this value of {name}")
         tree = space.model_dump()
-        tree["space"][name] = {"grid" if draw.seeds else draw.kind: [*(draw.values or ()), value]}
+        kind = "grid" if distribution.seeds else distribution.kind
+        tree["space"][name] = {kind: [*(distribution.values or ()), value]}
         wider = Space.model_validate(tree)
-        _check(wider, {}, f"the word {word!r}")
+        _check(wider, {}, where)
         if space.search.kind == "grid" and len(grid_points(wider)) == len(grid_points(space)):
-            raise ConfigError(f"the word {word!r}: adds no point that where allows")
+            raise ConfigError(f"{where}: adds no point that `where` allows")
         space = wider
     return space
 
 
-def words_apart(space: Space, words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words for the trials, and {stage: its recipe, and the words for it}, as in `stage.optim.lr=1e-3`."""
-    apart = {name: [stage.recipe] for name, stage in space.before.items()}
+def split_overrides(space: Space, overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the trials' overrides, and {stage: [recipe, overrides of the stage]}, as in `stage.optim.lr=1e-3`."""
+    stages = {name: [stage.recipe] for name, stage in space.before.items()}
     own = []
-    for word in words:
-        stage, _, rest = word.partition(".")
-        (apart.get(stage) or own).append(rest if stage in apart else word)
-    return own, apart
+    for override in overrides:
+        stage, _, rest = override.partition(".")
+        (stages.get(stage) or own).append(rest if stage in stages else override)
+    return own, stages
 
 
-def check_words(space: Space, words: Sequence[str]) -> None:
-    """Refuse a word of the command line that the space would be laid over."""
-    for path in parse_words(words):
-        other = next((setting for _, setting in swept(space) if f"{path}.".startswith(f"{setting}.")), None)
+def check_overrides(space: Space, overrides: Sequence[str]) -> None:
+    """Refuse an override of a setting that the space sets."""
+    for path in parse_overrides(overrides):
+        other = next((setting for _, setting in swept_settings(space) if f"{path}.".startswith(f"{setting}.")), None)
         if other:
-            raise ConfigError(f"the word {path}=...: the space sets {other} too, wanted it set by one of them")
+            raise ConfigError(f"override {path}=...: the space sets {other} too; set it in one place")
 
 
-def check_space(space: Space, base: Run) -> list[Point]:
-    """The points of a search, once each is known to be a run: of one that learns, as many as it may try, at random.
+def check_space(space: Space, base: Run) -> list[SweepPoint]:
+    """Return the points of a search, each checked to be a run; a search that learns gets as many random examples.
 
-    What is drawn is checked by corners and 100 draws too.
+    A space with random draws is also checked at its corners and at 100 random points.
     """
-    examples: list[Point] = []
+    examples: list[SweepPoint] = []
     if space.search.kind == "grid":
         points = grid_points(space)
     else:
         points = random_points(space, space.search.trials, space.search.seed)
-        extremes = itertools.product(*(draw.extremes for draw in space.drawn.values()))
+        extremes = itertools.product(*(distribution.extremes for distribution in space.drawn.values()))
         corners = (dict(zip(space.drawn, values, strict=True)) for values in itertools.islice(extremes, 1024))
         examples = [*filter(None, (draw_point(space, corner) for corner in corners)), *random_points(space, 100)]
     runs: dict[Run, str] = {}
     for point in [*examples, *points]:
         name = name_of(point, space)
         try:
-            known = runs.setdefault(run_of(base, point), name)
+            first = runs.setdefault(run_of(base, point), name)
         except ConfigError as error:
-            said = str(error).splitlines()[0].removeprefix("replace: ")
-            raise ConfigError(f"the point {name}: {said}") from None
-        if known != name:
-            raise ConfigError(f"the point {name}: is the same run as {known}, wanted one of them")
+            reason = str(error).splitlines()[0].removeprefix("replace: ")
+            raise ConfigError(f"the point {name}: {reason}") from None
+        if first != name:
+            raise ConfigError(f"the point {name}: is the same run as {first}, wanted one of them")
     return points
 
 
@@ -117,111 +119,110 @@ def check_space(space: Space, base: Run) -> list[Point]:
 
 
 def _check(space: Space, places: Mapping[str, str], source: str) -> None:
-    """Refuse a space with a part that is unknown, unused or impossible."""
-    faults = (_text_faults, _name_faults, _bundle_faults, _case_faults, _stage_faults, _where_faults, _point_faults)
+    """Refuse a space with an unknown, unused or impossible part."""
+    faults = (_text_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults, _point_faults)
     for part, fault in itertools.chain.from_iterable(find(space) for find in faults):
         raise ConfigError(f"{places.get(part, source)}: {part}: {fault}")
 
 
 def _text_faults(space: Space) -> Iterator[tuple[str, str]]:
-    for name, draw in space.space.items():
-        if draw.text is None:
-            continue
-        known = {**space.drawn, **space.before}
-        wrong = [word for word in VARIABLE.findall(draw.text) if word not in known]
+    known = {**space.drawn, **space.before}
+    for name, text in ((name, each.text) for name, each in space.space.items() if each.text is not None):
+        unknown = [variable for variable in PLACEHOLDER.findall(text) if variable not in known]
         if is_variable(name):
-            yield f"space.{name}", f"got the text {draw.text!r}, wanted a draw, as {name} is a variable"
-        elif wrong:
-            yield f"space.{name}", f"no variable {wrong[0]!r} is drawn{nearest(wrong[0], known)}"
-        elif not VARIABLE.search(draw.text) or re.search("[{}]", VARIABLE.sub("", draw.text)):
-            wanted = f"a text with {{variable}}; what does not vary is a word, {name}=..."
-            yield f"space.{name}", f"got {short(draw.text)}, wanted {wanted}"
-        elif mixed := _mixed(space, draw.text):
+            yield f"space.{name}", f"got the text {text!r}, wanted a distribution, as {name} is a variable"
+        elif unknown:
+            yield f"space.{name}", f"no variable {unknown[0]!r} is drawn{nearest(unknown[0], known)}"
+        elif not PLACEHOLDER.search(text) or re.search("[{}]", PLACEHOLDER.sub("", text)):
+            wanted = f"a text with {{variable}}; set a constant with the override {name}=..."
+            yield f"space.{name}", f"got {short(text)}, wanted {wanted}"
+        elif mixed := _mixed(space, text):
             yield f"space.{name}", mixed
 
 
 def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
-    used = words_in([draw.model_dump() for draw in space.space.values()])
-    used |= words_in([stage.settings for stage in space.before.values()])
-    used |= {name for name, draw in space.space.items() if draw.cases}
+    used = _references(space) | {name for name, each in space.space.items() if each.cases}
     if not space.space:
-        yield "space", "got nothing, wanted what is drawn, as in `optim.lr: {grid: [1e-3, 3e-3]}`"
-    for name, draw in space.space.items():
+        yield "space", "got nothing, wanted distributions, as in `optim.lr: {grid: [1e-3, 3e-3]}`"
+    for name, distribution in space.space.items():
         whole = next((other for other in space.space if name.startswith(f"{other}.")), None)
         if "." in name and name not in SETTINGS:
             yield f"space.{name}", f"unknown setting of a run{nearest(name, SETTINGS)}"
-        elif any(f"{setting}.".startswith(f"{name}.") for setting in OF_THE_SWEEP):
-            yield f"space.{name}", f"is the same for all trials of a sweep; wanted it as a word, {name}=..."
+        elif any(f"{setting}.".startswith(f"{name}.") for setting in FIXED_SETTINGS):
+            yield f"space.{name}", f"is the same for all trials of a sweep; set it with the override {name}=..."
         elif whole:
-            yield f"space.{name}", f"lies in {whole}, which the space sets whole; wanted one of them"
+            yield f"space.{name}", f"lies in {whole}, which the space also sets; wanted one of them"
         elif is_variable(name) and name not in used:
             meant = min((setting for setting in SETTINGS if setting.endswith(f".{name}")), default=None)
             close = f"; nearest: {meant}" if meant else nearest(name, Run.model_fields)
-            yield f"space.{name}", f"no setting, and no text uses it as a variable, as {{{name}}}{close}"
-        elif space.search.kind == "grid" and draw.text is None and draw.values is None:
-            yield f"space.{name}", f"got {draw.kind}, of which a grid search has no end; wanted grid, or search: random"
+            yield f"space.{name}", f"no setting, and no text uses it as the variable {{{name}}}{close}"
+        elif space.search.kind == "grid" and distribution.text is None and distribution.values is None:
+            fault = f"got {distribution.kind}, which a grid search cannot list; wanted grid, or search: random"
+            yield f"space.{name}", fault
 
 
-def _bundle_faults(space: Space) -> Iterator[tuple[str, str]]:
-    """Of settings that are set together: by a case, or for what is trained before."""
-    bundles = [
+def _group_faults(space: Space) -> Iterator[tuple[str, str]]:
+    """Faults of settings that are set together, by a case or for a stage."""
+    groups = [
         (f"space.{name}.cases.{case}", settings, [*space.drawn, *space.before])
-        for name, draw in space.space.items()
-        for case, settings in (draw.cases or {}).items()
+        for name, distribution in space.space.items()
+        for case, settings in (distribution.cases or {}).items()
     ]
     stages = list(space.before)
-    bundles += [
+    groups += [
         (f"before.{name}.settings", stage.settings, [*space.drawn, *stages[: stages.index(name)]])
         for name, stage in space.before.items()
     ]
-    for place, settings, known in bundles:
+    for place, settings, known in groups:
         for path, value in settings.items():
-            unknown = sorted(words_in(value) - set(known))
+            unknown = sorted(placeholders(value) - set(known))
             if path not in SETTINGS:
                 yield f"{place}.{path}", f"unknown setting of a run{nearest(path, SETTINGS)}"
-            elif any(_meet(path, setting) for setting in OF_THE_SWEEP):
-                yield f"{place}.{path}", f"is the same for all trials of a sweep; wanted it as a word, {path}=..."
+            elif any(_meet(path, setting) for setting in FIXED_SETTINGS):
+                yield f"{place}.{path}", f"is the same for all trials of a sweep; set it with the override {path}=..."
             elif unknown:
-                yield (
-                    f"{place}.{path}",
-                    f"{unknown[0]!r} is neither drawn nor trained before{nearest(unknown[0], known)}",
-                )
+                fault = f"{unknown[0]!r} is neither drawn nor an earlier stage{nearest(unknown[0], known)}"
+                yield f"{place}.{path}", fault
             elif mixed := _mixed(space, value):
                 yield f"{place}.{path}", mixed
 
 
 def _case_faults(space: Space) -> Iterator[tuple[str, str]]:
-    for name, path in swept(space):
-        other = next((each for by, each in swept(space) if by != name and _meet(path, each)), None)
+    for name, path in swept_settings(space):
+        other = next((each for by, each in swept_settings(space) if by != name and _meet(path, each)), None)
         if space.space[name].cases and not is_variable(name):
-            yield f"space.{name}", "got cases, wanted another way to draw it: cases are of a variable"
+            yield f"space.{name}", "got cases, which only a variable can have; wanted another distribution"
         elif space.space[name].cases and other:
-            yield f"space.{name}", f"a case sets {path}, and the space sets {other} too; wanted it set by one of them"
+            yield f"space.{name}", f"a case sets {path}, and the space sets {other} too; set it in one place"
 
 
 def _stage_faults(space: Space) -> Iterator[tuple[str, str]]:
     if space.before and space.learns:
-        yield "before", f"got search {space.search.kind}, wanted grid or random: what it draws is not known before"
-    named = words_in([draw.model_dump() for draw in space.space.values()])
-    named |= words_in([stage.settings for stage in space.before.values()])
+        yield "before", f"got search {space.search.kind}, wanted grid or random, whose points are known in advance"
     for name in space.before:
         if name in space.space or name in SETTINGS or not re.fullmatch(r"\w+", name):
-            yield f"before.{name}", "wanted a name that is neither drawn nor a setting, of letters, digits and _"
-        elif name not in named:
-            yield f"before.{name}", f"no trial names it, as {{{name}}}"
+            yield f"before.{name}", "wanted a name of letters, digits and _ that is neither drawn nor a setting"
+        elif name not in _references(space):
+            yield f"before.{name}", f"no trial uses it, as {{{name}}}"
+
+
+def _references(space: Space) -> set[str]:
+    """Return the names that texts of the space refer to."""
+    distributions = placeholders([each.model_dump() for each in space.space.values()])
+    return distributions | placeholders([stage.settings for stage in space.before.values()])
 
 
 def _mixed(space: Space, value: Any) -> str | None:
-    """What is wrong with a text in which the name of a stage is not all."""
+    """Return the fault of a text that holds more than the name of a stage."""
     for text in texts_in(value):
-        mixed = sorted(words_in(text) & set(space.before))
+        mixed = sorted(placeholders(text) & set(space.before))
         if mixed and text != f"{{{mixed[0]}}}":
-            return f"got {short(text)}, wanted {{{mixed[0]}}} alone: it stands for the address of a folder"
+            return f"got {short(text)}, wanted {{{mixed[0]}}} alone: it stands for the path of a folder"
     return None
 
 
 def _meet(path: str, other: str) -> bool:
-    """Whether one setting is the other, or lies in it."""
+    """Whether one setting is the other or contains it."""
     return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
@@ -240,13 +241,13 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
     is_grid = space.search.kind == "grid"
     if space.search.kind == "nsga2" and space.scheduler.kind != "none":
         yield "scheduler", f"got {space.scheduler.kind}, wanted none: search nsga2 compares trials that have ended"
-    listed = [draw.values for name, draw in space.drawn.items() if draw.values and (is_grid or is_variable(name))]
-    if math.prod(map(len, listed)) > MOST:
-        yield "space", f"got {math.prod(map(len, listed)):,} combinations, wanted at most {MOST:,}"
+    listed = [each.values for name, each in space.drawn.items() if each.values and (is_grid or is_variable(name))]
+    if (combinations := math.prod(map(len, listed))) > MOST_POINTS:
+        yield "space", f"got {combinations:,} combinations, wanted at most {MOST_POINTS:,}"
         return
     try:
         points = grid_points(space) if is_grid else random_points(space, 1)
-        named: dict[str, Point] = {}
+        named: dict[str, SweepPoint] = {}
         for point in points:
             other = named.setdefault(name_of(point, space), point)
             if other is not point:
@@ -255,4 +256,4 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
         yield "where", str(error)
         return
     if not points:
-        yield "where", "no point that is drawn satisfies it, wanted one at least"
+        yield "where", "no point satisfies it, wanted at least one"

@@ -1,4 +1,4 @@
-"""Many calls of one function as Ray tasks, and the line that says how far they are."""
+"""Many calls of one function as Ray tasks, with a progress line."""
 
 import sys
 import time
@@ -12,8 +12,8 @@ from vitray.errors import ConfigError
 
 @contextmanager
 def tasks_at_a_time(workers: int | None) -> Iterator[int]:
-    """A running Ray, and how many tasks run at a time: as asked, or one for each CPU."""
-    with session.running(cpus=workers, dashboard=False):
+    """Start or join Ray, and yield the number of concurrent tasks: `workers`, or one per CPU."""
+    with session.ray_session(cpus=workers, dashboard=False):
         import ray
 
         yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -23,9 +23,9 @@ def run_tasks(
     function: Callable[..., Any],
     calls: Sequence[tuple[Any, ...]],
     at_a_time: int,
-    finished: Callable[[int], None] = lambda _: None,
+    on_done: Callable[[int], None] = lambda _: None,
 ) -> list[Any]:
-    """The results of `function(*call)` for each call, in order; `finished(index)` hears of each as it ends."""
+    """Return the results of `function(*call)` for each call, in order; `on_done(index)` is called as each one ends."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -45,36 +45,47 @@ def run_tasks(
                 results[index] = ray.get(done)
             except RayTaskError as error:
                 if isinstance(error.cause, ConfigError):
-                    raise error.cause from None  # the trace through Ray says nothing to the user
+                    raise error.cause from None  # without Ray's traceback
                 raise
-            finished(index)
+            on_done(index)
 
 
-class Progress:
-    """One line on stderr: rewritten on a terminal, else printed anew every ten seconds."""
+def run_with_progress(
+    function: Callable[..., None], calls: Sequence[tuple[Any, ...]], images: Sequence[int], doing: str, at_a_time: int
+) -> None:
+    """Run tasks and print the number of images done; `images` is the number of images of each call."""
+    if calls:
+        progress = ProgressLine(doing, sum(images))
+        run_tasks(function, calls, at_a_time, lambda index: progress.add(images[index]))
+        progress.end()
+
+
+class ProgressLine:
+    """One line on stderr: rewritten on a terminal, otherwise printed every ten seconds."""
 
     def __init__(self, doing: str, total: int) -> None:
         self.doing, self.total, self.done = doing, total, 0
         self.began = self.printed = time.monotonic()
-        self.live = sys.stderr.isatty()
+        self.is_live = sys.stderr.isatty()
 
     def add(self, images: int) -> None:
         """Count images as done."""
         self.done += images
         now = time.monotonic()
-        if now - self.printed >= (0.1 if self.live else 10):
+        if now - self.printed >= (0.1 if self.is_live else 10):
             self.printed = now
-            self._print("\r" if self.live else "")
+            self._print()
 
     def end(self) -> None:
-        """Print the last state for good."""
-        self._print("\r" if self.live else "")
-        if self.live:
+        """Print the final state."""
+        self._print()
+        if self.is_live:
             print(file=sys.stderr)
 
-    def _print(self, start: str) -> None:
+    def _print(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
         left = (self.total - self.done) / rate if rate else 0.0
         clock = f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"
         line = f"{self.doing} {self.done:,}/{self.total:,} images, {rate:,.0f} images/s, {clock} left"
-        print(f"{start}{line:<72}", end="" if self.live else "\n", file=sys.stderr, flush=True)
+        start, end = ("\r", "") if self.is_live else ("", "\n")
+        print(f"{start}{line:<72}", end=end, file=sys.stderr, flush=True)

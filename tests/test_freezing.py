@@ -1,4 +1,4 @@
-"""Fine-tuning: parts, what trains, what the frozen rest costs, the audit, and the weights to start from."""
+"""Fine-tuning: parts, freezing, the cost of frozen weights, the audit, and adapted initial weights."""
 
 from collections import Counter
 from typing import get_args
@@ -16,9 +16,11 @@ from vitray.errors import ConfigError
 from vitray.models.positions import resample
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
-from vitray.tasks.supervised import Supervised, build_task
+from vitray.tasks.build import build_task
+from vitray.tasks.supervised import Supervised
 from vitray.train.optim import Average, build_optimizer, clip_gradients, parameter_groups
-from vitray.weights.freezing import adapt, audit, audit_table, freeze, part_of, parts_of
+from vitray.weights.adapting import adapt
+from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of
 
 MODES = tuple(TRAINED)
 TINY = {"name": "vit_u2x2_8_hmlp_bn", "image_size": 32, "num_classes": 7, "layerscale": 0.1}
@@ -46,7 +48,7 @@ def images(size=32) -> torch.Tensor:
 TARGETS = nn.functional.one_hot(torch.tensor([0, 3, 3, 6]), 7).float()
 
 
-def descend(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
+def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = build_optimizer(task, Optim(lr=0.05, weight_decay=0.1), torch.device("cpu"))
     for _ in range(steps):
         task(images(), TARGETS).backward()
@@ -80,10 +82,10 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
     assert sum(counted.values()) == sum(parameter.numel() for parameter in made.parameters())
 
 
-def test_parts_are_what_their_names_say():
+def test_parts_of_representative_names():
     parts = parts_of(vit(head={"kind": "mlp"}))
     for name, part in {
-        "stem.proj.1.weight": "stem",  # a norm, of the stem
+        "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
         "positions.table": "positions",
         "norm.bias": "norms",
@@ -105,26 +107,26 @@ def test_an_unknown_parameter_has_no_part():
         part_of("blocks.0.attn1.gate")
 
 
-# ---- what trains -----------------------------------------------------------------------------------------------------
+# ---- freezing --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("also", [(), ("norms",), ("stem", "layerscale", "class_token")])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_moves_its_parts_alone(mode, also):
+def test_a_mode_trains_only_its_parts(mode, also):
     also = tuple(part for part in also if part not in TRAINED[mode])
     task = tuned(mode, also=also)
     before = {name: tensor.clone() for name, tensor in task.vit.state_dict().items()}
-    descend(task)
+    train_steps(task)
     moved = {name for name, tensor in task.vit.state_dict().items() if not torch.equal(tensor, before[name])}
     named = {*TRAINED[mode], *also}
-    # Running statistics move with the stem that they belong to.
+    # Running statistics change with their stem.
     assert moved == {name for name in before if part_of(name) in named}
 
 
-def test_seed_000s_code_trains_one_attention_of_two():
+def test_first_branch_trains_one_attention_of_two_like_deit():
     task = tuned("attn", first_branch=True)
     trained = {name for name, parameter in task.vit.named_parameters() if parameter.requires_grad}
-    # Its rule: ".attn." in the name, the head and the positions; the second branch is called attn1 there.
+    # DeiT trains names with ".attn.", the head and the positions; its second branch is named attn1.
     branch = {f"blocks.{level}.attn1.{layer}" for level in (0, 1) for layer in ("qkv", "out")}
     assert trained == {
         *(f"{layer}.{kind}" for layer in branch for kind in ("weight", "bias")),
@@ -152,12 +154,12 @@ def test_seed_000s_code_trains_one_attention_of_two():
         ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, which"),
     ],
 )
-def test_what_trains_nothing_is_refused(settings, mode, also, message):
+def test_modes_without_parameters_are_refused(settings, mode, also, message):
     with pytest.raises(ConfigError, match=message):
         freeze(vit(**settings), Finetune(weights="unread", mode=mode, also=also))
 
 
-def test_another_mode_lets_go_of_what_the_last_one_froze():
+def test_another_mode_unfreezes_the_previous_one():
     made = vit()
     freeze(made, Finetune(weights="unread", mode="head"))
     freeze(made, Finetune(weights="unread"))
@@ -173,7 +175,7 @@ def statistics(task: nn.Module) -> dict[str, torch.Tensor]:
 def test_frozen_batch_norms_keep_their_statistics(also):
     task = tuned("attn", also=also)
     before = statistics(task)
-    # As evaluation does it: not the task is asked to train again, but its network.
+    # Like evaluation: it switches the mode of the network, not of the task.
     task.vit.eval()
     task.vit.train()
     assert task.vit.blocks[0].training
@@ -182,7 +184,7 @@ def test_frozen_batch_norms_keep_their_statistics(also):
     assert same == (also == ())
 
 
-def test_a_frozen_stem_answers_as_in_evaluation():
+def test_a_frozen_stem_stays_in_evaluation_mode():
     task = tuned("head")
     with torch.no_grad():
         trained = task.train().vit.stem(images())[0]
@@ -207,7 +209,7 @@ def test_frozen_parts_stay_frozen_on_several_workers():
     assert all(torch.equal(tensor, before[name]) for name, tensor in task.state_dict().items())
 
 
-# ---- what the frozen rest costs --------------------------------------------------------------------------------------
+# ---- the cost of frozen weights --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -223,7 +225,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_average(mode):
 
     groups = parameter_groups(task, Optim())
     assert {names[id(parameter)] for group in groups for parameter in group["params"]} == trained
-    optimizer = descend(task)
+    optimizer = train_steps(task)
     assert {names[id(parameter)] for parameter in optimizer.state} == trained
     buffers = {name for name, _ in task.named_buffers()}
     assert set(Average(task, Ema()).state()) - buffers == trained
@@ -233,7 +235,7 @@ def test_the_average_of_a_frozen_buffer_is_the_buffer():
     task = tuned("attn")
     average = Average(task, Ema())
     before = statistics(task)
-    descend(task)
+    train_steps(task)
     average.update(task, step=3)
     assert all(torch.equal(average.state()[name], buffer) for name, buffer in before.items())
 
@@ -244,7 +246,7 @@ def test_the_average_of_a_frozen_buffer_is_the_buffer():
 @pytest.mark.parametrize(
     ("first_branch", "trained", "share"), [(False, 85_045_248, "33.1 %"), (True, 42_522_624, "16.6 %")]
 )
-def test_the_audit_is_the_papers(first_branch, trained, share):
+def test_the_audit_matches_the_paper(first_branch, trained, share):
     with torch.device("meta"):
         made = ViT(Model(name="ViT-B18x2/16", layerscale=1e-4))
     freeze(made, Finetune(weights="unread", mode="attn", first_branch=first_branch))
@@ -266,7 +268,7 @@ def test_an_audit_table_is_aligned_markdown():
     assert [line.split("|")[1].strip() for line in lines[2:]] == [*get_args(Part), "total"]
 
 
-def test_the_audit_counts_what_trains():
+def test_the_audit_counts_trained_parameters():
     task = tuned("ffn", {"layerscale": None})
     audited = audit(task.vit)
     assert audited.parameters == sum(parameter.numel() for parameter in task.parameters())
@@ -276,58 +278,58 @@ def test_the_audit_counts_what_trains():
     assert "layerscale" not in {row.part for row in audited.rows}
 
 
-# ---- the start -------------------------------------------------------------------------------------------------------
+# ---- initial weights -------------------------------------------------------------------------------------------------
 
 
-def started(start: ViT, wanted: Model, new_head: bool = False) -> ViT:
-    made = ViT(wanted)
-    made.load_state_dict(adapt(start, wanted, "task.weights models/a", new_head=new_head))
+def adapted(initial: ViT, expected: Model, new_head: bool = False) -> ViT:
+    made = ViT(expected)
+    made.load_state_dict(adapt(initial, expected, "task.weights models/a", new_head=new_head))
     return made.eval()
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos2d", "none"])
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_the_same_network_starts_as_it_was(positions, head):
-    start = vit(positions=positions, head=head).eval()
-    descend_statistics(start)
-    # Settings that say how it is run and trained may differ.
+def test_the_same_network_keeps_its_weights(positions, head):
+    initial = vit(positions=positions, head=head).eval()
+    update_statistics(initial)
+    # Settings of execution and training may differ.
     free = {"drop_path": 0.3, "dropout": 0.1, "execution": "loop", "layerscale": 1e-6}
-    made = started(start, model(positions=positions, head=head, **free))
-    assert all(torch.equal(tensor, start.state_dict()[name]) for name, tensor in made.state_dict().items())
+    made = adapted(initial, model(positions=positions, head=head, **free))
+    assert all(torch.equal(tensor, initial.state_dict()[name]) for name, tensor in made.state_dict().items())
     with torch.no_grad():
-        torch.testing.assert_close(made(images()), start(images()))
+        torch.testing.assert_close(made(images()), initial(images()))
 
 
-def descend_statistics(made: ViT) -> None:
+def update_statistics(made: ViT) -> None:
     made.train()(images())
     made.eval()
 
 
 @pytest.mark.parametrize("convention", ["google", "deit", "timm", "torchvision"])
-def test_positions_are_resized_as_the_start_says(convention):
-    start = vit(positions={"kind": "learned", "resample": convention}).eval()
-    wanted = model(image_size=[48, 64], positions={"kind": "learned", "resample": "deit"})
-    made = started(start, wanted)
-    table = resample(start.positions.table, (4, 4), (6, 8), convention)
+def test_positions_are_resized_by_the_recorded_method(convention):
+    initial = vit(positions={"kind": "learned", "resample": convention}).eval()
+    expected = model(image_size=[48, 64], positions={"kind": "learned", "resample": "deit"})
+    made = adapted(initial, expected)
+    table = resample(initial.positions.table, (4, 4), (6, 8), convention)
     torch.testing.assert_close(made.positions.table, table)
     pictures = torch.randn(2, 3, 48, 64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        torch.testing.assert_close(made(pictures), start(pictures))
+        torch.testing.assert_close(made(pictures), initial(pictures))
 
 
 @pytest.mark.parametrize("positions", ["sincos2d", "none"])
-def test_what_is_no_table_fits_every_grid(positions):
-    start = vit(positions=positions).eval()
-    made = started(start, model(positions=positions, image_size=48))
+def test_positions_without_a_table_fit_every_grid(positions):
+    initial = vit(positions=positions).eval()
+    made = adapted(initial, model(positions=positions, image_size=48))
     with torch.no_grad():
-        torch.testing.assert_close(made(images(48)), start(images(48)))
+        torch.testing.assert_close(made(images(48)), initial(images(48)))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "new_head", "is_kept"),
     [
         ({}, {}, False, True),
-        ({}, {}, True, False),  # as many, but others
+        ({}, {}, True, False),  # the same number of other classes
         ({}, {"num_classes": 5}, False, False),
         ({"num_classes": None}, {}, False, False),
         ({"head": "mlp"}, {"head": "linear"}, False, False),
@@ -338,14 +340,14 @@ def test_what_is_no_table_fits_every_grid(positions):
     ],
 )
 def test_a_head_is_kept_or_ends_in_zeros(old, new, new_head, is_kept):
-    start, wanted = vit(**old), model(**new)
-    made = started(start, wanted, new_head)
-    kept = {name: tensor for name, tensor in start.head.state_dict().items() if wanted.num_classes}
+    initial, expected = vit(**old), model(**new)
+    made = adapted(initial, expected, new_head)
+    kept = {name: tensor for name, tensor in initial.head.state_dict().items() if expected.num_classes}
     if is_kept:
         assert all(torch.equal(tensor, kept[name]) for name, tensor in made.head.state_dict().items())
         return
     assert not made(images()).any()
-    # It learns all the same.
+    # The head still learns.
     made.train()
     nn.functional.cross_entropy(made(images()), torch.tensor([0, 3, 3, 4])).backward()
     assert [*made.head.parameters()][-2].grad.any()
@@ -381,6 +383,6 @@ def test_another_network_is_refused(settings, parts):
 
 
 def test_frequencies_of_sincos_are_the_network():
-    start = vit(positions={"kind": "sincos2d", "frequencies": "big_vision"})
+    initial = vit(positions={"kind": "sincos2d", "frequencies": "big_vision"})
     with pytest.raises(ConfigError, match=r'got {"kind": "sincos2d", "frequencies": "big_vision"}, wanted'):
-        adapt(start, model(positions="sincos2d"), "task.weights models/a", new_head=False)
+        adapt(initial, model(positions="sincos2d"), "task.weights models/a", new_head=False)

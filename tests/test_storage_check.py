@@ -1,9 +1,10 @@
-"""A place for results is found wanting before anything starts, in one message for each fault, without a secret."""
+"""The storage preflight check: one message for each fault, without secrets, before anything starts."""
 
 import datetime
 import email.utils
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from vitray import storage
-from vitray.cluster.storage_check import lasting, preflight, readable
+from vitray.cluster.storage_check import check_outlives_job, check_readable, check_writable
 from vitray.errors import ConfigError
 from vitray.runs.plan import check_storage
 
@@ -21,7 +22,7 @@ SECRET = "canary-secret-0123456789"
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Clients of this test alone; no credentials but those of the environment."""
+    """A new client for each test, with the credentials of the environment only."""
     storage._s3.cache_clear()
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("CONFIG", "SHARED_CREDENTIALS"):
@@ -30,25 +31,25 @@ def fresh(monkeypatch, tmp_path):
     storage._s3.cache_clear()
 
 
-def refused(url, seconds=30):  # a second where nothing else runs
-    """The one message about a place that cannot be used, said soon."""
+def rejection(url, seconds=30):  # a second on an idle machine
+    """Return the message about unusable storage, which comes within the given time."""
     began = time.monotonic()
     with pytest.raises(ConfigError) as error:
-        preflight(url)
+        check_writable(url)
     assert time.monotonic() - began < seconds
-    said = str(error.value)
-    assert len(said.splitlines()) == 1
-    assert len(said) < 700
-    assert SECRET not in said
-    return said
+    message = str(error.value)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 700
+    assert SECRET not in message
+    return message
 
 
-@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket/probed/deep/", "local"])
-def test_a_good_place_is_left_as_it_was(place, s3_server, tmp_path):
-    url = str(tmp_path / "results") if place == "local" else place
+@pytest.mark.parametrize("destination", ["s3://bucket", "s3://bucket/probed/deep/", "local"])
+def test_usable_storage_is_left_unchanged(destination, s3_server, tmp_path):
+    url = str(tmp_path / "results") if destination == "local" else destination
     before = sorted(storage.list_files(url))
     for _ in range(2):
-        preflight(url)
+        check_writable(url)
     assert sorted(storage.list_files(url)) == before
 
 
@@ -78,38 +79,36 @@ def test_a_good_place_is_left_as_it_was(place, s3_server, tmp_path):
             "refuses uploads with checksums.*AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
         ),
         (f"s3://KEY:{SECRET}@bucket/runs", {}, "an address with keys or options in it"),
-        ("s3:///runs", {}, "not a bucket's name"),
+        ("s3:///runs", {}, "not a valid bucket name"),
     ],
 )
-def test_what_a_real_server_refuses_is_said_with_what_to_do(s3_server, monkeypatch, url, environment, message):
+def test_each_fault_of_a_real_server_is_explained(s3_server, monkeypatch, url, environment, message):
     for name, value in environment.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    import re
-
-    said = refused(url)
-    assert re.search(message, said), said
+    text = rejection(url)
+    assert re.search(message, text), text
     assert not (s3_server / "mistyped").exists()
     assert not list((s3_server / "bucket").rglob(".vitray-probe*"))
 
 
-def test_a_secret_of_the_environment_is_in_no_message(s3_server, monkeypatch):
+def test_no_message_contains_a_secret_of_the_environment(s3_server, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET[::-1])
     for url in ("s3://bucket/runs", "s3://mistyped/runs"):
-        assert SECRET[::-1] not in refused(url)
+        assert SECRET[::-1] not in rejection(url)
 
 
-# ---- what that server does not do: one that answers as it is told ----------------------------------------------------
+# ---- faults that the real server cannot produce, from a fake one -----------------------------------------------------
 
 
-class Answering(ThreadingHTTPServer):
-    """Answers requests of a method in a chosen way, and all others as if they had been carried out."""
+class FakeServer(ThreadingHTTPServer):
+    """Fails requests of one method with a chosen error, and confirms all others."""
 
-    method, status, code, said, skew = "PUT", 403, "AccessDenied", "", 0.0
+    method, status, code, details, skew = "PUT", 403, "AccessDenied", "", 0.0
     content = b""
 
 
-class Answer(BaseHTTPRequestHandler):
+class FakeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def date_time_string(self, timestamp=None):
@@ -124,7 +123,7 @@ class Answer(BaseHTTPRequestHandler):
         status, text = 200, server.content if self.command == "GET" else b""
         if self.command == server.method:
             status = server.status
-            text = f"<Error><Code>{server.code}</Code>{server.said}<Message>{SECRET}</Message></Error>".encode()
+            text = f"<Error><Code>{server.code}</Code>{server.details}<Message>{SECRET}</Message></Error>".encode()
             if server.code == "":
                 text = b"<html>a page</html>"
         self.send_response(status)
@@ -134,13 +133,13 @@ class Answer(BaseHTTPRequestHandler):
 
     do_PUT = do_GET = do_DELETE = do_HEAD = do_POST = answer  # noqa: N815 (the library's names)
 
-    def log_message(self, *words):
+    def log_message(self, *args):
         pass
 
 
 @pytest.fixture
-def answering(monkeypatch):
-    with Answering(("127.0.0.1", 0), Answer) as server:
+def fake_server(monkeypatch):
+    with FakeServer(("127.0.0.1", 0), FakeHandler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
@@ -162,7 +161,7 @@ def answering(monkeypatch):
         ("PUT", 400, "ExpiredToken", "the credentials have expired"),
         ("PUT", 403, "InvalidToken", "the session token is of other credentials"),
         ("PUT", 411, "MissingContentLength", "refuses uploads with checksums"),
-        ("PUT", 503, "SlowDown", "the server answers 503 SlowDown, which is trouble of its own"),
+        ("PUT", 503, "SlowDown", "the server answers 503 SlowDown, a fault of its own"),
         ("PUT", 500, "InternalError", "the server answers 500 InternalError"),
         ("PUT", 403, "QuotaExceeded", "is full or over its quota"),
         ("PUT", 405, "MethodNotAllowed", "does not answer as S3 does (405)"),
@@ -170,41 +169,39 @@ def answering(monkeypatch):
         ("PUT", 418, "Teapot", "cannot write: 418 Teapot: ..."),
     ],
 )
-def test_each_refusal_is_said_with_what_to_do(answering, method, status, code, message):
-    answering.method, answering.status, answering.code = method, status, code
-    assert message in refused("s3://bucket/runs")
+def test_each_error_code_is_explained(fake_server, method, status, code, message):
+    fake_server.method, fake_server.status, fake_server.code = method, status, code
+    assert message in rejection("s3://bucket/runs")
 
 
 @pytest.mark.parametrize(("skew", "message"), [(-3600.0, "3,6.. seconds ahead of"), (900.0, "[89].. seconds behind")])
-def test_a_wrong_clock_is_said_with_how_far_it_is_off(answering, skew, message):
-    import re
-
-    answering.code, answering.skew = "RequestTimeTooSkewed", skew
-    said = refused("s3://bucket/runs")
-    assert re.search(f"this machine's clock is {message} the server's", said), said
+def test_a_wrong_clock_is_reported_with_its_offset(fake_server, skew, message):
+    fake_server.code, fake_server.skew = "RequestTimeTooSkewed", skew
+    text = rejection("s3://bucket/runs")
+    assert re.search(f"this machine's clock is {message} the server's", text), text
 
 
-def test_another_region_is_named(answering):
-    answering.status, answering.code = 400, "AuthorizationHeaderMalformed"
-    answering.said = "<Region>eu-west-3</Region>"
-    assert "in another region than us-east-1; wanted AWS_REGION=eu-west-3" in refused("s3://bucket/runs")
+def test_the_region_of_the_bucket_is_named(fake_server):
+    fake_server.status, fake_server.code = 400, "AuthorizationHeaderMalformed"
+    fake_server.details = "<Region>eu-west-3</Region>"
+    assert "in another region than us-east-1; wanted AWS_REGION=eu-west-3" in rejection("s3://bucket/runs")
 
 
-def test_a_server_that_hangs_is_said_within_seconds(monkeypatch):
+def test_a_server_that_hangs_is_reported_within_seconds(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         for name, value in {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": SECRET, "REGION": "us-east-1"}.items():
             monkeypatch.setenv(f"AWS_{name}", value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr("vitray.cluster.storage_check.ANSWER", 1)
-        assert "does not answer within 1 seconds" in refused("s3://bucket/runs")
+        monkeypatch.setattr("vitray.cluster.storage_check.READ_TIMEOUT", 1)
+        assert "does not answer within 1 seconds" in rejection("s3://bucket/runs")
 
 
-# ---- permissions as AWS means them -----------------------------------------------------------------------------------
+# ---- permissions on a simulated AWS ----------------------------------------------------------------------------------
 
 
-def test_what_a_policy_withholds_is_named(monkeypatch):
+def test_a_missing_permission_is_named(monkeypatch):
     from moto import mock_aws
     from moto.core import set_initial_no_auth_action_count
 
@@ -225,20 +222,20 @@ def test_what_a_policy_withholds_is_named(monkeypatch):
         key = iam.create_access_key(UserName="reader")["AccessKey"]
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
-        said = set_initial_no_auth_action_count(0)(refused)("s3://guarded/runs")
-        assert "may not write; wanted s3:PutObject on guarded/runs/*" in said
-        assert key["SecretAccessKey"] not in said
+        text = set_initial_no_auth_action_count(0)(rejection)("s3://guarded/runs")
+        assert "may not write; wanted s3:PutObject on guarded/runs/*" in text
+        assert key["SecretAccessKey"] not in text
 
 
-# ---- where it is asked -----------------------------------------------------------------------------------------------
+# ---- callers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_not_there_may_still_be_read(s3_server):
-    readable("s3://bucket/nothing/here", "dataset.json")
-    readable("/nowhere", "dataset.json")
+def test_a_missing_file_counts_as_readable(s3_server):
+    check_readable("s3://bucket/nothing/here", "dataset.json")
+    check_readable("/nowhere", "dataset.json")
 
 
-def test_data_on_s3_is_asked_for_before_it_is_opened(s3_server, monkeypatch):
+def test_a_plan_checks_access_to_data_on_s3(s3_server, monkeypatch):
     from vitray.config import load_run
     from vitray.runs.plan import make_plan
 
@@ -247,9 +244,9 @@ def test_data_on_s3_is_asked_for_before_it_is_opened(s3_server, monkeypatch):
         make_plan(load_run(None, ["data.url=s3://bucket/demo"]))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "file/runs: " in refused(str(tmp_path / "file" / "runs"))
+    assert "file/runs: " in rejection(str(tmp_path / "file" / "runs"))
     with pytest.raises(ConfigError, match="file/runs"):
         check_storage(str(tmp_path / "file" / "runs"))
-    lasting(str(tmp_path))
+    check_outlives_job(str(tmp_path))

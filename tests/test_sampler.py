@@ -1,4 +1,4 @@
-"""Points drawn from scores: allowed, the same after a restart, better than chance, whatever became of the trials."""
+"""Sampled points: allowed, reproducible, better than chance, and available for every state of the trials."""
 
 import math
 import statistics
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from vitray.errors import ConfigError
 from vitray.sweep.report.groups import pareto_front
-from vitray.sweep.sampler import Told, ask
+from vitray.sweep.sampler import Observation, ask
 from vitray.sweep.space import draw_point, name_of, random_points, read_space
-from vitray.sweep.trial_record import Record
+from vitray.sweep.trial_store import TrialRecord
 
 SPACE = """
 space:
@@ -34,17 +34,17 @@ def space_of(folder, search, text=SPACE):
 
 
 def finished(score):
-    return Record("finished", ((10, score),))
+    return TrialRecord("finished", ((10, score),))
 
 
 def searched(space, number, score, cost=None):
-    """So many points, each told before the next is drawn."""
-    told, drawn = [], []
+    """Observations and values of this many points, drawn one after another."""
+    observations, drawn = [], []
     for _ in range(number):
-        new = ask(space, told, 0)
-        told.append(Told(new.asked, finished(score(new.values)), cost and cost(new.values)))
+        new = ask(space, observations, 0)
+        observations.append(Observation(new.asked, finished(score(new.values)), cost and cost(new.values)))
         drawn.append(new.values)
-    return told, drawn
+    return observations, drawn
 
 
 @pytest.mark.parametrize("search", [TPE, NSGA2])
@@ -63,24 +63,24 @@ def test_every_point_is_allowed_and_a_run(tmp_path, search):
 
 
 @pytest.mark.parametrize("search", [TPE, NSGA2])
-def test_a_point_is_a_function_of_what_was_told(tmp_path, search):
+def test_a_point_depends_only_on_earlier_observations(tmp_path, search):
     space = space_of(tmp_path, search)
-    told, drawn = searched(space, 24, lambda values: -abs(math.log(values["optim.lr"] / 1e-2)), lambda _: 1.0)
+    observations, drawn = searched(space, 24, lambda values: -abs(math.log(values["optim.lr"] / 1e-2)), lambda _: 1.0)
     for number in (0, 5, 13, 23):
-        assert ask(space, told[:number], 0).values == drawn[number]
-    assert ask(space, told, 1).values != ask(space, told, 0).values
+        assert ask(space, observations[:number], 0).values == drawn[number]
+    assert ask(space, observations, 1).values != ask(space, observations, 0).values
 
 
 @given(st.lists(st.sampled_from(["finished", "stopped early", "failed", "running", "waiting"]), max_size=14))
 @settings(max_examples=25, deadline=None)
-def test_whatever_became_of_the_trials_there_is_a_next_point(tmp_path_factory, states):
+def test_every_state_of_the_trials_allows_a_next_point(tmp_path_factory, states):
     for search in (TPE.replace("first: 10", "first: 2"), NSGA2.replace("population: 10", "population: 2")):
-        space, told = space_of(tmp_path_factory.mktemp("space"), search), []
+        space, observations = space_of(tmp_path_factory.mktemp("space"), search), []
         for number, state in enumerate(states):
             scores = ((5, 0.1), (10, 0.01 * number)) if state in ("finished", "stopped early", "running") else ()
             cost = float(number) if state == "finished" and number % 2 else None
-            told.append(Told(ask(space, told, 0).asked, Record(state, scores), cost))
-        assert draw_point(space, ask(space, told, 0).values) is not None
+            observations.append(Observation(ask(space, observations, 0).asked, TrialRecord(state, scores), cost))
+        assert draw_point(space, ask(space, observations, 0).values) is not None
 
 
 def test_tpe_learns(tmp_path):
@@ -94,7 +94,7 @@ def test_tpe_learns(tmp_path):
     assert statistics.mean(learned) > statistics.mean(by_chance) + 0.5
 
 
-def test_tpe_minimises_where_less_is_better(tmp_path):
+def test_tpe_minimises(tmp_path):
     space = space_of(tmp_path, TPE + "goal: {metric: val/loss, mode: min}\n")
     _, drawn = searched(space, 40, lambda values: abs(math.log10(values["optim.lr"]) + 2))
     off = [abs(math.log10(values["optim.lr"]) + 2) for values in drawn]
@@ -111,7 +111,7 @@ def test_nsga2_finds_the_trade_off(tmp_path):
         return values["depth"] + 10 * values["data.mix.mixup"]
 
     def spread(points):
-        """How much of the square from the worst corner the front covers."""
+        """The area between the worst corner and the front."""
         values, costs = [score(point) for point in points], [cost(point) for point in points]
         area, reached = 0.0, -5.0
         for place in pareto_front(costs, values, "max"):
@@ -126,7 +126,7 @@ def test_nsga2_finds_the_trade_off(tmp_path):
         assert statistics.mean(map(better, drawn[60:])) > statistics.mean(map(better, chance))
 
 
-def test_nsga2_beside_a_scheduler_is_refused(tmp_path):
+def test_nsga2_with_a_scheduler_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="scheduler: got asha, wanted none: search nsga2"):
         space_of(tmp_path, NSGA2 + "scheduler: asha\n")
 

@@ -1,4 +1,4 @@
-"""A part of a split set aside to choose settings with, by a hash of each image's key: the same wherever it lies."""
+"""The hold-out split: a part of train to choose settings on, selected by a hash of each image's key."""
 
 import hashlib
 
@@ -9,16 +9,16 @@ from vitray import storage
 from vitray.data.shards.manifest import Dataset
 
 
-def set_aside(dataset: Dataset, split: str, share: float) -> np.ndarray:
-    """For each row of a split, whether it is set aside. A larger share sets aside these images and others."""
+def holdout_mask(dataset: Dataset, split: str, share: float) -> np.ndarray:
+    """Return True for each row of a split that is held out; a larger share includes the images of a smaller one."""
     keys = (key for shard in range(len(dataset.splits[split].shards)) for key in _keys(dataset, split, shard))
-    most = int(share * 2**64)
-    return np.array([int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < most for key in keys])
+    limit = int(share * 2**64)
+    return np.array([int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < limit for key in keys])
 
 
 def _keys(dataset: Dataset, split: str, index: int) -> list[str]:
     shards = dataset.splits[split].shards
-    if dataset.columns.key is None:  # left in place: the shard and the row name an image, as in the stream
+    if dataset.columns.key is None:  # a file indexed in place: keys are shard and row, as in the stream
         first = sum(shard.rows for shard in shards[:index])
         return [f"{index}:{row}" for row in range(first, first + shards[index].rows)]
     files, path = storage.filesystem(dataset.address(shards[index]))

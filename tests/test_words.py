@@ -1,0 +1,32 @@
+"""Upper bounds for unclear phrases in docstrings and comments."""
+
+import pytest
+from test_layers import ROOT
+from word_count import count_words
+
+# Occurrences per 1,000 words.
+BOUNDS = {"what": 3.0, "said": 1.0}
+
+
+@pytest.mark.parametrize("folders", [("vitray", "pipelines"), ("tests",)])
+def test_unclear_phrases_are_rare(folders):
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    count = count_words({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+    assert count.words > 1000
+    for phrase, bound in BOUNDS.items():
+        assert count.per_thousand(phrase) <= bound, "\n".join(count.found[phrase])
+
+
+def test_planted_phrases_are_counted():
+    source = '''"""What a run needs.
+
+Whoever asks is told. A whatsoever is not counted."""
+value: int = 1
+"""Whatever it says; the rest is said."""
+text = "what a message to a user contains is not counted"  # what follows
+'''
+    count = count_words({"planted.py": source})
+    assert count.words == 22
+    assert [len(count.found[phrase]) for phrase in ("what", "said")] == [4, 3]
+    assert count.found["said"][0] == "planted.py:1: Whoever asks is told."
+    assert count.per_thousand("what") == pytest.approx(1000 * 4 / 22)

@@ -1,0 +1,138 @@
+"""First pass of `vitray shard`: decode every image once, and record its size, colours, hash and defects.
+
+Each task writes a file under DEST/.work. Its name is a hash of all inputs of the task, so a restarted command reuses
+finished work, and a changed source or setting leads to other names.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import PIL
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vitray import storage
+from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
+from vitray.data.shards.images import image_stats, jpeg, shrink
+from vitray.data.shards.options import Kind, ShardRequest
+from vitray.data.shards.ray_tasks import run_with_progress
+from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
+from vitray.errors import ConfigError
+
+WORK = ".work"
+# Part of every name: other versions may encode or lay out bytes differently.
+VERSIONS = (1, PIL.__version__, pa.__version__)
+# Kinds of sources whose images are byte ranges of a file; those of the others are copied.
+IN_PLACE = {"folder", "index", "tar"}
+
+# One row per image; (file, start, size) is the present location of its bytes.
+INSPECTED = pa.schema(
+    [(name, pa.string()) for name in ("split", "name", "sha256", "file", "reason")]
+    + [(name, pa.int64()) for name in ("label", "start", "size")]
+    + [(name, pa.int32()) for name in ("width", "height")]
+    + [("moments", pa.list_(pa.int64())), ("fingerprint", pa.binary())]
+)
+REJECTED = pa.schema([(name, pa.string()) for name in Reject._fields])
+
+
+def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> tuple[pa.Table, list[Reject]]:
+    """Return the usable images in the order of the listing, and the rejects; too many rejects are an error."""
+    size = request.settings.chunk
+    chunks = [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
+    inputs = _inspection_inputs(request, listing.kind)
+    names = [content_name(inputs, chunk) for chunk in chunks]
+    done = set(storage.list_files(storage.join(request.dest, WORK)))
+    left = [(chunk, name) for chunk, name in zip(chunks, names, strict=True) if f"found-{name}.parquet" not in done]
+    calls = [(request, listing.kind, chunk, name) for chunk, name in left]
+    run_with_progress(inspect_chunk, calls, [len(chunk) for chunk, _ in left], "inspected", at_a_time)
+    with ThreadPoolExecutor(8) as pool:  # reads may wait for a network
+        files = pool.map(lambda name: storage.read_bytes(_table_file(request, name)), names)
+        images = pa.concat_tables([pq.ParquetFile(io.BytesIO(content)).read() for content in files])
+    bad = images.filter(images["reason"].is_valid())
+    columns = (bad[name].to_pylist() for name in ("split", "name", "reason"))
+    rejects = sorted([*listing.rejects, *map(Reject, *columns)])
+    _check_rejects(request, rejects, images.num_rows + len(listing.rejects))
+    return images.filter(images["reason"].is_null()), rejects
+
+
+def _inspection_inputs(request: ShardRequest, kind: Kind) -> dict[str, Any]:
+    """Return the settings that, beside the images, decide the result of the inspection."""
+    names = {"image", "resize", "quality", "max_pixels"}
+    if kind == "demo":
+        names |= {"seed", "image_size", "task"}
+    settings = request.settings.model_dump(include=names)
+    is_perceptual = request.settings.dedupe == "perceptual"
+    return settings | {"kind": kind, "perceptual": is_perceptual, "in_place": request.index_only}
+
+
+def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry], name: str) -> None:
+    """Decode some images; write their rows to one file, and bytes that are in no file yet to another."""
+    settings = request.settings
+    copies_file = storage.join(request.dest, WORK, f"bytes-{name}")
+    copies = bytearray()
+    rows = []
+    for item, (content, label) in zip(items, read_items(kind, items, request), strict=True):
+        row: dict[str, Any] = {"split": item.split, "name": item.name, "label": label}
+        rows.append(row)
+        try:
+            image = decode_with_pillow(content, settings.max_pixels)
+        except UndecodableImage as bad:
+            row["reason"] = str(bad)
+            continue
+        place = (item.file, item.place, len(content))
+        smaller = shrink(image, settings.resize) if settings.resize else None
+        if smaller:
+            image, content = smaller, jpeg(smaller, settings.quality)
+        if not request.index_only and (smaller or kind not in IN_PLACE):
+            place = (copies_file, len(copies), len(content))
+            copies += content
+        row |= image_stats(image, settings.dedupe == "perceptual")._asdict()
+        row |= {"sha256": hashlib.sha256(content).hexdigest()}
+        row |= dict(zip(("file", "start", "size"), place, strict=True))
+    if copies:
+        storage.write_bytes(copies_file, bytes(copies))
+    _write_table(_table_file(request, name), rows, INSPECTED)
+
+
+def _table_file(request: ShardRequest, name: str) -> str:
+    return storage.join(request.dest, WORK, f"found-{name}.parquet")
+
+
+def _check_rejects(request: ShardRequest, rejects: list[Reject], total: int) -> None:
+    allowed = request.settings.max_rejects
+    if len(rejects) <= allowed * total and len(rejects) < total:
+        return
+    write_rejects(request, rejects)
+    lines = [f"  {reject.file}: {reject.reason}" for reject in rejects[:20]]
+    more = [f"  and {len(rejects) - 20} more"] if len(rejects) > 20 else []
+    raise ConfigError(
+        f"{request.source}: {len(rejects)} of {total} images cannot be used, more than max_rejects={allowed} allows;"
+        f" {storage.join(request.dest, REJECTS)} lists them all:\n" + "\n".join(lines + more)
+    )
+
+
+def write_rejects(request: ShardRequest, rejects: Sequence[Reject]) -> None:
+    """Write rejects.parquet."""
+    _write_table(storage.join(request.dest, REJECTS), [reject._asdict() for reject in rejects], REJECTED)
+
+
+def _write_table(url: str, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), table := io.BytesIO())
+    storage.write_bytes(url, table.getvalue())
+
+
+def content_name(*parts: Any) -> str:
+    """Return a hash of the parts and of the library versions, as a file name."""
+    content = hashlib.sha256(json.dumps(VERSIONS).encode())
+    for part in parts:
+        if isinstance(part, pa.Table):
+            with pa.ipc.new_stream(sink := io.BytesIO(), part.schema) as stream:
+                stream.write_table(part)
+            content.update(sink.getvalue())
+        else:
+            content.update(json.dumps(part, sort_keys=True).encode())
+    return content.hexdigest()[:24]

@@ -1,0 +1,91 @@
+"""Placement of a run's workers on the nodes of the cluster."""
+
+import math
+import os
+from typing import NamedTuple
+
+import ray
+
+from vitray.cluster import session
+from vitray.config import Run
+from vitray.errors import ConfigError
+
+# Seconds in which a lost node may come back before the run ends.
+NODE_RETURN_SECONDS = 1800
+
+
+class Placement(NamedTuple):
+    """Number and resources of the workers."""
+
+    workers: tuple[int, int]
+    """Lowest and highest number."""
+    use_gpu: bool
+    cpus: float
+    """CPUs reserved per worker."""
+    threads: int
+    """Compute threads of a CPU worker."""
+
+
+def start_attempts() -> int:
+    """Return how often a worker group is started before the run gives up on missing nodes."""
+    seconds = session.autoscaling_timeout() or NODE_RETURN_SECONDS
+    return math.ceil(seconds / float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"]))
+
+
+def await_nodes(run: Run) -> None:
+    """Wait on an autoscaling cluster for the nodes of the smallest worker group; elsewhere return at once."""
+    seconds, compute = session.autoscaling_timeout(), run.compute
+    if seconds is None:
+        return
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if compute.device == "auto" and not has_gpus:
+        raise ConfigError("compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu")
+    if compute.worker_range is None:
+        raise ConfigError("compute.workers: got auto on a cluster that grows; wanted a number, as in compute.workers=2")
+    gpus = {} if compute.device == "cpu" else {"GPU": compute.gpus}
+    evaluator = run.evaluate.where if run.data.evaluated else "workers"
+    bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
+    bundles += [{"CPU": 1.0}]  # image decoding
+    if evaluator != "workers":
+        bundles += [{"CPU": 1.0} | (gpus if evaluator == "gpu" else {})]
+    session.wait_for_nodes(bundles, seconds)
+
+
+def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
+    """Return the placement of the workers; refuse one that can never fit.
+
+    Concurrent trials share the compute threads of a node.
+    """
+    resources, compute = ray.cluster_resources(), run.compute
+    evaluator = run.evaluate.where if run.data.evaluated else "workers"
+    reserved = 1 + (evaluator != "workers")  # image decoding, separate evaluations
+    gpus, cpus = int(resources.get("GPU", 0)) - (evaluator == "gpu"), resources.get("CPU", 0.0)
+    use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
+    lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
+    if (use_gpu and lowest > gpus) or (use_gpu and not gpus) or gpus < 0:
+        besides = " besides the one for evaluations" if evaluator == "gpu" else ""
+        raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{besides}")
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
+    per_node = -(-highest // max(1, len(nodes)))
+    smallest = min(nodes, default=0.0)
+    fair = 1.0 if use_gpu else min((cpus - reserved) / highest, smallest / per_node)
+    each = compute.cpus or (fair if fair < 1 else float(int(fair)))
+    if not compute.cpus and each > 0:
+        while each > 0.01 and _worker_capacity(nodes, each) < highest:  # no node would have a CPU left for decoding
+            each /= 2
+    if each <= 0 or lowest * each + reserved > cpus or lowest > _worker_capacity(nodes, each):
+        evaluation = " and one for evaluations" if reserved > 1 else ""
+        share = f" of {each:g} CPUs" if each > 0 else ""
+        raise ConfigError(
+            f"compute.workers: {lowest} workers{share} with one CPU to decode images{evaluation} do not fit into the"
+            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}"
+        )
+    neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
+    return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)))
+
+
+def _worker_capacity(nodes: list[float], each: float) -> int:
+    """Return how many workers fit on nodes of these CPUs, with one whole CPU of one node kept for decoding."""
+    counts = [(int(cpus / each + 1e-9), int(max(cpus - 1, 0) / each + 1e-9)) for cpus in nodes]
+    lost = [full - reduced for (full, reduced), cpus in zip(counts, nodes, strict=True) if cpus >= 1]
+    return sum(full for full, _ in counts) - min(lost, default=0)

@@ -1,0 +1,70 @@
+"""The run folder: settings and identity of a run, and the checks before it is resumed or forked."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from vitray import storage
+from vitray.config import Run, load_run
+from vitray.config.training import Finetune
+from vitray.errors import ConfigError, nearest
+from vitray.runs.plan import Plan, check_storage, difference
+
+SETTINGS, RUN_META = "run.yaml", "run.json"
+
+
+def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None) -> str:
+    """Return the uid of the run in a folder: the interrupted run's, or a new one."""
+    check_storage(run_dir)
+    if storage.exists(path := storage.join(run_dir, RUN_META)):
+        meta = json.loads(storage.read_bytes(path))
+        _check_same(run_dir, name, run, plan, meta)
+        storage.abort_uploads(run_dir)  # left by a killed writer
+        return meta["uid"]
+    if fork and isinstance(run.task, Finetune):
+        raise ConfigError("--fork: task finetune starts from task.weights; wanted one of the two")
+    if fork:
+        _check_fork(storage.join(run_dir.rpartition("/")[0], fork), run)
+    uid = uuid.uuid4().hex
+    meta = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
+    meta["weights_identity"] = plan.weights_identity
+    storage.write_bytes(storage.join(run_dir, SETTINGS), run.to_yaml().encode())
+    storage.write_bytes(path, json.dumps(meta).encode())
+    return uid
+
+
+def stored_run(run_dir: str, overrides: Sequence[str] = ()) -> Run:
+    """Return the settings of the run in a folder, with `a.b=c` overrides."""
+    if not storage.exists(storage.join(run_dir, RUN_META)):
+        folder, _, name = run_dir.rpartition("/")
+        runs = {path.partition("/")[0] for path in storage.list_files(folder) if path.endswith(f"/{RUN_META}")}
+        raise ConfigError(f"{run_dir}: no run to resume{nearest(name, runs)}")
+    with storage.local_copy(storage.join(run_dir, SETTINGS)) as path:
+        return load_run(path, overrides)
+
+
+def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, Any]) -> None:
+    changes = difference(stored_run(run_dir), run)
+    if meta["dataset_identity"] != plan.dataset_identity:
+        changes.append(f"{plan.dataset}: the images have changed since the run started")
+    if meta.get("weights_identity") != plan.weights_identity:
+        changes.append(f"{plan.weights}: the weights have changed since the run started")
+    if changes:
+        raise ConfigError(
+            f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"
+            f" start from its weights: --name NEW --fork {name}"
+        )
+
+
+def _check_fork(source: str, run: Run) -> None:
+    from vitray.train import checkpoints  # imports torch, which takes seconds
+
+    if not checkpoints.complete_steps(source):
+        raise ConfigError(f"--fork {source.rpartition('/')[2]}: {source} has no checkpoint to start from")
+    before, now = stored_run(source).model, run.model
+    if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
+        raise ConfigError(
+            f"--fork: the weights of {before.name} at {before.image_size} px do not fit {now.name} at {now.image_size};"
+            f" wanted the same network, or task.kind=finetune task.weights={source}/model"
+        )

@@ -1,0 +1,108 @@
+"""Summaries of a run: the start and end blocks of the console, and the description in MLflow."""
+
+import platform
+from typing import assert_never
+
+from vitray.config import Run
+from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.training import Finetune, SupervisedSettings
+from vitray.errors import redact_uri
+from vitray.runs.console import clock
+from vitray.runs.outcome import Outcome
+from vitray.runs.placement import Placement
+from vitray.runs.plan import Plan
+from vitray.runs.run_info import RunInfo
+from vitray.tracking import tracking_uri
+from vitray.train.messages import WorkerResult
+from vitray.weights import SavedModel
+
+
+def start_block(info: RunInfo) -> dict[str, str]:
+    """Return the lines of the start block by name."""
+    run, plan, placement, start = info.planned.run, info.planned.plan, info.placement, info.planned.start
+    lowest, highest = placement.workers
+    workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+    local = plan.global_batch // highest
+    passes = -(-local // (run.compute.local_batch or local))
+    holdout = f", {run.data.development:.0%} of train" if run.data.development else ""
+    return {
+        "run": info.name,
+        "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
+        "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
+        f" {plan.val_images:,} to validate on{holdout}",
+        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
+        "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
+        "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
+        "results": info.run_dir,
+        "tracking": redact_uri(tracking_uri()),
+    }
+
+
+def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:
+    """Return score, cost and model folder by name."""
+    images = f"{plan.val_images:,} images"
+    match outcome.val_top1, outcome.val_loss:
+        case None, None:
+            score = {"val": "not evaluated"}
+        case None, loss:
+            score = {"val loss": f"{loss:.4f} of {images}"}
+        case top1, _:
+            score = {"val top-1": f"{top1:.2%} of {images}"}
+    cost = f"{clock(costs['cost/device_seconds'])} of device time, {costs['cost/flops']:.2e} FLOPs"
+    delta = f", a delta: {saved.bytes / 1e6:.3g} MB, {saved.share:.1%} of the network"
+    return {
+        **score,
+        "cost": cost + (f", MFU {costs['cost/mfu']:.1%}" if "cost/mfu" in costs else ""),
+        "model": f"{outcome.model}{'' if saved.share == 1 else delta}",
+    }
+
+
+def incident_block(result: WorkerResult) -> dict[str, str]:
+    """Return the corrupt images and skipped steps of a run, if any."""
+    facts = {}
+    if result.corrupt:
+        names = ", ".join(result.corrupt)
+        facts["corrupt"] = f"{len(result.corrupt)} images were replaced by their neighbours: {names}"
+    if result.skipped:
+        facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, which broke the run"
+    return facts
+
+
+def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
+    """Return the run as a Markdown table."""
+    data, optim = run.data, run.optim
+    policy = f"{data.augment.crop.kind} crop, policy {data.augment.policy.kind}"
+    mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
+    rows = {
+        "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
+        "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
+        **_earlier_run(run, plan),
+        "Loss": _describe_loss(run.task),
+        "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
+        "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",
+        "Where": f"{placement.workers[1]} {'GPU' if placement.use_gpu else 'CPU'} workers, {run.compute.precision},"
+        f" driver on {platform.node()}",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])
+
+
+def _earlier_run(run: Run, plan: Plan) -> dict[str, str]:
+    if plan.weights is None:
+        return {}
+    if isinstance(run.task, Masked):
+        return {"Codes": f"of `{plan.weights}`"}
+    return {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}
+
+
+def _describe_loss(task: SupervisedSettings | Finetune | Masked | Tokenizer) -> str:
+    match task:
+        case SupervisedSettings() | Finetune():
+            return f"{task.loss}, smoothing {task.smoothing:g}"
+        case Masked(objective=objective, mask=mask):
+            return f"{objective.kind} of {mask.ratio:.0%} of the patches, {mask.kind}"
+        case Tokenizer():
+            return f"pixels, from {task.codes} codes"
+        case _:
+            assert_never(task)

@@ -1,0 +1,49 @@
+"""The mailbox between workers and driver; its process must load nothing heavy."""
+
+import ray
+
+from vitray.train.messages import Message
+
+
+@ray.remote(num_cpus=0)
+class Mailbox:
+    """An actor that holds the workers' messages until the driver fetches them, and the driver's answers."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._decisions: dict[int, bool] = {}
+        self._is_stop_requested = False
+        self._fatal_error: str | None = None
+
+    def put(self, message: Message) -> None:
+        """Add a message."""
+        self._messages.append(message)
+
+    def take(self) -> list[Message]:
+        """Return all messages since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def decide(self, step: int, stop: bool) -> None:
+        """Record whether training stops early after the evaluation of a step."""
+        self._decisions[step] = stop
+
+    def decision(self, step: int) -> bool | None:
+        """Return that decision; None until there is one."""
+        return self._decisions.get(step)
+
+    def request_stop(self) -> None:
+        """Ask the workers to save a checkpoint and end."""
+        self._is_stop_requested = True
+
+    def is_stop_requested(self) -> bool:
+        """Return whether the workers should end."""
+        return self._is_stop_requested
+
+    def record_fatal_error(self, reason: str) -> None:
+        """Record an error that a restart cannot fix."""
+        self._fatal_error = reason
+
+    def fatal_error(self) -> str | None:
+        """Return that error, or None."""
+        return self._fatal_error

@@ -1,0 +1,51 @@
+"""Interruption of a sweep: signals to the driver, passed on to the trials through a file."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vitray import storage
+
+INTERRUPTED = "interrupted"
+
+
+class Interruption:
+    """The signal that interrupted a sweep, and the marker file that the trials read."""
+
+    def __init__(self, sweep_dir: str) -> None:
+        self.signal: int | None = None
+        self.marker = storage.join(sweep_dir, INTERRUPTED)
+
+    def mark(self) -> None:
+        """Write the marker."""
+        storage.write_bytes(self.marker, b"the sweep was interrupted\n")
+
+
+def is_interrupted(sweep_dir: str) -> bool:
+    """Whether the sweep in a folder is being interrupted."""
+    return storage.exists(storage.join(sweep_dir, INTERRUPTED))
+
+
+@contextmanager
+def interruptible(sweep_dir: str) -> Iterator[Interruption]:
+    """Let the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once."""
+    interruption = Interruption(sweep_dir)
+    storage.remove(interruption.marker)
+
+    def on_signal(number: int, _frame: Any) -> None:
+        interruption.signal = number
+        restore()
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interruption
+    finally:
+        restore()
+        storage.remove(interruption.marker)

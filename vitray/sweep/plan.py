@@ -1,0 +1,185 @@
+"""The plan of a sweep, checked before anything starts: stages, points, and the trials that fit the cluster."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vitray import storage
+from vitray.cluster import session
+from vitray.config import Run
+from vitray.data.shards.manifest import Dataset
+from vitray.errors import ConfigError, nearest
+from vitray.runs.plan import Plan, make_plan
+from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
+from vitray.sweep.space import Space, SweepPoint, check_space, name_of, run_of, stage_space
+
+# Metrics of every evaluation.
+METRICS = ("val/top1", "val/top5", "val/loss")
+# CPUs of a trial's driver process, which only waits for its workers: Tune requires some.
+DRIVER_CPUS = 0.01
+# Settings of the trials that also hold for the stages before them, unless the space sets them.
+SHARED_SETTINGS = ("data.url", "data.train", "data.val", "data.development", "model.image_size", "tracking.experiment")
+SHARED_SETTINGS += ("compute.workers", "compute.device", "compute.cpus", "compute.gpus")
+
+
+class SweepPlan(NamedTuple):
+    """A sweep before its start."""
+
+    base: Run
+    """The settings that all trials share."""
+    points: dict[str, SweepPoint]
+    """By name; only examples for a search that learns."""
+    trials: int
+    run_plan: Plan | None
+    """Of the first trial that can start; None where all wait for stages."""
+    dataset: Dataset | None
+    capacity: Capacity
+    summary: str
+
+
+class Recipe(NamedTuple):
+    """A run, with the arguments that spell it on the command line."""
+
+    run: Run
+    args: Sequence[str]
+    """The recipe's name and its overrides."""
+
+
+class Stage(NamedTuple):
+    """A sweep before the sweep: it trains the initial weights of trials."""
+
+    name: str
+    recipe: Recipe
+    space: Space
+
+    @property
+    def cases(self) -> list[str]:
+        """The names of its runs."""
+        return list(self.space.space[self.name].values or ())
+
+
+def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_dir: str) -> list[Stage]:
+    """Return the stages of the sweep in a folder, each checked to be a sweep of valid runs."""
+    base = _with_absolute_urls(base)
+    values = base.dotted()
+    shared = {path: values[path] for path in SHARED_SETTINGS} | {"tracking.register_as": None}
+    points = check_space(space, base)[: space.budget.trials] if space.before else []
+    stages = []
+    for name in space.before:
+        run, args = recipes[name]
+        try:
+            recipe = Recipe(run.replace(shared), [*args, *(f"{path}={json.dumps(shared[path])}" for path in shared)])
+            stages.append(Stage(name, recipe, stage_space(space, name, points, sweep_dir)))
+            check_space(stages[-1].space, recipe.run)
+        except ConfigError as error:
+            raise ConfigError(f"before.{name}: {str(error).removeprefix('replace: ')}") from None
+    return stages
+
+
+def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = "", ready: bool = True) -> SweepPlan:
+    """Return the trials of a sweep and how many of them fit these nodes at a time; refuse a sweep of which none fits.
+
+    `ready` is False before the stages are trained: their model folders do not exist yet.
+    """
+    base = _with_absolute_urls(base)
+    points = {name_of(point, space): point for point in check_space(space, base)[: space.budget.trials]}
+    limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
+    trials = min(limits) if space.learns else len(points)
+    resources = trial_resources(base, nodes)
+    capacity = fit_trials(nodes, resources, trials)
+    if not capacity.concurrent:
+        raise ConfigError(f"compute.workers: {capacity.limit}")
+    reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
+    base = base.replace({"compute.workers": resources.workers, "tracking.register_as": None} | reserved)
+    runs = [run_of(base, point, sweep_dir) for point in points.values()]
+    for run in runs:
+        _check_goal(run, space)
+    startable = [run for run, point in zip(runs, points.values(), strict=True) if ready or not point.before]
+    first = make_plan(startable[0]) if startable else None
+    return SweepPlan(
+        base=base,
+        points=points,
+        trials=trials,
+        run_plan=first and first.plan,
+        dataset=first and first.dataset,
+        capacity=capacity,
+        summary=describe_capacity(capacity, trials, nodes),
+    )
+
+
+def _check_goal(run: Run, space: Space) -> None:
+    """Refuse a goal that no evaluation measures, and a scheduler whose scores would come too late."""
+    metric = space.goal.metric
+    measured = METRICS if run.model.num_classes is not None else ("val/loss",)
+    known = measured + tuple(f"{name}_ema" for name in measured if run.optim.ema)
+    if metric not in known:
+        raise ConfigError(f"goal.metric: got {metric!r}, wanted one of {', '.join(known)}{nearest(metric, known)}")
+    if run.data.evaluated is None:
+        raise ConfigError("data.val: got null, wanted a split to score the trials on")
+    if space.scheduler.kind != "none" and run.evaluate.where != "workers":
+        raise ConfigError(
+            f"evaluate.where: got {run.evaluate.where}, wanted workers: scheduler {space.scheduler.kind} decides after"
+            " each score"
+        )
+
+
+def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
+    """Return the resources of one trial; `auto` is one worker, so that as many trials as possible run at a time."""
+    workers = (base.compute.worker_range or (1, 1))[1]
+    has_gpus = base.compute.device != "cpu" and any(node.gpus for node in nodes)
+    gpus = base.compute.gpus if has_gpus or base.compute.device == "gpu" else 0.0
+    data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
+    # A whole CPU per worker if there are enough, less on a small cluster.
+    left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
+    cpus = base.compute.cpus or (1.0 if gpus else max(0.01, min(1.0, int(100 * left / workers) / 100)))
+    return TrialResources(workers=workers, cpus=cpus, gpus=gpus, data_cpus=data_cpus, driver_cpus=DRIVER_CPUS)
+
+
+def _with_absolute_urls(base: Run) -> Run:
+    """Return the run with absolute addresses: a trial's process has a working folder of its own."""
+    from vitray.tracking.model_uri import pin_uri
+
+    changes: dict[str, Any] = {}
+    if base.data.url is not None:
+        changes["data.url"] = storage.absolute(base.data.url)
+    if base.task.kind == "finetune":
+        changes["task.weights"] = pin_uri(base.task.weights)
+    return base.replace(changes) if changes else base
+
+
+def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dict[str, Any]:
+    """Print and return the plan, for the cluster at RAY_ADDRESS or for this machine, on which no Ray is started."""
+    stages = plan_stages(base, space, stage_recipes, sweep_dir="")
+    if "RAY_ADDRESS" in os.environ:
+        with session.ray_session():
+            plan = plan_sweep(base, space, cluster_nodes(), ready=False)
+    else:
+        plan = plan_sweep(base, space, [Node(cpus=session.local_cpus(), gpus=_local_gpus())], ready=False)
+    points = {} if space.learns else plan.points
+    names = [f"  {name}" for name in points] or [f"  {space.search.kind} draws each point from earlier results"]
+    lines = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
+    print("\n".join([f"  {plan.summary}", *lines, "", *names]), file=sys.stderr)
+    return {
+        "before": {stage.name: stage.cases for stage in stages},
+        "trials": plan.trials,
+        "concurrent": min(plan.capacity.concurrent, plan.trials),
+        "waves": plan.capacity.waves(plan.trials),
+        "points": [dict(point.settings) for point in points.values()],
+    }
+
+
+def _local_gpus() -> int:
+    """Return the number of GPUs that Ray would find on this machine."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+
+
+def cluster_nodes() -> list[Node]:
+    """Return the nodes of the running Ray."""
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)) for resources in alive]

@@ -1,0 +1,35 @@
+"""The task of a run, built from its settings."""
+
+from typing import assert_never
+
+from vitray.config import Run
+from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.training import Finetune, SupervisedSettings
+from vitray.errors import ConfigError
+from vitray.models.tokenizer import VisualTokenizer
+from vitray.tasks.masked import MaskedPrediction
+from vitray.tasks.supervised import Supervised
+from vitray.weights.freezing import freeze
+
+Task = Supervised | MaskedPrediction | VisualTokenizer
+
+
+def build_task(run: Run, tokenizer: VisualTokenizer | None = None) -> Task:
+    """Return the task of a run, with new weights and with its frozen parameters frozen.
+
+    Objective beit needs its `tokenizer`, on the device of the task.
+    """
+    match run.task:
+        case SupervisedSettings() | Finetune():
+            if run.model.num_classes is None:
+                raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
+            task = Supervised(run)
+            if isinstance(run.task, Finetune):
+                freeze(task.vit, run.task)
+            return task
+        case Masked():
+            return MaskedPrediction(run, tokenizer)
+        case Tokenizer():
+            return VisualTokenizer(run)
+        case _:
+            assert_never(run.task)

@@ -1,0 +1,163 @@
+"""MLflow addresses of models (`models:/`, `runs:/`), resolved to the folder that holds the model."""
+
+import atexit
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vitray import storage
+from vitray.errors import ConfigError, nearest, one_line, redact_uri
+from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri, user_dir
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+GRAMMAR = "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>"
+
+# The model folder inside a logged model: mlflow.pyfunc stores the artifact `model` there.
+MODEL_DIR = "artifacts/model"
+
+# MLflow's error codes for missing entities; it reports a missing alias as an invalid parameter.
+NOT_FOUND = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+
+class ModelUri(NamedTuple):
+    """The parts of an MLflow model address; absent parts are None."""
+
+    model_id: str | None
+    name: str | None
+    alias: str | None
+    version: str | None
+    run_id: str | None
+    path: str | None
+
+
+_MODEL_URI = re.compile(r"models:/(m-[^/@]+)|models:/([^/@]+)(?:@([^/@]+)|/(\d+))|runs:/([^/]+)/(.+?)/?")
+
+
+def is_model_uri(url: str) -> bool:
+    """Whether only MLflow can resolve the address."""
+    return url.startswith(("models:/", "runs:/"))
+
+
+def resolve_uri(url: str) -> str:
+    """Return the path or s3:// address of the model folder (or weights) at an MLflow address; pass others through.
+
+    Artifacts that are only available through the MLflow server are downloaded.
+    """
+    if not is_model_uri(url):
+        return url
+    with _mlflow_lookup(url) as (client, uri):
+        place, model_id = _artifact_location(client, uri)
+        if place.startswith("file:"):
+            from mlflow.utils.file_utils import local_file_uri_to_path
+
+            place = local_file_uri_to_path(place)
+        elif not storage.is_remote(place) and re.match(r"[a-z][a-z0-9+.-]+:/", place):
+            place = str(_download(place, model_id))
+    model_dir = storage.join(place, MODEL_DIR)
+    return model_dir if storage.exists(storage.join(model_dir, "run.yaml")) else place
+
+
+def pin_uri(url: str) -> str:
+    """Return an address that stays valid: a path made absolute, an alias replaced by its current version."""
+    if not is_model_uri(url):
+        return storage.absolute(url)
+    with _mlflow_lookup(url) as (client, uri):
+        return url if uri.alias is None else f"models:/{uri.name}/{_model_version(client, uri).version}"
+
+
+def _artifact_location(client: "MlflowClient", uri: ModelUri) -> tuple[str, str | None]:
+    """Return the location of the artifacts, and the id of the logged model if they are a whole one."""
+    model_id, rest = uri.model_id, ""
+    if uri.name is not None:
+        version = _model_version(client, uri)
+        if not version.model_id:  # registered from a folder
+            return client.get_model_version_download_uri(uri.name, version.version), None
+        model_id = version.model_id
+    if uri.run_id is not None and uri.path is not None:
+        run = client.get_run(uri.run_id)
+        name, _, rest = uri.path.partition("/")
+        outputs = run.outputs.model_outputs if run.outputs else []
+        matches = [model for output in outputs if (model := client.get_logged_model(output.model_id)).name == name]
+        if not matches:
+            return storage.join(str(run.info.artifact_uri), uri.path), None
+        model_id = max(matches, key=lambda model: model.creation_timestamp).model_id
+    assert model_id is not None
+    place = client.get_logged_model(model_id).artifact_location
+    return storage.join(place, rest) if rest else place, None if rest else model_id
+
+
+def _model_version(client: "MlflowClient", uri: ModelUri) -> "ModelVersion":
+    assert uri.name is not None
+    if uri.alias is not None:
+        return client.get_model_version_by_alias(uri.name, uri.alias)
+    assert uri.version is not None
+    return client.get_model_version(uri.name, uri.version)
+
+
+def _download(artifacts: str, model_id: str | None) -> Path:
+    """Return a local copy of artifacts: cached for a logged model, which is immutable, else until the process exits."""
+    from mlflow.artifacts import download_artifacts
+
+    cache = user_dir() / "models"
+    cache.mkdir(parents=True, exist_ok=True)
+    if model_id is not None and (cache / model_id).exists():
+        return cache / model_id
+    temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".fetching-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    copy = Path(download_artifacts(artifact_uri=artifacts, dst_path=str(temporary), tracking_uri=tracking_uri()))
+    if model_id is None or not (copy / "MLmodel").exists():  # deleted artifacts download as an empty folder
+        return copy
+    try:
+        return copy.replace(cache / model_id)
+    except OSError:  # another process was faster
+        return cache / model_id
+
+
+@contextmanager
+def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", ModelUri]]:
+    """Yield a client and the parsed address; turn MLflow's errors into one message."""
+    match = _MODEL_URI.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{url}: not an address of a model; wanted {GRAMMAR}")
+    store = tracking_uri()
+    database = Path(store.removeprefix("sqlite:///").partition("?")[0])
+    if store.startswith("sqlite:///") and not database.exists():  # a client would create it
+        raise ConfigError(f"{url}: no {database}; wanted the folder that training ran in, or MLFLOW_TRACKING_URI")
+    import_mlflow()
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client, uri = open_client(store), ModelUri(*match.groups())
+        try:
+            yield client, uri
+        except MlflowException as error:
+            if error.error_code not in NOT_FOUND:
+                raise
+            raise ConfigError(f"{url}: at {redact_uri(store)}, {_describe_missing(client, uri)}") from None
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"{url}: MLflow at {redact_uri(store)} cannot find it: {one_line(error)[:300]}") from None
+
+
+def _describe_missing(client: "MlflowClient", uri: ModelUri) -> str:
+    """Name the missing part of an address, the existing ones and the nearest of them."""
+    if uri.run_id is not None:
+        return f"there is no run {uri.run_id}, or no {uri.path} in it"
+    names = [model.name for model in client.search_registered_models()]
+    registered = f"; registered are {', '.join(names) or 'none'}"
+    if uri.name is None:
+        return f"there is no model {uri.model_id}{registered}"
+    if uri.name not in names:
+        return f"no model is registered as {uri.name}{registered}{nearest(uri.name, names)}"
+    if uri.alias is not None:
+        aliases = client.get_registered_model(uri.name).aliases
+        listed = ", ".join(f"{alias} (version {version})" for alias, version in aliases.items()) or "none"
+        return f"{uri.name} has no alias {uri.alias}; it has {listed}{nearest(uri.alias, aliases)}"
+    versions = sorted(int(version.version) for version in client.search_model_versions(f"name = '{uri.name}'"))
+    return f"{uri.name} has no version {uri.version}; it has {', '.join(map(str, versions)) or 'none'}"

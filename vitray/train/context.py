@@ -1,0 +1,38 @@
+"""The arguments of a worker."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+
+from vitray.config import Run
+from vitray.data.shards.manifest import Dataset
+from vitray.tasks.build import Task, build_task
+
+
+class WorkerContext(NamedTuple):
+    """Settings, data and driver handles, equal on every worker."""
+
+    run: Run
+    dataset: Dataset
+    holdout_mask: np.ndarray | None
+    """For each row of train, whether it is held out for evaluation."""
+    run_dir: str
+    threads: int
+    """Compute threads of a CPU worker."""
+    mailbox: Any
+    """The actor handle of the driver's mailbox."""
+    waits_for_decision: bool = False
+    """Whether training waits after an evaluation for the scheduler's decision."""
+    watches_preemption: bool = False
+    """Whether Ray reports nodes that are about to be preempted."""
+    initial_weights: Any = None
+    """An object reference to the weights of a new run; None initialises at random."""
+    tokenizer: Any = None
+    """An object reference to the tokenizer whose codes are predicted."""
+
+    def build(self, device: torch.device) -> Task:
+        """Return the task with random weights, together with its frozen tokenizer."""
+        tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
+        return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)

@@ -1,0 +1,100 @@
+"""The trained objects of a worker, and how they are saved to and loaded from a checkpoint."""
+
+from typing import NamedTuple
+
+import ray
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vitray.config import Run
+from vitray.data.stream import Share
+from vitray.errors import ConfigError
+from vitray.tasks.build import Task
+from vitray.tasks.recompute import recompute_activations
+from vitray.tracking import system_info
+from vitray.train import checkpoints
+from vitray.train.checkpoints import Checkpoint
+from vitray.train.context import WorkerContext
+from vitray.train.driver_client import DriverClient
+from vitray.train.messages import Metrics, Resumed
+from vitray.train.optim import Average, build_optimizer
+from vitray.train.state import TrainState
+
+
+class Learner(NamedTuple):
+    """A task with its optimizer and its weight average."""
+
+    task: Task
+    model: nn.Module
+    """The task, wrapped by DDP and compiled where the run asks for it."""
+    optimizer: torch.optim.Optimizer
+    average: Average | None
+
+
+def build_learner(context: WorkerContext, device: torch.device) -> Learner:
+    """Return the task with its initial weights and its optimizer; the model is not wrapped yet."""
+    run = context.run
+    torch.manual_seed(run.seed)  # equal initial weights on every worker
+    task = context.build(device)
+    if context.initial_weights is not None:
+        task.load_state_dict(ray.get(context.initial_weights))
+    recompute_activations(task, run.compute.recompute)
+    optimizer = build_optimizer(task, run.optim, device)
+    return Learner(task, task, optimizer, Average(task, run.optim.ema) if run.optim.ema else None)
+
+
+def wrap_model(learner: Learner, run: Run) -> Learner:
+    """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
+    model: nn.Module = ray.train.torch.prepare_model(learner.task)
+    if run.compute.compile:
+        model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
+    return learner._replace(model=model)
+
+
+def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -> Checkpoint:
+    """Return everything that the next step depends on."""
+    tensors, rest = checkpoints.split_state(learner.optimizer.state_dict())
+    parts = {"model": dict(learner.task.state_dict()), "optimizer": tensors}
+    if learner.average is not None:
+        parts["average"] = learner.average.state()
+    content = {
+        "train_state": state.as_json(),
+        "optimizer": rest,
+        "workers": share.workers,
+        "run": run.model_dump(mode="json"),
+        "versions": system_info.versions(),
+    }
+    return Checkpoint(state.step, parts, content)
+
+
+def resume(context: WorkerContext, learner: Learner, client: DriverClient) -> TrainState:
+    """Load the last complete checkpoint, if any, and return its state."""
+    steps = [checkpoints.complete_steps(context.run_dir)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(steps, 0)  # rank 0 decides, because another rank may see a newer checkpoint
+    if not steps[0]:
+        return TrainState()
+    checkpoint = checkpoints.read_checkpoint(context.run_dir, steps[0][-1])
+    learner.task.load_state_dict(checkpoint.parts["model"])
+    rest = checkpoint.state["optimizer"]
+    learner.optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts["optimizer"], rest))
+    if learner.average is not None:
+        learner.average.load(checkpoint.parts["average"])
+    client.send(Resumed(checkpoint.step, checkpoint.state["workers"]))
+    state = TrainState(**checkpoint.state["train_state"])
+    for record in state.records:
+        client.send(Metrics(record["step"], record["values"], is_repeated=True))
+    return state
+
+
+def rewind(
+    context: WorkerContext, learner: Learner, client: DriverClient, state: TrainState, broken: int
+) -> TrainState:
+    """Return to the last checkpoint and skip the broken step from now on."""
+    earlier = resume(context, learner, client)
+    if earlier.step == 0:
+        raise ConfigError(f"the loss broke at step {broken}, before the first checkpoint: nothing to go back to")
+    earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
+    return earlier

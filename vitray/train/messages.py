@@ -1,0 +1,85 @@
+"""Messages from the workers to the driver; a light module, because the mailbox's process imports it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+class WorkersStarted(NamedTuple):
+    """The worker group has started."""
+
+    device: str
+    workers: int
+
+
+class Resumed(NamedTuple):
+    """The run resumes from a checkpoint."""
+
+    step: int
+    workers: int
+    """Workers of the run that wrote it."""
+
+
+class Progress(NamedTuple):
+    """Steps done so far."""
+
+    step: int
+
+
+class Metrics(NamedTuple):
+    """Metrics of a step."""
+
+    step: int
+    values: dict[str, float]
+    is_repeated: bool = False
+    """Sent again after a resume, in case the driver died before it logged them."""
+
+
+class Evaluation(NamedTuple):
+    """The drawn parts of the last evaluation."""
+
+    confusion: np.ndarray | None
+    mistakes: list[tuple[float, int, int, int]]
+    """Probability, row, label and predicted class of the most confident ones."""
+
+
+class Pictures(NamedTuple):
+    """Reconstructed images."""
+
+    pictures: np.ndarray
+
+
+class Note(NamedTuple):
+    """A line for the user."""
+
+    text: str
+
+
+class CheckpointSaved(NamedTuple):
+    """A checkpoint is complete."""
+
+    step: int
+
+
+Message = WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | Note | CheckpointSaved
+
+
+class WorkerResult(NamedTuple):
+    """The return value of a worker."""
+
+    ending: Literal["finished", "stopped early", "interrupted", "failed"]
+    step: int = 0
+    error: str | None = None
+    """The reason of a failure."""
+    seconds: float = 0.0
+    """Training time, without evaluations."""
+    workers: int = 1
+    val_top1: float | None = None
+    val_loss: float | None = None
+    corrupt: Sequence[str] = ()
+    """`shard:row` of the images that could not be decoded."""
+    skipped: Sequence[int] = ()
+    """Steps left out after a broken loss."""
+    costs: Mapping[str, float] = {}
+    """latency_ms and peak_memory_bytes; empty after an interruption."""
