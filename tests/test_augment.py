@@ -40,8 +40,8 @@ from vitray.data.augment.batch import (
     BatchSettings,
     Mixing,
     cut_box,
-    draw_mixing,
     draw_erased_boxes,
+    draw_mixing,
     mix_images,
     normalised,
     one_hot,
@@ -148,7 +148,7 @@ def test_published_recipes_are_spelled():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("data.augment.flipp=1", "word: data.augment.flipp: unknown setting, wanted one of crop, flip, policy"),
+        ("data.augment.flipp=1", "override: data.augment.flipp: unknown setting, wanted one of crop, flip, policy"),
         ("data.augment.flipp=1", "; nearest: flip"),
         ("data.augment.flip=1.5", "data.augment.flip: got 1.5, wanted less than or equal to 1"),
         ("data.augment.policy=randaugmnt", "data.augment.policy"),

@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 
 from vitray import storage
 from vitray.errors import ConfigError
-from vitray.train import checkpoints
-from vitray.train.checkpoints import META, Checkpoint, Saver
+from vitray.training import checkpoints
+from vitray.training.checkpoints import META, Checkpoint, Saver
 
 
 def made(step, seed=0):

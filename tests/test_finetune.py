@@ -16,7 +16,7 @@ from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.runs.driver import train
 from vitray.runs.plan import make_plan
-from vitray.train import checkpoints
+from vitray.training import checkpoints
 from vitray.weights import load_model, save_model
 from vitray.weights.freezing import part_of
 

@@ -18,7 +18,7 @@ from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Supervised
-from vitray.train.optim import Average, build_optimizer, clip_gradients, parameter_groups
+from vitray.training.optim import Average, build_optimizer, clip_gradients, parameter_groups
 from vitray.weights.adapting import adapt
 from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of
 

@@ -17,7 +17,7 @@ FLOORS = (
     {"vitray.models", "vitray.tracking.mlflow_client", "vitray.tracking.model_uri", "vitray.data.augment"},
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
-    {"vitray.train"},
+    {"vitray.training"},
     {"vitray.runs", "vitray.bench"},
     {"vitray.sweep"},
 )
@@ -28,7 +28,7 @@ ROOF = {"vitray", "pipelines"}
 DOORS = {
     "mlflow": {"vitray.tracking"},
     "ray.data": {"vitray.data", "vitray.cluster.session"},  # the session: actors of Ray Data that are started early
-    "ray.train": {"vitray.train", "vitray.runs"},
+    "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.job_submission": {"vitray.cluster.jobs"},
     "ray.autoscaler": {"vitray.cluster.launch", "vitray.cluster.aws_account"},
@@ -53,7 +53,7 @@ LIGHT = (
     "vitray.models",
     "vitray.config.model_names",
     "vitray.models.sizes",
-    "vitray.train.schedule",
+    "vitray.training.schedule",
     "vitray.sweep.space",
     "vitray.sweep.capacity",
 )

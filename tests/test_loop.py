@@ -25,8 +25,8 @@ from vitray.errors import ConfigError, RunError
 from vitray.evaluation.scores import Mistake, Score
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
-from vitray.train import checkpoints
-from vitray.train.driver_client import DriverClient
+from vitray.training import checkpoints
+from vitray.training.driver_client import DriverClient
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray

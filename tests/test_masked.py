@@ -19,7 +19,7 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.masked import MaskedPrediction, mask_pixels
 from vitray.tasks.recompute import recompute_activations
-from vitray.train.optim import build_optimizer, parameter_groups
+from vitray.training.optim import build_optimizer, parameter_groups
 
 PATCH, GRID = 8, (4, 3)
 PATCHES = GRID[0] * GRID[1]

@@ -16,7 +16,7 @@ from vitray.config import Model
 from vitray.config.training import Ema, Optim
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.train.optim import (
+from vitray.training.optim import (
     Average,
     Lamb,
     average_decay,

@@ -17,8 +17,8 @@ from vitray.errors import ConfigError
 from vitray.runs.driver import train
 from vitray.runs.plan import make_plan
 from vitray.tracking.figures import draw_pictures
-from vitray.train import checkpoints
-from vitray.train.data import with_masks
+from vitray.training import checkpoints
+from vitray.training.data import with_masks
 from vitray.weights import load_model, load_tokenizer
 
 pytestmark = pytest.mark.ray

@@ -39,8 +39,8 @@ from vitray.data.augment.masks import draw_sources
 from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.tasks.build import Task, build_task
-from vitray.train.optim import Average, build_optimizer, clip_gradients, set_learning_rate
-from vitray.train.schedule import in_steps, learning_rate, total_steps
+from vitray.training.optim import Average, build_optimizer, clip_gradients, set_learning_rate
+from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167

@@ -9,7 +9,7 @@ from torch import nn
 
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
-from vitray.train.schedule import in_steps, learning_rate, total_steps
+from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 
 def optim(**settings) -> Optim:

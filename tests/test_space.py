@@ -32,7 +32,7 @@ from vitray.sweep.space import (
     split_overrides,
     stage_space,
 )
-from vitray.train.schedule import total_steps
+from vitray.training.schedule import total_steps
 
 DEPTH = """
 space:

@@ -15,7 +15,7 @@ from vitray.errors import ConfigError
 from vitray.models.patches import patchify
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import build_task
-from vitray.train.optim import parameter_groups
+from vitray.training.optim import parameter_groups
 from vitray.weights import identity_of, load_model, load_tokenizer, open_weights, save_model, save_tokenizer
 from vitray.weights.pretrained import open_tokenizer_source
 

@@ -16,7 +16,7 @@ from vitray.bench.rounds import Spread, circumstances, interleave, progress, rat
 from vitray.config import Run, load_run
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
-from vitray.train.optim import build_optimizer
+from vitray.training.optim import build_optimizer
 from vitray.weights.freezing import audit
 
 # Costs in bytes, measured once, and their columns in the table.

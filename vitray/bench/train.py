@@ -14,10 +14,10 @@ from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
 from vitray.models.counts import count
 from vitray.tasks.build import build_task
-from vitray.train.learner import Learner
-from vitray.train.loop import take_step
-from vitray.train.optim import build_optimizer
-from vitray.train.profiling import peak_flops
+from vitray.training.learner import Learner
+from vitray.training.loop import take_step
+from vitray.training.optim import build_optimizer
+from vitray.training.profiling import peak_flops
 
 
 class TrainSettings(NamedTuple):

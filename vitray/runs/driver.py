@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitray.runs.run_info import RunInfo, TrialHook
-    from vitray.train.messages import WorkerResult
+    from vitray.training.messages import WorkerResult
 
 
 def train(
@@ -79,8 +79,8 @@ def _fit(
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
     from vitray.runs.placement import start_attempts
     from vitray.runs.trainer import Trainer
-    from vitray.train.context import WorkerContext
-    from vitray.train.loop import worker
+    from vitray.training.context import WorkerContext
+    from vitray.training.loop import worker
 
     planned, placement, compute = info.planned, info.placement, info.planned.run.compute
     context = WorkerContext(

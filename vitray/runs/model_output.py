@@ -10,7 +10,7 @@ from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
-from vitray.train import checkpoints
+from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.pretrained import InitialWeights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.train import ControllerError, UserCallback
 
-from vitray.train.messages import Note
+from vitray.training.messages import Note
 
 # Seconds before the first restart, the second, and each later one.
 WAITS = 15, 60, 240

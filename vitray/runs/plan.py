@@ -14,7 +14,7 @@ from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import sizes_of
 from vitray.tracking.mlflow_client import tracking_uri
-from vitray.train.schedule import in_steps, total_steps
+from vitray.training.schedule import in_steps, total_steps
 
 if TYPE_CHECKING:
     from vitray.weights.pretrained import InitialWeights, TokenizerSource

@@ -58,7 +58,7 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
 
 
 def _check_fork(source: str, run: Run) -> None:
-    from vitray.train import checkpoints  # imports torch, which takes seconds
+    from vitray.training import checkpoints  # imports torch, which takes seconds
 
     if not checkpoints.complete_steps(source):
         raise ConfigError(f"--fork {source.rpartition('/')[2]}: {source} has no checkpoint to start from")

@@ -22,8 +22,8 @@ from vitray.runs.run_summary import describe_run, end_block, incident_block, sta
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import TrackedRun, Tracker, system_info
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
-from vitray.train import messages
-from vitray.train.profiling import forward_passes_per_step, peak_flops
+from vitray.training import messages
+from vitray.training.profiling import forward_passes_per_step, peak_flops
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
 

@@ -13,7 +13,7 @@ from vitray.runs.placement import Placement
 from vitray.runs.plan import Plan
 from vitray.runs.run_info import RunInfo
 from vitray.tracking import tracking_uri
-from vitray.train.messages import WorkerResult
+from vitray.training.messages import WorkerResult
 from vitray.weights import SavedModel
 
 

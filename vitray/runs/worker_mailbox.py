@@ -2,7 +2,7 @@
 
 import ray
 
-from vitray.train.messages import Message
+from vitray.training.messages import Message
 
 
 @ray.remote(num_cpus=0)

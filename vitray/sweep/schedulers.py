@@ -7,7 +7,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianSt
 from vitray.config.sweep import Asha, Median
 from vitray.runs.plan import Plan
 from vitray.sweep.space import Space
-from vitray.train.schedule import in_steps
+from vitray.training.schedule import in_steps
 
 
 class _Median(MedianStoppingRule):

@@ -28,7 +28,7 @@ class Cursor(NamedTuple):
     step: int
 
 
-def epoch_order(groups: np.ndarray, seed: int, epoch: int, identity: str = "") -> np.ndarray:
+def shuffle_rows(groups: np.ndarray, seed: int, epoch: int, identity: str = "") -> np.ndarray:
     """Return the rows of a split in the order of one epoch; `groups` are the sizes of its row groups."""
     total = int(groups.sum())
     key = f"{identity} {seed} {epoch}"

@@ -26,7 +26,7 @@ from vitray.data.stream.decoding import (
     empty_block,
     locate_rows,
 )
-from vitray.data.stream.epoch_order import Cursor, epoch_order, evaluation_positions, positions_of, repeated
+from vitray.data.stream.epoch_order import Cursor, evaluation_positions, positions_of, repeated, shuffle_rows
 from vitray.errors import ConfigError
 
 # Ray Data logs a line per epoch and worker, which DataContext cannot turn off.
@@ -103,7 +103,7 @@ class Stream:
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch without reading an image."""
-        rows = epoch_order(self.rows.groups, self.spec.seed, epoch, self.dataset.identity)
+        rows = shuffle_rows(self.rows.groups, self.spec.seed, epoch, self.dataset.identity)
         if self.spec.row_mask is not None:
             rows = rows[self.spec.row_mask[rows]]
         return EpochOrder(*repeated(rows, self.spec.copies))

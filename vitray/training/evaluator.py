@@ -14,13 +14,13 @@ from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.tasks.build import Task
 from vitray.tasks.supervised import Supervised
-from vitray.train import checkpoints
-from vitray.train.context import WorkerContext
-from vitray.train.data import open_evaluation, with_masks
-from vitray.train.driver_client import DriverClient
-from vitray.train.learner import Learner
-from vitray.train.messages import Pictures
-from vitray.train.state import TrainState
+from vitray.training import checkpoints
+from vitray.training.context import WorkerContext
+from vitray.training.data import open_evaluation, with_masks
+from vitray.training.driver_client import DriverClient
+from vitray.training.learner import Learner
+from vitray.training.messages import Pictures
+from vitray.training.state import TrainState
 
 # A task's tensors by name.
 Tensors = dict[str, Tensor]

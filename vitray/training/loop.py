@@ -27,18 +27,18 @@ from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tracking import system_info
-from vitray.train import checkpoints
-from vitray.train.checkpoints import Saver
-from vitray.train.context import WorkerContext
-from vitray.train.data import batches_from, open_training
-from vitray.train.driver_client import DriverClient
-from vitray.train.evaluator import Evaluator, autocast, log_scores
-from vitray.train.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
-from vitray.train.messages import Metrics, WorkerResult, WorkersStarted
-from vitray.train.optim import clip_gradients, set_learning_rate
-from vitray.train.profiling import measure_costs
-from vitray.train.schedule import learning_rate, total_steps
-from vitray.train.triggers import Triggers
+from vitray.training import checkpoints
+from vitray.training.checkpoints import Saver
+from vitray.training.context import WorkerContext
+from vitray.training.data import batches_from, open_training
+from vitray.training.driver_client import DriverClient
+from vitray.training.evaluator import Evaluator, autocast, log_scores
+from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
+from vitray.training.messages import Metrics, WorkerResult, WorkersStarted
+from vitray.training.optim import clip_gradients, set_learning_rate
+from vitray.training.profiling import measure_costs
+from vitray.training.schedule import learning_rate, total_steps
+from vitray.training.triggers import Triggers
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.

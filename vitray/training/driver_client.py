@@ -7,8 +7,8 @@ import ray
 import torch.distributed as dist
 
 from vitray.evaluation.scores import Score
-from vitray.train.messages import CheckpointSaved, Evaluation, Message, Metrics, Note, Progress
-from vitray.train.state import RECENT, TrainState
+from vitray.training.messages import CheckpointSaved, Evaluation, Message, Metrics, Note, Progress
+from vitray.training.state import RECENT, TrainState
 
 PROGRESS_INTERVAL = 1.0
 

@@ -8,7 +8,7 @@ from vitray.config import Run
 from vitray.config.pretraining import Masked
 from vitray.data.augment.masks import draw_sources
 from vitray.data.stream import Cursor, HostBatch, Share, Stream, StreamSpec
-from vitray.train.context import WorkerContext
+from vitray.training.context import WorkerContext
 
 
 def open_training(context: WorkerContext, share: Share) -> Stream:

@@ -4,7 +4,7 @@ import time
 
 from vitray.config import Run
 from vitray.config.training import parse_duration
-from vitray.train.schedule import in_steps
+from vitray.training.schedule import in_steps
 
 
 class Triggers:

@@ -14,13 +14,13 @@ from vitray.errors import ConfigError
 from vitray.tasks.build import Task
 from vitray.tasks.recompute import recompute_activations
 from vitray.tracking import system_info
-from vitray.train import checkpoints
-from vitray.train.checkpoints import Checkpoint
-from vitray.train.context import WorkerContext
-from vitray.train.driver_client import DriverClient
-from vitray.train.messages import Metrics, Resumed
-from vitray.train.optim import Average, build_optimizer
-from vitray.train.state import TrainState
+from vitray.training import checkpoints
+from vitray.training.checkpoints import Checkpoint
+from vitray.training.context import WorkerContext
+from vitray.training.driver_client import DriverClient
+from vitray.training.messages import Metrics, Resumed
+from vitray.training.optim import Average, build_optimizer
+from vitray.training.state import TrainState
 
 
 class Learner(NamedTuple):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from vitray.config import Run
 from vitray.models.vit import ViT
-from vitray.train.evaluator import autocast
+from vitray.training.evaluator import autocast
 from vitray.weights.pretrained import InitialWeights
 
 # Timed forward passes, after the same number of warm-up passes.
