@@ -27,6 +27,7 @@ from vitray.data.stream.epoch_order import (
     evaluation_positions,
     positions_of,
     repeated,
+    shuffle_rows,
 )
 from vitray.errors import ConfigError
 
