@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vitray.sweep.report import sections
 from vitray.sweep.report.groups import Results, pairs_of
 from vitray.sweep.report.markup import Html, Picture, command_box, data_url, link, state_dot, tag
+from vitray.sweep.report.sections import page_sections
 from vitray.sweep.report.styling import SHEET, STATE_COLOURS
 from vitray.sweep.report.trials import STATES, best_first, hours_text, leader
 
@@ -19,7 +19,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_csv: bytes) -> str:
     """Return the page; `pictures` has a key for each section, its anchor."""
-    parts = sections.page_sections(results, pictures)
+    parts = page_sections(results, pictures)
     entries = [tag("li", tag("a", part.title, has={"href": f"#{part.anchor}"})) for part in parts]
     nav = tag("nav", tag("ul", *entries), has={"aria-label": "Sections"})
     bodies = [tag("section", tag("h2", part.title), part.body, has={"id": part.anchor}) for part in parts]
