@@ -43,7 +43,7 @@ DOORS = {
     "pyarrow.fs": {"vitray.storage"},
     "matplotlib": {"vitray.plotting", "vitray.bench", "vitray.sweep.report", "vitray.tracking"},
     "simplejpeg": {"vitray.data.augment"},
-    "torchvision": {"vitray.data.augment", "vitray.bench"},  # the bench: what we compare with
+    "torchvision": {"vitray.data.augment", "vitray.bench"},  # bench: a reference
 }
 
 # A recipe loads at once.
@@ -114,7 +114,7 @@ def layer_faults(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
-    """Import circles between modules: what is left once every module without open imports is taken away, repeatedly."""
+    """Return the import circles: the modules that remain after repeatedly removing those without open imports."""
     graph = {module: imported_modules(module, trees) for module in trees}
     while leaves := {module for module, targets in graph.items() if not targets & set(graph)}:
         graph = {module: targets for module, targets in graph.items() if module not in leaves}

@@ -209,7 +209,7 @@ def test_a_terminal_gets_a_table_that_is_rewritten():
     assert "\x1b[4F\x1b[J" in stream.getvalue()
     assert "2/3 over (1 failed)" in stream.getvalue()
     console.line("done")
-    assert stream.getvalue().endswith(f"\x1b[3F\x1b[J\r{'':<100}\rdone\n")
+    assert stream.getvalue().endswith("\x1b[3F\x1b[J\r\x1b[Kdone\n")
 
 
 def test_the_remaining_time_counts_down_between_ends_of_trials(monkeypatch):

@@ -466,7 +466,10 @@ def test_the_champion_moves_only_for_a_better_top1(logged):
         aliases = client.get_registered_model("vit").aliases
         champions.append(int(aliases.get("champion", 0)))
     assert champions == [0, 2, 2, 2, 5, 5]
-    assert client.get_model_version_by_alias("vit", "champion").tags["val/top1"] == "0.6"
+    champion = client.get_model_version_by_alias("vit", "champion")
+    # Stored names: with others, a model of an earlier version would be logged and registered twice.
+    assert champion.tags == {"val/top1": "0.6", "vitray.model": champion.source}
+    assert [key for key in client.get_run(champion.run_id).data.tags if key.startswith("vitray.model.")]
     assert logged == [f"folder{number}" for number in range(6)]
     assert "MLFLOW_TRACKING_URI" not in os.environ
 

@@ -169,7 +169,7 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
     is_cluster = len(nodes) > 1
     findings = []
     for node in nodes:
-        problems = [*_version_problems(node, common), *_machine_problems(node), *_store_problems(node)]
+        problems = [*_version_problems(node, common), *_machine_problems(node)]
         if abs(node.clock - clock) > MAX_CLOCK_SKEW:
             skew = f"{abs(node.clock - clock):.0f} s {'ahead of' if node.clock > clock else 'behind'} the others"
             problems.append((f"its clock is {skew}", "synchronised clocks (timedatectl set-ntp true)"))
@@ -178,6 +178,7 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
             problem = f"gloo would listen on {node.listens} instead of {node.address}, so other nodes cannot connect"
             remedy = f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface} at ray start"
             problems.append((problem, remedy))
+        problems += _store_problems(node)
         findings += [Finding(node.name, problem, remedy) for problem, remedy in problems]
     if is_cluster and os.environ.get("RAY_AUTH_MODE", "disabled") != "token":
         problem = "Ray asks for no token: anyone who reaches one of its ports can run code"

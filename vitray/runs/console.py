@@ -21,7 +21,7 @@ class Console:
 
     def line(self, text: str) -> None:
         """Print a permanent line above the status line."""
-        self._print(f"\r{'':<100}\r{text}" if self.is_terminal else text)
+        self._print(f"\r\x1b[K{text}" if self.is_terminal else text)
 
     def block(self, facts: Mapping[str, str]) -> None:
         """Print names and values as a block."""
@@ -33,7 +33,7 @@ class Console:
         if now - self._printed < (TERMINAL_INTERVAL if self.is_terminal else FILE_INTERVAL):
             return
         self._printed = now
-        self._print(f"\r{text:<100}" if self.is_terminal else text, end="" if self.is_terminal else "\n")
+        self._print(f"\r\x1b[K{text}" if self.is_terminal else text, end="" if self.is_terminal else "\n")
 
     def _print(self, text: str, end: str = "\n") -> None:
         if not self.quiet:

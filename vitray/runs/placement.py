@@ -4,8 +4,6 @@ import math
 import os
 from typing import NamedTuple
 
-import ray
-
 from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import ConfigError
@@ -37,6 +35,8 @@ def await_nodes(run: Run) -> None:
     seconds, compute = session.autoscaling_timeout(), run.compute
     if seconds is None:
         return
+    import ray  # after session.prepare_environment
+
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     if compute.device == "auto" and not has_gpus:
         raise ConfigError("compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu")
@@ -56,6 +56,8 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
 
     Concurrent trials share the compute threads of a node.
     """
+    import ray
+
     resources, compute = ray.cluster_resources(), run.compute
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     reserved = 1 + (evaluator != "workers")  # image decoding, separate evaluations

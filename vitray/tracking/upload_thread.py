@@ -78,12 +78,13 @@ class UploadThread:
             while self.uploader.remaining and not self._closing.is_set():
                 self.uploader.send_next()
                 self._note_success()
+            if self._on_first_upload is not None and not self._closing.is_set():
+                args = [self._on_first_upload]
+                threading.Thread(target=_run_quietly, args=args, name="vitray-orphans", daemon=True).start()
+                self._on_first_upload = None
         except Exception as error:
             self._note_failure(one_line(error))
             return False
-        if self._on_first_upload is not None and not self._closing.is_set():
-            action, self._on_first_upload = self._on_first_upload, None
-            threading.Thread(target=_run_quietly, args=[action], name="vitray-orphans", daemon=True).start()
         return True
 
     def _note_failure(self, error: str) -> None:

@@ -241,7 +241,7 @@ class Uploader:
 
         assert self.run_id is not None
         with tracking_env(self.uri):
-            tag = f"vitray.models.{body['id']}"
+            tag = f"vitray.model.{body['id']}"
             model_uri = self.client.get_run(self.run_id).data.tags.get(tag)
             if model_uri is None:
                 model_uri = log_model(self.run_id, body["folder"])
