@@ -12,9 +12,9 @@ STEPS = (
     # title, lines, module, x, y
     ("Shards", "Parquet row groups:\nimage bytes, label, key", "data/shards", 0, 1),
     ("Decode and crop", "CPU tasks of Ray Data;\nuint8 images", "data/stream, data/augment", 1, 1),
-    ("Augment", "whole batch, on the GPU:\nerase, mixup, CutMix", "data/augment", 2, 1),
-    ("Train step", "loss = task(*batch);\nbackward, step", "train, tasks, models", 3, 1),
-    ("Checkpoint", "safetensors and JSON,\nevery N steps", "train, storage", 3, 0),
+    ("Augment", "batch on the device:\nerase, mixup, CutMix", "data/augment", 2, 1),
+    ("Train step", "loss = task(*batch);\nbackward, step", "training, tasks, models", 3, 1),
+    ("Checkpoint", "safetensors and JSON,\nevery N steps", "training, storage", 3, 0),
     ("Mailbox", "metrics of all workers,\none actor per run", "runs", 2, 0),
     ("Spool and upload", "on disk first, then sent\nin order, once", "tracking", 1, 0),
     ("MLflow", "metrics, figures,\nregistered model", "tracking", 0, 0),
@@ -47,7 +47,7 @@ def main() -> None:
         else:
             points = (x1 + across * (WIDTH / 2 + 0.06), y1), (x2 - across * (WIDTH / 2 + 0.06), y2)
         axes.add_patch(FancyArrowPatch(*points, arrowstyle="-|>", mutation_scale=16, color="#333333"))
-    legend = "blue: CPUs of the cluster     orange: training workers, one per GPU     green: driver and storage"
+    legend = "blue: CPUs of the cluster; orange: training workers; green: driver and storage"
     axes.text(centres[3][0] / 2, -1.15, legend, ha="center", fontsize=10, color="#333333")
     axes.set(xlim=(-1.4, centres[3][0] + 1.4), ylim=(-1.35, GAP_Y + 0.85))
     axes.axis("off")
