@@ -21,7 +21,8 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.parse_args(args)
 
     # Imported late, because MLflow takes seconds.
-    from vitray.tracking import flush_all, tracking_uri
+    from vitray.tracking.flush import flush_all
+    from vitray.tracking.mlflow_client import tracking_uri
 
     results, uri = flush_all(), redact_uri(tracking_uri())
     for result in results:

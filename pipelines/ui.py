@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.errors import ConfigError, redact_uri
-from vitray.tracking import artifact_root, tracking_uri
+from vitray.tracking.mlflow_client import artifact_root, tracking_uri
 
 
 def main(args: list[str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ print(json.dumps({"status": run.info.status, "points": points, "metrics": run.da
 # Records one metric as another MLflow user, and prints the result of the upload.
 VISIT = """
 import sys
-from vitray.tracking import TrackedRun, Tracker
+from vitray.tracking.tracker import TrackedRun, Tracker
 with Tracker.begin(TrackedRun(sys.argv[1], "visit", "vitray"), {}, {}, "") as tracker:
     tracker.metrics(1, {"val/loss": 1.0})
     print(tracker.flush(10))

@@ -12,7 +12,8 @@ import urllib.request
 import numpy as np
 import pytest
 
-from vitray.tracking import TrackedRun, Tracker, figures
+from vitray.tracking import figures
+from vitray.tracking.tracker import TrackedRun, Tracker
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,9 @@ from vitray.runs.outcome import OUTCOME, Outcome
 from vitray.runs.run_info import RunInfo
 from vitray.runs.run_summary import describe_run, end_block, incident_block, start_block
 from vitray.runs.worker_mailbox import Mailbox
-from vitray.tracking import TrackedRun, Tracker, system_info
+from vitray.tracking import system_info
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
+from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import messages
 from vitray.training.profiling import forward_passes_per_step, peak_flops
 from vitray.weights import SavedModel

@@ -12,7 +12,7 @@ from vitray.runs.outcome import Outcome
 from vitray.runs.placement import Placement
 from vitray.runs.plan import Plan
 from vitray.runs.run_info import RunInfo
-from vitray.tracking import tracking_uri
+from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
 from vitray.weights import SavedModel
 

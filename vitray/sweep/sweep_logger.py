@@ -20,8 +20,9 @@ from vitray.sweep.report import SweepResult, TrialResult, dataset_of, point_of, 
 from vitray.sweep.space import resolve_stages
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 from vitray.sweep.trial_store import TrialStore
-from vitray.tracking import TrackedRun, Tracker, system_info
+from vitray.tracking import system_info
 from vitray.tracking.mlflow_client import import_mlflow
+from vitray.tracking.tracker import TrackedRun, Tracker
 
 # Seconds between two reports, each of which takes seconds to draw. The last report is always written.
 REPORT_INTERVAL = 30.0
