@@ -23,6 +23,9 @@ VERBS = {
     "stop": "stop a job",
     "bench": "measure vitray against a named alternative on this machine",
 }
+NOTES = """\
+Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,
+2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -30,23 +33,18 @@ def main(args: Sequence[str] | None = None) -> int:
     verb, *rest = list(sys.argv[1:] if args is None else args) or ["-h"]
     if verb in ("-h", "--help"):
         verbs = "\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())
-        print(f"usage: vitray VERB ...   (vitray VERB -h for details)\n\n{__doc__}\n\nverbs:\n{verbs}\n")
-        print(
-            "Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,"
-        )
-        print("2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C.")
+        print(f"usage: vitray VERB ...   (vitray VERB -h for details)\n\n{__doc__}\n\nverbs:\n{verbs}\n\n{NOTES}")
         return 0
     if verb not in VERBS:
-        print(
-            f"vitray: unknown verb {verb!r}, wanted one of {', '.join(VERBS)}{nearest(verb, VERBS)}",
-            file=sys.stderr,
-        )
+        known = f"wanted one of {', '.join(VERBS)}{nearest(verb, VERBS)}"
+        print(f"vitray: unknown verb {verb!r}, {known}", file=sys.stderr)
         return 2
     return run_verb(importlib.import_module(f"pipelines.{verb}").main, rest)
 
 
-def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str]) -> int:
+def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | None = None) -> int:
     """Call a verb, print its result as JSON if asked, and return its exit status."""
+    args = sys.argv[1:] if args is None else args
     try:
         result = verb([arg for arg in args if arg != "--json"])
     except ConfigError as error:

@@ -1,6 +1,5 @@
 """vitray bench BENCHMARK ...: speed against a named alternative, interleaved in one run, with spread and hardware."""
 
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
@@ -25,9 +24,8 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.finetune import FinetuneSettings, measure_finetune
 
         return measure_finetune(FinetuneSettings(modes=options.pop("modes").split(","), **options))
-    options["models"] = [load_run(None, [f"model.name={name}"]).model.name for name in options["models"].split(",")]
-    for name in options["models"]:
-        load_run(None, [f"model.name={name}", f"model.image_size={options['image_size']}"])
+    names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
+    options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if benchmark == "train":
         from vitray.bench.train import TrainSettings, measure_train
 
@@ -43,4 +41,4 @@ def main(args: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -1,7 +1,6 @@
 """vitray doctor [URL]: check every node of a cluster before a long run."""
 
 import argparse
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
@@ -26,20 +25,20 @@ def main(words: list[str]) -> dict[str, Any]:
     with session.ray_session():
         from vitray.cluster.doctor import check_cluster  # torch and MLflow take seconds
 
-        report = check_cluster(results_url)
+        nodes, findings = check_cluster(results_url)
     print(f"{'node':<24} {'address':<16} {'CPUs':>5} {'GPUs':>5} {'store':>8} {'disk':>5} {'clock':>8}  ray, torch")
-    for node in report.nodes:
+    for node in nodes:
         print(
             f"{node.name:<24} {node.address:<16} {node.cpus:>5g} {node.gpus:>5g} {node.store / 1e9:>5.1f} GB"
             f" {node.disk:>5.0%} {node.clock:>+6.1f} s  {node.versions['ray']}, {node.versions['torch']}"
         )
-    for finding in report.findings:
+    for finding in findings:
         print(f"\n{finding.node}: {finding.problem}\n  wanted: {finding.remedy}")
-    if report.findings:
-        raise RunError(f"{len(report.findings)} problems on {len(report.nodes)} nodes")
+    if findings:
+        raise RunError(f"{len(findings)} problems on {len(nodes)} nodes")
     print("\nno problems found")
-    return {"nodes": [node._asdict() for node in report.nodes], "faults": []}
+    return {"nodes": [node._asdict() for node in nodes], "faults": []}
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

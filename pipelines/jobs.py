@@ -1,7 +1,6 @@
 """vitray jobs [JOB]: list the jobs of the cluster at RAY_ADDRESS, or print the log of one."""
 
 import argparse
-import sys
 import time
 from typing import Any
 
@@ -40,4 +39,4 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -1,11 +1,10 @@
 """vitray shard SOURCE DEST [--split ...] [setting=value ...]: images as shuffled, checked, counted Parquet shards."""
 
 import argparse
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.data.shards import Dataset, ShardSettings, read_request, write_dataset
+from vitray.data.shards import ShardSettings, read_request, write_dataset
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -33,7 +32,14 @@ def main(words: list[str]) -> dict[str, Any]:
 
         return write_preview(args.source, args.dest, args.settings)
     dataset = write_dataset(read_request(args.source, args.dest, args.split or (), args.settings, args.index_only))
-    print(summary(dataset))
+    print(f"{dataset.url}: {len(dataset.classes)} classes, identity {dataset.identity[:16]}")
+    for name, split in dataset.splits.items():
+        megabytes = sum(shard.bytes for shard in split.shards) / 1e6
+        print(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
+    repeats = dataset.duplicates
+    print(f"  mean {dataset.mean}, std {dataset.std}")
+    print(f"  set aside {dataset.rejects.count}; repeated within a split {sum(repeats.within.values())}")
+    print(f"  shared between splits {repeats.across}, {repeats.removed} removed from train")
     return {
         "url": dataset.url,
         "identity": dataset.identity,
@@ -43,18 +49,5 @@ def main(words: list[str]) -> dict[str, Any]:
     }
 
 
-def summary(dataset: Dataset) -> str:
-    """A few lines for a person."""
-    lines = [f"{dataset.url}: {len(dataset.classes)} classes, identity {dataset.identity[:16]}"]
-    for name, split in dataset.splits.items():
-        megabytes = sum(shard.bytes for shard in split.shards) / 1e6
-        lines.append(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
-    lines.append(f"  mean {dataset.mean}, std {dataset.std}")
-    repeats = dataset.duplicates
-    lines.append(f"  set aside {dataset.rejects.count}; repeated within a split {sum(repeats.within.values())}")
-    lines.append(f"  shared between splits {repeats.across}, {repeats.removed} removed from train")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -1,7 +1,6 @@
 """vitray stop JOB: end a job of the cluster at RAY_ADDRESS."""
 
 import argparse
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
@@ -24,4 +23,4 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -7,8 +7,7 @@ from typing import Any
 
 from pipelines.__main__ import VERBS, run_verb
 from vitray.cluster import jobs
-from vitray.cluster.job_command import command_line, job_environment
-from vitray.cluster.package_files import MEGABYTE, check_size, list_files
+from vitray.cluster.job_package import MEGABYTE, check_size, command_line, job_environment, list_files
 from vitray.errors import ConfigError, nearest
 
 LOCAL_VERBS = {"submit", "jobs", "stop", "ui"}
@@ -55,4 +54,4 @@ def main(words: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

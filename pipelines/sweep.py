@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,4 +53,4 @@ def main(args: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -1,7 +1,6 @@
 """vitray track flush: upload the records of runs that ended while MLflow was offline."""
 
 import argparse
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
@@ -36,4 +35,4 @@ def main(args: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -1,7 +1,6 @@
 """vitray weights show URL | flatten DELTA TARGET: inspect a model folder, or write a delta as a whole model."""
 
 import argparse
-import sys
 from typing import Any
 
 from pipelines.__main__ import run_verb
@@ -26,32 +25,25 @@ def main(args: list[str]) -> dict[str, Any]:
         parser.error(f"{options.action}: wanted {'DELTA TARGET' if options.action == 'flatten' else 'one address'}")
 
     # Imported late, because torch takes a second.
-    from vitray.weights import flatten_model
+    from vitray.tracking.model_uri import resolve_uri
+    from vitray.weights import flatten_model, open_weights, read_delta
 
     if options.action == "flatten":
         flatten_model(options.url, options.target)
-    facts = describe_weights(options.target or options.url)
-    kind = f"a delta of {facts['base']} ({facts['base_identity'][:12]})" if facts["base"] else "whole"
-    tensors = f"{facts['kept']} of {facts['kept'] + facts['taken']} tensors"
-    print(f"{facts['url']}: {facts['model']}, {kind}: {tensors}, {facts['bytes']:,} bytes, {facts['share']:.1%}")
-    return facts
-
-
-def describe_weights(url: str) -> dict[str, Any]:
-    """Return the network, base and sizes of the weights at an address, as plain values."""
-    from vitray.tracking.model_uri import resolve_uri
-    from vitray.weights import open_weights, read_delta
-
+    url = options.target or options.url
     place = resolve_uri(url)
     delta, loaded = read_delta(place), open_weights(place)
     sizes = {name: tensor.nbytes for name, tensor in loaded.vit.state_dict().items()}
-    taken = () if delta is None else delta.taken
-    own, whole = sum(size for name, size in sizes.items() if name not in taken), sum(sizes.values())
-    facts = {"url": url, "model": loaded.run.model.name, "kind": "whole" if delta is None else "delta"}
-    base = (None, None) if delta is None else (delta.base.url, delta.base.identity)
-    facts |= {"base": base[0], "base_identity": base[1], "taken": len(taken), "kept": len(sizes) - len(taken)}
+    taken, base, identity = ((), None, None) if delta is None else (delta.taken, delta.base.url, delta.base.identity)
+    kept, whole = len(sizes) - len(taken), sum(sizes.values())
+    own = sum(size for name, size in sizes.items() if name not in taken)
+    kind = "whole" if identity is None else f"a delta of {base} ({identity[:12]})"
+    model = loaded.run.model.name
+    print(f"{url}: {model}, {kind}: {kept} of {len(sizes)} tensors, {own:,} bytes, {own / whole:.1%}")
+    facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta"}
+    facts |= {"base": base, "base_identity": identity, "taken": len(taken), "kept": kept}
     return facts | {"bytes": own, "whole": whole, "share": own / whole}
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb(main, sys.argv[1:]))
+    raise SystemExit(run_verb(main))

@@ -743,4 +743,4 @@ def test_a_contact_sheet_shows_originals_and_views():
     assert image.width > 5 * 144
     assert image.height > 3 * 144
     assert sheet == contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4)
-    assert sheet != contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4, epoch=1)
+    assert sheet != contact_sheet(samples, Augment(policy=ThreeAugment()), (32, 32), copies=4, seed=1)

@@ -149,4 +149,3 @@ def test_the_message_for_a_trial_that_does_not_fit_names_the_lack(cluster, trial
     assert capacity.concurrent == 0
     assert capacity.limit.startswith("not one trial fits: ")
     assert message in capacity.limit
-    assert describe_capacity(capacity, 24, cluster) == capacity.limit

@@ -68,16 +68,15 @@ def test_a_cluster_without_a_token_is_reported(monkeypatch):
 @pytest.mark.ray
 def test_a_local_ray_is_checked(ray_cluster, s3_server, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
-    report = check_cluster("s3://bucket/runs")
-    (node,) = report.nodes
+    (node,), findings = check_cluster("s3://bucket/runs")
     assert node.cpus == 3
     assert node.versions["torch"].partition("+")[0].count(".") == 2
     assert abs(node.clock) < 2
     assert (node.storage, node.tracking) == (None, None)
     assert not (tmp_path / "mlruns.db").exists()
     # The tests' object store is small; the disk and the limits depend on the machine.
-    assert any("an object store of 0.5 GB" in finding.problem for finding in report.findings)
-    findings = check_cluster("s3://nowhere/runs").findings
+    assert any("an object store of 0.5 GB" in finding.problem for finding in findings)
+    _, findings = check_cluster("s3://nowhere/runs")
     assert any("results: s3://nowhere" in problem and "no such bucket" in problem for _, problem, _ in findings)
 
 
@@ -104,8 +103,8 @@ nodes.add_node(num_cpus=2)
 os.environ["RAY_ADDRESS"] = nodes.address
 with session.ray_session():
     from vitray.cluster.doctor import check_cluster
-    report = check_cluster(sys.argv[1])
-print(json.dumps([[node.cpus for node in report.nodes], [[*finding] for finding in report.findings]]))
+    nodes, findings = check_cluster(sys.argv[1])
+print(json.dumps([[node.cpus for node in nodes], [[*finding] for finding in findings]]))
 """
 
 

@@ -1,5 +1,7 @@
 """Evaluation: every image counts once for any batch size, and the scores equal those of a slow loop."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,9 @@ def batches(images, labels, size):
 
 
 def score(images, labels, size, count=None):
-    return evaluate(Reader(), EvaluationSet(batches(images, labels, size), count or len(images), PLAIN), 7, CPU)
+    return evaluate(
+        Reader(), EvaluationSet(batches(images, labels, size), count or len(images), PLAIN), 7, CPU, nullcontext()
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 9, 64])
@@ -72,5 +76,5 @@ def test_a_missing_or_doubled_image_stops_the_evaluation():
 def test_the_network_returns_to_training():
     images, labels = data(3)
     reader = Reader().train()
-    evaluate(reader, EvaluationSet(batches(images, labels, 2), 3, PLAIN), 7, CPU)
+    evaluate(reader, EvaluationSet(batches(images, labels, 2), 3, PLAIN), 7, CPU, nullcontext())
     assert reader.training

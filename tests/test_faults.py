@@ -56,7 +56,7 @@ print(json.dumps({"status": run.info.status, "points": points, "metrics": run.da
 VISIT = """
 import sys
 from vitray.tracking.tracker import TrackedRun, Tracker
-with Tracker.begin(TrackedRun(sys.argv[1], "visit", "vitray"), {}, {}, "") as tracker:
+with Tracker(TrackedRun(sys.argv[1], "visit", "vitray"), {}, {}, "") as tracker:
     tracker.metrics(1, {"val/loss": 1.0})
     print(tracker.flush(10))
 """

@@ -19,8 +19,8 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Supervised
 from vitray.training.optim import Average, build_optimizer, clip_gradients, parameter_groups
-from vitray.weights.adapting import adapt
 from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of
+from vitray.weights.pretrained import adapt
 
 MODES = tuple(TRAINED)
 TINY = {"name": "vit_u2x2_8_hmlp_bn", "image_size": 32, "num_classes": 7, "layerscale": 0.1}

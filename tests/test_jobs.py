@@ -16,8 +16,16 @@ import pytest
 
 from pipelines.__main__ import main
 from vitray.cluster import jobs, session
-from vitray.cluster.job_command import SECRET_VARIABLES, SENT_VARIABLES, job_environment
-from vitray.cluster.package_files import UPLOAD_LIMIT, PackageFiles, check_size, list_files, write_package
+from vitray.cluster.job_package import (
+    SECRET_VARIABLES,
+    SENT_VARIABLES,
+    UPLOAD_LIMIT,
+    PackageFiles,
+    check_size,
+    job_environment,
+    list_files,
+    write_package,
+)
 from vitray.errors import ConfigError
 from vitray.tracking.mlflow_client import tracking_uri
 

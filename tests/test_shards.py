@@ -24,8 +24,8 @@ from pipelines import shard
 from pipelines.__main__ import run_verb
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, open_dataset, read_request, write_dataset
-from vitray.data.shards.demo import demo_classes, demo_item
-from vitray.data.shards.images import image_stats, png
+from vitray.data.shards.demo import CLASSES, demo_item
+from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_kind, list_source, read_items
@@ -290,7 +290,7 @@ def test_the_demo(tmp_path):
     words = ("images=6", "val_share=0.5", "image_size=16", "seed=3", "task=texture")
     listing = listed("demo", *words)
     assert [item.split for item in listing.items] == ["train"] * 6 + ["val"] * 3
-    assert listing.classes == tuple(demo_classes("texture"))
+    assert listing.classes == CLASSES["texture"]
     assert contents(listing, "demo", *words)[7] == demo_item(7, 3, 16, "texture")
 
 
@@ -321,7 +321,7 @@ def flat(image: Image.Image, form: str = "PNG") -> bytes:
 
 HANDLED = {
     "cmyk": (flat(Image.new("CMYK", (8, 6), (0, 255, 255, 0)), "JPEG"), (8, 6), (254, 0, 0)),
-    "16-bit": (png(np.full((6, 8), 40000, np.uint16)), (8, 6), (156, 156, 156)),
+    "16-bit": (flat(Image.fromarray(np.full((6, 8), 40000, np.uint16))), (8, 6), (156, 156, 156)),
     "palette with alpha": (palette_with_alpha(), (8, 8), (255, 255, 255)),
     "alpha": (flat(Image.new("RGBA", (8, 6), (255, 0, 0, 0))), (8, 6), (255, 255, 255)),
     "grey": (flat(Image.new("L", (8, 6), 77)), (8, 6), (77, 77, 77)),
@@ -385,7 +385,7 @@ def test_the_pixel_limit_is_a_setting():
 def test_moments_are_exact():
     image = photo(3)
     values = np.asarray(image).reshape(-1, 3).astype(np.int64)
-    assert image_stats(image, fingerprint=False).moments == [*values.sum(0), *(values**2).sum(0)]
+    assert image_stats(image, is_perceptual=False)["moments"] == [*values.sum(0), *(values**2).sum(0)]
 
 
 # ---- the whole verb --------------------------------------------------------------------------------------------------
@@ -570,7 +570,7 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
         (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*nearest"),
         (["demo", "d", "images=0"], "images: got 0, wanted greater than or equal to 1"),
         (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', wanted .*nearest"),
-        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', wanted shape or texture"),
+        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', wanted 'shape' or 'texture'; nearest: shape"),
         (["s", "d", "images=3"], "images: a setting of the demo source only; the source here is s"),
         (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
         (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
@@ -620,14 +620,12 @@ def test_a_finished_dataset_is_left_alone(ray_cluster, tmp_path, capsys):
 
 
 def inspected(images: list[tuple[str, bytes]]) -> pa.Table:
-    stats = [image_stats(decode_with_pillow(content), fingerprint=True) for _, content in images]
+    stats = [image_stats(decode_with_pillow(content), is_perceptual=True) for _, content in images]
     return pa.table(
         {
             "split": [split for split, _ in images],
             "sha256": [str(hash(content)) for _, content in images],
-            **{
-                field: [getattr(one, field) for one in stats] for field in ("width", "height", "moments", "fingerprint")
-            },
+            **{field: [one[field] for one in stats] for field in stats[0]},
         }
     )
 

@@ -1,14 +1,11 @@
 """Stems: only convolutional ones mix neighbouring patches."""
 
-import socket
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from vitray.config.model_names import STEMS, parse_name
-from vitray.models.stems import Stem, synchronise_norms
+from vitray.models.stems import Stem
 
 
 def stem(name: str, seed: int = 0) -> Stem:
@@ -109,23 +106,3 @@ def test_tokens_are_row_by_row(kind):
 def test_images_that_do_not_divide_are_refused(kind):
     with pytest.raises(ValueError, match="images of 60 x 48 pixels do not divide into patches of 16"):
         stem(f"vit_u1x1_16_{kind}")(images(height=60))
-
-
-def test_batch_norms_are_synchronised_on_gpus_alone():
-    made = stem("vit_u1x1_16_hmlp_bn")
-    names = list(made.state_dict())
-    assert synchronise_norms(made, torch.device("cpu")) is made
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        # A CPU worker of a process group trains; torch's SyncBatchNorm would raise here.
-        made.train()(images())[0].sum().backward()
-        across = synchronise_norms(made, torch.device("cuda"))
-        with pytest.raises(ValueError, match="expected input tensor to be on"):
-            across.train()(images())
-    finally:
-        dist.destroy_process_group()
-    assert sum(isinstance(module, nn.SyncBatchNorm) for module in across.modules()) == 3
-    assert list(across.state_dict()) == names

@@ -22,7 +22,7 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray.errors import ConfigError, redact, redact_uri
-from vitray.tracking import liveness, system_info, tracker, upload_thread
+from vitray.tracking import liveness, system_info, tracker
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
@@ -124,7 +124,7 @@ def server(address) -> Server:
 
 def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None):
     run = TrackedRun(uid, name, EXPERIMENT, parent)
-    return Tracker.begin(run, params or {"optim.lr": 1e-3}, tags or {}, description)
+    return Tracker(run, params or {"optim.lr": 1e-3}, tags or {}, description)
 
 
 def runs(uid="u1"):
@@ -232,7 +232,7 @@ def test_the_default_store_is_in_the_working_folder(folder, monkeypatch):
 def test_a_run_is_uploaded_completely(folder):
     with begin(params={"a": 1, "b": [0.9, 0.999], "c": None, "d": "text"}, tags={"git.commit": "abc"}) as run:
         for step in range(1500):
-            run.metrics(step, {"train/loss": 1 / (step + 1), "train/lr": step}, at=1000 + step)
+            run.metrics(step, {"train/loss": 1 / (step + 1), "train/lr": step})
         run.figure("figures/loss.png", b"first")
         run.figure("figures/loss.png", b"second")
         run.tag("stage", "late")
@@ -401,7 +401,7 @@ def test_metrics_do_not_wait_for_a_file_that_its_store_rejects(monkeypatch):
 def test_a_record_that_mlflow_rejects_is_skipped_and_named(caplog):
     with begin() as run:
         for step, key in enumerate(["loss", "a%b", "loss"]):
-            run._record({"kind": "metrics", "time": 5, "step": step, "values": {key: 1.0}})
+            run._record("metrics", {"time": 5, "step": step, "values": {key: 1.0}})
     assert points("loss") == [(0, 1), (2, 1)]
     assert "a%b" in the_run().data.tags["vitray.refused"]
     assert "MLflow refuses a record" in caplog.text
@@ -490,7 +490,7 @@ def test_a_model_is_logged_and_registered_once(logged):
 
 def test_a_run_begins_while_mlflow_is_imported(monkeypatch):
     loading = threading.Event()
-    monkeypatch.setattr(upload_thread, "import_mlflow", lambda: loading.wait(60))
+    monkeypatch.setattr(tracker, "import_mlflow", lambda: loading.wait(60))
     with begin() as run:
         run.metrics(1, {"loss": 1.5})
         assert runs() == []
@@ -503,7 +503,7 @@ def test_a_failed_import_of_mlflow_is_logged_and_does_not_end_the_run(monkeypatc
     def missing():
         raise ImportError("no MLflow")
 
-    monkeypatch.setattr(upload_thread, "import_mlflow", missing)
+    monkeypatch.setattr(tracker, "import_mlflow", missing)
     with begin() as run:
         until(lambda: "records wait: ImportError: no MLflow" in caplog.text, 30, "the failed import is logged")
         run.metrics(1, {"loss": 1.5})
@@ -514,7 +514,7 @@ def test_a_failed_import_of_mlflow_is_logged_and_does_not_end_the_run(monkeypatc
 DRIVER = """
 import sys, time
 from vitray.tracking.tracker import TrackedRun, Tracker
-run = Tracker.begin(TrackedRun("u1", "run", "vitray"), {"a": 1}, {}, "")
+run = Tracker(TrackedRun("u1", "run", "vitray"), {"a": 1}, {}, "")
 run.metrics(1, {"loss": 1})
 assert run.flush(120) is None
 run.metrics(2, {"loss": 2})
@@ -622,7 +622,7 @@ def test_a_stopped_server_blocks_no_call(server):
             with begin(f"{uid}-2") as second:  # the start of a run does not wait for it either
                 second.metrics(1, {"loss": 1})
                 started = time.monotonic()
-                second.flush(1, 1)
+                second.flush(1)
                 assert time.monotonic() - started < 10
                 server.send(signal.SIGCONT)
         finally:

@@ -30,7 +30,7 @@ def pages(tmp_path_factory):
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.setenv("VITRAY_HOME", str(folder / "home"))
         tracked = TrackedRun("a" * 32, "shown-run", "shown")
-        with Tracker.begin(tracked, {"optim.lr": 1e-3}, {}, "| a | table |\n|---|---|") as tracker:
+        with Tracker(tracked, {"optim.lr": 1e-3}, {}, "| a | table |\n|---|---|") as tracker:
             history = {
                 "train/loss": [(step, 1 / (step + 1)) for step in range(20)],
                 "val/top1": [(10, 0.5), (19, 0.75)],

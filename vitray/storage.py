@@ -47,17 +47,19 @@ def filesystem(url: str) -> tuple[fs.FileSystem, str]:
     bucket, _ = split_url(url)
     if bucket is not None:
         return _s3(bucket), url.removeprefix("s3://").rstrip("/")
-    return _LOCAL, str(Path(url).expanduser().absolute())
+    return _LOCAL, absolute(url)
 
 
 def split_url(url: str) -> tuple[str | None, str]:
     """Return the bucket and key of an S3 address, or None and the path; reject other addresses."""
+    if not is_remote(url):
+        if "://" in url:
+            raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
+        return None, url
     bucket, _, key = url.removeprefix("s3://").partition("/")
-    if is_remote(url) and ("@" in bucket or "?" in url):  # not quoted: the message would put the secret into logs
+    if "@" in bucket or "?" in url:  # not quoted: the message would put the secret into logs
         raise ConfigError("s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment")
-    if not is_remote(url) and "://" in url:
-        raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
-    return (bucket, key.rstrip("/")) if is_remote(url) else (None, url)
+    return bucket, key.rstrip("/")
 
 
 @lru_cache
@@ -111,38 +113,43 @@ def read_range(url: str, start: int, size: int) -> bytes:
 
 def write_bytes(url: str, content: bytes) -> None:
     """Replace a file atomically."""
-    files, path = filesystem(url)
-    with _as_config_error(url):
-        if is_remote(url):  # an object appears when its upload is complete
-            with files.open_output_stream(path, compression=None) as stream:
-                stream.write(content)
-        else:
-            with _replacing(Path(path)) as temporary:
-                temporary.write_bytes(content)
+    if is_remote(url):  # an object appears when its upload is complete
+        files, path = filesystem(url)
+        with _as_config_error(url), files.open_output_stream(path, compression=None) as stream:
+            stream.write(content)
+    else:
+        with atomic_write(url) as temporary:
+            temporary.write_bytes(content)
 
 
 def upload(source: Path, url: str) -> None:
     """Copy a local file to an address, atomically."""
-    files, path = filesystem(url)
-    with _as_config_error(url):
-        if is_remote(url):
+    if is_remote(url):
+        files, path = filesystem(url)
+        with _as_config_error(url):
             fs.copy_files(str(source.absolute()), path, source_filesystem=_LOCAL, destination_filesystem=files)
-        else:
-            with _replacing(Path(path)) as temporary:
-                shutil.copyfile(source, temporary)
+    else:
+        with atomic_write(url) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 @contextmanager
 def atomic_write(url: str) -> Iterator[Path]:
     """Yield a local path to write to; the file appears at `url` only if the block succeeds."""
-    _, path = filesystem(url)
+    final = Path(filesystem(url)[1])
     if is_remote(url):
         with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-            yield (copy := Path(folder) / path.rpartition("/")[2])
+            yield (copy := Path(folder) / final.name)
             upload(copy, url)
-    else:
-        with _as_config_error(url), _replacing(Path(path)) as temporary:
+        return
+    with _as_config_error(url):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = final.with_name(f".writing-{uuid.uuid4().hex}")
+        try:
             yield temporary
+            temporary.replace(final)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -226,18 +233,6 @@ def _s3_client() -> Any:
     retries: Any = {"mode": "standard", "total_max_attempts": MAX_ATTEMPTS}
     config = Config(connect_timeout=CONNECT_TIMEOUT, read_timeout=REQUEST_TIMEOUT, retries=retries)
     return import_boto3().client("s3", config=config)
-
-
-@contextmanager
-def _replacing(final: Path) -> Iterator[Path]:
-    """Yield a temporary file in the same folder; it replaces the final one if the block succeeds."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".writing-{uuid.uuid4().hex}")
-    try:
-        yield temporary
-        temporary.replace(final)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.bench.charts import draw_ratios
-from vitray.bench.rounds import circumstances, interleave, progress, ratio_of, spread_of, write_csv
+from vitray.bench.charts import draw_ratios, write_results
+from vitray.bench.rounds import circumstances, interleave, progress, ratio_of, spread_of
 from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT, regroup
 
 VARIANTS = ("seq", "loop", "fused", "auto")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BranchesSettings(NamedTuple):
@@ -23,50 +22,44 @@ class BranchesSettings(NamedTuple):
 
     models: Sequence[str]
     batches: Sequence[int]
-    image_size: int = 224
-    dtype: str = "fp32"
-    compile: bool = False
-    train: bool = False
-    rounds: int = 7
-    seconds: float = 0.5
-    out: Path = Path("bench_out")
+    image_size: int
+    dtype: str
+    compile: bool
+    train: bool
+    rounds: int
+    seconds: float
+    out: Path
 
 
 def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
     """Measure every model at every batch size, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[dict[str, Any]] = []
-    header = (
-        f"{'model':<16}{'batch':>6}" + "".join(f"{name:>16}" for name in VARIANTS) + f"{'gain':>15}{'auto/loop':>16}"
-    )
+    compiled, phase = "compiled" if settings.compile else "eager", "training" if settings.train else "inference"
+    where, mode = circumstances(device), f"{settings.dtype}, {compiled}, {phase}"
     print(f"images/s, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{circumstances(device)}; {_mode(settings)}, {settings.image_size} px")
-    print(f"gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n\n{header}")
+    print(f"{where}; {mode}, {settings.image_size} px")
+    print("gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n")
+    print(f"{'model':<16}{'batch':>6}{''.join(f'{name:>16}' for name in VARIANTS)}{'gain':>15}{'auto/loop':>16}")
+    rows: list[dict[str, Any]] = []
     started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
     for name in settings.models:
         variants = build_variants(name, settings, device)
         for batch in settings.batches:
             speeds = _measure(variants, batch, settings, device)
-            rows.append(_row(name, batch, speeds))
-            cells = "".join(f"{spread_of(speeds[variant])!s:>16}" for variant in VARIANTS)
             gain, over_loop = ratio_of(speeds["auto"], speeds["seq"]), ratio_of(speeds["auto"], speeds["loop"])
-            print(
-                f"{name:<16}{batch:>6}{cells}{gain.median - 1:>+8.0%} ± {gain.spread:<4.0%}{over_loop!s:>16}",
-                flush=True,
-            )
+            row: dict[str, Any] = {"model": name, "batch": batch}
+            for variant, measured in speeds.items():
+                row |= spread_of(measured).columns(variant, 2)
+                row |= ratio_of(measured, speeds["seq"]).columns(f"{variant}_over_seq", 4)
+            rows.append(row | {"auto_over_loop": round(over_loop.median, 4)})
+            cells = "".join(f"{spread_of(measured)!s:>16}" for measured in speeds.values())
+            gain_text = f"{gain.median - 1:>+8.0%} ± {gain.spread:<4.0%}"
+            print(f"{name:<16}{batch:>6}{cells}{gain_text}{over_loop!s:>16}", flush=True)
             left = (time.perf_counter() - started) / len(rows) * (steps - len(rows))
             progress(f"{len(rows)} of {steps} measured, about {left:.0f} s left")
-    stem = f"branches_{device.type}_{_mode(settings).replace(', ', '_')}_{settings.image_size}"
-    files = [settings.out / f"{stem}.csv", settings.out / f"{stem}.png"]
-    write_csv(files[0], rows)
-    draw_ratios(files[1], rows, VARIANTS[1:], f"{circumstances(device)}\n{_mode(settings)}, {settings.image_size} px")
-    print(f"\nwrote {files[0]} and {files[1]}")
-    return {
-        "circumstances": circumstances(device),
-        "mode": _mode(settings),
-        "rows": rows,
-        "files": list(map(str, files)),
-    }
+    stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{settings.image_size}"
+    chart = draw_ratios(rows, VARIANTS[1:], f"{where}\n{mode}, {settings.image_size} px")
+    return {"circumstances": where, "mode": mode} | write_results(settings.out, stem, rows, chart)
 
 
 def build_variants(
@@ -83,11 +76,9 @@ def build_variants(
         nets[execution] = ViT(model)
         nets[execution].load_state_dict(parallel.state_dict())
         nets[execution].execution = execution
-    variants: dict[str, Callable[[Tensor], Tensor]] = {}
-    for variant, net in nets.items():
+    for net in nets.values():
         net.train(settings.train).to(device)
-        variants[variant] = torch.compile(net, dynamic=False) if settings.compile else net
-    return variants
+    return {variant: torch.compile(net, dynamic=False) if settings.compile else net for variant, net in nets.items()}
 
 
 def _measure(
@@ -96,29 +87,11 @@ def _measure(
     images = torch.randn(batch, 3, settings.image_size, settings.image_size, device=device)
 
     def step(net: Callable[[Tensor], Tensor]) -> None:
-        with torch.autocast(device.type, DTYPES[settings.dtype], enabled=settings.dtype != "fp32"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
             out = net(images)
         if settings.train:
             out.sum().backward()
 
     calls = {variant: lambda net=net: step(net) for variant, net in variants.items()}
     with torch.set_grad_enabled(settings.train):
-        speeds = interleave(calls, settings.rounds, settings.seconds, device)
-    return {variant: [batch * speed for speed in rounds] for variant, rounds in speeds.items()}
-
-
-def _row(name: str, batch: int, speeds: dict[str, list[float]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"model": name, "batch": batch}
-    for variant in VARIANTS:
-        images_per_second, over_seq = spread_of(speeds[variant]), ratio_of(speeds[variant], speeds["seq"])
-        row |= {variant: round(images_per_second.median, 2), f"{variant}_spread": round(images_per_second.spread, 2)}
-        row |= {
-            f"{variant}_over_seq": round(over_seq.median, 4),
-            f"{variant}_over_seq_spread": round(over_seq.spread, 4),
-        }
-    return row | {"auto_over_loop": round(ratio_of(speeds["auto"], speeds["loop"]).median, 4)}
-
-
-def _mode(settings: BranchesSettings) -> str:
-    compiled, phase = "compiled" if settings.compile else "eager", "training" if settings.train else "inference"
-    return f"{settings.dtype}, {compiled}, {phase}"
+        return interleave(calls, settings.rounds, settings.seconds, device, batch)

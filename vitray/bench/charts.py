@@ -1,19 +1,28 @@
-"""Charts of the benchmarks: bars, speed over batch sizes, and costs of fine-tuning modes."""
+"""Charts of the benchmarks, and the files that a benchmark writes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from vitray.bench.rounds import write_csv
 from vitray.plotting import LIGHT, new_figure, style_axis, to_png
 
 
-def draw_bars(path: Path, bars: Mapping[str, float], unit: str, title: str) -> None:
+def write_results(folder: Path, stem: str, rows: list[dict[str, Any]], figure: Figure) -> dict[str, Any]:
+    """Write the table and its chart; print their paths, and return them with the rows."""
+    table, chart = folder / f"{stem}.csv", folder / f"{stem}.png"
+    write_csv(table, rows)
+    chart.write_bytes(to_png(figure))
+    print(f"\nwrote {table} and {chart}")
+    return {"rows": rows, "files": [str(table), str(chart)]}
+
+
+def draw_bars(bars: Mapping[str, float], unit: str, title: str) -> Figure:
     """Draw {name: value} as horizontal bars, each with its value."""
-    figure = new_figure(LIGHT, 7, 0.5 * len(bars) + 1.4)
-    axis = figure.add_subplot()
-    style_axis(axis, LIGHT)
+    figure, (axis,) = _new_axes((7, 0.5 * len(bars) + 1.4), title)
     drawn = axis.barh(list(bars), list(bars.values()), color=LIGHT.series[0], height=0.7)
     axis.bar_label(drawn, fmt="%.0f", padding=3, color=LIGHT.ink, fontsize=8)
     axis.invert_yaxis()
@@ -21,16 +30,14 @@ def draw_bars(path: Path, bars: Mapping[str, float], unit: str, title: str) -> N
     axis.tick_params(axis="y", labelcolor=LIGHT.ink)
     axis.set_xlabel(unit, color=LIGHT.pale, fontsize=8)
     axis.margins(x=0.12)
-    _save(figure, path, title)
+    return figure
 
 
-def draw_ratios(path: Path, rows: Sequence[Mapping[str, Any]], variants: Sequence[str], title: str) -> None:
+def draw_ratios(rows: Sequence[Mapping[str, Any]], variants: Sequence[str], title: str) -> Figure:
     """Draw the speed of each variant over the batch size, a panel for each model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = new_figure(LIGHT, 5.5 * len(models), 4.2)
-    for place, model in enumerate(models):
-        axis = figure.add_subplot(1, len(models), place + 1)
-        style_axis(axis, LIGHT)
+    figure, axes = _new_axes((5.5 * len(models), 4.2), title, len(models))
+    for axis, model in zip(axes, models, strict=True):
         panel = [row for row in rows if row["model"] == model]
         for variant, marker, colour in zip(variants, ("s-", "^-", "o-"), LIGHT.series, strict=False):
             ratios = [row[f"{variant}_over_seq"] for row in panel]
@@ -40,17 +47,14 @@ def draw_ratios(path: Path, rows: Sequence[Mapping[str, Any]], variants: Sequenc
         axis.set_title(model, loc="left", color=LIGHT.ink, fontsize=10)
         axis.set_xticks(range(len(panel)), [str(row["batch"]) for row in panel])
         axis.set_xlabel("images in a batch", color=LIGHT.pale, fontsize=8)
-        if place == 0:
-            axis.set_ylabel("images/s relative to sequential", color=LIGHT.pale, fontsize=8)
-            axis.legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
-    _save(figure, path, title)
+    axes[0].set_ylabel("images/s relative to sequential", color=LIGHT.pale, fontsize=8)
+    axes[0].legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
+    return figure
 
 
-def draw_costs(path: Path, rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], title: str) -> None:
+def draw_costs(rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], title: str) -> Figure:
     """Draw {kind of cost: its name} as groups of bars, a bar for each fine-tuning mode."""
-    figure = new_figure(LIGHT, 1.6 * len(kinds) + 2, 4.2)
-    axis = figure.add_subplot()
-    style_axis(axis, LIGHT)
+    figure, (axis,) = _new_axes((1.6 * len(kinds) + 2, 4.2), title)
     width = 0.8 / len(rows)
     for index, row in enumerate(rows):
         places = [kind + (index - (len(rows) - 1) / 2) * width for kind in range(len(kinds))]
@@ -61,10 +65,13 @@ def draw_costs(path: Path, rows: Sequence[Mapping[str, Any]], kinds: Mapping[str
     axis.set_ylabel(f"relative to {rows[0]['mode']}", color=LIGHT.pale, fontsize=8)
     axis.grid(False, axis="x")
     figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelcolor=LIGHT.ink)
-    _save(figure, path, title)
+    return figure
 
 
-def _save(figure: Figure, path: Path, title: str) -> None:
+def _new_axes(inches: tuple[float, float], title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = new_figure(LIGHT, *inches)
     figure.suptitle(title, fontsize=8, color=LIGHT.pale)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_png(figure))
+    axes = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
+    for axis in axes:
+        style_axis(axis, LIGHT)
+    return figure, axes

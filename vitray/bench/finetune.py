@@ -11,21 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.bench.charts import draw_costs
-from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_csv
+from vitray.bench.charts import draw_costs, write_results
+from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.config import Run, load_run
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
+from vitray.training.evaluator import autocast
 from vitray.training.optim import build_optimizer
 from vitray.weights.freezing import audit
 
-# Costs in bytes, measured once, and their columns in the table.
-MEMORY_COSTS = {
-    "peak": "peak MB",
-    "activations": "activations MB",
-    "gradients": "gradients MB",
-    "optimizer": "optimizer MB",
-}
+# Costs in bytes, measured once.
+MEMORY_COSTS = ("peak", "activations", "gradients", "optimizer")
 
 
 class FinetuneSettings(NamedTuple):
@@ -54,7 +50,7 @@ class Variant:
         self.images = torch.randn(run.optim.batch, 3, *run.model.image_shape, device=device)
         classes = run.model.num_classes or 1
         self.targets = F.one_hot(torch.arange(run.optim.batch, device=device) % classes, classes).float()
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16")
+        self.autocast = autocast(run, device)
 
     def loss(self) -> Tensor:
         """Run the forward pass."""
@@ -86,26 +82,21 @@ def measure_finetune(settings: FinetuneSettings) -> dict[str, Any]:
     first = settings.modes[0]
     rows: list[dict[str, Any]] = []
     for mode, variant in variants.items():
-        seconds = spread_of([1 / speed for speed in speeds[mode]])
-        relative = ratio_of(speeds[first], speeds[mode])
         row = {"mode": mode, "share_trained": round(audit(variant.task.vit).share, 4)}
-        row |= {"seconds": seconds.median, "seconds_spread": seconds.spread}
-        row |= {"seconds_ratio": relative.median, "seconds_ratio_spread": relative.spread}
+        row |= spread_of([1 / speed for speed in speeds[mode]]).columns("seconds")
+        row |= ratio_of(speeds[first], speeds[mode]).columns("seconds_ratio")
         for cost, count in costs[mode].items():
             row |= {f"{cost}_bytes": count, f"{cost}_ratio": round(count / costs[first][cost], 4)}
         rows.append(row)
-    place = f"{circumstances(device)}; {settings.model}, {settings.image_size} px, batch {settings.batch}, AdamW"
+    where = circumstances(device)
+    place = f"{where}; {settings.model}, {settings.image_size} px, batch {settings.batch}, AdamW, {settings.dtype}"
     print(f"A training step, median ± half the interquartile range of {settings.rounds} interleaved rounds.")
-    print(f"{place}, {settings.dtype}. In brackets and under `time`: relative to {first}.")
+    print(f"{place}. In brackets and under `time`: relative to {first}.")
     print("peak: weights, optimizer state, batch, and the largest allocation of a step by torch's allocator.")
     print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(rows)}")
     stem = f"finetune_{device.type}_{settings.dtype}_{settings.model}_{settings.image_size}"
-    files = [settings.out / f"{stem}.csv", settings.out / f"{stem}.png"]
-    write_csv(files[0], rows)
-    names = {cost: name.removesuffix(" MB") for cost, name in MEMORY_COSTS.items()}
-    draw_costs(files[1], rows, {"seconds": "time of a step", **names}, f"{place}, {settings.dtype}")
-    print(f"\nwrote {files[0]} and {files[1]}")
-    return {"circumstances": circumstances(device), "rows": rows, "files": list(map(str, files))}
+    chart = draw_costs(rows, {"seconds": "time of a step"} | {cost: cost for cost in MEMORY_COSTS}, place)
+    return {"circumstances": where} | write_results(settings.out, stem, rows, chart)
 
 
 def recipe(settings: FinetuneSettings, mode: str) -> Run:
@@ -139,12 +130,8 @@ def measure_memory(variant: Variant, device: torch.device) -> dict[str, int]:
     optimizer = _bytes(value for value in states if isinstance(value, Tensor))
     resident = _bytes([*variant.task.parameters(), *variant.task.buffers(), variant.images, variant.targets])
     most, _ = allocated(variant.step, device)
-    return {
-        "peak": resident + optimizer + most,
-        "activations": activations,
-        "gradients": gradients,
-        "optimizer": optimizer,
-    }
+    sizes = resident + optimizer + most, activations, gradients, optimizer
+    return dict(zip(MEMORY_COSTS, sizes, strict=True))
 
 
 def allocated(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
@@ -182,7 +169,7 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
-    lines = [["trains", "of all weights", "ms a step", "time", *MEMORY_COSTS.values()]]
+    lines = [["trains", "of all weights", "ms a step", "time", *(f"{cost} MB" for cost in MEMORY_COSTS)]]
     for row in rows:
         milliseconds = Spread(1e3 * row["seconds"], 1e3 * row["seconds_spread"])
         time = f"{row['seconds_ratio']:.2f} ± {row['seconds_ratio_spread']:.2f}"

@@ -7,7 +7,8 @@ processes in each epoch counts, as it does in training.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ import psutil
 import ray
 import torch
 
-from vitray.bench.charts import draw_bars
-from vitray.bench.loaders import loader, loop, ours, pil, torchvision_v2
-from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_csv
+from vitray.bench.charts import draw_bars, write_results
+from vitray.bench.loaders import Decode, loader, loop, ours, pil, torchvision_v2
+from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.shards import open_dataset
 from vitray.data.stream import Cursor, Share, Stream, StreamSpec
@@ -26,23 +27,19 @@ from vitray.errors import ConfigError
 BASELINE = "loader, ours"
 CROP = Augment(crop=RandomResizedCrop(interpolation="bilinear"))
 
-# Takes the number of an epoch and yields the sizes of its batches.
-Pipeline = Callable[[int], Iterator[int]]
-
 
 class IngestSettings(NamedTuple):
     """Settings of `vitray bench ingest`."""
 
     url: str
-    split: str = "train"
-    image_size: int = 224
-    batch: int = 64
-    workers: int = 2
-    images: int | None = None
-    object_store: int | None = None
-    """In MB, if the benchmark starts Ray; None is Ray's default."""
-    rounds: int = 5
-    out: Path = Path("bench_out")
+    image_size: int
+    batch: int
+    workers: int
+    images: int | None
+    object_store: int | None
+    """In MB; None is Ray's default."""
+    rounds: int
+    out: Path
 
 
 class Timing(NamedTuple):
@@ -55,57 +52,44 @@ class Timing(NamedTuple):
 
 def measure_ingest(settings: IngestSettings) -> dict[str, Any]:
     """Measure every pipeline in turns, print and save the table, and return its rows."""
-    with _running_ray(settings):
-        stream, images = _stream(settings)
-        return _measure(settings, _pipelines(settings, stream, images), images)
-
-
-@contextmanager
-def _running_ray(settings: IngestSettings) -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
     # Ray's workers run at nice 15 by default; here they get the same priority as the others.
     system = {"worker_niceness": 0}
     store = settings.object_store and settings.object_store * 10**6
     quiet: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.WARNING}
-    ray.init("local", num_cpus=settings.workers, object_store_memory=store, _system_config=system, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    start = partial(ray.init, "local", num_cpus=settings.workers, object_store_memory=store, _system_config=system)
+    with nullcontext() if ray.is_initialized() else start(**quiet):
+        stream, images = _open_stream(settings)
+        return _report(settings, _measure(settings, stream, images), images)
 
 
-def _stream(settings: IngestSettings) -> tuple[Stream, int]:
-    """The stream, and the measured images of an epoch, in whole batches."""
+def _open_stream(settings: IngestSettings) -> tuple[Stream, int]:
+    """Return the stream, and the measured images of an epoch, in whole batches."""
     size = (settings.image_size, settings.image_size)
-    stream = Stream(open_dataset(settings.url), StreamSpec(settings.split, settings.batch, size, CROP))
-    images = min(stream.images, settings.images or stream.images) // settings.batch * settings.batch
+    stream = Stream(open_dataset(settings.url), StreamSpec("train", settings.batch, size, CROP))
+    wanted = settings.images or stream.images
+    images = min(stream.images, wanted) // settings.batch * settings.batch
     if not images:
-        raise ConfigError(
-            f"--batch {settings.batch}: wanted at most the {settings.images or stream.images} images of an epoch"
-        )
+        raise ConfigError(f"--batch {settings.batch}: wanted at most the {wanted} images of an epoch")
     return stream, images
 
 
-def _pipelines(settings: IngestSettings, stream: Stream, images: int) -> dict[str, Pipeline]:
-    workers = settings.workers
-    return {
+def _measure(settings: IngestSettings, stream: Stream, images: int) -> dict[str, list[Timing]]:
+    """Return the timings of each pipeline; a pipeline takes the number of an epoch and yields the sizes of batches."""
+
+    def streamed(epoch: int) -> Iterator[int]:
+        skipped = stream.steps - images // settings.batch  # with --images, the stream starts late in its epoch
+        return (len(batch.images) for batch in stream.train(Cursor(epoch, skipped), Share(0, 1)))
+
+    def loaded(decode: Decode) -> Callable[[int], Iterator[int]]:
+        return lambda epoch: loader(stream, epoch, images, settings.workers, decode)
+
+    pipelines: dict[str, Callable[[int], Iterator[int]]] = {
         "plain loop": lambda epoch: loop(stream, epoch, images),
-        "stream": lambda epoch: _streamed(stream, epoch, images),
-        BASELINE: lambda epoch: loader(stream, epoch, images, workers, ours),
-        "loader, torchvision v2": lambda epoch: loader(stream, epoch, images, workers, torchvision_v2),
-        "loader, PIL": lambda epoch: loader(stream, epoch, images, workers, pil),
+        "stream": streamed,
+        BASELINE: loaded(ours),
+        "loader, torchvision v2": loaded(torchvision_v2),
+        "loader, PIL": loaded(pil),
     }
-
-
-def _streamed(stream: Stream, epoch: int, images: int) -> Iterator[int]:
-    # With --images, the stream starts late in its epoch.
-    skipped = stream.steps - images // stream.spec.batch
-    return (len(batch.images) for batch in stream.train(Cursor(epoch, skipped), Share(0, 1)))
-
-
-def _measure(settings: IngestSettings, pipelines: dict[str, Pipeline], images: int) -> dict[str, Any]:
     timings: dict[str, list[Timing]] = {name: [] for name in pipelines}
     for turn in range(settings.rounds + 1):
         for name in rotated(list(pipelines), turn):
@@ -113,7 +97,7 @@ def _measure(settings: IngestSettings, pipelines: dict[str, Pipeline], images: i
             if turn:  # the first turn warms the page cache and the worker processes
                 timings[name].append(timing)
         progress(f"round {turn} of {settings.rounds}")
-    return _report(settings, timings, images)
+    return timings
 
 
 def _timed(batches: Iterator[int], images: int) -> Timing:
@@ -141,16 +125,10 @@ def _report(settings: IngestSettings, timings: dict[str, list[Timing]], images: 
         ratio = ratio_of([timing.cpu for timing in rounds], [timing.cpu for timing in timings[BASELINE]])
         print(f"{name:<26}{cpu!s:>16}{speed!s:>18}{first!s:>18}{ratio!s:>24}")
         row: dict[str, Any] = {"pipeline": name}
-        columns = {"cpu_us": cpu, "images_per_second": speed, "first_batch": first, "cpu_ratio": ratio}
-        for column, value in columns.items():
-            row |= {column: round(value.median, 4), f"{column}_spread": round(value.spread, 4)}
-        rows.append(row)
-    files = [settings.out / "ingest.csv", settings.out / "ingest.png"]
-    write_csv(files[0], rows)
-    bars = {row["pipeline"]: row["cpu_us"] for row in rows}
-    draw_bars(files[1], bars, "CPU us per image", f"{where}\n{about}")
-    print(f"\nwrote {files[0]} and {files[1]}")
-    return {"circumstances": where, "about": about, "rows": rows, "files": list(map(str, files))}
+        row |= cpu.columns("cpu_us", 4) | speed.columns("images_per_second", 4)
+        rows.append(row | first.columns("first_batch", 4) | ratio.columns("cpu_ratio", 4))
+    chart = draw_bars({row["pipeline"]: row["cpu_us"] for row in rows}, "CPU us per image", f"{where}\n{about}")
+    return {"circumstances": where, "about": about} | write_results(settings.out, "ingest", rows, chart)
 
 
 def tree_cpu_seconds() -> dict[int, float]:

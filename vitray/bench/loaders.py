@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
@@ -38,46 +38,32 @@ class EpochInput(NamedTuple):
 Decode = Callable[[np.ndarray, EpochInput], tuple[Tensor, Tensor]]
 
 
-def epoch_input(stream: Stream, epoch: int) -> EpochInput:
-    """Return the input of an epoch."""
-    return EpochInput(stream.rows, stream.order(epoch), stream.view(epoch))
-
-
 def loop(stream: Stream, epoch: int, images: int) -> Iterator[int]:
     """Yield batch sizes of the lower limit: the stream's decoding in this process, without any overhead."""
-    source = epoch_input(stream, epoch)
+    source = EpochInput(stream.rows, stream.order(epoch), stream.view(epoch))
     for start in range(0, images, stream.spec.batch):
         positions = np.arange(start, start + stream.spec.batch)
-        for block in decode_rows(positions, source.rows, source.order, source.view):
+        for block in decode_rows(positions, *source):
             yield len(block["image"])
-
-
-class LoaderBatches(IterableDataset):
-    """The batches of an epoch, dealt to the workers of a DataLoader."""
-
-    def __init__(self, stream: Stream, epoch: int, images: int, decode: Decode) -> None:
-        self.source, self.decode = epoch_input(stream, epoch), decode
-        self.starts, self.batch = range(0, images, stream.spec.batch), stream.spec.batch
-
-    def __iter__(self) -> Iterator[Any]:
-        torch.set_num_threads(1)
-        worker = get_worker_info()
-        starts = self.starts if worker is None else self.starts[worker.id :: worker.num_workers]
-        for start in starts:
-            yield self.decode(np.arange(start, start + self.batch), self.source)
 
 
 def loader(stream: Stream, epoch: int, images: int, workers: int, decode: Decode) -> Iterator[int]:
     """Yield batch sizes of a DataLoader over the same epoch."""
-    batches = LoaderBatches(stream, epoch, images, decode)
+    source = EpochInput(stream.rows, stream.order(epoch), stream.view(epoch))
+    starts: Any = range(0, images, stream.spec.batch)
+
+    def decode_batch(start: Any) -> tuple[Tensor, Tensor]:
+        return decode(np.arange(start, start + stream.spec.batch), source)
+
     # Forked, as is usual on Linux; the processes use neither Ray nor threads.
-    for pixels, _ in DataLoader(batches, batch_size=None, num_workers=workers, multiprocessing_context="fork"):
+    forked: Any = {"num_workers": workers, "multiprocessing_context": "fork"}
+    for pixels, _ in DataLoader(starts, batch_size=None, collate_fn=decode_batch, **forked):
         yield len(pixels)
 
 
 def ours(positions: np.ndarray, source: EpochInput) -> tuple[Tensor, Tensor]:
     """Decode as the stream does."""
-    blocks = list(decode_rows(positions, source.rows, source.order, source.view))
+    blocks = list(decode_rows(positions, *source))
     image, label = (np.concatenate([block[name] for block in blocks]) for name in ("image", "label"))
     return torch.from_numpy(image), torch.from_numpy(label)
 

@@ -2,14 +2,16 @@
 
 import csv
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from vitray.tracking import system_info
 
 
 class Spread(NamedTuple):
@@ -21,13 +23,17 @@ class Spread(NamedTuple):
     def __str__(self) -> str:
         return f"{self.median:.4g} ± {self.spread:.2g}"
 
+    def columns(self, name: str, digits: int = 9) -> dict[str, float]:
+        """Return both numbers as columns of a table."""
+        return {name: round(self.median, digits), f"{name}_spread": round(self.spread, digits)}
+
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device
+    variants: Mapping[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device, images: int = 1
 ) -> dict[str, list[float]]:
-    """Return each variant's calls per second in each round. All take turns, so a slow minute affects each of them.
+    """Return each variant's images per second in each round. All take turns, so a slow minute affects each of them.
 
-    `seconds` is the time of one variant in one round.
+    `seconds` is the time of one variant in one round, `images` the number in a call.
     """
     calls = {}
     for name, variant in variants.items():
@@ -35,23 +41,20 @@ def interleave(
         calls[name] = max(1, int(seconds / _timed(variant, 1, device)))
     speeds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
-        # The order rotates, so that no variant is always the first one after a pause.
         for name in rotated(list(variants), number):
-            speeds[name].append(calls[name] / _timed(variants[name], calls[name], device))
+            speeds[name].append(images * calls[name] / _timed(variants[name], calls[name], device))
     return speeds
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """Return names in the same cyclic order, from another start."""
+    """Return names in the same cyclic order from another start, so that none is always the first after a pause."""
     start = by % len(names)
     return [*names[start:], *names[:start]]
 
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return the median and the spread of some rounds."""
-    if len(values) < 2:
-        return Spread(values[0], 0.0)
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = np.percentile(values, [25, 50, 75]).tolist()
     return Spread(middle, (high - low) / 2)
 
 
@@ -74,10 +77,7 @@ def circumstances(device: torch.device) -> str:
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        cpuinfo = Path("/proc/cpuinfo")
-        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-        model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-        hardware = f"{model}, {torch.get_num_threads()} threads"
+        hardware = f"{system_info.facts()['hardware.cpu']}, {torch.get_num_threads()} threads"
     return f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
 
 

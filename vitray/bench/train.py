@@ -14,6 +14,7 @@ from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
 from vitray.models.counts import count
 from vitray.tasks.build import build_task
+from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
@@ -24,27 +25,27 @@ class TrainSettings(NamedTuple):
     """Settings of `vitray bench train`."""
 
     models: list[str]
-    batch: int = 32
-    image_size: int = 224
-    dtype: str = "fp32"
-    compile: bool = False
-    rounds: int = 7
-    seconds: float = 0.5
-    out: Path = Path("bench_out")
+    batch: int
+    image_size: int
+    dtype: str
+    compile: bool
+    rounds: int
+    seconds: float
+    out: Path
 
 
 def measure_train(settings: TrainSettings) -> dict[str, Any]:
     """Measure every model, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    print(f"{circumstances(device)}; {_mode(settings)}, {settings.image_size} px, batches of {settings.batch}")
+    mode = f"{settings.dtype}{', compiled' if settings.compile else ''}"
+    print(f"{circumstances(device)}; {mode}, {settings.image_size} px, batches of {settings.batch}")
     print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}")
     rows = []
     for name in settings.models:
         run = recipe(settings, name)
-        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device)
-        images = {variant: [speed * settings.batch for speed in rounds] for variant, rounds in speeds.items()}
-        ours, bare, ratio = spread_of(images["vitray"]), spread_of(images["bare"]), ratio_of(*images.values())
+        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device, settings.batch)
+        ours, bare, ratio = spread_of(speeds["vitray"]), spread_of(speeds["bare"]), ratio_of(*speeds.values())
         mfu = utilisation(run, ours.median, device)
         mfu_text = "" if mfu is None else f"{mfu:.1%}"
         print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{mfu_text:>8}", flush=True)
@@ -95,7 +96,7 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16"):
+        with autocast(run, device):
             loss = F.cross_entropy(vit(images), labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vit.parameters(), 1.0)
@@ -110,7 +111,3 @@ def utilisation(run: Run, images_per_second: float, device: torch.device) -> flo
     """Return the model FLOPs utilisation; None for a device of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), run.compute.precision) if device.type == "cuda" else None
     return None if peak is None else 6e9 * count(run.model).gflops * images_per_second / peak
-
-
-def _mode(settings: TrainSettings) -> str:
-    return f"{settings.dtype}{', compiled' if settings.compile else ''}"

@@ -59,32 +59,27 @@ class Finding(NamedTuple):
     remedy: str
 
 
-class ClusterReport(NamedTuple):
-    """The nodes of a cluster and their problems."""
-
-    nodes: list[NodeProbe]
-    findings: list[Finding]
-
-
 class ProbeActor:
     """The process that inspects one node."""
 
-    def probe(self, address: str, results_url: str, uri: str) -> NodeProbe:
-        """Return the facts about this node; its clock and Ray's resources are left to the driver."""
+    def probe(self, node: dict[str, Any], results_url: str, uri: str) -> NodeProbe:
+        """Return the facts about this node, an entry of ray.nodes(); its clock is left to the driver."""
         import psutil
         import torch
         from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
+        address, resources = node["NodeManagerAddress"], node["Resources"]
+        disk = shutil.disk_usage(Path(node["ObjectStoreSocketName"]).parent)
         return NodeProbe(
             name=socket.gethostname(),
             address=address,
-            cpus=0.0,
-            gpus=0.0,
-            store=0.0,
+            cpus=resources.get("CPU", 0.0),
+            gpus=resources.get("GPU", 0.0),
+            store=resources.get("object_store_memory", 0.0),
             versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
             devices=NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(),
             usable=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-            disk=_disk_share(_ray_folder()),
+            disk=1 - disk.free / disk.total,
             files=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0],
             clock=0.0,
             listens=_gloo_address(),
@@ -122,39 +117,37 @@ class ProbeActor:
         return None if int(total) == world else f"the sum of {world} ones is {int(total)}"
 
 
-def check_cluster(results_url: str) -> ClusterReport:
+def check_cluster(results_url: str) -> tuple[list[NodeProbe], list[Finding]]:
     """Return the nodes of the running Ray and their problems; `results_url` is the destination of results."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     uri = tracking_uri()
-    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    actors: dict[str, Any] = {}
-    pending: dict[str, Any] = {}
-    for node_id, node in nodes.items():
-        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actors[node_id] = ray.remote(ProbeActor).options(num_cpus=0, scheduling_strategy=strategy).remote()
-        pending[node_id] = actors[node_id].probe.remote(node["NodeManagerAddress"], results_url, uri)
-    ray.wait(list(pending.values()), num_returns=len(pending), timeout=PROBE_TIMEOUT)
-    probes: dict[str, NodeProbe] = {}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    actors = []
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        actors.append(ray.remote(ProbeActor).options(num_cpus=0, scheduling_strategy=strategy).remote())
+    pending = [actor.probe.remote(node, results_url, uri) for actor, node in zip(actors, nodes, strict=True)]
+    ray.wait(pending, num_returns=len(pending), timeout=PROBE_TIMEOUT)
+    answers: list[tuple[NodeProbe, Any]] = []
     findings: list[Finding] = []
-    for node_id, node in nodes.items():
+    for node, actor, answer in zip(nodes, actors, pending, strict=True):
         try:
-            probe: NodeProbe = ray.get(pending[node_id], timeout=0)
-            cpus, gpus, store = (node["Resources"].get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
-            clock = _clock_offset(actors[node_id])
-            probes[node_id] = probe._replace(clock=clock, cpus=cpus, gpus=gpus, store=store)
+            probe: NodeProbe = ray.get(answer, timeout=0)
+            answers.append((probe._replace(clock=_clock_offset(actor)), actor))
         except Exception as error:  # any error of a node is a finding
             problem = f"does not answer: {one_line(error)[:300]}"
             findings.append(Finding(node["NodeManagerHostname"], problem, "the same vitray installed there as here"))
     if len(nodes) > 1 and uri.startswith("sqlite:"):
         problem = f"MLflow's store is a file, {redact_uri(uri)}, and the trials of a sweep run on all nodes"
         findings.append(Finding("the cluster", problem, "a server: MLFLOW_TRACKING_URI=http://..."))
-    findings += find_problems(list(probes.values()))
-    findings += _check_all_reduce([(probe, actors[node]) for node, probe in probes.items() if probe.cpus or probe.gpus])
-    for actor in actors.values():
+    probes = [probe for probe, _ in answers]
+    findings += find_problems(probes)
+    findings += _check_all_reduce([(probe, actor) for probe, actor in answers if probe.cpus or probe.gpus])
+    for actor in actors:
         ray.kill(actor)
-    return ClusterReport(list(probes.values()), findings)
+    return probes, findings
 
 
 def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
@@ -167,9 +160,15 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
     }
     clock = statistics.median([node.clock for node in nodes])
     is_cluster = len(nodes) > 1
+    same_versions = "the same on all nodes: `make up`, or pip install -c constraints.txt"
     findings = []
     for node in nodes:
-        problems = [*_version_problems(node, common), *_machine_problems(node)]
+        problems = [
+            (f"{name} {own}, and the others have {version}", same_versions)
+            for name, version in common.items()
+            if (own := node.versions.get(name, "none")) != version
+        ]
+        problems += _own_problems(node)
         if abs(node.clock - clock) > MAX_CLOCK_SKEW:
             skew = f"{abs(node.clock - clock):.0f} s {'ahead of' if node.clock > clock else 'behind'} the others"
             problems.append((f"its clock is {skew}", "synchronised clocks (timedatectl set-ntp true)"))
@@ -178,7 +177,6 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
             problem = f"gloo would listen on {node.listens} instead of {node.address}, so other nodes cannot connect"
             remedy = f"GLOO_SOCKET_IFNAME={interface} and NCCL_SOCKET_IFNAME={interface} at ray start"
             problems.append((problem, remedy))
-        problems += _store_problems(node)
         findings += [Finding(node.name, problem, remedy) for problem, remedy in problems]
     if is_cluster and os.environ.get("RAY_AUTH_MODE", "disabled") != "token":
         problem = "Ray asks for no token: anyone who reaches one of its ports can run code"
@@ -186,14 +184,8 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
     return findings
 
 
-def _version_problems(node: NodeProbe, common: dict[str, str]) -> Iterator[tuple[str, str]]:
-    for name, version in common.items():
-        if (own := node.versions.get(name, "none")) != version:
-            remedy = "the same on all nodes: `make up`, or pip install -c constraints.txt"
-            yield f"{name} {own}, and the others have {version}", remedy
-
-
-def _machine_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
+def _own_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
+    """Yield each problem of a node by itself, and its remedy."""
     if node.devices < node.gpus or node.usable < node.gpus:
         problem = f"Ray assigns {node.gpus:g} GPUs, the driver lists {node.devices} and torch can use {node.usable}"
         yield problem, "NVIDIA's driver (nvidia-smi lists the GPUs)"
@@ -208,9 +200,6 @@ def _machine_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
         yield problem, "ray start --object-store-memory, and as large a /dev/shm"
     if node.files < MIN_OPEN_FILES:
         yield f"{node.files} open files are allowed", f"ulimit -n 65536 before ray start (at least {MIN_OPEN_FILES})"
-
-
-def _store_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
     if node.storage:
         yield f"results: {node.storage}", "see the message"
     if node.tracking:
@@ -248,17 +237,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _ray_folder() -> Path:
-    import ray
-
-    return Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
-
-
-def _disk_share(folder: Path) -> float:
-    usage = shutil.disk_usage(folder)
-    return 1 - usage.free / usage.total
 
 
 def _interfaces() -> dict[str, str]:

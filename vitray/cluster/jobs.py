@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitray.cluster import session
-from vitray.cluster.package_files import PackageFiles, write_package
+from vitray.cluster.job_package import PackageFiles, write_package
 from vitray.errors import ConfigError, RunError, nearest, one_line, redact
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobDetails, JobSubmissionClient
+    from ray.job_submission import JobSubmissionClient
 
 # Seconds between SIGTERM and SIGKILL for a job that is stopped; Ray's 3 are too few for a slow tracking server.
 STOP_GRACE = 30
 # Seconds to wait for the agent that starts jobs: in a new cluster the dashboard answers before it.
 AGENT_TIMEOUT = 60
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 class ClusterJob(NamedTuple):
@@ -100,7 +101,7 @@ def submit(client: "JobSubmissionClient", command: str, files: PackageFiles, var
         deadline = time.monotonic() + AGENT_TIMEOUT
         while True:
             try:
-                return client.submit_job(entrypoint=command, runtime_env=dict(runtime), submission_id=job_id)
+                return client.submit_job(entrypoint=command, runtime_env=runtime, submission_id=job_id)
             except RuntimeError as error:
                 if "No available agent" not in str(error):
                     raise RunError(f"{dashboard_address()}: refuses the job: {one_line(error)[:500]}") from None
@@ -114,8 +115,20 @@ def submit(client: "JobSubmissionClient", command: str, files: PackageFiles, var
 
 def list_jobs(client: "JobSubmissionClient") -> list[ClusterJob]:
     """Return the jobs that were submitted to a cluster, the latest first."""
-    jobs = [_read_details(details) for details in client.list_jobs() if details.submission_id]
-    return sorted(jobs, key=lambda job: job.began or 0, reverse=True)
+    submitted = [details for details in client.list_jobs() if details.submission_id]
+    jobs = []
+    for details in sorted(submitted, key=lambda details: details.start_time or 0, reverse=True):
+        began, ended = details.start_time, details.end_time
+        job = ClusterJob(
+            id=details.submission_id or "",
+            status=details.status.value,
+            command=details.entrypoint,
+            began=began / 1000 if began else None,
+            seconds=((ended or time.time() * 1000) - began) / 1000 if began else None,
+            code=details.driver_exit_code,
+        )
+        jobs.append(job)
+    return jobs
 
 
 def find_job(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
@@ -128,31 +141,14 @@ def find_job(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     return jobs[job_id]
 
 
-def _read_details(details: "JobDetails") -> ClusterJob:
-    began, ended = details.start_time, details.end_time
-    return ClusterJob(
-        id=details.submission_id or "",
-        status=str(details.status.value),
-        command=details.entrypoint,
-        began=began / 1000 if began else None,
-        seconds=((ended or time.time() * 1000) - began) / 1000 if began else None,
-        code=details.driver_exit_code,
-    )
-
-
-def has_ended(job: ClusterJob) -> bool:
-    """Whether a job has ended."""
-    return job.status in ("SUCCEEDED", "FAILED", "STOPPED")
-
-
 def stop(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     """Stop a job and wait until it has ended; its run becomes KILLED in MLflow."""
     job = find_job(client, job_id)
-    if has_ended(job):
+    if job.status in ENDED:
         return job
     client.stop_job(job_id)
     for _ in range(2 * (STOP_GRACE + 15)):
-        if has_ended(job := find_job(client, job_id)):
+        if (job := find_job(client, job_id)).status in ENDED:
             return job
         time.sleep(0.5)
     raise RunError(f"{job_id}: has not ended within {STOP_GRACE + 15} seconds; its log: vitray jobs {job_id}")
@@ -162,7 +158,7 @@ def follow(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     """Print a job's output until it succeeds; if it fails, exit this process with the job's exit status."""
     find_job(client, job_id)
     try:
-        job = _print_until_end(client, job_id)
+        job = asyncio.run(_print_until_end(client, job_id))
     except KeyboardInterrupt:
         print(f"vitray: {job_id} continues; to end it: vitray stop {job_id}", file=sys.stderr)
         raise
@@ -172,24 +168,17 @@ def follow(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     return job
 
 
-def _print_until_end(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
+async def _print_until_end(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
     """Print a job's output until it ends, and reconnect when the connection breaks."""
-    printed = 0
-
-    async def print_new_output() -> None:
-        nonlocal printed
-        position = 0  # each connection sends the log from its beginning
-        async for text in client.tail_job_logs(job_id):
-            print(text[max(0, printed - position) :], end="", flush=True)
-            position += len(text)
-            printed = max(printed, position)
-
-    failures = 0
+    printed = failures = 0
     while True:
-        before = printed
+        before, position = printed, 0  # each connection sends the log from its beginning
         try:
-            asyncio.run(print_new_output())
-            if has_ended(job := find_job(client, job_id)):
+            async for text in client.tail_job_logs(job_id):
+                print(text[max(0, printed - position) :], end="", flush=True)
+                position += len(text)
+                printed = max(printed, position)
+            if (job := find_job(client, job_id)).status in ENDED:
                 return job
         except ConfigError:
             raise
@@ -200,7 +189,7 @@ def _print_until_end(client: "JobSubmissionClient", job_id: str) -> ClusterJob:
                     f"{dashboard_address()}: no answer for minutes ({one_line(error)[:200]}); the job may still run:"
                     " vitray jobs"
                 ) from None
-        time.sleep(2)
+        await asyncio.sleep(2)
 
 
 def exit_status(job: ClusterJob) -> int:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,29 +27,18 @@ TOKEN, CREDENTIALS = "~/.ray/auth_token", "~/.vitray/mlflow_credentials"
 def read_cluster(path: str) -> Tree:
     """Return the contents of a cluster file; raise one ConfigError with all its problems."""
     try:
-        tree = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        tree = yaml.safe_load(text)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict) or "provider" not in tree:
         raise ConfigError(f"{path}: not a cluster file; wanted one such as cluster.yaml or deploy/local.yaml")
-    unset = sorted({f"{where}: {text}" for where, text in _texts(tree) if PLACEHOLDER in text})
-    if unset:
+    values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
+    if unset := [f"line {each.start_mark.line + 1}: {each.value}" for each in values if PLACEHOLDER in each.value]:
         raise ConfigError(f"{path}: not set: {'; '.join(unset)}; comments in the file explain each")
     if problems := [*_schema_problems(tree), *_start_problems(tree), *_aws_problems(tree)]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     return tree
-
-
-def _texts(tree: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    match tree:
-        case dict():
-            for key, value in tree.items():
-                yield from _texts(value, f"{where}.{key}" if where else str(key))
-        case list():
-            for index, value in enumerate(tree):
-                yield from _texts(value, f"{where}.{index}")
-        case str():
-            yield where, tree
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
@@ -94,10 +82,14 @@ def _aws_problems(tree: Tree) -> Iterator[str]:
                 f"{name}.node_config.MetadataOptions.HttpTokens: wanted required: with version 1 any page that a"
                 " process fetches can read the node's role"
             )
-    ranges = [source for permission in ingress_permissions(tree) for source in _ip_ranges(permission)]
-    if not ranges:
+    sources = [
+        source.get("CidrIp", source.get("CidrIpv6", ""))
+        for permission in ingress_permissions(tree)
+        for source in (*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", []))
+    ]
+    if not sources:
         yield "provider.security_group.IpPermissions: wanted ssh from your address: Ray would add it from everywhere"
-    for source in ranges:
+    for source in sources:
         try:
             network = ipaddress.ip_network(source)
         except ValueError as error:
@@ -105,11 +97,6 @@ def _aws_problems(tree: Tree) -> Iterator[str]:
         else:
             if network.num_addresses > 2**16:
                 yield f"provider.security_group: {source} admits too many; wanted your address, as 203.0.113.7/32"
-
-
-def _ip_ranges(permission: Tree) -> list[str]:
-    ranges = [each.get("CidrIp", "") for each in permission.get("IpRanges", [])]
-    return ranges + [each.get("CidrIpv6", "") for each in permission.get("Ipv6Ranges", [])]
 
 
 def check_tools() -> None:

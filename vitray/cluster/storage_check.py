@@ -34,11 +34,11 @@ CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a ro
 def check_writable(url: str) -> None:
     """Write, read and remove one small file below `url`; raise a ConfigError if that fails."""
     name = f".vitray-probe-{uuid.uuid4().hex[:12]}"
+    probe = storage.join(url, name)
     if storage.is_remote(url):
-        _check_s3_writable(url, name)
+        _check_s3_writable(probe)
         return
     check_outlives_job(url)
-    probe = storage.join(url, name)
     try:
         storage.write_bytes(probe, CONTENT)
         storage.remove(probe)
@@ -65,14 +65,14 @@ def check_readable(url: str, name: str) -> None:
     target.call("read", lambda: target.client.get_object(**get)["Body"].close())
 
 
-def _check_s3_writable(url: str, name: str) -> None:
-    target = _connect(storage.join(url, name))
+def _check_s3_writable(url: str) -> None:
+    target = _connect(url)
     address = {"Bucket": target.bucket, "Key": target.key}
     target.call("write", lambda: target.client.put_object(**address, Body=CONTENT))
     try:
         if target.call("read", lambda: target.client.get_object(**address)["Body"].read()) != CONTENT:
             raise ConfigError(f"{target.label}: returns other bytes than were written")
-        _check_pyarrow_upload(target, storage.join(url, name))
+        _check_pyarrow_upload(target, url)
     except ConfigError:
         with contextlib.suppress(Exception):  # the first error is the one to report
             target.client.delete_object(**address)

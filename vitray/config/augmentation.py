@@ -19,21 +19,21 @@ PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 Colour = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
-Interpolation = Literal["bilinear", "bicubic"]
+Interpolation = Annotated[
+    Literal["bilinear", "bicubic"], Field(description="Filter of the resize, always antialiased.")
+]
+Ascending = AfterValidator(check_ascending)
 
 
 class RandomResizedCrop(Section):
     """A box of random area and aspect ratio, resized (torchvision's RandomResizedCrop)."""
 
     kind: Literal["random_resized"] = "random_resized"
-    scale: Annotated[
-        tuple[PositiveFraction, PositiveFraction], Field(strict=False), AfterValidator(check_ascending)
-    ] = (0.08, 1.0)
+    scale: Annotated[tuple[PositiveFraction, PositiveFraction], Field(strict=False), Ascending] = (0.08, 1.0)
     """Smallest and largest fraction of the image's area."""
-    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(check_ascending)] = (3 / 4, 4 / 3)
+    ratio: Annotated[tuple[Positive, Positive], Field(strict=False), Ascending] = (3 / 4, 4 / 3)
     """Smallest and largest width / height."""
     interpolation: Interpolation = "bicubic"
-    """Filter of the resize, always antialiased."""
 
 
 class SimpleRandomCrop(Section):
@@ -43,7 +43,6 @@ class SimpleRandomCrop(Section):
     padding: Annotated[int, Field(ge=0)] = 4
     """Reflected pixels on each side."""
     interpolation: Interpolation = "bicubic"
-    """Filter of the resize, always antialiased."""
 
 
 class CentreCrop(Section):
@@ -53,7 +52,6 @@ class CentreCrop(Section):
     crop_ratio: PositiveFraction = 0.875
     """Output size / length to which the short side is resized: commonly 0.875; 0.95 for A2, 1 for DeiT III."""
     interpolation: Interpolation = "bicubic"
-    """Filter of the resize, always antialiased."""
 
 
 class NoPolicy(Section):

@@ -80,22 +80,17 @@ def parse_name(text: str) -> Name:
     patch = rest.pop(0) if rest and not rest[0].isalpha() else "16"
     if not patch.isdecimal():
         raise ValueError(f"model name {text!r}: patch {patch!r} is not a whole number of pixels, as in {GRAMMAR}")
-    name = Name(
-        width, int(depth or WIDTHS[width].depth), int(branches or 1), int(patch), _parse_stem(text, "_".join(rest))
-    )
+    spelling = "_".join(rest)
+    stem = STEM_SPELLINGS.get(spelling, spelling)
+    if stem not in STEMS:
+        known = ", ".join(STEMS)
+        raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {known}{nearest(spelling, STEMS)}")
+    name = Name(width, int(depth or WIDTHS[width].depth), int(branches or 1), int(patch), stem)
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
             raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, wanted at least 1")
     _check_patch_suits_stem(text, name)
     return name
-
-
-def _parse_stem(text: str, spelling: str) -> str:
-    stem = STEM_SPELLINGS.get(spelling, spelling)
-    if stem not in STEMS:
-        known = ", ".join(STEMS)
-        raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {known}{nearest(spelling, STEMS)}")
-    return stem
 
 
 def _check_patch_suits_stem(text: str, name: Name) -> None:

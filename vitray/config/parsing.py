@@ -61,15 +61,11 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
     """Return the value of YAML text, and {dotted path: source:line}."""
     places: dict[str, str] = {}
-    try:
-        loader = _Yaml(text)
-    except yaml.YAMLError as error:  # a character that YAML does not allow
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
-    def build(node: yaml.Node, path: str) -> Any:
+    def build(loader: _Yaml, node: yaml.Node, path: str) -> Any:
         places[path] = f"{source}:{node.start_mark.line + 1}"
         if isinstance(node, yaml.SequenceNode):
-            return [build(item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+            return [build(loader, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node)
         tree: dict[str, Any] = {}
@@ -80,20 +76,19 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
                 raise ConfigError(
                     f"{source}:{key_node.start_mark.line + 1}: {here}: given twice, first at {places[here]}"
                 )
-            tree[key] = build(value_node, here)
+            tree[key] = build(loader, value_node, here)
         return tree
 
     try:
+        loader = _Yaml(text)
         node = loader.get_single_node()
-        return (None if node is None else build(node, "")), places
+        return (None if node is None else build(loader, node, "")), places
     except RecursionError:
         raise ConfigError(f"{source}: an alias refers to itself") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
 
 
 class _Dumper(yaml.SafeDumper):

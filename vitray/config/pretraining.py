@@ -3,9 +3,9 @@
 import math
 from typing import Annotated, Any, Literal, Self, assert_never
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from vitray.config.augmentation import check_ascending
+from vitray.config.augmentation import Ascending
 from vitray.config.sections import Fraction, Model, Positive, Section, Size, one_of
 from vitray.config.training import Data
 
@@ -41,7 +41,7 @@ class BlockMask(Section):
     """Fraction of patches to predict; BeiT: 75 of 14 x 14."""
     least: Size = 16
     """Area of the smallest rectangle in patches."""
-    aspect: Annotated[tuple[Positive, Positive], Field(strict=False), AfterValidator(check_ascending)] = (0.3, 1 / 0.3)
+    aspect: Annotated[tuple[Positive, Positive], Field(strict=False), Ascending] = (0.3, 1 / 0.3)
     """Smallest and largest height / width, drawn on a logarithmic scale."""
 
 
@@ -88,6 +88,11 @@ class PixelsL1(Section):
     kind: Literal["pixels_l1"] = "pixels_l1"
 
 
+DecoderWidth = Annotated[Size, Field(description="Width of the decoder; a multiple of its heads, and of 4.")]
+DecoderDepth = Annotated[Size, Field(description="Blocks of the decoder.")]
+DecoderHeads = Annotated[Size, Field(description="Attention heads of the decoder.")]
+
+
 def _check_decoder(width: int, heads: int) -> None:
     if width % heads or width % 4:
         raise ValueError(f"decoder_width: got {width}, wanted a multiple of its {heads} heads, and of 4")
@@ -99,12 +104,9 @@ class Mae(Section):
     kind: Literal["mae"] = "mae"
     normalised: bool = True
     """Normalises the pixels of each target patch to mean 0 and variance 1."""
-    decoder_width: Size = 512
-    """Width of the decoder; a multiple of its heads, and of 4."""
-    decoder_depth: Size = 8
-    """Blocks of the decoder."""
-    decoder_heads: Size = 16
-    """Attention heads of the decoder."""
+    decoder_width: DecoderWidth = 512
+    decoder_depth: DecoderDepth = 8
+    decoder_heads: DecoderHeads = 16
 
     @model_validator(mode="after")
     def _decoder_divides(self) -> Self:
@@ -182,12 +184,9 @@ class Tokenizer(Section):
     kind: Literal["tokenizer"] = "tokenizer"
     levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(strict=False, min_length=1)] = (8, 8, 8, 4, 4)
     """Number of levels of each number; the product is the vocabulary size (BeiT: 8192)."""
-    decoder_width: Size = 384
-    """Width of the decoder; a multiple of its heads, and of 4."""
-    decoder_depth: Size = 4
-    """Blocks of the decoder."""
-    decoder_heads: Size = 6
-    """Attention heads of the decoder."""
+    decoder_width: DecoderWidth = 384
+    decoder_depth: DecoderDepth = 4
+    decoder_heads: DecoderHeads = 6
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -217,11 +216,8 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         raise ValueError(
             f"data.augment.erase: got {data.augment.erase:g}, wanted 0: task {task.kind} would learn the noise"
         )
-    if isinstance(task, Masked):
-        _check_mask(task, model)
-
-
-def _check_mask(task: Masked, model: Model) -> None:
+    if isinstance(task, Tokenizer):
+        return
     shape, (rows, columns) = model.shape, model.grid
     if shape.mixes_patches and not task.allow_leak:
         raise ValueError(

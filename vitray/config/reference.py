@@ -30,7 +30,11 @@ def settings_page() -> str:
     for name, field in Run.model_fields.items():
         if name not in top:
             kinds = list(sections_in(field.annotation))
-            choice = f"\n`{name}.kind`: {_type(field)}; default `{field.default.kind}`.\n" if len(kinds) > 1 else ""
+            choice = (
+                f"\n`{name}.kind`: {_type_of(field.annotation)}; default `{field.default.kind}`.\n"
+                if len(kinds) > 1
+                else ""
+            )
             parts += [f"## {name}\n{choice}", *_tables(name, field)]
     return "\n".join(parts)
 
@@ -60,7 +64,7 @@ def _row(path: str, field: FieldInfo) -> str:
         default = "by objective"
     else:
         default = f"`{_plain(field.default)}`"
-    cells = (f"`{path}`", _type(field), default, re.sub(r"<(?=\w)", r"\\<", _one_line(text)))
+    cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, re.sub(r"<(?=\w)", r"\\<", _one_line(text)))
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -72,14 +76,8 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _type(field: FieldInfo) -> str:
-    """Return the type or the choices of a field, with its bounds."""
-    bounds = _bounds(field.metadata)
-    text = _type_of(field.annotation)
-    return f"{text}, {bounds}" if bounds else text
-
-
 def _type_of(annotation: Any) -> str:
+    """Return the type or the choices of a field, with its bounds."""
     sections = sections_in(annotation)
     optional = " or null" if type(None) in get_args(annotation) else ""
     if sections:

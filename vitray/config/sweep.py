@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from vitray.config.parsing import short
 from vitray.config.sections import Positive, Section, Size
-from vitray.config.training import parse_duration
+from vitray.config.training import duration_in
 
 Number = int | float
 Values = Annotated[tuple[Any, ...], Field(strict=False)]
@@ -154,13 +154,7 @@ class StageSettings(Section):
     """{dotted setting: value or text}, overrides of the recipe. Texts may hold {variables} and earlier stages."""
 
 
-def _refuse_minutes(text: str) -> str:
-    if parse_duration(text).unit == "minutes":
-        raise ValueError(f"got {text!r}, wanted epochs or steps")
-    return text
-
-
-Grace = Annotated[str, AfterValidator(_refuse_minutes)]
+Trials = Annotated[Size, Field(description="How many points are tried.")]
 Seed = Annotated[int, Field(ge=0)]
 Cost = Literal["params", "gflops", "device_seconds", "latency_ms", "peak_memory_bytes"]
 
@@ -182,8 +176,7 @@ class Random(Section):
     """Independent random points."""
 
     kind: Literal["random"] = "random"
-    trials: Size
-    """How many points are tried."""
+    trials: Trials
     seed: Seed = 0
 
 
@@ -191,8 +184,7 @@ class Tpe(Section):
     """Points near the best so far: Optuna's tree-structured Parzen estimator."""
 
     kind: Literal["tpe"] = "tpe"
-    trials: Size
-    """How many points are tried."""
+    trials: Trials
     first: Size = 10
     """Random points before the estimator starts."""
     seed: Seed = 0
@@ -202,8 +194,7 @@ class Nsga2(Section):
     """Crossovers of the best trade-offs between goal and cost: Optuna's NSGA-II."""
 
     kind: Literal["nsga2"] = "nsga2"
-    trials: Size
-    """How many points are tried."""
+    trials: Trials
     population: Annotated[int, Field(ge=2)] = 20
     """Points per generation; the first generation is random."""
     against: Cost = "gflops"
@@ -212,6 +203,9 @@ class Nsga2(Section):
 
 
 Search = Grid | Random | Tpe | Nsga2
+
+
+Grace = Annotated[str, duration_in("epochs", "steps", least=0), Field(description="The shortest training of a trial.")]
 
 
 class NoScheduler(Section):
@@ -225,7 +219,6 @@ class Asha(Section):
 
     kind: Literal["asha"] = "asha"
     grace: Grace = "1 epoch"
-    """The shortest training of a trial."""
     reduction: Annotated[int, Field(ge=2)] = 4
 
 
@@ -234,7 +227,6 @@ class Median(Section):
 
     kind: Literal["median"] = "median"
     grace: Grace = "1 epoch"
-    """The shortest training of a trial."""
 
 
 class Budget(Section):

@@ -26,7 +26,7 @@ def parse_duration(text: str) -> Duration:
     return Duration(float(match[1]), f"{match[2]}s")  # type: ignore[arg-type]
 
 
-def _duration(*units: Unit, least: float = 1e-9) -> BeforeValidator:
+def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
     """Return a validator for durations in these units, which stores them in one spelling."""
 
     def spell(text: Any) -> str:
@@ -86,14 +86,17 @@ class Data(Section):
         return self.train if self.development else self.val
 
 
+LOSS = "Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."
+Loss = Annotated[Literal["softmax", "bce"], Field(description=LOSS)]
+Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
+
+
 class SupervisedSettings(Section):
     """Classification, trained from random weights."""
 
     kind: Literal["supervised"] = "supervised"
-    loss: Literal["softmax", "bce"] = "softmax"
-    """Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."""
-    smoothing: Fraction = 0.0
-    """Label smoothing, applied after mixing."""
+    loss: Loss = "softmax"
+    smoothing: Smoothing = 0.0
 
 
 Part = Literal["stem", "class_token", "positions", "norms", "attn", "ffn", "layerscale", "head"]
@@ -123,10 +126,8 @@ class Finetune(Section):
     """Saves only the tensors that differ from the weights. Mode full changes all, so its model folder is complete."""
     first_branch: bool = False
     """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
-    loss: Literal["softmax", "bce"] = "softmax"
-    """Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."""
-    smoothing: Fraction = 0.0
-    """Label smoothing, applied after mixing."""
+    loss: Loss = "softmax"
+    smoothing: Smoothing = 0.0
 
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:
@@ -147,14 +148,17 @@ class Finetune(Section):
         return frozenset((*TRAINED[self.mode], *self.also))
 
 
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False, description="Decay rates of the two moments.")]
+Epsilon = Annotated[Positive, Field(description="Added to the denominator.")]
+Floor = Annotated[NotNegative, Field(description="Final learning rate.")]
+
+
 class AdamW(Section):
     """Adam with decoupled weight decay."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
-    """Decay rates of the two moments."""
-    eps: Positive = 1e-8
-    """Added to the denominator."""
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-8
 
 
 class Sgd(Section):
@@ -171,18 +175,15 @@ class LambSettings(Section):
     """LAMB: Adam with a step as long as the weights, as A2 and DeiT III use it."""
 
     kind: Literal["lamb"] = "lamb"
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
-    """Decay rates of the two moments."""
-    eps: Positive = 1e-6
-    """Added to the denominator."""
+    betas: Betas = (0.9, 0.999)
+    eps: Epsilon = 1e-6
 
 
 class Cosine(Section):
     """Half a cosine, from lr to floor."""
 
     kind: Literal["cosine"] = "cosine"
-    floor: NotNegative = 0.0
-    """Final learning rate."""
+    floor: Floor = 0.0
     during_warmup: bool = False
     """Starts the cosine at the first step, as timm does, rather than after the warm-up."""
 
@@ -191,8 +192,7 @@ class Linear(Section):
     """A straight line, from lr to floor."""
 
     kind: Literal["linear"] = "linear"
-    floor: NotNegative = 0.0
-    """Final learning rate."""
+    floor: Floor = 0.0
 
 
 class Constant(Section):
@@ -215,7 +215,7 @@ class Optim(Section):
 
     batch: Size = 1024
     """Global batch size: images per step over all workers."""
-    duration: Annotated[str, _duration("epochs", "steps")] = "90 epochs"
+    duration: Annotated[str, duration_in("epochs", "steps")] = "90 epochs"
     """Length of the training, in epochs or steps."""
     lr: Positive = 1e-3
     """Peak learning rate."""
@@ -225,7 +225,7 @@ class Optim(Section):
     """Decoupled weight decay, multiplied by lr. Applies to matrices and kernels only."""
     schedule: Annotated[Cosine | Linear | Constant, Field(discriminator="kind"), one_of("cosine")] = Cosine()
     """Learning-rate schedule after the warm-up."""
-    warmup: Annotated[str, _duration("epochs", "steps", least=0)] = "5 epochs"
+    warmup: Annotated[str, duration_in("epochs", "steps", least=0)] = "5 epochs"
     """Length of the linear warm-up, in epochs or steps."""
     warmup_from: NotNegative = 0.0
     """Learning rate at the start of the warm-up."""
@@ -284,7 +284,7 @@ class Compute(Section):
 class Evaluate(Section):
     """Evaluation of the val split."""
 
-    every: Annotated[str, _duration("epochs", "steps")] = "1 epoch"
+    every: Annotated[str, duration_in("epochs", "steps")] = "1 epoch"
     """Interval, in epochs or steps. The last step is always evaluated."""
     batch: Size | None = None
     """Images per step over all workers; null: the training batch."""
@@ -295,7 +295,7 @@ class Evaluate(Section):
 class CheckpointSettings(Section):
     """Checkpoint interval and retention."""
 
-    every: Annotated[str, _duration("epochs", "steps", "minutes")] = "1 epoch"
+    every: Annotated[str, duration_in("epochs", "steps", "minutes")] = "1 epoch"
     """Interval, in epochs, steps or minutes. The last step is always saved."""
     keep: Size = 2
     """Number of latest checkpoints to keep, besides the best one."""
@@ -317,7 +317,7 @@ class Tracking(Section):
 
     experiment: str = "vitray"
     """The run's experiment."""
-    every: Annotated[str, _duration("epochs", "steps")] = "50 steps"
+    every: Annotated[str, duration_in("epochs", "steps")] = "50 steps"
     """Logging interval, in epochs or steps."""
     register_as: str | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""

@@ -38,13 +38,10 @@ def explain_error(invalid: ValidationError, root: type[Section], places: Mapping
     lines = []
     for path, errors in wrong.items():
         # A missing setting has no place, but its section has. An error across sections starts with the setting.
-        given = path.rpartition(".")[0] if _is_missing(errors[0]) else path or _setting_at_fault(errors[0])
+        setting = str(errors[0].get("ctx", {}).get("error", "")).partition(":")[0]
+        given = path.rpartition(".")[0] if _is_missing(errors[0]) else path or setting
         lines.append(f"{_place(given, places, source)}: {_explain(path, errors, root)}")
     return ConfigError("\n".join(lines))
-
-
-def _setting_at_fault(error: ErrorDetails) -> str:
-    return str(error.get("ctx", {}).get("error", "")).partition(":")[0]
 
 
 def _is_missing(error: ErrorDetails) -> bool:

@@ -4,9 +4,9 @@ Shapes: B images, K classes.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,20 +54,6 @@ class Score(NamedTuple):
         return {f"val/{name}{suffix}": value for name, value in values.items() if value is not None}
 
 
-class LabelFreeTask(Protocol):
-    """A task without labels: its forward is the loss, and it can draw pictures."""
-
-    training: bool
-
-    def __call__(self, images_BCHW: Tensor, targets: Tensor) -> Tensor: ...
-
-    def pictures(self, images_BCHW: Tensor, targets: Tensor, /) -> Tensor: ...
-
-    def eval(self) -> object: ...
-
-    def train(self, mode: bool = True) -> object: ...
-
-
 class EvaluationSet(NamedTuple):
     """The batches of one worker, and the number of images of all workers together."""
 
@@ -82,17 +68,15 @@ def evaluate(
     data: EvaluationSet,
     num_classes: int,
     device: torch.device,
-    autocast: AbstractContextManager[object] | None = None,
+    autocast: AbstractContextManager[object],
 ) -> Score:
     """Return the score of a classifier over the batches of all workers."""
-    was_training = vit.training
-    vit.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     confusion_KK = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
     mistakes: list[Mistake] = []
-    for batch in data.batches:
-        with autocast or nullcontext():
-            logits_BK = vit(normalised(batch.images, data.normalise))
+    for batch, images_BCHW in _normalised_batches(vit, data):
+        with autocast:
+            logits_BK = vit(images_BCHW)
         real_B = batch.weights > 0
         logits_BK, labels_B = logits_BK.float()[real_B], batch.labels[real_B].long()
         sums += _sums(logits_BK, labels_B)
@@ -100,50 +84,42 @@ def evaluate(
         confusion_KK += torch.bincount(labels_B * num_classes + predicted_B, minlength=num_classes**2)
         batch_mistakes = _mistakes(logits_BK, labels_B, batch.rows[: len(labels_B)])
         mistakes = heapq.nlargest(MAX_MISTAKES, mistakes + batch_mistakes)
-    vit.train(was_training)
+    loss, top1, top5 = _means(sums, data.images)
     if dist.is_initialized():
-        dist.all_reduce(sums)
         dist.all_reduce(confusion_KK)
         gathered: list[list[Mistake]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, mistakes)
         mistakes = heapq.nlargest(MAX_MISTAKES, [mistake for part in gathered for mistake in part])
-    count, loss, top1, top5 = sums.tolist()
-    _check_count(count, data.images)
     matrix = confusion_KK.view(num_classes, num_classes).cpu().numpy()
-    return Score(data.images, loss / data.images, top1 / data.images, top5 / data.images, matrix, mistakes)
+    return Score(data.images, loss, top1, top5, matrix, mistakes)
 
 
 @torch.no_grad()
 def evaluate_loss(
-    task: LabelFreeTask,
+    task: nn.Module,
+    draw: Callable[[Tensor, Tensor], Tensor],
     data: EvaluationSet,
     device: torch.device,
-    autocast: AbstractContextManager[object] | None = None,
+    autocast: AbstractContextManager[object],
 ) -> Score:
-    """Return the loss of a task without labels over the batches of all workers."""
-    was_training = task.training
-    task.eval()
+    """Return the loss of a task without labels over the batches of all workers, and the pictures that `draw` makes."""
     if isinstance(task, VisualTokenizer):
         task.read_perplexity()  # resets the counts
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     pictures = None
-    for batch in data.batches:
+    for batch, padded_BCHW in _normalised_batches(task, data):
         # Padding is at the end of the last batch.
         real = int((batch.weights > 0).sum())
         if not real:
             continue
-        images_BCHW, targets = normalised(batch.images[:real], data.normalise), batch.labels[:real]
-        with autocast or nullcontext():
-            sums += torch.stack([task(images_BCHW, targets).double() * real, sums.new_tensor(real)])
+        images_BCHW, targets = padded_BCHW[:real], batch.labels[:real]
+        with autocast:
+            sums += torch.stack([sums.new_tensor(real), task(images_BCHW, targets).double() * real])
             if pictures is None:
-                pictures = task.pictures(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES]).float().cpu().numpy()
-    task.train(was_training)
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    loss, count = sums.tolist()
-    _check_count(count, data.images)
+                pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES]).float().cpu().numpy()
+    [loss] = _means(sums, data.images)
     perplexity = task.read_perplexity() if isinstance(task, VisualTokenizer) else None
-    return Score(data.images, loss / data.images, perplexity=perplexity, pictures=pictures)
+    return Score(data.images, loss, perplexity=perplexity, pictures=pictures)
 
 
 def broadcast_buffers(module: nn.Module) -> None:
@@ -153,8 +129,22 @@ def broadcast_buffers(module: nn.Module) -> None:
             dist.broadcast(buffer, 0)
 
 
-def _check_count(count: float, images: int) -> None:
+def _normalised_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tuple[DeviceBatch, Tensor]]:
+    """Yield each batch and its normalised images, with the network in evaluation mode."""
+    was_training = network.training
+    network.eval()
+    for batch in data.batches:
+        yield batch, normalised(batch.images, data.normalise)
+    network.train(was_training)
+
+
+def _means(sums: Tensor, images: int) -> list[float]:
+    """Return the means over the images of all workers; the first sum is the number of images."""
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    count, *totals = sums.tolist()
     assert count == images, f"{count:.0f} images were counted, the split has {images}"
+    return [total / images for total in totals]
 
 
 def _sums(logits_BK: Tensor, labels_B: Tensor) -> Tensor:

@@ -96,17 +96,16 @@ class Block(nn.Module):
         self.attentions = tuple(Attention(spec) for _ in range(spec.branches))
         self.feedforwards = tuple(FeedForward(spec) for _ in range(spec.branches))
         # Named attn1, attn2, ... and ffn1, ffn2, ..., as in `trace["block07.attn1"]`.
-        for index, attention in enumerate(self.attentions, start=1):
-            self.add_module(f"attn{index}", attention)
-        for index, feedforward in enumerate(self.feedforwards, start=1):
-            self.add_module(f"ffn{index}", feedforward)
+        for name, branches in (("attn", self.attentions), ("ffn", self.feedforwards)):
+            for index, branch in enumerate(branches, start=1):
+                self.add_module(f"{name}{index}", branch)
         self._fused: dict[type, tuple[Any, FusedWeights]] = {}
 
     def forward(self, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
         # A trace needs the attention weights of each branch, so it excludes fusing.
         if trace is None and self._is_fused(x_BND):
-            return self.feed(self._attend_fused(x_BND), fused=True)
-        return self.feed(self._attend_loop(x_BND, trace, key), fused=False)
+            return self.feed(self._attend_fused(x_BND), True)
+        return self.feed(self._attend_loop(x_BND, trace, key), False)
 
     def feed(self, x_BND: Tensor, fused: bool) -> Tensor:
         """Return the second half of the level: the input plus all feed-forward outputs."""

@@ -1,13 +1,13 @@
-"""Parameters, multiply-adds and activation memory of a network, from shapes alone, and its diagram in text."""
+"""Activation memory of a network, measured on shapes alone, beside its sizes; and its diagram in text."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitray.config import Model
+from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 
 
@@ -16,8 +16,7 @@ class Counts(NamedTuple):
 
     params: int
     gflops: float
-    """Billions of multiply-adds of a forward pass, counted as in the papers: matrix products, and 5 per normalised
-    element."""
+    """Billions of multiply-adds of a forward pass, as `Sizes` counts them."""
     activation_bytes: int
     """Activations that one fp32 image stores for the backward pass."""
 
@@ -26,15 +25,6 @@ def count(model: Model) -> Counts:
     """Return the counts of a model without allocating weights or images."""
     with torch.device("meta"):
         vit = ViT(model.model_copy(update={"execution": "loop"}))
-    norm_elements = 0
-
-    def count_norm(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal norm_elements
-        norm_elements += output.numel()
-
-    for module in vit.modules():
-        if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
-            module.register_forward_hook(count_norm)
     saved: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -45,14 +35,12 @@ def count(model: Model) -> Counts:
     # Fake CPU tensors: on meta, attention is decomposed and would store its N x N weights.
     with FakeTensorMode(allow_non_fake_inputs=True):
         vit.to_empty(device="cpu")
-        images = torch.empty(1, 3, *model.image_shape)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            with FlopCounterMode(display=False) as flops:
-                vit(images)
+            vit(torch.empty(1, 3, *model.image_shape))
         weights = {id(parameter.untyped_storage()) for parameter in vit.parameters()}
+    sizes = sizes_of(model)
     activation_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
-    multiply_adds = flops.get_total_flops() // 2 + 5 * norm_elements
-    return Counts(sum(p.numel() for p in vit.parameters()), multiply_adds / 1e9, activation_bytes)
+    return Counts(sizes.params, sizes.gflops, activation_bytes)
 
 
 def diagram(model: Model, counts: Counts) -> str:
@@ -66,20 +54,20 @@ def diagram(model: Model, counts: Counts) -> str:
         return _amount(sum(parameter.numel() for module in modules for parameter in module.parameters()))
 
     stem = " > ".join(_layer(layer) for layer in vit.stem.proj)
+    scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
+    inner = {"attn": f"{shape.heads} heads", "ffn": f"{shape.size} > {4 * shape.size} > {shape.size}"}
     block: list[tuple[str, str]] = []
-    for part, text in (
-        ("attn", f"{shape.heads} heads"),
-        ("ffn", f"{shape.size} > {4 * shape.size} > {shape.size}"),
-    ):
+    for part, text in inner.items():
         for branch in range(1, shape.branches + 1):
             module = vit.blocks[0].get_submodule(f"{part}{branch}")
-            scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
             fork = "──" if shape.branches == 1 else "┬─" if branch == 1 else "└─" if branch == shape.branches else "├─"
             block.append((f"│ {fork} norm > {part}{branch} {text}{scale}", size(module)))
         block.append(("⊕ add", ""))
-    positions = model.positions.kind + (
-        f", resized as {model.positions.resample}" if model.positions.kind == "learned" else ""
-    )
+    positions, head = model.positions.kind, "no head"
+    if model.positions.kind == "learned":
+        positions += f", resized as {model.positions.resample}"
+    if model.num_classes:
+        head = f"head {model.head.kind} > {model.num_classes} classes"
     lines = [
         (f"image 3 x {height} x {width}", ""),
         (f"stem {shape.stem}: {stem}", size(vit.stem)),
@@ -89,10 +77,7 @@ def diagram(model: Model, counts: Counts) -> str:
         *block,
         ("└", ""),
         (f"norm, pool {model.pool}", size(vit.norm)),
-        (
-            f"head {model.head.kind} > {model.num_classes} classes" if model.num_classes else "no head",
-            size(vit.head),
-        ),
+        (head, size(vit.head)),
     ]
     left = max(len(text) for text, _ in lines) + 2
     total = (

@@ -2,7 +2,6 @@
 
 from typing import Self
 
-import torch
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
@@ -49,11 +48,3 @@ class Stem(nn.Module):
         parent module would undo it anywhere else.
         """
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
-
-
-def synchronise_norms(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with batch norms synchronised over all GPU workers; on a CPU, the model unchanged.
-
-    SyncBatchNorm rejects CPU tensors in any process group, so each CPU worker normalises its own part of the batch.
-    """
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else model

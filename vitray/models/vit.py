@@ -36,7 +36,9 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate)) for rate in drop_path_rates(model))
         self.norm = nn.LayerNorm(shape.size, eps=model.norm_eps)
         self.head = build_head(model)
-        self._initialise()
+        self.blocks.apply(initialise_linear)
+        if self.class_token is not None:
+            nn.init.trunc_normal_(self.class_token, std=0.02)
 
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
@@ -74,13 +76,6 @@ class ViT(nn.Module):
     def execution(self, execution: Execution) -> None:
         for block in self.blocks:
             block.execution = execution  # type: ignore[assignment]
-
-    def _initialise(self) -> None:
-        for module in self.blocks.modules():
-            if isinstance(module, nn.Linear):
-                initialise_linear(module)
-        if self.class_token is not None:
-            nn.init.trunc_normal_(self.class_token, std=0.02)
 
 
 def build_head(model: Model) -> nn.Module:

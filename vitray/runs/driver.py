@@ -12,21 +12,18 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import RunError
 from vitray.runs.console import Console
-from vitray.runs.outcome import Outcome, finished_outcome
-from vitray.runs.plan import make_plan
-from vitray.runs.run_dir import open_run_dir
+from vitray.runs.placement import await_nodes, place_workers, start_attempts
+from vitray.runs.plan import RunInfo, TrialHook, make_plan
+from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitray.runs.run_info import RunInfo, TrialHook
     from vitray.training.messages import WorkerResult
 
 
-def train(
-    run: Run, name: str, out: str = "runs", *, fork: str | None = None, hook: "TrialHook | None" = None
-) -> Outcome:
+def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, hook: TrialHook | None = None) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome."""
     called = time.monotonic()
     planned = make_plan(run, hook.dataset if hook else None)
@@ -46,8 +43,6 @@ def train(
         # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
         from vitray.runs import trainer  # noqa: F401
         from vitray.runs.model_output import last_weights, save_weights
-        from vitray.runs.placement import await_nodes, place_workers
-        from vitray.runs.run_info import RunInfo
         from vitray.runs.run_logger import RunLogger
 
         await_nodes(planned.run)
@@ -70,14 +65,13 @@ def train(
 
 
 def _fit(
-    info: "RunInfo", mailbox: Any, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown
+    info: RunInfo, mailbox: Any, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown
 ) -> "WorkerResult":
     """Run the training loop on the workers and return the result of the first one."""
     import ray
     import ray.train
 
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
-    from vitray.runs.placement import start_attempts
     from vitray.runs.trainer import Trainer
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker

@@ -21,9 +21,7 @@ RAY_TRAIN = "ray.train.v2._internal"
 class StartupRetryFilter(logging.Filter):
     """Shortens the log of repeated start attempts: one line per interval instead of thirty per attempt."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0.0
+    _next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is logged."""

@@ -1,5 +1,7 @@
 """The plan of a run, checked against its data, weights and storage before Ray starts."""
 
+import threading
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import sizes_of
+from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.schedule import in_steps, total_steps
 
@@ -62,6 +65,37 @@ class PlannedRun(NamedTuple):
     """The tokenizer whose codes are predicted."""
 
 
+class TrialHook(NamedTuple):
+    """The connection of a run to the sweep that it is a trial of."""
+
+    parent_uid: str
+    """The parent run in MLflow."""
+    should_stop: Callable[[int, Mapping[str, float]], bool]
+    """Called with each evaluation's step and scores; True stops the run early."""
+    waits_for_decision: bool
+    """Whether training waits for that answer."""
+    dataset: Dataset | None = None
+    """The sweep's open dataset."""
+    concurrent_trials: int = 1
+    """Trials that share the cluster."""
+    stop_requested: threading.Event | None = None
+    """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
+
+
+class RunInfo(NamedTuple):
+    """A planned run with its name, folder and placement."""
+
+    name: str
+    run_dir: str
+    uid: str
+    planned: PlannedRun
+    placement: Placement
+    called: float
+    """When `train` was called, on the monotonic clock."""
+    fork: str | None
+    hook: TrialHook | None
+
+
 def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     """Return the plan of a run, checked against its data and weights.
 
@@ -75,8 +109,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     dataset = known if known and is_known else open_dataset(run.data.url)
     run, start, tokenizer = _open_weights(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
-    _check_classes(run, dataset)
-    _check_batch(run, images)
+    _check_settings(run, dataset, images)
     if not is_known:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch = images // run.optim.batch
@@ -204,17 +237,11 @@ def _images(dataset: Dataset, setting: str, split: str) -> int:
     return dataset.splits[split].rows
 
 
-def _check_classes(run: Run, dataset: Dataset) -> None:
-    if run.model.num_classes is None and run.task.kind in ("masked", "tokenizer"):
-        return
-    if run.model.num_classes != len(dataset.classes):
-        raise ConfigError(
-            f"model.num_classes: got {run.model.num_classes}, wanted {len(dataset.classes)} as in {dataset.url}"
-        )
-
-
-def _check_batch(run: Run, images: int) -> None:
-    batch = run.optim.batch
+def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
+    classes, batch = run.model.num_classes, run.optim.batch
+    is_label_free = classes is None and run.task.kind in ("masked", "tokenizer")
+    if not is_label_free and classes != len(dataset.classes):
+        raise ConfigError(f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url}")
     if batch > images:
         raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:

@@ -16,8 +16,8 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.runs.console import Console, RunConsole
-from vitray.runs.outcome import OUTCOME, Outcome
-from vitray.runs.run_info import RunInfo
+from vitray.runs.plan import RunInfo
+from vitray.runs.run_dir import OUTCOME, Outcome
 from vitray.runs.run_summary import describe_run, end_block, incident_block, start_block
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
@@ -58,7 +58,7 @@ class RunLogger:
             tags |= {BASE_TAG: start.url, BASE_IDENTITY_TAG: start.identity}
         parent = info.hook.parent_uid if info.hook else None
         params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()}
-        tracker = Tracker.begin(
+        tracker = Tracker(
             TrackedRun(info.uid, info.name, run.tracking.experiment, parent),
             params,
             tags | system_info.facts(),
@@ -146,18 +146,16 @@ class RunLogger:
         run = self._info.planned.run
         sheet = sample_sheet(self._info.planned.dataset, run.data.train, run.data.augment, run.model.image_shape)
         self._tracker.figure("augmented.png", sheet)
-        while not self._stopped.wait(0.25):
-            self._fetch()
-        self._fetch()
+        is_last = False
+        while not is_last:  # after the stop, the last messages are fetched
+            is_last = self._stopped.wait(0.25)
+            for message in ray.get(self.mailbox.take.remote()):
+                self._log(message)
 
     def _stop_thread(self) -> None:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _fetch(self) -> None:
-        for message in ray.get(self.mailbox.take.remote()):
-            self._log(message)
 
     def _log(self, message: messages.Message) -> None:
         match message:

@@ -8,10 +8,9 @@ from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.errors import redact_uri
 from vitray.runs.console import clock
-from vitray.runs.outcome import Outcome
 from vitray.runs.placement import Placement
-from vitray.runs.plan import Plan
-from vitray.runs.run_info import RunInfo
+from vitray.runs.plan import Plan, RunInfo
+from vitray.runs.run_dir import Outcome
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
 from vitray.weights import SavedModel

@@ -95,8 +95,6 @@ def fit_trials(nodes: Sequence[Node], resources: TrialResources, trials: int = 1
 
 def describe_capacity(capacity: Capacity, trials: int, nodes: Sequence[Node]) -> str:
     """Return one line, as in `24 trials, 6 at a time on 8 GPUs, 4 waves`."""
-    if not capacity.concurrent:
-        return capacity.limit
     concurrent = f"{min(trials, capacity.concurrent)} at a time on {_devices(nodes, capacity.resources)}"
     return f"{_count(trials, 'trial')}, {concurrent}, {_count(capacity.waves(trials), 'wave')}"
 

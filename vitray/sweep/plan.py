@@ -156,7 +156,10 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
         with session.ray_session():
             plan = plan_sweep(base, space, cluster_nodes(), ready=False)
     else:
-        plan = plan_sweep(base, space, [Node(cpus=session.local_cpus(), gpus=_local_gpus())], ready=False)
+        from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+        gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()  # those that Ray would find
+        plan = plan_sweep(base, space, [Node(cpus=session.local_cpus(), gpus=gpus)], ready=False)
     points = {} if space.learns else plan.points
     names = [f"  {name}" for name in points] or [f"  {space.search.kind} draws each point from earlier results"]
     lines = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
@@ -168,13 +171,6 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
         "waves": plan.capacity.waves(plan.trials),
         "points": [dict(point.settings) for point in points.values()],
     }
-
-
-def _local_gpus() -> int:
-    """Return the number of GPUs that Ray would find on this machine."""
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
-
-    return NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
 
 
 def cluster_nodes() -> list[Node]:

@@ -16,7 +16,7 @@ from vitray.runs.run_dir import RUN_META
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.interruption import Interruption
 from vitray.sweep.plan import SweepPlan
-from vitray.sweep.report import SweepResult, TrialResult, dataset_of, point_of, write_report
+from vitray.sweep.report import SweepResult, TrialResult, is_imagenet, paper_result, write_report
 from vitray.sweep.space import resolve_stages
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 from vitray.sweep.trial_store import TrialStore
@@ -38,11 +38,11 @@ class SweepLogger:
         self._console = SweepConsole(plan.trials, info.space.goal, store.records())
         self._reported, self._reported_over = 0.0, -1
         run_plan = plan.run_plan
-        self._images = run_plan and dataset_of(run_plan.images, run_plan.val_images, run_plan.classes)
+        self._on_imagenet = run_plan and is_imagenet(run_plan.images, run_plan.val_images, run_plan.classes)
         with suppress(Exception):  # the tracker reports it
             import_mlflow()  # before Optuna, which imports some of the same modules
         space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
-        self._tracker = Tracker.begin(
+        self._tracker = Tracker(
             TrackedRun(info.uid, info.name, base.tracking.experiment),
             params=base.dotted() | space_params,
             tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | system_info.facts(),
@@ -160,7 +160,7 @@ class SweepLogger:
             gflops=sizes and sizes.gflops,
             command=shlex.join(["vitray", "train", *self.info.recipe.args, *overrides]),
             run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
-            paper=point_of(run, self._images) if run.task.kind == "supervised" else None,
+            paper=paper_result(run) if self._on_imagenet else None,
             latency_ms=result.latency_ms,
             peak_memory_bytes=result.peak_memory_bytes,
         )

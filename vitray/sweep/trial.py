@@ -18,7 +18,7 @@ from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, RunError
 from vitray.runs.driver import train
-from vitray.runs.run_info import TrialHook
+from vitray.runs.plan import TrialHook
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.space import run_of
 from vitray.sweep.trial_store import TrialRecord, read_entries, read_record, write_record

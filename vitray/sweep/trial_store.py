@@ -9,8 +9,7 @@ from vitray.config import Run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
-from vitray.runs.outcome import OUTCOME
-from vitray.runs.run_dir import RUN_META, stored_run
+from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run
 from vitray.sweep.space import SweepPoint, run_of
 
 POINTS, RECORD = "points.json", "trial.json"

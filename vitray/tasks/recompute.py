@@ -1,40 +1,30 @@
-"""Activation checkpointing: blocks that are recomputed in the backward pass. B images, N tokens, D width."""
+"""Activation checkpointing: blocks that are recomputed in the backward pass."""
 
 from functools import partial
-from typing import assert_never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitray.config.training import Recompute
-from vitray.models.blocks import Block, Trace
+from vitray.models.blocks import Block
+
+METHODS: dict[Recompute, str | None] = {"none": None, "feedforward": "feed", "blocks": "forward"}
 
 
 def recompute_activations(task: nn.Module, part: Recompute) -> None:
     """Recompute every block of a task, or its feed-forward half, in the backward pass instead of storing it."""
-    for block in task.modules():
-        if isinstance(block, Block):
-            # On the instance: a wrapper module would rename the parameters.
-            match part:
-                case "none":
-                    pass
-                case "feedforward":
-                    block.feed = partial(_checkpointed_feed, block)
-                case "blocks":
-                    block.forward = partial(_checkpointed_forward, block)
-                case _:
-                    assert_never(part)
+    if method := METHODS[part]:
+        for block in task.modules():
+            if isinstance(block, Block):
+                # On the instance: a wrapper module would rename the parameters.
+                setattr(block, method, partial(_checkpointed, block, method))
 
 
-def _checkpointed_forward(block: Block, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
+def _checkpointed(block: Block, method: str, *inputs: Any) -> Tensor:
+    compute = partial(getattr(Block, method), block)
     # A trace stores the attention weights anyway, so recomputation would save no memory.
-    if trace is not None or not torch.is_grad_enabled():
-        return Block.forward(block, x_BND, trace, key)
-    return checkpoint(partial(Block.forward, block), x_BND, use_reentrant=False, preserve_rng_state=True)
-
-
-def _checkpointed_feed(block: Block, x_BND: Tensor, fused: bool) -> Tensor:
-    if not torch.is_grad_enabled():
-        return Block.feed(block, x_BND, fused)
-    return checkpoint(partial(Block.feed, block), x_BND, fused, use_reentrant=False, preserve_rng_state=True)
+    if not torch.is_grad_enabled() or any(isinstance(value, dict) for value in inputs):
+        return compute(*inputs)
+    return checkpoint(compute, *inputs, use_reentrant=False)

@@ -22,8 +22,6 @@ MOST_PAIRS = 25
 MOST_MISTAKES, MISTAKES_WIDE = 24, 6
 # Inches of a contact sheet: an image with the gap beside it, the text below it, the title above.
 CELL, GAP, TEXT, TITLE = 1.75, 0.15, 0.5, 0.45
-# Images up to this side, in pixels, are shown without interpolation.
-SMALL = 72
 
 History = dict[str, list[tuple[int, float]]]
 # Title and metrics of each panel, the later metric on top.
@@ -53,8 +51,7 @@ class MistakePicture(NamedTuple):
 
 def draw_curves(history: History) -> bytes:
     """Draw loss, accuracy, learning rate and speed over steps, a panel for each that was recorded."""
-    panels = {title: [key for key in keys if history.get(key)] for title, keys in PANELS.items()}
-    panels = {title: keys for title, keys in panels.items() if keys}
+    panels = {title: keys for title, names in PANELS.items() if (keys := [key for key in names if history.get(key)])}
     if not panels:
         return _draw_text("nothing recorded yet")
     columns = min(2, len(panels))
@@ -135,8 +132,9 @@ def _draw_matrix(counts_KK: np.ndarray, classes: Sequence[str]) -> bytes:
     if counted:
         for row, column in zip(*np.nonzero(counts_KK), strict=True):
             colour = LIGHT.paper if shares_KK[row, column] > 0.35 else LIGHT.ink
-            count = _short_number(int(counts_KK[row, column]))
-            axis.text(column, row, count, ha="center", va="center", fontsize=7, color=colour)
+            count = int(counts_KK[row, column])
+            text = str(count) if count < 100_000 else f"{count / 1000:.0f}k"
+            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
     bar = figure.colorbar(image, ax=axis, shrink=0.8, aspect=35, pad=0.02, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
     bar.ax.set_yticklabels(["0", "1 %", "10 %", "25 %", "50 %", "100 %"], fontsize=7, color=LIGHT.pale)
     bar.ax.tick_params(length=0)
@@ -177,10 +175,6 @@ def _summary(counts_KK: np.ndarray) -> str:
     return f"{100 * right / max(total, 1):.1f} % of {total:,} images right"
 
 
-def _short_number(count: int) -> str:
-    return str(count) if count < 100_000 else f"{count / 1000:.0f}k"
-
-
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +203,7 @@ def _draw_mistake(axis: Axes, mistake: MistakePicture) -> None:
     height, width = mistake.image.shape[:2]
     side = max(height, width)
     left, top = (side - width) / 2, (side - height) / 2
-    axis.imshow(mistake.image, extent=(left, left + width, top + height, top), interpolation=_interpolation(side))
+    axis.imshow(mistake.image, extent=(left, left + width, top + height, top))
     axis.set(xlim=(0, side), ylim=(side, 0), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     percent = f"{100 * mistake.probability:.0f} %"
@@ -226,11 +220,6 @@ def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], s
         text.set_text(text_of(length))
         if text.get_window_extent().width <= axis.bbox.width:
             break
-
-
-def _interpolation(side: int) -> str:
-    """Tiny images show their pixels instead of a blur."""
-    return "nearest" if side <= SMALL else "antialiased"
 
 
 # ---- reconstructions -------------------------------------------------------------------------------------------------
@@ -254,7 +243,7 @@ def draw_pictures(pictures_RBCHW: np.ndarray, normalise: Normalise) -> bytes:
             left = GAP + CELL * column
             box = (left / width, bottom / height, (CELL - GAP) / width, (cell_height - GAP) / height)
             axis = figure.add_axes(box)
-            axis.imshow(image_HWC, interpolation=_interpolation(max(high, wide)), aspect="auto")
+            axis.imshow(image_HWC, aspect="auto")
             axis.set_axis_off()
     return to_png(figure)
 

@@ -56,15 +56,16 @@ def _begin_time(folder: Path) -> int:
 
 def _flush(folder: Path, uri: str) -> FlushResult:
     """Upload a spool that no process has open; the run ends as KILLED if its driver is dead."""
+    uid = folder.name
     try:
         spool = Spool(folder)
     except BlockingIOError:
-        return FlushResult(folder.name, folder.name, "running", "its driver sends its records itself")
+        return FlushResult(uid, uid, "running", "its driver sends its records itself")
     try:
         begin, ended, latest = spool.state()
         if begin is None:
             spool.remove()
-            return FlushResult(folder.name, folder.name, "complete", "nothing was recorded")
+            return FlushResult(uid, uid, "complete", "nothing was recorded")
         if not ended and is_dead(begin["tags"]):
             reason = _death_notice(begin["tags"])
             spool.append({"kind": "end", "time": latest, "status": "KILLED", "reason": reason})
@@ -73,11 +74,11 @@ def _flush(folder: Path, uri: str) -> FlushResult:
         while uploader.remaining:
             uploader.send_next()
         if not ended:
-            return FlushResult(begin["uid"], begin["name"], "running", "sent; its driver cannot be proved dead")
+            return FlushResult(uid, begin["name"], "running", "sent; its driver cannot be proved dead")
         spool.remove()
-        return FlushResult(begin["uid"], begin["name"], "complete", "complete")
+        return FlushResult(uid, begin["name"], "complete", "complete")
     except Exception as error:
-        return FlushResult(folder.name, folder.name, "waiting", f"still waits: {one_line(error)}")
+        return FlushResult(uid, uid, "waiting", f"still waits: {one_line(error)}")
     finally:
         spool.close()
 

@@ -4,49 +4,42 @@ import functools
 import os
 import socket
 from pathlib import Path
-from typing import NamedTuple
 
 # The PID namespace of a Linux host; containers have others.
 HOST_PID_NAMESPACE = "pid:[4026531836]"
 
 
-class _Kernel(NamedTuple):
-    """The machine id, the boot id and the PID namespace; `?` is unknown."""
-
-    machine: str
-    boot: str
-    pid_namespace: str
-
-
 def process_tags() -> dict[str, str]:
     """Return the tags that identify this process and its machine."""
     pid = os.getpid()
-    started = f"{' '.join(_kernel())} {_start_time(pid)}"
+    started = " ".join([*_kernel(), _start_time(pid)])
     return {"vitray.host": socket.gethostname(), "vitray.pid": str(pid), "vitray.pid_started": started}
 
 
 def is_dead(tags: dict[str, str]) -> bool:
     """Whether the process of these tags ran on this machine and has provably ended."""
-    fields = tags.get("vitray.pid_started", "").split()
-    if tags.get("vitray.host") != socket.gethostname() or not tags.get("vitray.pid", "").isdigit() or len(fields) != 4:
+    fields, pid = tags.get("vitray.pid_started", "").split(), tags.get("vitray.pid", "")
+    if tags.get("vitray.host") != socket.gethostname() or not pid.isdigit() or len(fields) != 4:
         return False
-    kernel, start_time, here = _Kernel(*fields[:3]), fields[3], _kernel()
-    if "?" in fields or kernel.machine != here.machine:
+    machine, boot, namespace, start_time = fields
+    machine_here, boot_here, namespace_here = _kernel()
+    if "?" in fields or machine != machine_here:
         return False
-    if kernel.boot != here.boot:
+    if boot != boot_here:
         # The machine has rebooted. A container may share host name and machine id with a live one elsewhere.
-        return kernel.machine != "none" and kernel.pid_namespace == here.pid_namespace == HOST_PID_NAMESPACE
+        return machine != "none" and namespace == namespace_here == HOST_PID_NAMESPACE
     # A process id is only valid in its own namespace.
-    return kernel.pid_namespace == here.pid_namespace and start_time != _start_time(int(tags["vitray.pid"]))
+    return namespace == namespace_here and start_time != _start_time(int(pid))
 
 
 @functools.cache
-def _kernel() -> _Kernel:
+def _kernel() -> tuple[str, str, str]:
+    """Return the machine id, the boot id and the PID namespace; `?` is unknown."""
     try:
-        pid_namespace = os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        pid_namespace = "?"
-    return _Kernel(_first_word("/etc/machine-id"), _first_word("/proc/sys/kernel/random/boot_id"), pid_namespace)
+        namespace = "?"
+    return _first_word("/etc/machine-id"), _first_word("/proc/sys/kernel/random/boot_id"), namespace
 
 
 def _first_word(path: str) -> str:

@@ -82,7 +82,8 @@ def _save_pyfunc(path: Path, folder: Path, description: Model) -> None:
         code_paths=[str(PACKAGE)],
         signature=_signature(),
         input_example=_input_example(),
-        pip_requirements=_pinned_requirements(),
+        # Without local versions such as +cu130, which only torch's own index has.
+        pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS],
         mlflow_model=description,
     )
 
@@ -114,9 +115,3 @@ def _input_example() -> list[dict[str, Any]]:
     png = io.BytesIO()
     Image.fromarray(pixels_HWC).save(png, "PNG")
     return [{"image": base64.b64encode(png.getvalue()).decode()}]
-
-
-def _pinned_requirements() -> list[str]:
-    """Return the requirements, pinned to the installed versions."""
-    # Without local versions such as +cu130, which only torch's own index has.
-    return [f"{name}=={version(name).partition('+')[0]}" for name in REQUIREMENTS]

@@ -24,11 +24,11 @@ def register_model(client: "MlflowClient", model_uri: str, name: str, top1: floa
         versions = client.search_model_versions(f"name = '{name}'")
     except MlflowException:
         versions = []
-    registered = [version for version in versions if version.tags.get("vitray.model") == model_uri]
+    registered = next((version for version in versions if version.tags.get("vitray.model") == model_uri), None)
     model_tags = client.get_logged_model(model_uri.removeprefix("models:/")).tags
     base = {key: model_tags[key] for key in (BASE_TAG, BASE_IDENTITY_TAG) if key in model_tags}
     tags = {"vitray.model": model_uri} | base | ({} if top1 is None else {"val/top1": repr(top1)})
-    version = registered[0] if registered else mlflow.register_model(model_uri, name, tags=tags)
+    version = registered or mlflow.register_model(model_uri, name, tags=tags)
     if base:
         link = _markdown_link(client, base[BASE_TAG])
         description = f"A delta of {link} (identity {base[BASE_IDENTITY_TAG][:12]}), which is needed to load it."

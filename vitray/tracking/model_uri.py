@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vitray import storage
 from vitray.errors import ConfigError, nearest, one_line, redact_uri
@@ -26,18 +26,10 @@ MODEL_DIR = "artifacts/model"
 NOT_FOUND = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
-class ModelUri(NamedTuple):
-    """The parts of an MLflow model address; absent parts are None."""
-
-    model_id: str | None
-    name: str | None
-    alias: str | None
-    version: str | None
-    run_id: str | None
-    path: str | None
-
-
-_MODEL_URI = re.compile(r"models:/(m-[^/@]+)|models:/([^/@]+)(?:@([^/@]+)|/(\d+))|runs:/([^/]+)/(.+?)/?")
+_MODEL_URI = re.compile(
+    r"models:/(?P<model_id>m-[^/@]+)|models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))"
+    r"|runs:/(?P<run_id>[^/]+)/(?P<path>.+?)/?"
+)
 
 
 def is_model_uri(url: str) -> bool:
@@ -69,36 +61,33 @@ def pin_uri(url: str) -> str:
     if not is_model_uri(url):
         return storage.absolute(url)
     with _mlflow_lookup(url) as (client, uri):
-        return url if uri.alias is None else f"models:/{uri.name}/{_model_version(client, uri).version}"
+        return f"models:/{uri['name']}/{_model_version(client, uri).version}" if uri["alias"] else url
 
 
-def _artifact_location(client: "MlflowClient", uri: ModelUri) -> tuple[str, str | None]:
+def _artifact_location(client: "MlflowClient", uri: re.Match[str]) -> tuple[str, str | None]:
     """Return the location of the artifacts, and the id of the logged model if they are a whole one."""
-    model_id, rest = uri.model_id, ""
-    if uri.name is not None:
+    model_id, rest = uri["model_id"], ""
+    if uri["name"]:
         version = _model_version(client, uri)
         if not version.model_id:  # registered from a folder
-            return client.get_model_version_download_uri(uri.name, version.version), None
+            return client.get_model_version_download_uri(uri["name"], version.version), None
         model_id = version.model_id
-    if uri.run_id is not None and uri.path is not None:
-        run = client.get_run(uri.run_id)
-        name, _, rest = uri.path.partition("/")
+    if uri["run_id"]:
+        run = client.get_run(uri["run_id"])
+        name, _, rest = uri["path"].partition("/")
         outputs = run.outputs.model_outputs if run.outputs else []
         matches = [model for output in outputs if (model := client.get_logged_model(output.model_id)).name == name]
         if not matches:
-            return storage.join(str(run.info.artifact_uri), uri.path), None
+            return storage.join(str(run.info.artifact_uri), uri["path"]), None
         model_id = max(matches, key=lambda model: model.creation_timestamp).model_id
-    assert model_id is not None
     place = client.get_logged_model(model_id).artifact_location
     return storage.join(place, rest) if rest else place, None if rest else model_id
 
 
-def _model_version(client: "MlflowClient", uri: ModelUri) -> "ModelVersion":
-    assert uri.name is not None
-    if uri.alias is not None:
-        return client.get_model_version_by_alias(uri.name, uri.alias)
-    assert uri.version is not None
-    return client.get_model_version(uri.name, uri.version)
+def _model_version(client: "MlflowClient", uri: re.Match[str]) -> "ModelVersion":
+    if uri["alias"]:
+        return client.get_model_version_by_alias(uri["name"], uri["alias"])
+    return client.get_model_version(uri["name"], uri["version"])
 
 
 def _download(artifacts: str, model_id: str | None) -> Path:
@@ -121,10 +110,10 @@ def _download(artifacts: str, model_id: str | None) -> Path:
 
 
 @contextmanager
-def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", ModelUri]]:
+def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", re.Match[str]]]:
     """Yield a client and the parsed address; turn MLflow's errors into one message."""
-    match = _MODEL_URI.fullmatch(url)
-    if match is None:
+    uri = _MODEL_URI.fullmatch(url)
+    if uri is None:
         raise ConfigError(f"{url}: not an address of a model; wanted {GRAMMAR}")
     store = tracking_uri()
     database = Path(store.removeprefix("sqlite:///").partition("?")[0])
@@ -134,7 +123,7 @@ def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", ModelUri]]:
     from mlflow.exceptions import MlflowException
 
     try:
-        client, uri = open_client(store), ModelUri(*match.groups())
+        client = open_client(store)
         try:
             yield client, uri
         except MlflowException as error:
@@ -145,19 +134,20 @@ def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", ModelUri]]:
         raise ConfigError(f"{url}: MLflow at {redact_uri(store)} cannot find it: {one_line(error)[:300]}") from None
 
 
-def _describe_missing(client: "MlflowClient", uri: ModelUri) -> str:
+def _describe_missing(client: "MlflowClient", uri: re.Match[str]) -> str:
     """Name the missing part of an address, the existing ones and the nearest of them."""
-    if uri.run_id is not None:
-        return f"there is no run {uri.run_id}, or no {uri.path} in it"
+    name, alias = uri["name"], uri["alias"]
+    if uri["run_id"]:
+        return f"there is no run {uri['run_id']}, or no {uri['path']} in it"
     names = [model.name for model in client.search_registered_models()]
     registered = f"; registered are {', '.join(names) or 'none'}"
-    if uri.name is None:
-        return f"there is no model {uri.model_id}{registered}"
-    if uri.name not in names:
-        return f"no model is registered as {uri.name}{registered}{nearest(uri.name, names)}"
-    if uri.alias is not None:
-        aliases = client.get_registered_model(uri.name).aliases
-        listed = ", ".join(f"{alias} (version {version})" for alias, version in aliases.items()) or "none"
-        return f"{uri.name} has no alias {uri.alias}; it has {listed}{nearest(uri.alias, aliases)}"
-    versions = sorted(int(version.version) for version in client.search_model_versions(f"name = '{uri.name}'"))
-    return f"{uri.name} has no version {uri.version}; it has {', '.join(map(str, versions)) or 'none'}"
+    if uri["model_id"]:
+        return f"there is no model {uri['model_id']}{registered}"
+    if name not in names:
+        return f"no model is registered as {name}{registered}{nearest(name, names)}"
+    if alias:
+        aliases = client.get_registered_model(name).aliases
+        listed = ", ".join(f"{key} (version {version})" for key, version in aliases.items()) or "none"
+        return f"{name} has no alias {alias}; it has {listed}{nearest(alias, aliases)}"
+    versions = sorted(int(version.version) for version in client.search_model_versions(f"name = '{name}'"))
+    return f"{name} has no version {uri['version']}; it has {', '.join(map(str, versions)) or 'none'}"

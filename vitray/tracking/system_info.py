@@ -51,16 +51,20 @@ def _gpu_sample() -> dict[str, float]:
 
 def facts() -> dict[str, str]:
     """Return the commit, the versions and the hardware behind a measurement, without unknown ones."""
-    return {**_git(), **versions(), **_hardware()}
-
-
-def _git() -> dict[str, str]:
-    commit = _output("git", "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    # After a timeout in a large tree it is unknown whether there are changes.
-    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return {"git.commit": commit} | ({} if changes is None else {"git.dirty": str(bool(changes)).lower()})
+    result = {}
+    if commit := _output("git", "rev-parse", "HEAD"):
+        result["git.commit"] = commit
+        changes = _output("git", "status", "--porcelain", "--untracked-files=no")
+        if changes is not None:  # it is unknown after a timeout in a large tree
+            result["git.dirty"] = str(bool(changes)).lower()
+    result |= versions() | {
+        "hardware.cpu": _cpu_model(),
+        "hardware.cores": str(os.cpu_count()),
+        "hardware.memory_gigabytes": f"{psutil.virtual_memory().total / 1e9:.1f}",
+    }
+    if shutil.which("nvidia-smi") and (names := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")):
+        result["hardware.gpus"] = ", ".join(names.splitlines())
+    return result
 
 
 def versions() -> dict[str, str]:
@@ -69,17 +73,6 @@ def versions() -> dict[str, str]:
     for package in ("torch", "ray", "mlflow", "vitray"):
         with contextlib.suppress(PackageNotFoundError):
             result[f"version.{package}"] = version(package)
-    return result
-
-
-def _hardware() -> dict[str, str]:
-    result = {
-        "hardware.cpu": _cpu_model(),
-        "hardware.cores": str(os.cpu_count()),
-        "hardware.memory_gigabytes": f"{psutil.virtual_memory().total / 1e9:.1f}",
-    }
-    if shutil.which("nvidia-smi") and (names := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")):
-        result["hardware.gpus"] = ", ".join(names.splitlines())
     return result
 
 

@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import re
+import threading
+import time
 import uuid
 from collections.abc import Mapping
 from types import TracebackType
@@ -13,9 +15,8 @@ from typing import Any, Literal, NamedTuple, Self
 from vitray.errors import ConfigError, one_line, redact, redact_uri
 from vitray.tracking.flush import close_dead_runs
 from vitray.tracking.liveness import process_tags
-from vitray.tracking.mlflow_client import tracking_uri
+from vitray.tracking.mlflow_client import import_mlflow, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
-from vitray.tracking.upload_thread import UploadThread
 from vitray.tracking.uploader import Uploader
 
 LOG = logging.getLogger("vitray.tracking")
@@ -28,6 +29,9 @@ END_TIMEOUTS: dict[RunStatus, tuple[float, float]] = {"FINISHED": (600, 10), "FA
 
 # Seconds to wait for another process (`vitray track flush`, or another run's start) that is uploading the same spool.
 LOCK_TIMEOUT = 30.0
+
+# Seconds between uploads, so that points are sent in batches, and at most while the server is offline.
+PAUSE, MAX_PAUSE = 1.0, 30.0
 
 
 class TrackedRun(NamedTuple):
@@ -45,31 +49,14 @@ class Tracker:
     As a context manager it ends the run: FINISHED, FAILED with the exception, or KILLED on Ctrl-C and SystemExit.
     """
 
-    @classmethod
-    def begin(cls, run: TrackedRun, params: Mapping[str, Any], tags: Mapping[str, str], description: str) -> Self:
+    def __init__(self, run: TrackedRun, params: Mapping[str, Any], tags: Mapping[str, str], description: str) -> None:
         """Begin a run, or continue the MLflow run of the same uid.
 
         A continued run is RUNNING again; steps that a metric already has are not logged again.
         """
-        tracker = cls(run)
-        commit = {"mlflow.source.git.commit": tags["git.commit"]} if "git.commit" in tags else {}
-        body: dict[str, Any] = {"kind": "begin", "uid": run.uid, "name": run.name, "experiment": run.experiment}
-        body |= {"parent": run.parent, "time": now()}
-        body["params"] = {
-            _clean_key(key): value if isinstance(value, str) else json.dumps(value) for key, value in params.items()
-        }
-        user_tags = {_clean_key(key): str(value) for key, value in tags.items()}
-        body["tags"] = {"mlflow.user": _user()} | commit | user_tags | process_tags()
-        body["description"] = description
-        tracker._record(body)
-        uploader = Uploader(tracker._spool, tracker.uri)
-        tracker._upload = UploadThread(uploader, lambda: close_dead_runs(run.experiment, tracker.uri))
-        return tracker
-
-    def __init__(self, run: TrackedRun) -> None:
         self.run = run
-        self.uri = tracking_uri()
-        self._upload: UploadThread | None = None
+        uri = tracking_uri()
+        self._store = redact_uri(uri).rstrip("/")
         self._has_warned = False
         self._ended = False
         folder = spool_dir() / run.uid
@@ -77,12 +64,21 @@ class Tracker:
             self._spool = Spool(folder, LOCK_TIMEOUT)
         except BlockingIOError:
             raise ConfigError(f"{folder}: another process tracks this run; wanted that it ends first") from None
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in params.items()}
+        commit = {"mlflow.source.git.commit": tags["git.commit"]} if "git.commit" in tags else {}
+        user_tags = {_clean_key(key): str(value) for key, value in tags.items()}
+        begin = {
+            "params": {_clean_key(key): text for key, text in texts.items()},
+            "tags": {"mlflow.user": _user()} | commit | user_tags | process_tags(),
+            "description": description,
+        }
+        self._record("begin", run._asdict() | begin)
+        self._upload = UploadThread(Uploader(self._spool, uri), run.experiment)
 
-    def metrics(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """Record metrics of a step, at a time in seconds since 1970 (None: now)."""
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metrics of a step."""
         numbers = {_clean_key(key): float(value) for key, value in values.items()}
-        time = now() if at is None else int(at * 1000)
-        self._record({"kind": "metrics", "step": int(step), "time": time, "values": numbers})
+        self._record("metrics", {"step": int(step), "values": numbers})
 
     def figure(self, path: str, png: bytes) -> None:
         """Record an image as the artifact `path`, for example `figures/loss.png`."""
@@ -94,55 +90,51 @@ class Tracker:
 
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
-        self._record({"kind": "tags", "time": now(), "tags": {_clean_key(key): str(value)}})
+        self._record("tags", {"tags": {_clean_key(key): str(value)}})
 
     def describe(self, markdown: str) -> None:
         """Replace the description at the top of the run's MLflow page."""
-        self._record({"kind": "tags", "time": now(), "tags": {"mlflow.note.content": markdown}})
+        self.tag("mlflow.note.content", markdown)
 
     def model(self, folder: str, register_as: str | None = None, top1: float | None = None) -> None:
         """Log a model folder, and register it; it becomes `champion` if `top1` is above the champion's."""
-        body = {"kind": "model", "time": now(), "id": uuid.uuid4().hex, "folder": folder}
-        self._record(body | {"register_as": register_as, "top1": top1})
+        body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as, "top1": top1}
+        self._record("model", body)
 
     @property
     def run_id(self) -> str | None:
         """MLflow's id of the run; None until MLflow has the run."""
-        return self._upload.uploader.run_id if self._upload else None
+        return self._upload.uploader.run_id
 
     def run_url(self) -> str:
         """Return the address of the run's page, or the command that opens it."""
-        store = redact_uri(self.uri).rstrip("/")
-        if store.startswith("http"):
-            return (self.run_id and self.url_of(self.run_id)) or store
-        prefix = f"MLFLOW_TRACKING_URI={store} " if "MLFLOW_TRACKING_URI" in os.environ else ""
+        if self._store.startswith("http"):
+            return (self.run_id and self.url_of(self.run_id)) or self._store
+        prefix = f"MLFLOW_TRACKING_URI={self._store} " if "MLFLOW_TRACKING_URI" in os.environ else ""
         return f"{prefix}vitray ui   (experiment {self.run.experiment}, run {self.run.name})"
 
     def url_of(self, run_id: str) -> str | None:
         """Return the address of the page of any run of the experiment; None without a server."""
-        store = redact_uri(self.uri).rstrip("/")
-        experiment = self._upload.uploader.experiment_id if self._upload else None
-        has_page = store.startswith("http") and experiment is not None
-        return f"{store}/#/experiments/{experiment}/runs/{run_id}" if has_page else None
+        experiment = self._upload.uploader.experiment_id
+        has_page = self._store.startswith("http") and experiment is not None
+        return f"{self._store}/#/experiments/{experiment}/runs/{run_id}" if has_page else None
 
     def kill(self, uid: str, reason: str) -> None:
         """End another run of the experiment, whose driver is gone, as KILLED."""
-        self._record({"kind": "kill", "time": now(), "uid": uid, "reason": reason})
+        self._record("kill", {"uid": uid, "reason": reason})
 
-    def flush(self, timeout: float, offline_timeout: float | None = None) -> str | None:
+    def flush(self, timeout: float) -> str | None:
         """Wait until MLflow has all records; return a description of the unsent rest, or None."""
-        assert self._upload is not None
-        return self._upload.flush(timeout, timeout if offline_timeout is None else offline_timeout)
+        return self._upload.flush(timeout, timeout)
 
     def end(self, status: RunStatus, reason: str | None = None) -> None:
         """End the run and wait a limited time for MLflow; unsent records wait for `vitray track flush`."""
-        if self._ended or self._upload is None:
+        if self._ended:
             return
         self._ended = True
-        reason = None if reason is None else redact(reason)
-        self._record({"kind": "end", "time": now(), "status": status, "reason": reason})
+        self._record("end", {"status": status, "reason": reason})
         unsent = self._upload.flush(*END_TIMEOUTS[status])
-        self._upload.close(is_complete=unsent is None)
+        self._upload.close()
         if unsent is not None:
             LOG.warning("tracking: %s; `vitray track flush` sends them from %s", unsent, self._spool.folder)
 
@@ -166,11 +158,11 @@ class Tracker:
         except OSError as error:
             self._warn_once(error)
         else:
-            self._record({"kind": "artifact", "time": now(), "path": path, "file": file})
+            self._record("artifact", {"path": path, "file": file})
 
-    def _record(self, body: dict[str, Any]) -> None:
+    def _record(self, kind: str, body: dict[str, Any]) -> None:
         try:
-            self._spool.append(body)
+            self._spool.append({"kind": kind, "time": now()} | body)
         except (OSError, ValueError) as error:
             self._warn_once(error)
 
@@ -178,6 +170,91 @@ class Tracker:
         if not self._has_warned:
             LOG.warning("tracking: records are lost: %s: %s", self._spool.folder, one_line(error))
         self._has_warned = True
+
+
+class UploadThread:
+    """Uploads a spool in the background, and never raises.
+
+    After the first complete upload, another thread closes the dead runs of the experiment.
+    """
+
+    def __init__(self, uploader: Uploader, experiment: str) -> None:
+        self.uploader = uploader
+        args = [experiment, uploader.uri]
+        self._cleanup = threading.Thread(target=_close_dead_runs, args=args, name="vitray-orphans", daemon=True)
+        self._error: str | None = None
+        self._failures = 0
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vitray-tracking", daemon=True)
+        self._thread.start()
+
+    def flush(self, timeout: float, offline_timeout: float) -> str | None:
+        """Wait until all records are sent; return a description of the unsent rest, or None.
+
+        The wait is limited to `timeout` seconds, or `offline_timeout` if the server does not respond.
+        """
+        start, last_wake = time.monotonic(), -1
+        while remaining := self.uploader.remaining:
+            waited = time.monotonic() - start
+            if int(waited) > last_wake:  # retry every second, even during a longer pause
+                self._wake.set()
+                last_wake = int(waited)
+            if waited > timeout or (self._error and waited > offline_timeout):
+                return f"{remaining} bytes of records: {self._error or 'MLflow answers slowly'}"
+            time.sleep(0.05)
+        return None
+
+    def close(self) -> None:
+        """Stop after the current call; remove the spool if it was uploaded completely, else release it."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(0.3 if self.uploader.remaining else 5)
+
+    def _run(self) -> None:
+        pause = 0.0
+        try:
+            import_mlflow()  # in this thread, because it takes seconds
+        except Exception as error:
+            LOG.warning("tracking: MLflow cannot be imported, records wait: %s", one_line(error))
+        try:
+            while not self._closing.is_set():
+                self._wake.wait(pause)
+                self._wake.clear()
+                pause = PAUSE if self._upload_all() else min(MAX_PAUSE, 2 * max(PAUSE, pause))
+        finally:
+            if self.uploader.remaining:
+                self.uploader.spool.close()
+            else:
+                self.uploader.spool.remove()
+
+    def _upload_all(self) -> bool:
+        """Upload all records; return False if MLflow does not accept them."""
+        try:
+            while self.uploader.remaining and not self._closing.is_set():
+                self.uploader.send_next()
+                if self._failures > 1:
+                    LOG.warning("tracking: MLflow takes records again")
+                self._error, self._failures = None, 0
+            if self._cleanup.ident is None and not self._closing.is_set():
+                self._cleanup.start()
+        except Exception as error:
+            text = one_line(error)
+            # MLflow's message of a refused connection has four lines; only its start and end are specific.
+            self._error = text if len(text) < 300 else f"{text[:110]} ... {text[-150:]}"
+            self._failures += 1
+            if self._failures == 2:  # ignore a single failure
+                folder = self.uploader.spool.folder
+                LOG.warning("tracking: MLflow does not take records, which wait in %s: %s", folder, self._error)
+            return False
+        return True
+
+
+def _close_dead_runs(experiment: str, uri: str) -> None:
+    try:
+        close_dead_runs(experiment, uri)
+    except Exception as error:
+        LOG.debug("tracking: records of dead drivers are not complete: %s", one_line(error))
 
 
 def _clean_key(key: str) -> str:

@@ -19,9 +19,8 @@ UID_TAG = "vitray.uid"
 BEGIN_TAG = "vitray.begun"
 REASON_TAG = "vitray.reason"
 
-# MLflow's limits per call, and per value in characters.
-MAX_METRICS, MAX_PARAMS = 1000, 100
-MAX_PARAM_VALUE, MAX_TAG_VALUE = 6000, 8000
+# MLflow's limits: metrics per call, and characters per value.
+MAX_METRICS, MAX_PARAM_VALUE, MAX_TAG_VALUE = 1000, 6000, 8000
 
 
 class Uploader:
@@ -56,34 +55,32 @@ class Uploader:
 
     def send_next(self) -> None:
         """Send the next batch of records; after an exception of MLflow, call it again later."""
-        if self.run_id is None:
-            self._open_run()
+        run_id = self.run_id or self._open_run()
         batch = self._next_batch()
         try:
-            self._send(batch)
+            self._send(run_id, batch)
         except Exception as error:
             kind = batch[0].body.get("kind")
             if _is_permanent(error) and len(batch) > 1:
                 self._one_by_one_until = batch[-1].end
                 return
             if _is_permanent(error) and kind != "begin":
-                self._skip(batch[0].body, error)
+                self._skip(run_id, batch[0].body, error)
             else:
                 if kind in ("artifact", "model"):
                     # Re-queue a file that its store rejects at the end, so that it does not delay metrics.
                     self.spool.append(batch[0].body)
-                    self._advance(batch)
+                    self._advance(run_id, batch)
                 self.run_id = None  # query the run's state again
                 raise
-        self._advance(batch)
+        self._advance(run_id, batch)
         for record in batch:
             if record.body.get("kind") == "artifact":
                 (self.spool.folder / record.body["file"]).unlink(missing_ok=True)
 
-    def _advance(self, batch: list[SpoolRecord]) -> None:
-        assert self.run_id is not None
+    def _advance(self, run_id: str, batch: list[SpoolRecord]) -> None:
         self._sent = batch[-1].end
-        self.spool.set_cursor(SpoolCursor(self.run_id, self._sent))
+        self.spool.set_cursor(SpoolCursor(run_id, self._sent))
 
     def _next_batch(self) -> list[SpoolRecord]:
         """Return the next record, or as many metric records as MLflow accepts per call."""
@@ -98,8 +95,8 @@ class Uploader:
             batch.append(record)
         return batch or records[:1]
 
-    def _open_run(self) -> None:
-        """Find or create the run, and read its state."""
+    def _open_run(self) -> str:
+        """Find or create the run, read its state and return its id."""
         first = self.spool.read(0)[0].body
         self.experiment_id = self._find_experiment(first["experiment"])
         runs, cursor = self._find_runs(first["uid"]), self.spool.cursor
@@ -115,6 +112,7 @@ class Uploader:
         self._begin_time = begin["time"] if begin else 0
         self._read_state(run)
         self.run_id = run.info.run_id
+        return run.info.run_id
 
     def _find_runs(self, uid: str) -> "list[Run]":
         assert self.experiment_id is not None
@@ -135,15 +133,13 @@ class Uploader:
 
     def _find_experiment(self, name: str) -> str:
         experiment = self.client.get_experiment_by_name(name)
-        if experiment is not None:
-            return experiment.experiment_id
-        try:
-            return self.client.create_experiment(name, artifact_root(self.uri))
-        except Exception:
-            # Another process may have created it first.
-            if (experiment := self.client.get_experiment_by_name(name)) is None:
-                raise
-            return experiment.experiment_id
+        if experiment is None:
+            try:
+                return self.client.create_experiment(name, artifact_root(self.uri))
+            except Exception:  # another process may have created it first
+                if (experiment := self.client.get_experiment_by_name(name)) is None:
+                    raise
+        return experiment.experiment_id
 
     def _parent_tag(self, begin: dict[str, Any]) -> dict[str, str]:
         """Return the tag that nests the run under its parent."""
@@ -154,39 +150,40 @@ class Uploader:
             raise OSError("the parent run has not reached MLflow yet")
         return {"mlflow.parentRunId": parents[0].info.run_id} if parents else {}
 
-    def _send(self, batch: list[SpoolRecord]) -> None:
+    def _send(self, run_id: str, batch: list[SpoolRecord]) -> None:
         body = batch[0].body
         match body.get("kind"):
             case "metrics":
-                self._send_metrics([record.body for record in batch])
+                self._send_metrics(run_id, [record.body for record in batch])
             case "begin":
-                self._send_begin(body)
+                self._send_begin(run_id, body)
             case "tags" if not self._is_stale:
-                self._send_tags(body["tags"])
+                self._send_tags(run_id, body["tags"])
             case "artifact":
-                self._send_artifact(body)
+                path = self.spool.folder / body["file"]
+                if path.exists():  # it is missing after an upload to another store
+                    self.client.log_artifact(run_id, str(path), body["path"].rpartition("/")[0] or None)
             case "model":
-                self._send_model(body)
+                self._send_model(run_id, body)
             case "kill":
                 self._send_kill(body)
             case "end":
-                self._send_end(body)
+                self._send_end(run_id, body)
 
-    def _send_metrics(self, bodies: list[dict[str, Any]]) -> None:
+    def _send_metrics(self, run_id: str, bodies: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
 
-        assert self.run_id is not None
         points, steps = [], dict(self._latest_steps)
         for body in bodies:
             for key, value in body["values"].items():
-                if not self._is_logged(key, body["step"], steps):
+                if not self._is_logged(run_id, key, body["step"], steps):
                     points.append(Metric(key, value, body["time"], body["step"]))
                     steps[key] = max(body["step"], steps.get(key, body["step"]))
         if points:
-            self.client.log_batch(self.run_id, metrics=points, synchronous=True)
+            self.client.log_batch(run_id, metrics=points, synchronous=True)
         self._latest_steps = steps
 
-    def _is_logged(self, key: str, step: int, latest_steps: dict[str, int]) -> bool:
+    def _is_logged(self, run_id: str, key: str, step: int, latest_steps: dict[str, int]) -> bool:
         """Whether the run has this step already, from before a resume or from a call whose response was lost."""
         if step > latest_steps.get(key, step - 1):
             return False
@@ -194,21 +191,18 @@ class Uploader:
             return True
         # The steps that only this spool has may be older than the latest one.
         if key not in self._all_steps:
-            assert self.run_id is not None
-            self._all_steps[key] = {metric.step for metric in self.client.get_metric_history(self.run_id, key)}
+            self._all_steps[key] = {metric.step for metric in self.client.get_metric_history(run_id, key)}
         return step in self._all_steps[key]
 
-    def _send_begin(self, body: dict[str, Any]) -> None:
+    def _send_begin(self, run_id: str, body: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        assert self.run_id is not None
-        run = self.client.get_run(self.run_id)
+        run = self.client.get_run(run_id)
         self._begin_time = body["time"]
         self._read_state(run)
         params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in body["params"].items()]
         missing = [param for param in params if param.key not in run.data.params]
-        for start in range(0, len(missing), MAX_PARAMS):
-            self.client.log_batch(self.run_id, params=missing[start : start + MAX_PARAMS], synchronous=True)
+        self.client.log_batch(run_id, params=missing, synchronous=True)
         if self._is_stale:
             return
         # MLflow parameters are immutable: a tag lists the changes of a continued run.
@@ -218,47 +212,37 @@ class Uploader:
             if run.data.params.get(param.key, param.value) != param.value
         ]
         tags = body["tags"] | {BEGIN_TAG: str(body["time"]), "mlflow.note.content": body["description"]}
-        self._send_tags(tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
+        self._send_tags(run_id, tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
         if run.info.status != "RUNNING":
-            self.client.update_run(self.run_id, status="RUNNING")
+            self.client.update_run(run_id, status="RUNNING")
 
-    def _send_tags(self, tags: dict[str, str]) -> None:
+    def _send_tags(self, run_id: str, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        assert self.run_id is not None
         entities = [RunTag(key, value[:MAX_TAG_VALUE]) for key, value in tags.items()]
-        for start in range(0, len(entities), MAX_PARAMS):
-            self.client.log_batch(self.run_id, tags=entities[start : start + MAX_PARAMS], synchronous=True)
+        self.client.log_batch(run_id, tags=entities, synchronous=True)
 
-    def _send_artifact(self, body: dict[str, Any]) -> None:
-        assert self.run_id is not None
-        path = self.spool.folder / body["file"]
-        if path.exists():  # it is missing after an upload to another store
-            self.client.log_artifact(self.run_id, str(path), body["path"].rpartition("/")[0] or None)
-
-    def _send_model(self, body: dict[str, Any]) -> None:
+    def _send_model(self, run_id: str, body: dict[str, Any]) -> None:
         from vitray.tracking.model_flavour import log_model
 
-        assert self.run_id is not None
         with tracking_env(self.uri):
             tag = f"vitray.model.{body['id']}"
-            model_uri = self.client.get_run(self.run_id).data.tags.get(tag)
+            model_uri = self.client.get_run(run_id).data.tags.get(tag)
             if model_uri is None:
-                model_uri = log_model(self.run_id, body["folder"])
-                self._send_tags({tag: model_uri})
+                model_uri = log_model(run_id, body["folder"])
+                self._send_tags(run_id, {tag: model_uri})
             if body["register_as"] is not None:
                 register_model(self.client, model_uri, body["register_as"], body["top1"])
 
-    def _send_end(self, body: dict[str, Any]) -> None:
-        assert self.run_id is not None
-        run = self.client.get_run(self.run_id)
+    def _send_end(self, run_id: str, body: dict[str, Any]) -> None:
+        run = self.client.get_run(run_id)
         self._read_state(run)
         self._delete_duplicates(run.data.tags[UID_TAG])
         if self._is_stale:
             return
         if body["reason"] is not None or REASON_TAG in run.data.tags:  # replace the reason of an earlier attempt
-            self._send_tags({REASON_TAG: body["reason"] or ""})
-        self.client.set_terminated(self.run_id, body["status"], body["time"])
+            self._send_tags(run_id, {REASON_TAG: body["reason"] or ""})
+        self.client.set_terminated(run_id, body["status"], body["time"])
 
     def _send_kill(self, body: dict[str, Any]) -> None:
         for run in self._find_runs(body["uid"]):
@@ -266,12 +250,12 @@ class Uploader:
                 self.client.set_tag(run.info.run_id, REASON_TAG, body["reason"])
                 self.client.set_terminated(run.info.run_id, "KILLED", body["time"])
 
-    def _skip(self, body: dict[str, Any], error: Exception) -> None:
+    def _skip(self, run_id: str, body: dict[str, Any], error: Exception) -> None:
         """Report a record that MLflow will never accept, in the log and in a tag of the run."""
         refusal = f"{body.get('kind')} {body.get('path', body.get('step', ''))}: {one_line(error)}"
         LOG.warning("tracking: MLflow refuses a record, which is left out: %s", refusal)
         try:
-            self._send_tags({"vitray.refused": refusal})
+            self._send_tags(run_id, {"vitray.refused": refusal})
         except Exception as tag_error:  # a deleted run accepts no tags either
             LOG.debug("tracking: %s", one_line(tag_error))
 

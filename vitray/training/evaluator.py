@@ -112,7 +112,7 @@ def score_split(context: WorkerContext, task: Task, share: Share, device: torch.
     batches = Prefetcher((with_masks(batch, run, None) for batch in val.evaluate(share)), device)
     data, precision = EvaluationSet(batches, val.images, run.data.normalise), autocast(run, device)
     if not isinstance(task, Supervised):
-        return evaluate_loss(task, data, device, precision)
+        return evaluate_loss(task, task.pictures, data, device, precision)
     return evaluate(task.vit, data, run.model.num_classes or 0, device, precision)
 
 

@@ -37,8 +37,7 @@ from vitray.training.learner import Learner, build_learner, checkpoint_of, resum
 from vitray.training.messages import Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import learning_rate, total_steps
-from vitray.training.triggers import Triggers
+from vitray.training.schedule import Triggers, learning_rate, total_steps
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
@@ -64,7 +63,8 @@ def train_loop(context: WorkerContext) -> WorkerResult:
     run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
     share = Share(session.get_world_rank(), session.get_world_size())
     client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
-    client.send(WorkersStarted(describe_device(device), share.workers))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    client.send(WorkersStarted(device_name, share.workers))
     if device.type == "cpu":
         torch.set_num_threads(context.threads)
     torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
@@ -263,8 +263,3 @@ def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss:
     lr = learning_rate(context.run.optim, step, train.steps)
     images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
     return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
-
-
-def describe_device(device: torch.device) -> str:
-    """Return the device's name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

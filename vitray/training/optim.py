@@ -30,15 +30,12 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     vit = module.get_submodule("vit")
     levels, top = _levels(vit), len(list(vit.get_submodule("blocks").children())) + 1
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    seen: set[nn.Parameter] = set()
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if parameter in seen or not parameter.requires_grad:
-                continue
-            seen.add(parameter)
+    for path, parameter in module.named_parameters():  # a shared parameter once, under its first owner
+        if parameter.requires_grad:
+            owner, _, name = path.rpartition(".")
+            decays = isinstance(module.get_submodule(owner), DECAYING) and name == "weight"
             lr_scale = optim.layer_decay ** (top - levels.get(parameter, top))
-            weight_decay = optim.weight_decay if isinstance(owner, DECAYING) and name == "weight" else 0.0
-            groups.setdefault((lr_scale, weight_decay), []).append(parameter)
+            groups.setdefault((lr_scale, optim.weight_decay if decays else 0.0), []).append(parameter)
     return [
         {"params": parameters, "lr_scale": lr_scale, "weight_decay": weight_decay}
         for (lr_scale, weight_decay), parameters in groups.items()
@@ -103,14 +100,9 @@ class Lamb(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "step": 0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

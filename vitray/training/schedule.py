@@ -1,8 +1,13 @@
-"""Durations in steps and the learning rate: functions of the step alone, so a resumed run continues exactly."""
+"""Durations in steps, the learning rate, and the steps at which a run records, evaluates or saves.
+
+The learning rate is a function of the step alone, so a resumed run continues exactly.
+"""
 
 import math
+import time
 from typing import assert_never
 
+from vitray.config import Run
 from vitray.config.training import Constant, Cosine, Linear, Optim, parse_duration
 from vitray.errors import ConfigError
 
@@ -22,13 +27,7 @@ def in_steps(text: str, steps_per_epoch: int) -> int:
 
 
 def total_steps(optim: Optim, steps_per_epoch: int) -> int:
-    """Return the steps of the whole run, after a check of its schedule."""
-    check_schedule(optim, steps_per_epoch)
-    return in_steps(optim.duration, steps_per_epoch)
-
-
-def check_schedule(optim: Optim, steps_per_epoch: int) -> None:
-    """Refuse a run without steps, a warm-up longer than the run, and a rate above lr."""
+    """Return the steps of the whole run; refuse one without steps, a longer warm-up, and a rate above lr."""
     total, warmup = in_steps(optim.duration, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
     an_epoch = f"an epoch has {steps_per_epoch} steps"
     if total < 1:
@@ -42,6 +41,7 @@ def check_schedule(optim: Optim, steps_per_epoch: int) -> None:
     for setting, rate in (("warmup_from", optim.warmup_from), ("schedule.floor", floor)):
         if rate > optim.lr:
             raise ConfigError(f"optim.{setting}: got {rate}, wanted at most optim.lr, {optim.lr}")
+    return total
 
 
 def learning_rate(optim: Optim, step: int, steps_per_epoch: int) -> float:
@@ -65,3 +65,29 @@ def learning_rate(optim: Optim, step: int, steps_per_epoch: int) -> float:
             return optim.lr
         case _:
             assert_never(optim.schedule)
+
+
+class Triggers:
+    """The steps, counted as steps done, that need more than training."""
+
+    def __init__(self, run: Run, steps_per_epoch: int, total: int) -> None:
+        def regular(every: str) -> set[int]:
+            steps = in_steps(every, steps_per_epoch)
+            return {*range(steps, total + 1, steps), total}
+
+        self.records, self.evaluations = regular(run.tracking.every), regular(run.evaluate.every)
+        count, unit = parse_duration(run.checkpoint.every)
+        self._minutes = count if unit == "minutes" else None
+        self._checkpoints = {total} if unit == "minutes" else regular(run.checkpoint.every)
+        self._saved = time.monotonic()
+
+    def __contains__(self, step: int) -> bool:
+        return step in self.records or step in self.evaluations or step in self._checkpoints
+
+    def saves(self, step: int) -> bool:
+        """Return whether to save a checkpoint; one that is due by the clock waits for the next record."""
+        is_late = self._minutes is not None and time.monotonic() - self._saved >= self._minutes * 60
+        if step in self._checkpoints or is_late:
+            self._saved = time.monotonic()
+            return True
+        return False

@@ -60,10 +60,9 @@ class TrainState:
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:
         """Return the index of the first loss that is not finite or that spikes."""
-        recent = list(self.recent)
         for index, loss in enumerate(losses):
+            recent = (self.recent + losses[:index])[-RECENT:]
             is_spike = spike is not None and len(recent) >= RECENT // 2 and loss > spike * median(recent)
             if not loss < float("inf") or is_spike:
                 return index
-            recent = [*recent, loss][-RECENT:]
         return None

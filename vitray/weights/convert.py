@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitray import storage
-from vitray.config import Model, Run
+from vitray.config import Run
 from vitray.config.model_names import WIDTHS
 from vitray.errors import ConfigError, nearest
 from vitray.models.vit import ViT
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 # Training scripts save {"model": ...}; flax prefixes names with the path of the tree.
 WRAPPERS = ("model", "state_dict")
 PREFIXES = ("opt/target/", "params/img/", "params/", "module.")
-NOT_WEIGHTS = ("num_batches_tracked",)
+NOT_WEIGHTS = "num_batches_tracked"
 
 
 def import_weights(url: str, layout: str | None = None, settings: Mapping[str, Any] | None = None) -> tuple[Run, ViT]:
@@ -50,19 +50,24 @@ def export_weights(vit: ViT, layout: str) -> State:
     """Return the network's tensors with the names and shapes of timm, torchvision or hf."""
     if layout not in ("timm", "torchvision", "hf"):
         raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
-    _check_function(vit.model, layout)
-    target = LAYOUTS["timm_parallel" if layout == "timm" and vit.model.shape.branches > 1 else layout]
+    # Settings whose function a library cannot compute, even if the tensors fit.
+    model, branches = vit.model, vit.model.shape.branches
+    if layout in ("torchvision", "hf") and model.pool != "token":
+        raise ConfigError(f"{model.name}: {layout} reads the class token, and this model's pool is {model.pool}")
+    if layout == "torchvision" and model.activation != "gelu":
+        raise ConfigError(f"{model.name}: {layout} computes the exact gelu, and this model {model.activation}")
+    target = LAYOUTS["timm_parallel" if layout == "timm" and branches > 1 else layout]
     exported: State = {}
     unmapped = []
     for key, tensor in vit.state_dict().items():
-        names = tensor_names(target, key, vit.model)
-        if not names or (layout != "timm" and vit.model.shape.branches > 1):
+        names = tensor_names(target, key, model)
+        if not names or (layout != "timm" and branches > 1):
             unmapped.append(key)
             continue
         exported |= dict(zip(names, tensor.detach().chunk(len(names)), strict=True))
     if unmapped:
-        raise ConfigError(f"{vit.model.name}: the {layout} layout has no place for {_few(unmapped)}")
-    width, grid = vit.model.shape.size, vit.model.grid
+        raise ConfigError(f"{model.name}: the {layout} layout has no place for {_few(unmapped)}")
+    width, grid = model.shape.size, model.grid
     table = getattr(vit.positions, "table", vit.norm.weight.new_zeros(grid[0] * grid[1], width)).detach()
     if vit.class_token is not None:
         # These libraries also add a position to the class token; ours is part of the token.
@@ -70,14 +75,6 @@ def export_weights(vit: ViT, layout: str) -> State:
         exported[target.names["class_token"]] = vit.class_token.detach().reshape(1, 1, width)
     exported[target.names["positions"]] = table[None]
     return {key: tensor.contiguous() for key, tensor in exported.items()}
-
-
-def _check_function(model: Model, layout: str) -> None:
-    """Reject settings whose function torchvision or Hugging Face cannot compute, even if the tensors fit."""
-    if layout in ("torchvision", "hf") and model.pool != "token":
-        raise ConfigError(f"{model.name}: {layout} reads the class token, and this model's pool is {model.pool}")
-    if layout == "torchvision" and model.activation != "gelu":
-        raise ConfigError(f"{model.name}: {layout} computes the exact gelu, and this model {model.activation}")
 
 
 def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None = None) -> str:

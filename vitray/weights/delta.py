@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, ValidationError
@@ -26,7 +26,7 @@ from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
 from vitray.weights.convert import State, import_weights
 
 WEIGHTS, DELTA, CLASSES, RUN = "model.safetensors", "delta.json", "classes.json", "run.yaml"
-Format = Literal[1]
+FORMAT = 1
 
 
 class Origin(Section):
@@ -43,7 +43,7 @@ class Origin(Section):
 class Delta(Section):
     """The content of delta.json."""
 
-    format: Format = get_args(Format)[0]
+    format: Literal[1] = FORMAT
     base: Origin
     taken: tuple[str, ...]
     """The names of the tensors shared with the base."""
@@ -98,8 +98,8 @@ def read_delta(location: str) -> Delta | None:
         version = json.loads(text)["format"]
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{url}: not a {DELTA}: wanted a JSON object with a format") from None
-    if version not in get_args(Format):
-        raise ConfigError(f"{url}: format: got {version!r}, wanted {get_args(Format)[0]}: written by another vitray")
+    if version != FORMAT:
+        raise ConfigError(f"{url}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
     try:
         return Delta.model_validate_json(text)
     except ValidationError as invalid:
@@ -143,13 +143,8 @@ def _location_of(base: Origin, location: str) -> str:
 def read_state(url: str) -> State:
     """Return the tensors, under our names, of a model folder, a delta or a weights file of another library."""
     links, root = read_chain(resolve_uri(url))
-    return compose(links, _read_whole(root))
-
-
-def _read_whole(location: str) -> State:
-    if storage.exists(storage.join(location, RUN)):
-        return _read_own(location)
-    return _aligned(import_weights(location)[1].state_dict())
+    has_run = storage.exists(storage.join(root, RUN))
+    return compose(links, _read_own(root) if has_run else _aligned(import_weights(root)[1].state_dict()))
 
 
 def _read_own(location: str) -> State:
@@ -178,8 +173,7 @@ def compose(links: Sequence[Link], state: State) -> State:
                 f" {delta.base.identity[:12]}"
             )
         own = _read_own(location)
-        wrong = [name for name in delta.taken if name in own or name not in state]
-        if wrong:
+        if wrong := [name for name in delta.taken if name in own or name not in state]:
             raise ConfigError(
                 f"{location}: {DELTA} takes {wrong[0]} from the base, but {WEIGHTS} has it or the base lacks it"
             )

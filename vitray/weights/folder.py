@@ -19,7 +19,18 @@ from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import State, import_weights
-from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, compose, identity_of, make_delta, read_chain, read_state
+from vitray.weights.delta import (
+    CLASSES,
+    DELTA,
+    RUN,
+    WEIGHTS,
+    Delta,
+    compose,
+    identity_of,
+    make_delta,
+    read_chain,
+    read_state,
+)
 
 
 class LoadedModel(NamedTuple):
@@ -55,35 +66,28 @@ def save_model(
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
     state = vit.state_dict()
     delta = None if relative_to is None else make_delta(url, state, relative_to)
+    return _write(url, run.replace({"model": vit.model.model_dump(mode="json")}), state, classes, delta)
+
+
+def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> SavedModel:
+    """Write the model folder of a tokenizer and return its size; the tensor names are those of its task."""
+    return _write(url, tokenizer.run, tokenizer.state_dict(), None, None)
+
+
+def _write(url: str, run: Run, state: State, classes: Sequence[str] | None, delta: Delta | None) -> SavedModel:
+    if storage.exists(storage.join(url, RUN)):
+        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
     own = {name: tensor for name, tensor in state.items() if delta is None or name not in delta.taken}
-    _write_tensors(url, own)
+    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+        save_file({name: tensor.contiguous() for name, tensor in own.items()}, Path(folder) / WEIGHTS)
+        storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
     if delta is not None:
         storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
     elif storage.exists(storage.join(url, DELTA)):
         storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
     storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
-    storage.write_bytes(
-        storage.join(url, RUN), run.replace({"model": vit.model.model_dump(mode="json")}).to_yaml().encode()
-    )
+    storage.write_bytes(storage.join(url, RUN), run.to_yaml().encode())
     return SavedModel(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
-
-
-def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> SavedModel:
-    """Write the model folder of a tokenizer and return its size; the tensor names are those of its task."""
-    state = tokenizer.state_dict()
-    _write_tensors(url, state)
-    storage.write_bytes(storage.join(url, CLASSES), b"null")
-    storage.write_bytes(storage.join(url, RUN), tokenizer.run.to_yaml().encode())
-    bytes_written = sum(tensor.nbytes for tensor in state.values())
-    return SavedModel(bytes_written, bytes_written)
-
-
-def _write_tensors(url: str, state: State) -> None:
-    if storage.exists(storage.join(url, RUN)):
-        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, Path(folder) / WEIGHTS)
-        storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
 
 
 def load_model(url: str) -> LoadedModel:
@@ -98,10 +102,9 @@ def load_tokenizer(url: str) -> VisualTokenizer:
     run = _run_at(location)
     if run.task.kind != "tokenizer":
         raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, wanted that of task tokenizer")
-    tokenizer, state = VisualTokenizer(run), read_state(location)
-    _check_fit(location, run.model.name, tokenizer, state)
-    tokenizer.load_state_dict(state, assign=True)
-    return tokenizer.eval().requires_grad_(False)
+    tokenizer = VisualTokenizer(run)
+    _fill(tokenizer, location, run, read_state(location))
+    return tokenizer.requires_grad_(False)
 
 
 def load_deltas(base_url: str, urls: Sequence[str]) -> list[LoadedModel]:
@@ -154,9 +157,8 @@ def _build(location: str, state: State) -> LoadedModel:
     if run.task.kind == "tokenizer":
         raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
     vit = ViT(run.model)
-    _check_fit(location, run.model.name, vit, state)
-    vit.load_state_dict(state, assign=True)
-    return LoadedModel(run, vit.eval(), json.loads(storage.read_bytes(storage.join(location, CLASSES))))
+    _fill(vit, location, run, state)
+    return LoadedModel(run, vit, json.loads(storage.read_bytes(storage.join(location, CLASSES))))
 
 
 def _run_at(location: str) -> Run:
@@ -164,7 +166,8 @@ def _run_at(location: str) -> Run:
         return load_run(path)
 
 
-def _check_fit(url: str, name: str, network: nn.Module, state: State) -> None:
+def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
+    """Give a network these tensors without a copy, and switch it to evaluation mode."""
     wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
@@ -174,4 +177,6 @@ def _check_fit(url: str, name: str, network: nn.Module, state: State) -> None:
         if state[key].shape != wanted[key].shape
     ]
     if wrong:
-        raise ConfigError(f"{url}: {WEIGHTS} does not fit {name} of {RUN}: {'; '.join(sorted(wrong)[:6])}")
+        raise ConfigError(f"{url}: {WEIGHTS} does not fit {run.model.name} of {RUN}: {'; '.join(sorted(wrong)[:6])}")
+    network.load_state_dict(state, assign=True)
+    network.eval()

@@ -3,8 +3,6 @@
 import json
 from typing import NamedTuple, get_args
 
-from torch import nn
-
 from vitray.config.training import Finetune, Part
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
@@ -80,22 +78,15 @@ class Audit(NamedTuple):
 
 def audit(vit: ViT) -> Audit:
     """Return the trained and frozen parameter counts of a network in its present state."""
-    parts: dict[Part, list[nn.Parameter]] = {part: [] for part in get_args(Part)}
-    for name, parameter in vit.named_parameters():
-        parts[part_of(name)].append(parameter)
     rows = []
-    for part, parameters in parts.items():
+    for part in get_args(Part):
+        parameters = [parameter for name, parameter in vit.named_parameters() if part_of(name) == part]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         if parameters:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            count = sum(parameter.numel() for parameter in parameters)
-            count_trained = sum(parameter.numel() for parameter in trained)
+            count, count_trained = (sum(parameter.numel() for parameter in group) for group in (parameters, trained))
             rows.append(Row(part, count, count_trained, sum(parameter.nbytes for parameter in trained)))
-    return Audit(
-        rows,
-        sum(row.parameters for row in rows),
-        sum(row.trained for row in rows),
-        sum(row.bytes_trained for row in rows),
-    )
+    _, *totals = zip(*rows, strict=True)
+    return Audit(rows, *map(sum, totals))
 
 
 def audit_table(audited: Audit) -> str:

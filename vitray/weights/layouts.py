@@ -47,6 +47,23 @@ _TIMM_ENDS: Names = {
     "hidden": "pre_logits.fc.{p}",
 }
 
+# The second branch of an x2 block is norm11, attn1, gamma_1_1, norm21, mlp1, gamma_2_1.
+_DEIT = WeightLayout(
+    marker="blocks.0.gamma_1",
+    names=_TIMM_ENDS
+    | {
+        "attn.norm": "blocks.{i}.norm1{s}.{p}",
+        "attn.qkv": "blocks.{i}.attn{s}.qkv.{p}",
+        "attn.out": "blocks.{i}.attn{s}.proj.{p}",
+        "attn.scale": "blocks.{i}.gamma_1{_s}",
+        "ffn.norm": "blocks.{i}.norm2{s}.{p}",
+        "ffn.up": "blocks.{i}.mlp{s}.fc1.{p}",
+        "ffn.down": "blocks.{i}.mlp{s}.fc2.{p}",
+        "ffn.scale": "blocks.{i}.gamma_2{_s}",
+    },
+    resample="deit",
+)
+
 # Files of Hugging Face; transformers 5 reads and writes these names and uses hf5's in memory.
 _HF = WeightLayout(
     marker="vit.encoder.layer.0.attention.attention.query.weight",
@@ -91,19 +108,10 @@ _GOOGLE = WeightLayout(
 )
 
 LAYOUTS: dict[str, WeightLayout] = {
-    "timm": WeightLayout(
+    # Networks of one branch have DeiT's names, except those of LayerScale.
+    "timm": _DEIT._replace(
         marker="blocks.0.attn.qkv.weight",
-        names=_TIMM_ENDS
-        | {
-            "attn.norm": "blocks.{i}.norm1.{p}",
-            "attn.qkv": "blocks.{i}.attn.qkv.{p}",
-            "attn.out": "blocks.{i}.attn.proj.{p}",
-            "attn.scale": "blocks.{i}.ls1.gamma",
-            "ffn.norm": "blocks.{i}.norm2.{p}",
-            "ffn.up": "blocks.{i}.mlp.fc1.{p}",
-            "ffn.down": "blocks.{i}.mlp.fc2.{p}",
-            "ffn.scale": "blocks.{i}.ls2.gamma",
-        },
+        names=_DEIT.names | {"attn.scale": "blocks.{i}.ls1.gamma", "ffn.scale": "blocks.{i}.ls2.gamma"},
         resample="timm",
     ),
     "timm_parallel": WeightLayout(
@@ -121,22 +129,7 @@ LAYOUTS: dict[str, WeightLayout] = {
         },
         resample="timm",
     ),
-    # The second branch of an x2 block is norm11, attn1, gamma_1_1, norm21, mlp1, gamma_2_1.
-    "deit": WeightLayout(
-        marker="blocks.0.gamma_1",
-        names=_TIMM_ENDS
-        | {
-            "attn.norm": "blocks.{i}.norm1{s}.{p}",
-            "attn.qkv": "blocks.{i}.attn{s}.qkv.{p}",
-            "attn.out": "blocks.{i}.attn{s}.proj.{p}",
-            "attn.scale": "blocks.{i}.gamma_1{_s}",
-            "ffn.norm": "blocks.{i}.norm2{s}.{p}",
-            "ffn.up": "blocks.{i}.mlp{s}.fc1.{p}",
-            "ffn.down": "blocks.{i}.mlp{s}.fc2.{p}",
-            "ffn.scale": "blocks.{i}.gamma_2{_s}",
-        },
-        resample="deit",
-    ),
+    "deit": _DEIT,
     "torchvision": WeightLayout(
         marker="conv_proj.weight",
         names={

@@ -26,9 +26,9 @@ class Sample(NamedTuple):
 
 
 def contact_sheet(
-    samples: Sequence[Sample], settings: Augment, size: ImageSize, copies: int = 8, seed: int = 0, epoch: int = 0
+    samples: Sequence[Sample], settings: Augment, size: ImageSize, copies: int = 8, seed: int = 0
 ) -> bytes:
-    """Return a PNG with a row per sample: the original, then its views in `copies` consecutive epochs.
+    """Return a PNG with a row per sample: the original, then its views in the first `copies` epochs.
 
     It shows neither erasing nor mixing: those apply to batches on the device.
     """
@@ -43,7 +43,7 @@ def contact_sheet(
     sheet = Image.new("RGB", (width, bottom + GAP + 18 * len(caption) + MARGIN), PAPER)
     draw = ImageDraw.Draw(sheet)
     for column in range(copies + 1):
-        title = "original" if column == 0 else f"epoch {epoch + column - 1}"
+        title = "original" if column == 0 else f"epoch {column - 1}"
         draw.text((_column(left, column) + CELL // 2, top - GAP), title, PALE, small, anchor="ms")
     for row, sample in enumerate(samples):
         y = top + row * (CELL + GAP)
@@ -51,8 +51,7 @@ def contact_sheet(
         for column in range(copies + 1):
             view_HWC = sample.image
             if column:
-                rng = generator(seed, epoch + column - 1, sample.key)
-                view_HWC = augment_image(sample.image, settings, size, rng)
+                view_HWC = augment_image(view_HWC, settings, size, generator(seed, column - 1, sample.key))
             _place(sheet, view_HWC, (_column(left, column), y))
     for line, text in enumerate(caption):
         draw.text((MARGIN, bottom + GAP + 18 * line), text, PALE, small)

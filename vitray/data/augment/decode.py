@@ -7,6 +7,7 @@ Animations give their first frame, transparency is composed over white, 16 bits 
 import io
 import re
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -66,7 +67,9 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
             if image.width * image.height > max_pixels:
                 raise UndecodableImage(f"too large: {image.width}x{image.height}, max_pixels={max_pixels}")
             image.load()
-            return _as_rgb(_upright(image))
+            with suppress(Exception):  # viewers ignore unreadable EXIF
+                image = ImageOps.exif_transpose(image)
+            return _as_rgb(image)
     except UndecodableImage:
         raise
     except Image.UnidentifiedImageError:
@@ -83,13 +86,6 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
 def _formats() -> tuple[str, ...]:
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # viewers ignore unreadable EXIF
-        return image
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

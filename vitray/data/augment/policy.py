@@ -33,6 +33,8 @@ ADJUSTMENTS = {
     "brightness": TF.adjust_brightness,
     "sharpness": TF.adjust_sharpness,
 }
+# Amounts at the full scale, the same for both policies.
+LARGEST = {"rotate": 30.0, "shear_x": 0.3, "shear_y": 0.3}
 TIMM = (*SHARED, "invert", "solarize_add")
 TORCHVISION = (*SHARED, "identity")
 
@@ -91,10 +93,6 @@ def timm_amount(operation: str, magnitude: float, increasing: bool, size: tuple[
     """Return the amount of an operation for timm's magnitude, on a scale of 10; `size` is (width, height)."""
     level = magnitude / 10
     match operation:
-        case "rotate":
-            return sign * level * 30
-        case "shear_x" | "shear_y":
-            return sign * level * 0.3
         case "translate_x" | "translate_y":
             return sign * level * 0.45 * size[operation == "translate_y"]
         case "colour" | "contrast" | "brightness" | "sharpness":
@@ -107,16 +105,12 @@ def timm_amount(operation: str, magnitude: float, increasing: bool, size: tuple[
         case "solarize_add":
             return min(128, int(level * 110))
         case _:
-            return 0.0
+            return sign * level * LARGEST.get(operation, 0.0)
 
 
 def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign: int) -> float:
     """Return the amount of an operation for a level from 0 to 1, as in torchvision's RandAugment."""
     match operation:
-        case "rotate":
-            return sign * level * 30
-        case "shear_x" | "shear_y":
-            return sign * level * 0.3
         case "translate_x" | "translate_y":
             return sign * int(level * 150 / 331 * size[operation == "translate_y"])
         case "colour" | "contrast" | "brightness" | "sharpness":
@@ -126,13 +120,12 @@ def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign
         case "solarize":
             return 255 * (1 - level)
         case _:
-            return 0.0
+            return sign * level * LARGEST.get(operation, 0.0)
 
 
 def operate(image: Any, operation: str, amount: float, interpolation: Interpolation, fill: Colour) -> Image.Image:
     """Apply one operation; `amount` is its degrees, pixels, bits, threshold or factor."""
     mode = InterpolationMode(interpolation)
-
     match operation:
         case "identity":
             return image

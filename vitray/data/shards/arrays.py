@@ -10,9 +10,9 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from vitray import storage
-from vitray.data.shards.images import png
 from vitray.errors import ConfigError, nearest
 
 IDX_IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
@@ -31,30 +31,26 @@ class ArrayFile(NamedTuple):
     labels: Sequence[int]
 
 
-def list_arrays(
-    kind: Literal["cifar", "idx"], source: str, label: str | None
-) -> tuple[list[ArrayFile], list[str] | None]:
-    """Return the files of images, and the class names if the source has them."""
-    return _list_cifar(source, label) if kind == "cifar" else (_list_idx(source), None)
-
-
 def read_png(kind: Literal["cifar", "idx"], file: str, row: int) -> bytes:
     """Return one image; its file stays in memory for the next calls."""
-    return png(_cifar_pixels(file)[row].transpose(1, 2, 0) if kind == "cifar" else _idx(file)[row])
+    if kind == "cifar":
+        pixels = np.asarray(_cifar_batch(file)["data"][row], np.uint8).reshape(3, 32, 32).transpose(1, 2, 0)
+    else:
+        pixels = _idx(file)[row]
+    Image.fromarray(pixels).save(content := io.BytesIO(), "PNG")
+    return content.getvalue()
 
 
-def _list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[str] | None]:
-    """Each file is `source::member`, for an archive and for its unpacked folder."""
-    names = [name for name in (*CIFAR_BATCHES, *CIFAR_META) if name in _cifar_members(source)]
-    metas = [name for name in names if name in CIFAR_META]
-    if not metas or len(names) == len(metas):
+def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[str]]:
+    """Return the batches, each as `source::member` of an archive or of its unpacked folder, and the class names."""
+    members = _cifar_members(source)
+    batches, metas = ([name for name in names if name in members] for names in (CIFAR_BATCHES, CIFAR_META))
+    if not (batches and metas):
         raise ConfigError(f"{source}: wanted the python version of CIFAR: batches, and meta or batches.meta")
     meta = _cifar_batch(f"{source}::{metas[0]}")
     label = label or ("labels" if "label_names" in meta else "fine_labels")
     files = []
-    for name in names:
-        if name in CIFAR_META:
-            continue
+    for name in batches:
         batch = _cifar_batch(f"{source}::{name}")
         if label not in batch:
             known = [key for key in batch if key.endswith("labels")]
@@ -67,7 +63,7 @@ def _list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[s
 @lru_cache(maxsize=1)
 def _cifar_members(source: str) -> dict[str, bytes | str]:
     """Return {name: content} of an archive, {name: address} of a folder."""
-    expected = (*CIFAR_BATCHES, *CIFAR_META)
+    expected = CIFAR_BATCHES + CIFAR_META
     if not source.endswith((".tar.gz", ".tgz", ".tar")):
         names = {name.rpartition("/")[2]: storage.join(source, name) for name in storage.list_files(source)}
         return {name: file for name, file in names.items() if name in expected}
@@ -96,11 +92,6 @@ def _cifar_batch(file: str) -> dict[str, Any]:
         raise ConfigError(f"{file}: not a batch of CIFAR: {error}") from None
 
 
-def _cifar_pixels(file: str) -> np.ndarray:
-    pixels = _cifar_batch(file)["data"]
-    return np.asarray(pixels, dtype=np.uint8).reshape(len(pixels), 3, 32, 32)
-
-
 class _ArraysOnly(pickle.Unpickler):
     """Reads numbers, text, lists, dicts and arrays; a pickle can run no other code."""
 
@@ -110,19 +101,16 @@ class _ArraysOnly(pickle.Unpickler):
             ("numpy", "dtype"): np.dtype,
             ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
             ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-            ("_codecs", "encode"): _latin1,
+            # Array bytes of the old pickle protocols.
+            ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
         }
         if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"the file asks for {module}.{name}, which image data does not need")
         return allowed[module, name]
 
 
-def _latin1(text: str, _: str) -> bytes:
-    """Decode array bytes of the old pickle protocols."""
-    return text.encode("latin1")
-
-
-def _list_idx(source: str) -> list[ArrayFile]:
+def list_idx(source: str) -> list[ArrayFile]:
+    """Return the files of images in a folder, or beside one of them."""
     folder = source.rpartition("/")[0] if IDX_IMAGES.search(source) else source
     names = storage.list_files(folder)
     images = [name for name in names if IDX_IMAGES.search(name)]

@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from vitray.errors import ConfigError, nearest
-
 Floats = NDArray[np.floating]
 
 # Antialiasing: edges are drawn at this multiple of the resolution, then averaged.
@@ -51,22 +49,15 @@ SHAPES = {
     "bolt": [(0.25, -1.1), (-0.75, 0.2), (-0.1, 0.2), (-0.35, 1.1), (0.75, -0.3), (0.1, -0.3), (0.65, -1.1)],
 }
 TEXTURES = ("plain", "stripes", "checks", "dots", "rings", "zigzag", "bricks", "blotches")
-CLASSES = {"shape": list(SHAPES), "texture": list(TEXTURES)}
-
-
-def demo_classes(task: str) -> list[str]:
-    """Return the class names of a task, in the order of its labels."""
-    if task not in CLASSES:
-        raise ConfigError(f"task: got {task!r}, wanted {' or '.join(CLASSES)}{nearest(task, CLASSES)}")
-    return list(CLASSES[task])
+# Class names of each task, in the order of its labels.
+CLASSES = {"shape": tuple(SHAPES), "texture": TEXTURES}
 
 
 def demo_item(index: int, seed: int, image_size: int, task: str) -> tuple[bytes, int]:
     """Return one image as JPEG and its label for a task; the image is the same for every task."""
-    demo_classes(task)
     deal, place = divmod(index, len(SHAPES) * len(TEXTURES))
     shape, texture = divmod(_dealt(seed, deal)[place], len(TEXTURES))
-    image = _draw(list(SHAPES)[shape], TEXTURES[texture], image_size, np.random.default_rng([seed, 1, index]))
+    image = _draw(CLASSES["shape"][shape], TEXTURES[texture], image_size, np.random.default_rng([seed, 1, index]))
     file = BytesIO()
     image.save(file, "JPEG", quality=90, subsampling=0)
     return file.getvalue(), shape if task == "shape" else texture

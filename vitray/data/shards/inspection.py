@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import PIL
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
-from vitray.data.shards.images import image_stats, jpeg, shrink
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.ray_tasks import run_with_progress
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
@@ -43,7 +44,13 @@ def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> t
     """Return the usable images in the order of the listing, and the rejects; too many rejects are an error."""
     size = request.settings.chunk
     chunks = [listing.items[start : start + size] for start in range(0, len(listing.items), size)]
-    inputs = _inspection_inputs(request, listing.kind)
+    # The settings that, beside the images, decide the result.
+    used = {"image", "resize", "quality", "max_pixels"}
+    if listing.kind == "demo":
+        used |= {"seed", "image_size", "task"}
+    is_perceptual = request.settings.dedupe == "perceptual"
+    inputs = {"kind": listing.kind, "perceptual": is_perceptual, "in_place": request.index_only}
+    inputs |= request.settings.model_dump(include=used)
     names = [content_name(inputs, chunk) for chunk in chunks]
     done = set(storage.list_files(storage.join(request.dest, WORK)))
     left = [(chunk, name) for chunk, name in zip(chunks, names, strict=True) if f"found-{name}.parquet" not in done]
@@ -57,16 +64,6 @@ def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> t
     rejects = sorted([*listing.rejects, *map(Reject, *columns)])
     _check_rejects(request, rejects, images.num_rows + len(listing.rejects))
     return images.filter(images["reason"].is_null()), rejects
-
-
-def _inspection_inputs(request: ShardRequest, kind: Kind) -> dict[str, Any]:
-    """Return the settings that, beside the images, decide the result of the inspection."""
-    names = {"image", "resize", "quality", "max_pixels"}
-    if kind == "demo":
-        names |= {"seed", "image_size", "task"}
-    settings = request.settings.model_dump(include=names)
-    is_perceptual = request.settings.dedupe == "perceptual"
-    return settings | {"kind": kind, "perceptual": is_perceptual, "in_place": request.index_only}
 
 
 def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry], name: str) -> None:
@@ -83,19 +80,51 @@ def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry
         except UndecodableImage as bad:
             row["reason"] = str(bad)
             continue
-        place = (item.file, item.place, len(content))
-        smaller = shrink(image, settings.resize) if settings.resize else None
+        file, start = item.file, item.place
+        smaller = _shrink(image, settings.resize) if settings.resize else None
         if smaller:
-            image, content = smaller, jpeg(smaller, settings.quality)
+            image, content = smaller, _jpeg(smaller, settings.quality)
         if not request.index_only and (smaller or kind not in IN_PLACE):
-            place = (copies_file, len(copies), len(content))
+            file, start = copies_file, len(copies)
             copies += content
-        row |= image_stats(image, settings.dedupe == "perceptual")._asdict()
-        row |= {"sha256": hashlib.sha256(content).hexdigest()}
-        row |= dict(zip(("file", "start", "size"), place, strict=True))
+        row |= image_stats(image, settings.dedupe == "perceptual")
+        row |= {"sha256": hashlib.sha256(content).hexdigest(), "file": file, "start": start, "size": len(content)}
     if copies:
         storage.write_bytes(copies_file, bytes(copies))
     _write_table(_table_file(request, name), rows, INSPECTED)
+
+
+def image_stats(image: Image.Image, is_perceptual: bool) -> dict[str, Any]:
+    """Return size and pixel sums of an RGB image and, on request, its perceptual fingerprint."""
+    counts = np.asarray(image.histogram(), dtype=np.int64).reshape(3, 256)
+    levels = np.arange(256, dtype=np.int64)
+    # Sums of the red, green and blue pixels, then of their squares: whole numbers, exact in any order of addition.
+    moments = [*(counts @ levels).tolist(), *(counts @ levels**2).tolist()]
+    fingerprint = _fingerprint(image) if is_perceptual else None
+    return {"width": image.width, "height": image.height, "moments": moments, "fingerprint": fingerprint}
+
+
+def _fingerprint(image: Image.Image) -> bytes:
+    """Return 128 bits: whether each cell of a 9x9 grey thumbnail is brighter than its right and its lower neighbour."""
+    thumbnail = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.LANCZOS), dtype=np.int16)
+    # At least 3 levels brighter: coding noise would decide the bits of even areas.
+    cells, right, below = thumbnail[:8, :8], thumbnail[:8, 1:], thumbnail[1:, :8]
+    return np.packbits([cells > right + 2, cells > below + 2]).tobytes()
+
+
+def _shrink(image: Image.Image, shorter: int) -> Image.Image | None:
+    """Return the image with a shorter side of `shorter` pixels; None where it is not larger."""
+    side = min(image.size)
+    if side <= shorter:
+        return None
+    width, height = (max(1, round(length * shorter / side)) for length in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _jpeg(image: Image.Image, quality: int) -> bytes:
+    image.info.clear()  # Pillow would copy the colour profile and EXIF of the original
+    image.save(content := io.BytesIO(), "JPEG", quality=quality)
+    return content.getvalue()
 
 
 def _table_file(request: ShardRequest, name: str) -> str:

@@ -1,10 +1,15 @@
-"""dataset.json: the description of a dataset, and the mark of a complete one. Knows neither torch nor ray."""
+"""dataset.json: the description of a dataset, and the mark of a complete one; and the hold-out split.
+
+Knows neither torch nor ray.
+"""
 
 import hashlib
 import json
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import numpy as np
+import pyarrow.parquet as pq
 from pydantic import Field, ValidationError
 
 from vitray import storage
@@ -14,7 +19,7 @@ from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
 
 MANIFEST = "dataset.json"
-FormatVersion = Literal[1]
+FORMAT = 1
 Channels = tuple[float, float, float]
 
 
@@ -73,7 +78,7 @@ class Rejects(Section):
 class Dataset(Section):
     """The content of dataset.json, with its address."""
 
-    format: FormatVersion = get_args(FormatVersion)[0]
+    format: Literal[1] = FORMAT
     splits: dict[str, Split]
     classes: tuple[str, ...]
     """Name of each label."""
@@ -118,10 +123,8 @@ def open_dataset(url: str) -> Dataset:
         version = tree["format"]
     except (ValueError, TypeError, KeyError):
         raise ConfigError(f"{manifest}: not a dataset.json: wanted a JSON object with a format") from None
-    if version not in get_args(FormatVersion):
-        raise ConfigError(
-            f"{manifest}: format: got {version!r}, wanted {get_args(FormatVersion)[0]}: written by another vitray"
-        )
+    if version != FORMAT:
+        raise ConfigError(f"{manifest}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
     try:
         return Dataset.model_validate_json(text).model_copy(update={"url": url})
     except ValidationError as invalid:
@@ -132,3 +135,23 @@ def save_dataset(dataset: Dataset) -> None:
     """Write dataset.json, which completes the dataset."""
     text = dataset.model_dump_json(indent=1)
     storage.write_bytes(storage.join(dataset.url, MANIFEST), f"{text}\n".encode())
+
+
+def holdout_mask(dataset: Dataset, split: str, share: float) -> np.ndarray:
+    """Return True for each row of a split that is held out; a larger share includes the images of a smaller one.
+
+    A hash of an image's key decides.
+    """
+    keys = (key for index in range(len(dataset.splits[split].shards)) for key in _keys(dataset, split, index))
+    limit = int(share * 2**64)
+    return np.array([int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < limit for key in keys])
+
+
+def _keys(dataset: Dataset, split: str, index: int) -> list[str]:
+    shards = dataset.splits[split].shards
+    if dataset.columns.key is None:  # a file indexed in place: keys are shard and row, as in the stream
+        first = sum(shard.rows for shard in shards[:index])
+        return [f"{index}:{row}" for row in range(first, first + shards[index].rows)]
+    files, path = storage.filesystem(dataset.address(shards[index]))
+    with files.open_input_file(path) as file:
+        return pq.read_table(file, columns=[dataset.columns.key]).flatten().column(0).to_pylist()

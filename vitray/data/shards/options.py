@@ -55,8 +55,8 @@ class ShardSettings(Section):
     """Demo: additional validation images, as a share of `images`."""
     image_size: Annotated[int, Field(ge=8)] = 64
     """Demo: side of an image in pixels."""
-    task: str = "shape"
-    """Demo: the labels, shape or texture."""
+    task: Literal["shape", "texture"] = "shape"
+    """Demo: the labels."""
 
 
 class ShardRequest(NamedTuple):

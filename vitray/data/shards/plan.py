@@ -5,6 +5,7 @@ from collections import defaultdict
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from vitray.data.shards.manifest import Channels, Duplicates
 from vitray.data.shards.options import ShardSettings
@@ -29,7 +30,8 @@ def find_duplicates(images: pa.Table, how: Literal["exact", "perceptual", "off"]
     """Return the counts, and {row of train: row of another split with the same image}."""
     match how:
         case "exact":
-            originals = _exact_originals(images)
+            first: dict[str, int] = {}
+            originals = [first.setdefault(content, row) for row, content in enumerate(images["sha256"].to_pylist())]
         case "perceptual":
             originals = _near_originals(images)
         case "off":
@@ -45,17 +47,11 @@ def find_duplicates(images: pa.Table, how: Literal["exact", "perceptual", "off"]
         for split in set(members):
             within[split] += members.count(split) - 1
         if len(set(members)) > 1:
-            first = next(row for row in rows if splits[row] != "train")
+            elsewhere = next(row for row in rows if splits[row] != "train")
             shared = [row for row in rows if splits[row] == "train"]
-            in_train |= dict.fromkeys(shared, first)
+            in_train |= dict.fromkeys(shared, elsewhere)
             across += len(shared) or len(set(members)) - 1
     return Duplicates(within=within, across=across, removed=len(in_train)), in_train
-
-
-def _exact_originals(images: pa.Table) -> list[int]:
-    """Return, for each row, the first row with the same bytes."""
-    first: dict[str, int] = {}
-    return [first.setdefault(content, row) for row, content in enumerate(images["sha256"].to_pylist())]
 
 
 def _near_originals(images: pa.Table) -> list[int]:
@@ -105,11 +101,11 @@ def plan_shards(images: pa.Table, settings: ShardSettings) -> list[ShardPlan]:
 
 def channel_statistics(images: pa.Table) -> tuple[Channels, Channels]:
     """Return mean and standard deviation of each channel over the train pixels (all if there is no train), in 0..1."""
-    splits = images["split"].to_pylist()
-    table = images.take([row for row, split in enumerate(splits) if split == "train"] or list(range(len(splits))))
+    train = images.filter(pc.field("split") == "train")
+    table = train if train.num_rows else images
     area = sum(_areas(table))
     moments = [sum(column) for column in zip(*table["moments"].to_pylist(), strict=True)]
     means = [total / area for total in moments[:3]]
     spreads = [math.sqrt(max(0.0, square / area - mean**2)) for square, mean in zip(moments[3:], means, strict=True)]
-    red, green, blue = (round(mean / 255, 6) for mean in means)
-    return (red, green, blue), (round(spreads[0] / 255, 6), round(spreads[1] / 255, 6), round(spreads[2] / 255, 6))
+    red, green, blue, *stds = (round(value / 255, 6) for value in (*means, *spreads))
+    return (red, green, blue), (stds[0], stds[1], stds[2])

@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
 
 from vitray import storage
-from vitray.data.shards.arrays import IDX_IMAGES, list_arrays, read_png
-from vitray.data.shards.demo import demo_classes, demo_item
+from vitray.data.shards.arrays import IDX_IMAGES, list_cifar, list_idx, read_png
+from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.manifest import MANIFEST, open_dataset
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.tables import (
@@ -112,14 +112,14 @@ def list_source(request: ShardRequest, kind: Kind, mapped: Mapped) -> Listing:
                 names = open_dataset(source).classes
             entries = [entry for table in tables for entry in _list_rows(table, source)]
         case "cifar" | "idx":
-            files, names = list_arrays(kind, source, settings.label)
+            files, names = list_cifar(source, settings.label) if kind == "cifar" else (list_idx(source), None)
             entries = [
                 SourceEntry(split_in(each.name), f"{each.name}/{row:05d}", each.file, row, 0, label)
                 for each in files
                 for row, label in enumerate(each.labels)
             ]
         case "demo":
-            names = demo_classes(settings.task)
+            names = CLASSES[settings.task]
             train = settings.images
             splits = ["train"] * train + ["val"] * round(train * settings.val_share)
             entries = [SourceEntry(split, f"{split}/{index:06d}", "demo", index) for index, split in enumerate(splits)]
@@ -304,26 +304,26 @@ def _list_rows(table: ImageTable, source: str) -> Iterator[SourceEntry]:
 def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[SourceEntry]:
     """Return the entries of the requested splits, some of them drawn out of train."""
     source, keep = request.source, request.keep
-    known = dict.fromkeys(entry.split or "train" for entry in entries)
-    if not any(entry.split for entry in entries):
-        if len(keep) > 1:
-            raise ConfigError(f"--split {' '.join(keep)}: {source} names no splits: give one name, or NAME=SHARE")
-        known = {keep[0] if keep else "train": None}
-        entries = [entry._replace(split=next(iter(known))) for entry in entries]
+    has_splits = any(entry.split for entry in entries)
+    if len(keep) > 1 and not has_splits:
+        raise ConfigError(f"--split {' '.join(keep)}: {source} names no splits: give one name, or NAME=SHARE")
+    default = keep[0] if keep and not has_splits else "train"
+    entries = [entry._replace(split=entry.split or default) for entry in entries]
+    known = dict.fromkeys([entry.split for entry in entries] or [default])
     for name in keep:
         if name not in known:
             raise ConfigError(f"--split {name}: {source} has {', '.join(known)}{nearest(name, known)}")
     for name, _ in request.draw:
         if name in known:
             raise ConfigError(f"--split {name}: {source} has a split of this name; draw into another")
-    selected = [entry for entry in entries if not keep or (entry.split or "train") in keep]
-    train = [at for at, entry in enumerate(selected) if (entry.split or "train") == "train"]
+    selected = [entry for entry in entries if not keep or entry.split in keep]
+    train = [at for at, entry in enumerate(selected) if entry.split == "train"]
     train.sort(key=lambda at: (shuffle_key(request.settings.seed, "draw", selected[at].name), at))
     drawn: dict[int, str] = {}
     for name, share in request.draw:
         start = len(drawn)
         drawn |= dict.fromkeys(train[start : start + round(share * len(train))], name)
-    return [entry._replace(split=drawn.get(at, entry.split or "train")) for at, entry in enumerate(selected)]
+    return [entry._replace(split=drawn.get(at, entry.split)) for at, entry in enumerate(selected)]
 
 
 def _number_labels(

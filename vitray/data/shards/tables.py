@@ -41,9 +41,8 @@ def _opened(url: str) -> Iterator[pq.ParquetFile]:
         raise ConfigError(f"{url}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
 
 
-def find_column(names: Iterable[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
+def find_column(names: Sequence[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
     """Return the column that a setting asks for, or the first one with a usual name."""
-    names = list(names)
     for name in [asked] if asked else usual:
         if name in names:
             return name

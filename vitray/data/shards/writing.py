@@ -8,7 +8,6 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -43,8 +42,8 @@ SCHEMA = pa.schema(
     [("image", pa.binary()), ("label", pa.int64()), ("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
 )
 
-# {split: its shards, in order}
-Shards = dict[str, list[Shard]]
+# (split, shard) in the order of each split
+Shards = list[tuple[str, Shard]]
 
 
 def write_dataset(request: ShardRequest) -> Dataset:
@@ -65,16 +64,18 @@ def write_dataset(request: ShardRequest) -> Dataset:
         removed: list[Reject] = []
         if request.index_only:
             duplicates = duplicates.model_copy(update={"removed": 0})
-            shards = _index_shards(request, listing, at_a_time)
+            calls = [(table, request.source, request.dest) for _, table in listing.tables]
+            indexed = run_tasks(index_shard, calls, at_a_time)
+            shards = [(split, shard) for (split, _), shard in zip(listing.tables, indexed, strict=True)]
         else:
-            names = images["name"]
+            names = images["name"].to_pylist()
             for row, other in in_train.items():
-                removed.append(Reject("train", str(names[row]), f"shows the same as {names[other]}"))
+                removed.append(Reject("train", names[row], f"shows the same as {names[other]}"))
             images = images.take([row for row in range(images.num_rows) if row not in in_train])
             shards = _write_shards(request, images, at_a_time)
     write_rejects(request, [*rejects, *removed])
     dataset = _describe(request, listing, images, shards, rejects, duplicates)
-    _remove_leftovers(request, {shard.name for split in shards.values() for shard in split})
+    _remove_leftovers(request, {shard.name for _, shard in shards})
     save_dataset(dataset)
     storage.remove(storage.join(request.dest, WORK))
     return dataset
@@ -118,10 +119,7 @@ def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int) -> Sh
     run_with_progress(write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written", at_a_time)
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda mark: storage.read_bytes(storage.join(request.dest, mark)), marks))
-    shards: Shards = {}
-    for plan, text in zip(plans, texts, strict=True):
-        shards.setdefault(plan.split, []).append(Shard.model_validate_json(text))
-    return shards
+    return [(plan.split, Shard.model_validate_json(text)) for plan, text in zip(plans, texts, strict=True)]
 
 
 def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str) -> None:
@@ -133,7 +131,7 @@ def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str)
                 group = rows.slice(start, row_group)
                 writer.write_table(_gather(group), row_group_size=row_group)
                 groups.append(group.num_rows)
-        shard = _describe_shard(name, path, groups)
+        shard = _describe_shard(name, path, tuple(groups))
     storage.write_bytes(storage.join(dest, mark), shard.model_dump_json().encode())
 
 
@@ -149,20 +147,10 @@ def _gather(rows: pa.Table) -> pa.Table:
     return pa.table([contents, rows["label"], keys, rows["width"], rows["height"]], schema=SCHEMA)
 
 
-def _describe_shard(name: str, path: Any, groups: Iterable[int]) -> Shard:
+def _describe_shard(name: str, path: Any, groups: tuple[int, ...]) -> Shard:
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        groups = tuple(groups)
         return Shard(name=name, rows=sum(groups), bytes=file.tell(), sha256=sha256, row_groups=groups)
-
-
-def _index_shards(request: ShardRequest, listing: Listing, at_a_time: int) -> Shards:
-    """Return the source's own files as shards."""
-    calls = [(table, request.source, request.dest) for _, table in listing.tables]
-    shards: Shards = {}
-    for (split, _), shard in zip(listing.tables, run_tasks(index_shard, calls, at_a_time), strict=True):
-        shards.setdefault(split, []).append(shard)
-    return {split: shards[split] for split in sorted(shards)}
 
 
 def index_shard(table: ImageTable, source: str, dest: str) -> Shard:
@@ -182,10 +170,12 @@ def _describe(
     counts = Counter(zip(images["split"].to_pylist(), images["label"].to_pylist(), strict=True))
     reasons = Counter(reject.reason.partition(":")[0] for reject in rejects)
     mean, std = channel_statistics(images)
-    labels = range(len(listing.classes))
     splits = {
-        split: Split(shards=tuple(shards[split]), class_counts=tuple(counts[split, label] for label in labels))
-        for split in sorted(shards)
+        split: Split(
+            shards=tuple(shard for other, shard in shards if other == split),
+            class_counts=tuple(counts[split, label] for label in range(len(listing.classes))),
+        )
+        for split in sorted({split for split, _ in shards})
     }
     columns = Columns()
     if request.index_only:

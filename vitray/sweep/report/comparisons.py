@@ -4,15 +4,15 @@ Only finished trials count. A diamond is a group's mean over its seeds, a bar on
 """
 
 from collections.abc import Sequence
+from functools import partial
 
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
 from vitray.plotting import Theme, one_line
-from vitray.sweep.report.drawing import Drawing, Label, column_axis, label_points, listed
+from vitray.sweep.report.drawing import Drawing, Label, column_axis, draw_seeds, label_points, listed, plain_ticks
 from vitray.sweep.report.groups import Group, Pair, Results, pairs_of, pareto_front
 from vitray.sweep.report.trials import Cost
 
@@ -40,7 +40,9 @@ def draw_groups(results: Results) -> Drawing | None:
         figure, axis = column_axis(theme, 0.27 * len(groups) + 0.75, measure.title)
         right = axis.get_yaxis_transform()
         for row, group in enumerate(groups):
-            _draw_seeds(axis, row, group, results, theme.series[0] if row == 0 else theme.pale)
+            colour = theme.series[0] if row == 0 else theme.pale
+            draw_seeds(axis, group, measure, row, colour, upright=False)
+            axis.plot([measure.scaled(group.mean)], [row], "d", color=colour, markersize=5.5)
             score = results.score_text(group)
             axis.text(1.02, row, score, color=theme.ink, transform=right, va="center", fontsize=8)
         axis.set_yticks(range(len(groups)), [one_line(group.label, 30) for group in groups])
@@ -52,16 +54,6 @@ def draw_groups(results: Results) -> Drawing | None:
 
     scores = listed([f"{group.label} {results.score_text(group)}" for group in groups])
     return Drawing("groups", f"{measure.title} of {len(groups)} groups: {scores}", caption, draw)
-
-
-def _draw_seeds(axis: Axes, row: int, group: Group, results: Results, colour: str) -> None:
-    scaled = results.measure.scaled
-    if group.sd is not None:
-        ends = [scaled(group.mean - group.sd), scaled(group.mean + group.sd)]
-        scores = [scaled(value) for value in group.scores.values()]
-        axis.plot(ends, [row, row], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
-        axis.plot(scores, [row] * len(scores), "o", mfc="none", mec=colour, markersize=5, mew=1)
-    axis.plot([scaled(group.mean)], [row], "d", color=colour, markersize=5.5)
 
 
 # ---- differences -----------------------------------------------------------------------------------------------------
@@ -120,21 +112,18 @@ def draw_maps(results: Results) -> list[Drawing]:
         # With one cell in each row or column, a line shows the same, and is drawn elsewhere.
         if any(len({shape[place] for shape in cells}) == len(cells) for place in (0, 1)):
             continue
-
-        def draw(theme: Theme, family: str = family, cells: dict[tuple[int, int], Group] = cells) -> Figure:
-            return _draw_map(results, theme, f"{family}: {measure.title}", cells)
-
         scores = [
             f"depth {depth} with {branches} branches {measure.text(group.mean)}"
             for (depth, branches), group in cells.items()
         ]
         caption = f"{family}: the stronger the colour, the better." + results.families_note
         alt = f"{measure.goal} of {family}: {listed(scores)}"
+        draw = partial(_draw_map, results, f"{family}: {measure.title}", cells)
         drawings.append(Drawing(f"depth_branches_{len(drawings)}", alt, caption, draw))
     return drawings
 
 
-def _draw_map(results: Results, theme: Theme, title: str, cells: dict[tuple[int, int], Group]) -> Figure:
+def _draw_map(results: Results, title: str, cells: dict[tuple[int, int], Group], theme: Theme) -> Figure:
     measure = results.measure
     depths, branches = (sorted({shape[place] for shape in cells}) for place in (0, 1))
     figure, axis = column_axis(theme, 0.56 * len(depths) + 0.85, title, "parallel branches")
@@ -195,11 +184,9 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
         figure, axis = column_axis(theme, 3.0, measure.title, cost.unit)
         if min(x) > 0 and max(x) / min(x) > WIDE:
             axis.set_xscale("log")
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.grid(False, which="minor")
         else:
             axis.xaxis.set_major_locator(MaxNLocator(5))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        plain_ticks(axis.xaxis)
         edge = ([x[place] for place in front], [y[place] for place in front])
         axis.plot(*edge, color=theme.series[0], drawstyle="steps-post", linewidth=1.4, alpha=0.6)
         labels = []

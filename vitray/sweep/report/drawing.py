@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Bbox
 
 from vitray.plotting import Theme, missing_glyphs, new_figure, one_line, style_axis
+from vitray.sweep.report.groups import Group
+from vitray.sweep.report.trials import Measure
 
 # Inches of a column of the page, and the pixels of each, which suit screens of high resolution.
 WIDTH, DPI = 4.0, 220
-MARKERS = ("o", "s", "^", "D", "v", "P")
 # Penalty for a label nearer to another point than to its own, in covered square pixels.
 FAR = 10_000
 
@@ -47,6 +50,26 @@ def column_axis(theme: Theme, height: float, title: str, x_label: str = "") -> t
     axis.set_title(one_line(title, 52), loc="left", color=theme.ink, fontsize=9.5)
     axis.set_xlabel(one_line(x_label, 60), color=theme.pale, fontsize=8)
     return figure, axis
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Write the numbers of a logarithmic axis like others, and only at its major ticks."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+    axis.grid(False, which="minor")
+
+
+def draw_seeds(axis: Axes, group: Group, measure: Measure, at: float, colour: str, upright: bool) -> None:
+    """Draw a bar of one standard deviation and a ring for each seed, if there are several; scores run up or across."""
+    if group.sd is None:
+        return
+    size = 4 if upright else 5
+    bar = {"color": colour, "linewidth": size, "alpha": 0.3, "solid_capstyle": "butt"}
+    rings = {"marker": "o", "linestyle": "", "mfc": "none", "mec": colour, "markersize": size, "mew": size / 5}
+    for values, style in (((group.mean - group.sd, group.mean + group.sd), bar), (group.scores.values(), rings)):
+        scores = [measure.scaled(value) for value in values]
+        places = [at] * len(scores)
+        axis.plot(*((places, scores) if upright else (scores, places)), **style)
 
 
 def listed(items: Sequence[str], most: int = 8) -> str:

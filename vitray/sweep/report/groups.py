@@ -1,15 +1,17 @@
 """Groups of trials that differ only in their seed: means, paired differences, and the Pareto front."""
 
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from vitray.config.model_names import Name
-from vitray.sweep.report.intervals import Interval, Summary, interval_of, summary_of
-from vitray.sweep.report.labels import MODEL, SEED, canonical, family_of, label_of, shape_of, varied_settings
+from vitray.sweep.report.labels import MODEL, SEED, canonical, family_of, label_of, varied_settings
 from vitray.sweep.report.trials import GoalMode, Measure, SweepResult, TrialResult
+from vitray.sweep.space import shape_of
 
+CONFIDENCE = 0.95
 # Up to this number of groups, each is compared with each; more are compared with the best one.
 MOST_COMPARED = 5
 
@@ -28,34 +30,43 @@ class Group(NamedTuple):
         for trial in self.trials:
             if trial.state == "finished" and trial.score is not None:
                 by_seed[canonical(trial.settings.get(SEED))].append(trial.score)
-        return {seed: summary_of(values).mean for seed, values in by_seed.items()}
-
-    @property
-    def summary(self) -> Summary | None:
-        """Over the finished seeds; None without any."""
-        return summary_of(list(self.scores.values())) if self.scores else None
-
-    @property
-    def shape(self) -> Name | None:
-        """The network, if it varies and its name can be parsed."""
-        return shape_of(self.settings.get(MODEL))
+        return {seed: statistics.fmean(values) for seed, values in by_seed.items()}
 
     @property
     def mean(self) -> float:
         """Over the finished seeds, of which there must be one."""
-        assert self.summary is not None, f"{self.label} has no finished trial"
-        return self.summary.mean
+        return statistics.fmean(self.scores.values())
 
     @property
     def sd(self) -> float | None:
-        """The standard deviation over several finished seeds."""
-        return self.summary and self.summary.sd
+        """The standard deviation, by n - 1, over several finished seeds; None for a single one."""
+        return statistics.stdev(self.scores.values()) if len(self.scores) > 1 else None
 
     def cost(self, field: str) -> float | None:
         """The mean of a cost over the finished trials that have it."""
         costs = [getattr(trial, field) for trial in self.trials if trial.state == "finished"]
         costs = [cost for cost in costs if cost is not None]
-        return summary_of(costs).mean if costs else None
+        return statistics.fmean(costs) if costs else None
+
+
+class Interval(NamedTuple):
+    """A mean of n differences and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether zero lies outside. Equal differences, which two seeds can have, give no spread and so no verdict."""
+        return (self.low > 0 or self.high < 0) and self.high - self.low > 1e-9 * abs(self.mean)
+
+    def verdict(self, mode: GoalMode) -> str:
+        """Whether the first of two groups is clearly better or worse."""
+        if not self.is_clear:
+            return "no clear difference"
+        return "better" if (self.mean > 0) == (mode == "max") else "worse"
 
 
 class Pair(NamedTuple):
@@ -77,7 +88,7 @@ class Results(NamedTuple):
     @property
     def scored(self) -> list[Group]:
         """The groups with a finished trial."""
-        return [group for group in self.groups if group.summary is not None]
+        return [group for group in self.groups if group.scores]
 
     @property
     def is_repeated(self) -> bool:
@@ -89,7 +100,7 @@ class Results(NamedTuple):
         """{networks that differ in depth and branches only: {(depth, branches): the best group}}."""
         families: dict[str, dict[tuple[int, int], Group]] = defaultdict(dict)
         for group in self.scored:
-            if (shape := group.shape) is not None:
+            if (shape := shape_of(group.settings.get(MODEL))) is not None:
                 families[family_of(shape)].setdefault((shape.depth, shape.branches), group)
         return {family: dict(sorted(cells.items())) for family, cells in sorted(families.items())}
 
@@ -101,20 +112,19 @@ class Results(NamedTuple):
 
     def score_text(self, group: Group) -> str:
         """A group's mean; of several seeds also their spread and number."""
-        if group.summary is None:
+        if not group.scores:
             return "–"
-        mean, sd, n = group.summary
-        if sd is None:
-            return self.measure.digits(mean)
-        count = f"n = {n}".replace(" ", "\N{NO-BREAK SPACE}")
-        return f"{self.measure.digits(mean)} ± {self.measure.digits(sd)} ({count})"
+        if group.sd is None:
+            return self.measure.digits(group.mean)
+        count = f"n = {len(group.scores)}".replace(" ", "\N{NO-BREAK SPACE}")
+        return f"{self.measure.digits(group.mean)} ± {self.measure.digits(group.sd)} ({count})"
 
 
 def results_of(sweep: SweepResult) -> Results:
     """Return the groups of a sweep, the best first."""
     measure = Measure(sweep.goal, sweep.mode)
     groups = grouped(sweep.trials)
-    return Results(sweep, measure, sorted(groups, key=lambda group: measure.rank(group.summary and group.summary.mean)))
+    return Results(sweep, measure, sorted(groups, key=lambda group: measure.rank(group.mean if group.scores else None)))
 
 
 def grouped(trials: Sequence[TrialResult]) -> list[Group]:
@@ -145,6 +155,15 @@ def pairs_of(results: Results) -> list[Pair]:
         if len(seeds) > 1:
             pairs.append(Pair(one, other, interval_of([one.scores[seed] - other.scores[seed] for seed in seeds])))
     return pairs
+
+
+def interval_of(differences: Sequence[float]) -> Interval:
+    """Return Student's interval of two paired differences or more."""
+    from scipy.special import stdtrit  # loads slowly, and only sweeps that repeat seeds use it
+
+    mean, n = statistics.fmean(differences), len(differences)
+    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(differences) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], mode: GoalMode) -> list[int]:

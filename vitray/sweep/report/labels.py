@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from vitray.config.model_names import Name, parse_name
+from vitray.config.model_names import Name
 from vitray.sweep.report.trials import TrialResult
+from vitray.sweep.space import shape_of
 
 SEED, MODEL, LR = "seed", "model.name", "optim.lr"
 # Settings whose values need no name beside them.
@@ -67,14 +68,6 @@ def family_of(shape: Name) -> str:
 
 def _stem(shape: Name) -> str:
     return "" if shape.stem == "linear" else f" {shape.stem}"
-
-
-def shape_of(name: Any) -> Name | None:
-    """Return a network's parsed name; None for anything else."""
-    try:
-        return parse_name(name) if isinstance(name, str) else None
-    except ValueError:
-        return None
 
 
 def canonical(value: Any) -> str:

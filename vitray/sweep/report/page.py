@@ -76,7 +76,7 @@ def _seeds_verdict(results: Results) -> Iterator[str]:
     pair = next((pair for pair in pairs_of(results) if pair.one == first), None)
     if pair is not None:
         mean, low, high = (measure.signed(value) for value in pair.difference[:3])
-        verdict = VERDICTS[measure.verdict(pair.difference)]
+        verdict = VERDICTS[pair.difference.verdict(measure.mode)]
         yield (
             f"Over {pair.difference.n} common seeds it {verdict} {pair.other.label}: "
             f"{mean}, with a 95 % interval from {low} to {high}."

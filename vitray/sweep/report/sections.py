@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vitray.sweep.report.groups import Group, Results, pairs_of
+from vitray.sweep.report.groups import Results, pairs_of
 from vitray.sweep.report.labels import MODEL, SEED, short_name, value_text, varied_settings
 from vitray.sweep.report.markup import (
     Column,
@@ -18,7 +18,7 @@ from vitray.sweep.report.markup import (
     table,
     tag,
 )
-from vitray.sweep.report.papers import PAPER, PaperPoint, Printed
+from vitray.sweep.report.papers import TITLE
 from vitray.sweep.report.trials import COSTS, STATES, Cost, TrialResult, best_first
 
 
@@ -70,7 +70,7 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> PageSection | None
         n, trials = len(group.scores), len(group.trials)
         number = str(n) if n == trials else f"{n} of {trials}"
         score = results.score_text(group).partition(" (")[0]
-        spent = [_cost_text(cost, group.cost(cost.field)) for cost in costs]
+        spent = [cost.text(group.cost(cost.field)) for cost in costs]
         rows.append([*_setting_texts(group.settings, varied), score, number, *spent])
     body = joined(illustrated([prose], pictures), table("Groups", columns, rows, marked=True))
     return PageSection("groups", "Results over seeds", body)
@@ -89,7 +89,7 @@ def _differences(results: Results, pictures: Sequence[Picture]) -> PageSection |
         prose += " All are compared with the best group, which slightly favours it."
     rows = []
     for one, other, gap in pairs:
-        interval, verdict = f"{measure.signed(gap.low)} to {measure.signed(gap.high)}", measure.verdict(gap)
+        interval, verdict = f"{measure.signed(gap.low)} to {measure.signed(gap.high)}", gap.verdict(measure.mode)
         rows.append([one.label, other.label, measure.signed(gap.mean), interval, str(gap.n), verdict])
     unit = "difference, points" if measure.is_share else "difference"
     heads = [Column("group"), Column("minus"), Column(unit, True), Column("95 % interval", True), Column("n", True)]
@@ -98,23 +98,18 @@ def _differences(results: Results, pictures: Sequence[Picture]) -> PageSection |
 
 
 def _papers(results: Results) -> PageSection | None:
-    points: list[tuple[Group, PaperPoint, Printed]] = []
-    for group in results.scored if results.measure.is_top1 else ():
-        point = next((trial.paper for trial in group.trials if trial.paper in PAPER), None)
-        if point is not None:
-            points.append((group, point, PAPER[point]))
-    if not points:
-        return None
-    sources = list(dict.fromkeys(printed.source for _, _, printed in points))
-    columns = [Column("group"), Column("network, training, images"), Column("ours, top1 %", True)]
-    columns += [Column(joined("printed in ", tag("cite", source)), True) for source in sources]
     rows = []
-    for group, point, printed in points:
-        spread = "" if printed.spread is None else f" ± {printed.spread:.2f}"
-        cell = joined(f"{printed.top1:g}{spread} ", tag("small", printed.place))
-        point_text = "; ".join([value_text(point.model), point.training, point.images])
-        cells = [cell if source == printed.source else None for source in sources]
-        rows.append([group.label, tag("div.wide", point_text), results.score_text(group), *cells])
+    for group in results.scored if results.measure.is_top1 else ():
+        paper = next((trial.paper for trial in group.trials if trial.paper is not None), None)
+        if paper is not None:
+            spread = "" if paper.spread is None else f" ± {paper.spread:.2f}"
+            printed = joined(f"{paper.top1:g}{spread} ", tag("small", paper.table))
+            point = tag("div.wide", f"{value_text(paper.model)}; {paper.training}; ImageNet")
+            rows.append([group.label, point, results.score_text(group), printed])
+    if not rows:
+        return None
+    columns = [Column("group"), Column("network, training, images"), Column("ours, top1 %", True)]
+    columns.append(Column(joined("printed in ", tag("cite", TITLE)), True))
     prose = (
         "The network, task and images are the same; the learning rate, schedule and augmentation may differ."
         " The papers' numbers are quoted, not measured here."
@@ -147,7 +142,7 @@ def _trials(results: Results) -> Html:
         seed = [value_text(trial.settings[SEED]) if SEED in trial.settings else "–"] if seeds else []
         name = tag("details", tag("summary", trial.name), command_box(trial.command))
         run = [link(trial.run_url, "open")] if linked else []
-        spent = [_cost_text(cost, getattr(trial, cost.field)) for cost in costs]
+        spent = [cost.text(getattr(trial, cost.field)) for cost in costs]
         state = joined(state_dot(trial.state), trial.state)
         rows.append([name, goal, state, *_setting_texts(trial.settings, varied), *seed, *spent, *run])
     whole = table("Trials", columns, rows, marked=bool(trials) and trials[0].score is not None)
@@ -165,10 +160,6 @@ def _setting_texts(settings: Mapping[str, object], varied: Mapping[str, Sequence
 def _known_costs(trials: Sequence[TrialResult]) -> list[Cost]:
     """The costs that some trial has."""
     return [cost for cost in COSTS if any(getattr(trial, cost.field) is not None for trial in trials)]
-
-
-def _cost_text(cost: Cost, value: float | None) -> str:
-    return "–" if value is None else cost.text(value)
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from vitray.plotting import Theme
-from vitray.sweep.report.drawing import MARKERS, Drawing, Label, column_axis, label_ends, listed
+from vitray.sweep.report.drawing import Drawing, Label, column_axis, draw_seeds, label_ends, listed, plain_ticks
 from vitray.sweep.report.groups import Group, Results
 from vitray.sweep.report.labels import LR, canonical, label_of, varied_settings
 from vitray.sweep.report.trials import TrialResult
 
 MOST_COLOURS = 6
+MARKERS = ("o", "s", "^", "D", "v", "P")
 # A curve of more than MANY points is drawn as its running mean over 1 / PART of them.
 MANY, PART = 60, 25
 
@@ -137,15 +137,22 @@ def _draw_lines(results: Results, chart: LineChart) -> Drawing:
         labels = []
         for place, line in reversed(list(enumerate(lines))):  # the first line on top
             colour = theme.series[place] if place < MOST_COLOURS else theme.rest
-            _draw_line(axis, line, results, colour, MARKERS[place % len(MARKERS)])
-            x, last = line.points[-1]
+            means = [measure.scaled(group.mean) for _, group in line.points]
+            marker = MARKERS[place % len(MARKERS)]
+            axis.plot([x for x, _ in line.points], means, color=colour, marker=marker, ms=5, linewidth=1.5)
+            for x, group in line.points:
+                draw_seeds(axis, group, measure, x, colour, upright=True)
             if line.label and place < MOST_COLOURS:
-                labels.append(Label(x, measure.scaled(last.mean), line.label, colour))
+                labels.append(Label(line.points[-1][0], means[-1], line.label, colour))
         axis.margins(x=0.06, y=0.1)
         if chart.failed:
             bottom, heights = axis.get_xaxis_transform(), [0.04] * len(chart.failed)
             axis.plot(chart.failed, heights, "x", color=theme.bad, transform=bottom, markersize=6, mew=1.6)
-        _set_ticks(axis, places, log)
+        if len(places) > 7:  # too many ticks to read
+            axis.xaxis.set_major_locator(LogLocator() if log else MaxNLocator(6))
+        else:
+            axis.set_xticks(places)
+        plain_ticks(axis.xaxis)
         label_ends(figure, axis, labels, theme)
         return figure
 
@@ -157,29 +164,6 @@ def _draw_lines(results: Results, chart: LineChart) -> Drawing:
         caption.append(f"{MOST_COLOURS} of {len(lines)} lines have labels, the others are grey.")
     alt = f"{chart.title} over {chart.x_label}: {listed(scores)}"
     return Drawing(chart.name, alt, " ".join(filter(None, caption)), draw)
-
-
-def _draw_line(axis: Axes, line: Line, results: Results, colour: str, marker: str) -> None:
-    scaled = results.measure.scaled
-    means = [scaled(group.mean) for _, group in line.points]
-    axis.plot([x for x, _ in line.points], means, color=colour, marker=marker, ms=5, linewidth=1.5)
-    for x, group in line.points:
-        if group.sd is not None:
-            ends = [scaled(group.mean - group.sd), scaled(group.mean + group.sd)]
-            axis.plot([x, x], ends, color=colour, linewidth=4, alpha=0.3, solid_capstyle="butt")
-            scores = [scaled(value) for value in group.scores.values()]
-            axis.plot([x] * len(scores), scores, "o", mfc="none", mec=colour, markersize=4, mew=0.8)
-
-
-def _set_ticks(axis: Axes, places: Sequence[float], log: bool) -> None:
-    """Ticks at the values of the sweep, unless they are too many to read."""
-    if len(places) > 7:
-        axis.xaxis.set_major_locator(LogLocator() if log else MaxNLocator(6))
-    else:
-        axis.set_xticks(places)
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.grid(False, which="minor")
 
 
 # ---- learning curves -------------------------------------------------------------------------------------------------
@@ -217,11 +201,9 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
         if log:  # which shows late differences
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_minor_formatter(NullFormatter())
-            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.grid(False, which="minor")
+            plain_ticks(axis.yaxis)
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         label_ends(figure, axis, labels, theme)
         return figure
 

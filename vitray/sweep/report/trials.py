@@ -3,13 +3,11 @@
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
-from vitray.sweep.report.intervals import Interval
-from vitray.sweep.report.papers import PaperPoint
+from vitray.sweep.report.papers import PaperResult
 
 TrialState = Literal["finished", "stopped early", "failed", "running", "waiting"]
 STATES: tuple[TrialState, ...] = get_args(TrialState)
 GoalMode = Literal["max", "min"]
-Verdict = Literal["better", "worse", "no clear difference"]
 
 
 class TrialResult(NamedTuple):
@@ -33,8 +31,7 @@ class TrialResult(NamedTuple):
     command: str
     """Repeats the trial exactly."""
     run_url: str | None = None
-    paper: PaperPoint | None = None
-    """The matching cell of a paper's table, from `point_of`."""
+    paper: PaperResult | None = None
     latency_ms: float | None = None
     """Of one image, forward, on the training device."""
     peak_memory_bytes: float | None = None
@@ -73,8 +70,10 @@ class Cost(NamedTuple):
     column: str
     scale: float = 1
 
-    def text(self, value: float) -> str:
+    def text(self, value: float | None) -> str:
         """A value in the shown unit."""
+        if value is None:
+            return "–"
         return hours_text(value) if self.field == "device_seconds" else f"{value / self.scale:.3g}"
 
 
@@ -129,12 +128,6 @@ class Measure(NamedTuple):
     def signed(self, value: float) -> str:
         """A difference, in points where values are percent."""
         return f"{'−' if value < 0 else '+'}{self.digits(abs(value))}"
-
-    def verdict(self, difference: Interval) -> Verdict:
-        """Whether an interval of differences puts the first group ahead of the second."""
-        if not difference.is_clear:
-            return "no clear difference"
-        return "better" if self.rank(difference.mean) < 0 else "worse"
 
     def rank(self, value: float | None) -> float:
         """A sort key: the best value first, None last."""

@@ -20,7 +20,7 @@ from vitray.sweep.report.groups import Results, results_of
 from vitray.sweep.report.markup import Picture
 from vitray.sweep.report.page import render
 from vitray.sweep.report.trends import draw_blocks, draw_branches, draw_curves, draw_rates
-from vitray.sweep.report.trials import COSTS, SweepResult, best_first
+from vitray.sweep.report.trials import COSTS, Measure, SweepResult, best_first
 
 FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
 
@@ -65,7 +65,7 @@ def table_of(sweep: SweepResult) -> str:
 
     An absent setting is an empty cell.
     """
-    trials = best_first(sweep.trials, results_of(sweep).measure)
+    trials = best_first(sweep.trials, Measure(sweep.goal, sweep.mode))
     paths = list(dict.fromkeys(path for trial in trials for path in trial.settings))
     text = io.StringIO()
     writer = csv.writer(text)

@@ -95,7 +95,7 @@ class Space(Section):
             if rest and len({json.dumps([row[other] for other in rest]) for row in rows}) == len(rows):
                 listed.remove(name)
                 kept = rest
-        families = {shape and (shape.width, shape.patch, shape.stem) for shape in map(_shape, models)}
+        families = {shape and (shape.width, shape.patch, shape.stem) for shape in map(shape_of, models)}
         return ["model.name"] * ("model.name" in self.space) + listed, len(families) == 1 and None not in families
 
 
@@ -165,7 +165,7 @@ def name_of(point: SweepPoint, space: Space) -> str:
     keys, parts = [name.rpartition(".")[2] for name in listed], []
     for name, key in zip(listed, keys, strict=True):
         if name == "model.name":
-            shape = _shape(point.settings[name])
+            shape = shape_of(point.settings[name])
             model = f"{shape.depth}x{shape.branches}" if shape and one_family else shape or point.settings[name]
             parts.append(slug(str(model)))
         else:
@@ -204,15 +204,11 @@ def swept_settings(space: Space) -> Iterator[tuple[str, str]]:
             yield name, name
 
 
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a value."""
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            yield from texts_in(list(value.values()))
-        case list() | tuple():
-            yield from itertools.chain(*map(texts_in, value))
+def texts_in(value: Any) -> list[str]:
+    """Return every text in a value."""
+    texts: list[str] = []
+    _map_texts(value, texts.append)
+    return texts
 
 
 def placeholders(value: Any) -> set[str]:
@@ -249,7 +245,7 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
             return value
 
 
-def _shape(model: Any) -> Name | None:
+def shape_of(model: Any) -> Name | None:
     """Return the parsed name of a model; None for an invalid one, which the run refuses later."""
     try:
         return parse_name(str(model))
