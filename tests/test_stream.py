@@ -3,7 +3,9 @@
 import hashlib
 import io
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import psutil
@@ -17,24 +19,21 @@ from PIL import Image
 from pipelines.__main__ import main
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
-from vitray.data.stream import Cursor, Share, Stream, StreamSpec, forget_decoded
+from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, forget_decoded
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import locate_rows
-from vitray.data.stream.epoch_order import (
-    DEAL,
-    LANES,
-    REGION,
-    evaluation_positions,
-    positions_of,
-    repeated,
-    shuffle_rows,
-)
+from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
+from vitray.data.stream.pieces import Cut
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))
 # (global batch, workers), of which every worker gets an image
 SHARED = st.tuples(st.integers(1, 300), st.integers(1, 20)).filter(lambda pair: pair[0] >= pair[1])
+
+
+def shuffle_rows(groups, seed, epoch, identity="") -> np.ndarray:
+    return EpochOrder(groups, None, (identity, seed, epoch)).at(np.arange(groups.sum()))[0]
 
 
 # ---- the plan alone --------------------------------------------------------------------------------------------------
@@ -94,21 +93,10 @@ def test_equal_shares_are_dealt_in_turn(divided, step):
         assert np.array_equal(positions_of(step, batch, rank, workers), dealt[:, rank].ravel())
 
 
-@given(images=st.integers(1, 500), shared=SHARED)
-def test_an_evaluation_counts_every_image_once(images, shared):
-    batch, workers = shared
-    shares = [evaluation_positions(images, batch, rank, workers) for rank in range(workers)]
-    assert {len(share) for share in shares} == {-(-images // batch)}
-    widths = [share.shape[1] for share in shares]
-    assert 1 <= min(widths) <= max(widths) <= min(widths) + (batch % workers > 0)
-    seen = np.concatenate([share.ravel() for share in shares])
-    assert sorted(seen[seen >= 0]) == list(range(images))
-
-
 @given(groups=GROUPS, copies=st.integers(1, 4))
 def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies):
     order = shuffle_rows(groups, 0, 0)
-    rows, which = repeated(order, copies)
+    rows, which = EpochOrder(groups, None, ("", 0, 0), copies).at(np.arange(len(order)))
     assert len(rows) == len(order)
     assert len({*zip(rows.tolist(), which.tolist(), strict=True)}) == len(rows)
     pairs = rows[: len(rows) // 2 * 2].reshape(-1, 2)
@@ -123,21 +111,44 @@ def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies
 def test_a_worker_without_an_image_is_rejected():
     with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
         positions_of(0, 3, 1, 4)
-    with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
-        evaluation_positions(100, 3, 1, 4)
 
 
-def test_each_worker_reads_its_own_row_groups():
-    groups = np.full(320, 128)
-    group_of = np.repeat(np.arange(320), 128)
-    order = shuffle_rows(groups, 0, 0)
-    for workers in (2, 4, 8):
-        read = []
-        for rank in range(workers):
-            positions = np.concatenate([positions_of(step, 1024, rank, workers) for step in range(40)])
-            read.append(set(group_of[order[positions]].tolist()))
-        assert sum(map(len, read)) <= 320 * 1.01
-    assert sorted(DEAL) == list(range(LANES))
+@given(
+    shared=SHARED,
+    copies=st.integers(1, 3),
+    rows=st.sampled_from([16, 128, 256, 1024]),
+    held=st.sampled_from([0, 3000, 9000, 10**6]),
+    steps=st.tuples(st.integers(0, 40), st.integers(1, 60)),
+)
+def test_pieces_deal_each_worker_its_positions_in_turn(shared, copies, rows, held, steps):
+    batch, workers = shared
+    cut = Cut(batch, workers, copies, rows, held)
+    start, end = steps[0] * batch, (steps[0] + steps[1]) * batch
+    dealt = [share for piece in cut.pieces(0, start, end) for share in cut.shares(piece)]
+    assert len(dealt) % workers == 0
+    assert sorted(cut.place(rank) for rank in range(workers)) == list(range(workers))
+    positions = np.arange(start, end)
+    for rank in range(workers):
+        shares = dealt[cut.place(rank) :: workers]
+        assert all(np.array_equal(share, np.sort(share)) for share in shares)
+        taken = np.concatenate(shares)
+        assert np.array_equal(np.sort(taken), positions[ranks_of(positions, batch, workers) == rank])
+
+
+@pytest.mark.parametrize("size", [160, 224, 384, 512])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 8, 16, 24, 32, 64])
+def test_a_task_reads_few_row_groups(workers, size):
+    groups, batch = np.full(2000, 109), 1536
+    cut = Cut.fitting((size, size), 5 * 10**9, batch, workers)
+    order, bounds = EpochOrder(groups, None, ("", 0, 0)), np.cumsum(groups)
+    read = used = most = 0
+    for piece in cut.pieces(0, 0, 100 * batch):
+        rows = order.at(np.concatenate(cut.shares(piece)))[0]
+        read += 109 * len(np.unique(np.searchsorted(bounds, rows, side="right")))
+        used, most = used + len(rows), max(most, len(rows))
+    assert used == 100 * batch
+    assert read / used <= 1.6
+    assert most <= 1024
 
 
 def test_neighbours_come_from_far_apart():
@@ -148,7 +159,8 @@ def test_neighbours_come_from_far_apart():
     assert abs(np.corrcoef(place, np.arange(len(order)))[0, 1]) < 0.1
     batches = (order // 100)[: len(order) // 256 * 256].reshape(-1, 256)
     assert min(len(set(batch.tolist())) for batch in batches) >= 16  # groups met in a batch
-    assert REGION % (2 * LANES) == 0
+    assert REGION % (PAIR * LANES) == 0
+    assert sorted(DEAL) == list(range(LANES))
 
 
 # ---- on Ray ----------------------------------------------------------------------------------------------------------
@@ -197,21 +209,43 @@ def train_stream(dataset, **kind) -> Stream:
     )
 
 
-START = Cursor(0, 0)
+class Broadcast:
+    """The first worker's value for every worker, where workers are threads."""
+
+    def __init__(self, workers: int) -> None:
+        self.barrier, self.value = threading.Barrier(workers, timeout=60), None
+
+    def __call__(self, value):
+        self.value = value or self.value
+        self.barrier.wait()
+        value = self.value
+        self.barrier.wait()
+        return value
 
 
-def seen(stream: Stream, workers: int, cursor=START) -> dict[int, tuple[int, int, str]]:
-    """{position: (row, label, pixels)} over all workers; every worker must take equal steps of equal shares."""
-    images, steps = {}, set()
-    for rank in range(workers):
-        batches = list(stream.train(cursor, Share(rank, workers)))
-        steps.add(len(batches))
+def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
+    """The batches of each worker; the workers are threads with streams of their own, which read at the same time."""
+    broadcast = Broadcast(workers)
+
+    def work(rank: int) -> list[HostBatch]:
+        own = Stream(stream.dataset, stream.spec)
+        own.corrupt = stream.corrupt
+        return list(batches(own, Share(rank, workers, broadcast)))
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, range(workers)))
+
+
+def seen(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
+    """{position: (row, label, pixels)} of an epoch; every worker must take equal steps of equal shares."""
+    images, start, end = {}, epoch * stream.steps + step, (epoch + 1) * stream.steps
+    for rank, batches in enumerate(on_workers(stream, workers, lambda own, share: own.train(start, end, share))):
+        assert len(batches) == end - start
         for batch in batches:
             assert len(batch.images) == len(positions_of(0, stream.spec.batch, rank, workers))
             for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, batch.images, strict=True):
                 assert int(at) not in images
                 images[int(at)] = int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest()
-    assert steps == {stream.steps - cursor.step}
     return images
 
 
@@ -223,7 +257,7 @@ def one_worker(dataset, ray_cluster):
 @pytest.mark.ray
 def test_the_stream_follows_the_planned_order(dataset, one_worker):
     stream = train_stream(dataset)
-    planned = stream.order(0).rows
+    planned = stream.order(0).at(np.arange(2500))[0]
     assert len(one_worker) == 2500 // 48 * 48
     assert [one_worker[at][:2] for at in range(len(one_worker))] == [
         (row, row % 7) for row in planned[: len(one_worker)]
@@ -239,20 +273,20 @@ def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers
 @pytest.mark.ray
 @pytest.mark.parametrize(("step", "workers"), [(1, 2), (50, 4), (51, 1)])
 def test_a_cursor_resumes_on_another_number_of_workers(dataset, one_worker, step, workers):
-    rest = seen(train_stream(dataset), workers, Cursor(0, step))
+    rest = seen(train_stream(dataset), workers, step=step)
     assert rest == {at: image for at, image in one_worker.items() if at >= step * 48}
 
 
 @pytest.mark.ray
 def test_the_end_of_an_epoch_has_no_batches(dataset, ray_cluster):
     stream = train_stream(dataset)
-    assert list(stream.train(Cursor(0, stream.steps), Share(0, 1))) == []
+    assert list(stream.train(stream.steps, stream.steps, Share(0, 1))) == []
 
 
 @pytest.mark.ray
 def test_epochs_and_seeds_differ_in_order_and_pixels(dataset, one_worker, ray_cluster):
-    for stream, cursor in ((train_stream(dataset), Cursor(1, 0)), (train_stream(dataset, seed=4), Cursor(0, 0))):
-        other = seen(stream, 1, cursor)
+    for stream, epoch in ((train_stream(dataset), 1), (train_stream(dataset, seed=4), 0)):
+        other = seen(stream, 1, epoch)
         assert sum(other[at][0] == one_worker[at][0] for at in other) < 20
         by_row = {row: pixels for row, _, pixels in one_worker.values()}
         assert sum(by_row.get(row) == pixels for row, _, pixels in other.values()) < 100
@@ -273,11 +307,10 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
 def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, workers):
     stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CentreCrop()))
     rows, steps = [], set()
-    for rank in range(workers):
-        batches = list(stream.evaluate(Share(rank, workers)))
+    for rank, batches in enumerate(on_workers(stream, workers, Stream.evaluate)):
         steps.add(len(batches))
         for batch in batches:
-            assert len(batch.images) in (128 // workers, -(-128 // workers))
+            assert len(batch.images) == len(positions_of(0, 128, rank, workers))
             assert not batch.images[batch.weights == 0].any()
             rows += batch.rows[batch.weights == 1].tolist()
     assert steps == {20}
@@ -289,10 +322,10 @@ def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
     only = np.arange(int(locate_rows(dataset, "train").starts[-1])) % 3 == 0
     few = train_stream(dataset, row_mask=only)
     assert few.images == only.sum()
-    found = [row for rank in range(2) for batch in few.train(START, Share(rank, 2)) for row in batch.rows]
+    found = [row for row, _, _ in seen(few, 2).values()]
     assert len(found) == len(set(found)) == few.steps * few.spec.batch
     assert only[found].all()
-    batches = [batch for rank in range(2) for batch in few.evaluate(Share(rank, 2))]
+    batches = list(chain.from_iterable(on_workers(few, 2, Stream.evaluate)))
     counted = np.concatenate([batch.rows[batch.weights > 0] for batch in batches])
     assert np.array_equal(np.sort(counted), np.flatnonzero(only))
 
@@ -301,7 +334,7 @@ def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
 def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_cluster):
     few = write(tmp_path / "few", [jpeg(index) for index in range(5)])
     stream = Stream(few, StreamSpec("train", batch=8, size=(16, 16), crop=CentreCrop()))
-    weights = [[batch.weights.sum() for batch in stream.evaluate(Share(rank, 4))] for rank in range(4)]
+    weights = [[batch.weights.sum() for batch in batches] for batches in on_workers(stream, 4, Stream.evaluate)]
     assert weights == [[2.0], [2.0], [1.0], [0.0]]
 
 
@@ -314,7 +347,7 @@ def test_a_corrupt_image_is_named_counted_and_replaced_by_the_next(tmp_path, ray
     streams = {workers: train_stream(broken, batch=20, max_corrupt=0.01) for workers in (1, 2)}
     found = {workers: seen(stream, workers) for workers, stream in streams.items()}
     assert found[1] == found[2]
-    order = streams[1].order(0).rows
+    order = streams[1].order(0).at(np.arange(300))[0]
     for row in (7, 130):
         at = int(np.flatnonzero(order == row)[0])
         assert found[1][at][:2] == (order[(at + 1) % 300], order[(at + 1) % 300] % 7)
@@ -329,7 +362,7 @@ def test_a_corrupt_image_is_named_counted_and_replaced_by_the_next(tmp_path, ray
 def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ray_cluster):
     stream = train_stream(dataset, size=(160, 160))
     undisturbed = seen(stream, 1)
-    batches = stream.train(Cursor(0, 0), Share(0, 1))
+    batches = stream.train(0, stream.steps, Share(0, 1))
     found, decoding = [], []
     while not decoding:  # a process between two tasks has no task name; without any such process the batches end
         found.append(next(batches))
@@ -337,7 +370,7 @@ def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ra
         decoding = [
             process
             for process in psutil.Process().children(recursive=True)
-            if process.status() != psutil.STATUS_ZOMBIE and "decode_item" in " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and "decode_piece" in " ".join(process.cmdline())
         ]
     for process in decoding:
         process.kill()
@@ -360,7 +393,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
     plain = train_stream(small, **kind)
     evaluation = {"batch": 64, "size": (16, 16), "crop": CentreCrop(), "max_corrupt": 0.01}
     evaluated = list(Stream(small, StreamSpec("train", **evaluation)).evaluate(Share(0, 1)))
-    wanted = seen(plain, 1), seen(plain, 1, Cursor(1, 0))
+    wanted = seen(plain, 1), seen(plain, 1, epoch=1)
     with ThreadPoolExecutor(4) as pool:
         asked = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
     assert all(each.blocks == asked[0].blocks for each in asked)
@@ -368,7 +401,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
         shard.unlink()  # nothing is read or decoded a second time
     cached = train_stream(small, cache="decoded", **kind)
     try:
-        assert (seen(cached, 2), seen(cached, 3, Cursor(1, 0))) == wanted
+        assert (seen(cached, 2), seen(cached, 3, epoch=1)) == wanted
         again = Stream(small, StreamSpec("train", cache="decoded", **evaluation))
         for one, other in zip(again.evaluate(Share(0, 1)), evaluated, strict=True):
             assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
@@ -389,16 +422,18 @@ def test_a_split_that_decodes_to_more_than_half_the_object_store_is_rejected(tmp
         r"'train' decodes to 549 MiB, wanted at most 0.5 of the cluster's object store of 477 MiB; set cache: none"
     )
     with pytest.raises(ConfigError, match=message):
-        next(stream.train(START, Share(0, 1)))
+        next(stream.train(0, stream.steps, Share(0, 1)))
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(120)  # without the large buffer it would wait forever
-def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster, monkeypatch):
-    # Tasks of ten blocks, as with a larger object store.
-    monkeypatch.setattr(Stream, "_rows_per_task", lambda _: 1024)
-    unread = train_stream(dataset, size=(224, 224), memory=100 * 10**6).train(START, Share(0, 1))
-    next(unread)
+def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
+    broadcast = Broadcast(6)
+    # Six blocks a task, and a limit that the first tasks reach.
+    streams = [train_stream(dataset, size=(224, 224), memory=100 * 10**6) for _ in range(6)]
+    unread = [stream.train(0, stream.steps, Share(rank, 6, broadcast)) for rank, stream in enumerate(streams)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(next, unread))
     assert len(seen(train_stream(dataset), 1)) == 2500 // 48 * 48
 
 
@@ -431,7 +466,7 @@ def test_a_preview_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
 @pytest.mark.ray
 def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster):
     with pytest.raises(ConfigError, match="a global batch of 2501, wanted at most the 2500 images"):
-        next(train_stream(dataset, batch=2501).train(Cursor(0, 0), Share(0, 1)))
+        next(train_stream(dataset, batch=2501).train(0, 1, Share(0, 1)))
     assert main(["bench", "ingest", dataset.url, "--images", "10", "--image-size", "16"]) == 2
     assert "--batch 64: wanted at most the 10 images of an epoch" in capsys.readouterr().err
     with pytest.raises(SystemExit) as leaving:

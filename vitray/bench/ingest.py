@@ -21,7 +21,7 @@ from vitray.bench.loaders import Decode, loader, loop, ours, pil, torchvision_v2
 from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.shards import open_dataset
-from vitray.data.stream import Cursor, Share, Stream, StreamSpec
+from vitray.data.stream import Share, Stream, StreamSpec
 from vitray.errors import ConfigError
 
 BASELINE = "loader, ours"
@@ -77,8 +77,9 @@ def _measure(settings: IngestSettings, stream: Stream, images: int) -> dict[str,
     """Return the timings of each pipeline; a pipeline takes the number of an epoch and yields the sizes of batches."""
 
     def streamed(epoch: int) -> Iterator[int]:
-        skipped = stream.steps - images // settings.batch  # with --images, the stream starts late in its epoch
-        return (len(batch.images) for batch in stream.train(Cursor(epoch, skipped), Share(0, 1)))
+        end = (epoch + 1) * stream.steps
+        start = end - images // settings.batch  # with --images, the stream starts late in its epoch
+        return (len(batch.images) for batch in stream.train(start, end, Share(0, 1)))
 
     def loaded(decode: Decode) -> Callable[[int], Iterator[int]]:
         return lambda epoch: loader(stream, epoch, images, settings.workers, decode)

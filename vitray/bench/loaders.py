@@ -14,7 +14,8 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from vitray.data.stream import Stream
-from vitray.data.stream.decoding import EpochOrder, SplitRows, ViewSettings, decode_rows, read_rows
+from vitray.data.stream.decoding import SplitRows, ViewSettings, decode_positions, read_rows
+from vitray.data.stream.epoch_order import EpochOrder
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -28,7 +29,7 @@ class EpochInput(NamedTuple):
 
     def encoded(self, positions: np.ndarray) -> tuple[list[bytes], Tensor]:
         """The encoded images at some positions, and their labels."""
-        rows = self.order.rows[positions]
+        rows = self.order.at(positions)[0]
         stored = read_rows(rows, self.rows)
         contents, labels, _ = zip(*(stored[int(row)] for row in rows), strict=True)
         return list(contents), torch.tensor(labels)
@@ -43,7 +44,7 @@ def loop(stream: Stream, epoch: int, images: int) -> Iterator[int]:
     source = EpochInput(stream.rows, stream.order(epoch), stream.view(epoch))
     for start in range(0, images, stream.spec.batch):
         positions = np.arange(start, start + stream.spec.batch)
-        for block in decode_rows(positions, *source):
+        for block in decode_positions([positions], *source):
             yield len(block["image"])
 
 
@@ -63,7 +64,7 @@ def loader(stream: Stream, epoch: int, images: int, workers: int, decode: Decode
 
 def ours(positions: np.ndarray, source: EpochInput) -> tuple[Tensor, Tensor]:
     """Decode as the stream does."""
-    blocks = list(decode_rows(positions, *source))
+    blocks = list(decode_positions([positions], *source))
     image, label = (np.concatenate([block[name] for block in blocks]) for name in ("image", "label"))
     return torch.from_numpy(image), torch.from_numpy(label)
 

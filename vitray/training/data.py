@@ -1,49 +1,59 @@
 """A worker's part of the training and evaluation data, from any step of the run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import ray
+import torch.distributed as dist
 
 from vitray.config import Run
 from vitray.config.pretraining import Masked
 from vitray.data.augment.masks import draw_sources
-from vitray.data.stream import Cursor, HostBatch, Share, Stream, StreamSpec
+from vitray.data.stream import HostBatch, Share, Stream, StreamSpec
 from vitray.training.context import WorkerContext
 
 
-def open_training(context: WorkerContext, share: Share) -> Stream:
+def open_training(context: WorkerContext) -> Stream:
     """Return the stream of the training images."""
     run, mask = context.run, context.holdout_mask
     spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, run.data.augment, copies=run.data.copies)
-    return _open(context, share, spec if mask is None else spec._replace(row_mask=~mask))
+    return _open(context, spec if mask is None else spec._replace(row_mask=~mask))
 
 
-def open_evaluation(context: WorkerContext, share: Share) -> Stream:
+def open_evaluation(context: WorkerContext) -> Stream:
     """Return the stream of the evaluated images."""
     run = context.run
     assert run.data.evaluated is not None
     batch = run.evaluate.batch or run.optim.batch
     spec = StreamSpec(run.data.evaluated, batch, run.model.image_shape, run.data.eval_crop)
-    return _open(context, share, spec._replace(row_mask=context.holdout_mask))
+    return _open(context, spec._replace(row_mask=context.holdout_mask))
 
 
-def _open(context: WorkerContext, share: Share, spec: StreamSpec) -> Stream:
-    run, store = context.run, ray.cluster_resources()["object_store_memory"]
-    # The streams of all workers use half of the object store, so that nothing spills to disk.
-    memory = int(store / 4 / share.workers)
-    limits = {"seed": run.seed, "max_corrupt": run.data.max_corrupt, "memory": memory, "cache": run.data.cache}
-    return Stream(context.dataset, spec._replace(**limits))
+def _open(context: WorkerContext, spec: StreamSpec) -> Stream:
+    run = context.run
+    return Stream(context.dataset, spec._replace(seed=run.seed, max_corrupt=run.data.max_corrupt, cache=run.data.cache))
+
+
+def own_broadcast() -> Callable[[Any], Any]:
+    """Return a function that returns the first worker's value on every worker; all workers call both.
+
+    It has a process group of its own: the threads that read ahead use it while the main thread trains.
+    """
+    if not dist.is_initialized():
+        return lambda value: value
+    group: Any = dist.new_group(backend="gloo")
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=group)
+        return values[0]
+
+    return broadcast
 
 
 def batches_from(run: Run, stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
     """Yield a worker's batches from a step of the run to its end, across epochs."""
-    while step < total:
-        epoch, within = divmod(step, stream.steps)
-        for batch in stream.train(Cursor(epoch, within), share):
-            yield with_masks(batch, run, epoch)
-            step += 1
-            if step == total:
-                return
+    for batch in stream.train(step, total, share):
+        yield with_masks(batch, run, batch.epoch)
 
 
 def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:

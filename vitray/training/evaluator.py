@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.stream import Share
+from vitray.data.stream import Share, Stream
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.tasks.build import Task
 from vitray.tasks.supervised import Supervised
 from vitray.training import checkpoints
 from vitray.training.context import WorkerContext
-from vitray.training.data import open_evaluation, with_masks
+from vitray.training.data import open_evaluation, own_broadcast, with_masks
 from vitray.training.driver_client import DriverClient
 from vitray.training.learner import Learner
 from vitray.training.messages import Pictures
@@ -32,7 +32,9 @@ class Evaluator:
     def __init__(self, context: WorkerContext, share: Share, device: torch.device) -> None:
         self.latest_step: int | None = None
         """The step of the last evaluation that was started."""
-        self._context, self._share, self._device = context, share, device
+        self._context, self._device = context, device
+        self._share = share._replace(broadcast=own_broadcast())
+        self._val = open_evaluation(context)
         self._is_separate = context.run.evaluate.where != "workers"
         # {step: scores}; of separate evaluations, an object reference to them.
         self._started: dict[int, Any] = {}
@@ -83,7 +85,7 @@ class Evaluator:
         for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
             with weights:
                 broadcast_buffers(task)
-                yield score_split(self._context, task, self._share, self._device)
+                yield score_split(self._context, task, self._val, self._share, self._device)
 
     def _start_task(self, step: int, networks: list[Tensors]) -> None:
         # Sequential: two tasks at once would occupy the CPU that decodes their images.
@@ -98,17 +100,16 @@ def score_networks(context: WorkerContext, networks: list[Tensors], _previous: A
     """Return the scores of some networks, in a task with a device of its own."""
     device = torch.device("cuda" if context.run.evaluate.where == "gpu" else "cpu")
     task = context.build(device)
-    scores = []
+    val, scores = open_evaluation(context), []
     for network in networks:
         task.load_state_dict(networks[0] | network)  # frozen weights have no average
-        scores.append(score_split(context, task, Share(0, 1), device))
+        scores.append(score_split(context, task, val, Share(0, 1), device))
     return scores
 
 
-def score_split(context: WorkerContext, task: Task, share: Share, device: torch.device) -> Score:
+def score_split(context: WorkerContext, task: Task, val: Stream, share: Share, device: torch.device) -> Score:
     """Return the score of a task on the val split, computed by all workers of `share`."""
     run = context.run
-    val = open_evaluation(context, share)
     batches = Prefetcher((with_masks(batch, run, None) for batch in val.evaluate(share)), device)
     data, precision = EvaluationSet(batches, val.images, run.data.normalise), autocast(run, device)
     if not isinstance(task, Supervised):

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from typing import Any, Literal
 
+import numpy as np
 import ray
 import ray.train
 import ray.train.torch
@@ -30,7 +31,7 @@ from vitray.tracking import system_info
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
 from vitray.training.context import WorkerContext
-from vitray.training.data import batches_from, open_training
+from vitray.training.data import batches_from, open_training, own_broadcast
 from vitray.training.driver_client import DriverClient
 from vitray.training.evaluator import Evaluator, autocast, log_scores
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
@@ -61,7 +62,7 @@ def worker(config: dict[str, WorkerContext]) -> WorkerResult:
 def train_loop(context: WorkerContext) -> WorkerResult:
     """Take every step from the last checkpoint to the end."""
     run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
-    share = Share(session.get_world_rank(), session.get_world_size())
+    share = Share(session.get_world_rank(), session.get_world_size(), own_broadcast())
     client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     client.send(WorkersStarted(device_name, share.workers))
@@ -75,7 +76,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
     learner = wrap_model(learner, run)
 
     # ---- data --------------------------------------------------------------------------------------------------------
-    train = open_training(context, share)
+    train = open_training(context)
     evaluator = Evaluator(context, share, device) if run.data.evaluated else None
     if evaluator is not None and (lost := evaluator.restart_pending(state)):
         client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
@@ -84,7 +85,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
 
     def open_pipeline() -> tuple[Saver | None, Prefetcher]:
         saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note) if share.rank == 0 else None
-        return saver, Prefetcher(batches_from(run, train, state.step, total, share), device)
+        return saver, Prefetcher(batches_from(run, train, state.step, total, share), device, largest)
 
     def close_pipeline() -> None:
         prefetcher.close()
@@ -253,10 +254,20 @@ def all_reduce_metrics(
     return metrics, flags > 0
 
 
+def largest(number: int) -> int:
+    """Return the largest of all workers' numbers."""
+    if not dist.is_initialized():
+        return number
+    numbers = torch.tensor([number], device=ray.train.torch.get_device())
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return int(numbers)
+
+
 def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss: float) -> str:
     """Return the step, learning rate and images of a broken loss, and the last checkpoint."""
     epoch, within = divmod(step, train.steps)
-    rows = train.order(epoch).rows[within * train.spec.batch :][: train.spec.batch]
+    first = within * train.spec.batch
+    rows = train.order(epoch).at(np.arange(first, first + train.spec.batch))[0]
     keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
     saved = checkpoints.complete_steps(context.run_dir)
     last = checkpoints.folder_of(context.run_dir, saved[-1]) if saved else "none"

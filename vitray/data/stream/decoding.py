@@ -3,7 +3,7 @@
 The result depends on neither process nor time: a task that is retried gives the same pixels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -20,15 +20,14 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import augment_image, crop_centre
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards.manifest import Columns, Dataset
+from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
 
-# The size of a block in the object store, and the most decoded pixels that a task holds.
-BLOCK_BYTES = 16 * 2**20
 # Concurrent reads from an object store: one by one, 16 row groups at 50 ms a request take longer than their decoding.
 READS_AT_ONCE = 8
 
 # Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt.
-Block = dict[str, np.ndarray]
+Images = dict[str, np.ndarray]
 # {row: (encoded image, label, key)}, and the same where some images are decoded already.
 EncodedRows = dict[int, tuple[bytes, int, str]]
 StoredRows = Mapping[int, tuple[bytes | np.ndarray, int, str]]
@@ -67,15 +66,8 @@ class ViewSettings(NamedTuple):
     epoch: int
 
 
-class EpochOrder(NamedTuple):
-    """The rows of an epoch by position, with the copy number of each image."""
-
-    rows: np.ndarray
-    copies: np.ndarray
-
-
-def empty_block(size: tuple[int, int], count: int = 0) -> Block:
-    """Return an uninitialised block."""
+def empty_images(size: tuple[int, int], count: int = 0) -> Images:
+    """Return uninitialised columns."""
     numbers = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
     return {"image": np.empty((count, *size, 3), np.uint8), **numbers}
 
@@ -97,42 +89,51 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
     )
 
 
-def decode_rows(positions: np.ndarray, rows: SplitRows, order: EpochOrder, view: ViewSettings) -> Iterator[Block]:
-    """Yield blocks of decoded images for some positions, in order, with label, row and position.
+def decode_positions(
+    parts: list[np.ndarray], rows: SplitRows, order: EpochOrder, view: ViewSettings
+) -> Iterator[Images]:
+    """Yield the decoded images of each part, which is a list of positions, in order; read row groups once for all.
 
     The next image of the order replaces one that cannot be decoded; `corrupt` is then the row of the latter, else -1.
     """
     torch.set_num_threads(1)  # tasks share the cores with each other and with training
-    stored = _fetch_rows(order.rows[positions], rows)
-    per_block = max(1, BLOCK_BYTES // (view.size[0] * view.size[1] * 3))
-    for start in range(0, len(positions), per_block):
-        chunk = positions[start : start + per_block]
-        block = empty_block(view.size, len(chunk)) | {"position": chunk, "corrupt": np.full(len(chunk), -1)}
-        for index, position in enumerate(chunk):
-            row, block["image"][index], block["label"][index] = _next_valid(int(position), stored, rows, order, view)
-            block["row"][index] = row
-            if row != order.rows[position]:
-                block["corrupt"][index] = order.rows[position]
-        yield block
+    stored = _fetch_rows(order.at(np.concatenate(parts))[0], rows)
+    for positions in parts:
+        images = empty_images(view.size, len(positions)) | {"position": positions}
+        wanted, copies = order.at(positions)
+        for index, position in enumerate(positions.tolist()):
+            keyed = partial(_make_view, view=view, copy=int(copies[index]))
+            candidates = _candidates(int(wanted[index]), position, order)
+            images["row"][index], images["image"][index], images["label"][index] = _first_valid(
+                candidates, keyed, stored, rows
+            )
+        images["corrupt"] = np.where(images["row"] == wanted, -1, wanted)
+        yield images
 
 
-def _next_valid(
-    position: int, stored: StoredRows, rows: SplitRows, order: EpochOrder, view: ViewSettings
+def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
+    """Yield the row at a position, then those after it in the order."""
+    yield row
+    for at in range(position + 1, position + order.images):
+        yield int(order.at(np.array([at % order.images]))[0][0])
+
+
+def _first_valid(
+    candidates: Iterator[int], make_view: Callable[[np.ndarray, str], np.ndarray], stored: StoredRows, rows: SplitRows
 ) -> tuple[int, np.ndarray, int]:
-    """Return row, pixels and label of the first image from a position on that can be decoded."""
-    images = len(order.rows)
-    for at in range(position, position + images):
-        row = int(order.rows[at % images])
-        content, label, key = stored.get(row) or _fetch_rows(order.rows[[at % images]], rows)[row]
+    """Return row, pixels and label of the first image that can be decoded."""
+    tried = 0
+    for row in candidates:
+        content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
         try:
             image = content if isinstance(content, np.ndarray) else decode_image(content)
-            return row, _make_view(image, view, key, int(order.copies[position])), label
+            return row, make_view(image, key), label
         except UndecodableImage:
-            continue
-    raise UndecodableImage(f"none of {images} images can be decoded")
+            tried += 1
+    raise UndecodableImage(f"none of {tried} images can be decoded")
 
 
-def _make_view(image_HWC: np.ndarray, view: ViewSettings, key: str, copy: int) -> np.ndarray:
+def _make_view(image_HWC: np.ndarray, key: str, view: ViewSettings, copy: int) -> np.ndarray:
     if isinstance(view.crop, CentreCrop):
         return crop_centre(image_HWC, view.crop, view.size)
     return augment_image(image_HWC, view.crop, view.size, generator(view.seed, view.epoch, key, copy))

@@ -1,9 +1,10 @@
 """Batches copied to the device ahead of time: a thread reads while the device computes."""
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,24 @@ AHEAD = 2
 
 
 class Prefetcher:
-    """An iterator over batches on a device that counts the time spent waiting; close it or exhaust it."""
+    """An iterator over batches on a device that counts the time spent waiting; close it or exhaust it.
 
-    def __init__(self, batches: Iterable[HostBatch], device: torch.device) -> None:
+    `largest` returns the largest of all workers' numbers: workers that share a stream must stop after the same batch,
+    since a worker that stops earlier would keep the others waiting for theirs.
+    """
+
+    def __init__(
+        self, batches: Iterator[HostBatch], device: torch.device, largest: Callable[[int], int] = lambda number: number
+    ) -> None:
         self.waited = 0.0
         """Seconds that the caller has waited for batches."""
+        self._begun, self._limit = 0, math.inf
+        self._may_begin = threading.Condition()
+        self._largest = largest
         self._device = device
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
-        self._closed = threading.Event()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._read, args=(iter(batches),), name="prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(batches,), name="prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[DeviceBatch]:
@@ -51,8 +60,13 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        self._closed.set()
+        """Stop reading ahead, on every worker after the same batch; all workers call it."""
+        with self._may_begin:
+            self._limit = math.nan  # nothing begins until the workers agree
+            begun = self._begun
+        with self._may_begin:
+            self._limit = self._largest(begun)
+            self._may_begin.notify()
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
@@ -61,13 +75,20 @@ class Prefetcher:
 
     def _read(self, batches: Iterator[HostBatch]) -> None:
         try:
-            for batch in batches:
-                if self._closed.is_set():
-                    return
+            while self._begin() and (batch := next(batches, None)) is not None:
                 self._ready.put(self._to_device(batch))
             self._ready.put(None)
         except BaseException as error:  # `__next__` raises it in the caller's thread
             self._ready.put(error)
+
+    def _begin(self) -> bool:
+        """Return whether to read another batch."""
+        with self._may_begin:
+            self._may_begin.wait_for(lambda: not math.isnan(self._limit))
+            if self._begun >= self._limit:
+                return False
+            self._begun += 1
+            return True
 
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
         with torch.cuda.stream(self._copies):  # does nothing for None

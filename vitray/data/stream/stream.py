@@ -1,44 +1,45 @@
-"""The door to Ray Data: an epoch or an evaluation as one worker's batches, in a reproducible order.
+"""The door to Ray Data: a split as each worker's batches, in a reproducible order.
 
-Each worker runs its own Ray Data pipeline over its own positions: from_items(positions) -> map_batches(read, decode,
-augment). Ray splits nothing, so it drops no image, and no worker waits for another's pipeline.
+One execution serves all workers: from_items(pieces) -> map_batches(read, decode, augment) -> streaming_split. The
+pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import ray
 import ray.data
-from ray.data import ExecutionResources
+from ray.data import DataIterator, ExecutionResources
 
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import (
-    BLOCK_BYTES,
-    Block,
-    EpochOrder,
-    ViewSettings,
-    decode_rows,
-    empty_block,
-    locate_rows,
-)
-from vitray.data.stream.epoch_order import Cursor, evaluation_positions, positions_of, repeated, shuffle_rows
+from vitray.data.stream.decoding import Images, ViewSettings, decode_positions, empty_images, locate_rows
+from vitray.data.stream.epoch_order import EpochOrder, positions_of
+from vitray.data.stream.pieces import Cut, Piece
 from vitray.errors import ConfigError
 
-# Ray Data logs a line per epoch and worker, which DataContext cannot turn off.
+# Ray Data logs a line per execution, which DataContext cannot turn off.
 logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
 logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-# It also warns that two concurrent streams, such as training and evaluation, log to one file.
+# It also warns that two concurrent executions, such as training and evaluation, log to one file.
 logging.getLogger("ray.data._internal.logging").setLevel(logging.ERROR)
 
-# About a second of decoding: long beside the start of a task, short enough to balance. A power of two aligns tasks with
-# the regions of the order, so that fewer row groups are read twice.
-ROWS_PER_TASK = 1024
-TASK_BYTES = 160 * 2**20
+# Pieces of one execution, which Ray lists before it starts the first; the next execution starts some steps earlier.
+PIECES_AT_ONCE = 8192
+STEPS_AHEAD = 4
+# Blocks that Ray fetches for a worker ahead of its reading.
+BLOCKS_AHEAD = 2
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 class Share(NamedTuple):
@@ -46,6 +47,8 @@ class Share(NamedTuple):
 
     rank: int
     workers: int
+    broadcast: Callable[[Any], Any] = _unchanged
+    """Returns the first worker's value on every worker; all of them call it."""
 
 
 class HostBatch(NamedTuple):
@@ -60,6 +63,7 @@ class HostBatch(NamedTuple):
     """Row numbers in the stored order of the split."""
     weights: np.ndarray
     """1 for an image, 0 for padding in an evaluation's last step."""
+    epoch: int
 
 
 class StreamSpec(NamedTuple):
@@ -75,7 +79,7 @@ class StreamSpec(NamedTuple):
     """Views of each image per epoch (repeated augmentation)."""
     max_corrupt: float = 0.001
     memory: int | None = None
-    """Limit of this worker's blocks in the object store, in bytes."""
+    """Limit of the stream's blocks in the object store, in bytes; by default a quarter of the store."""
     cache: Literal["none", "decoded"] = "none"
     """`decoded` reads pixels that the cluster decodes once; it changes no image."""
     row_mask: np.ndarray | None = None
@@ -89,94 +93,124 @@ class Stream:
         self.dataset, self.spec, self.rows = dataset, spec, locate_rows(dataset, spec.split)
         self.corrupt: dict[str, int] = {}
         """{shard:row of a corrupt image: number of times that it was replaced}."""
+        self._evaluation: list[DataIterator] = []
+        groups, mask = self.rows.groups, spec.row_mask
+        if mask is None:
+            self._used = None, groups
+        else:
+            self._used = np.flatnonzero(mask), np.add.reduceat(mask.astype(np.int64), self.rows.starts[:-1])
 
     @property
     def images(self) -> int:
         """The number of images to use."""
-        mask = self.spec.row_mask
-        return int(self.rows.starts[-1] if mask is None else mask.sum())
+        return int(self._used[1].sum())
 
     @property
     def steps(self) -> int:
         """Whole global batches in an epoch; each epoch leaves out different images."""
         return self.images // self.spec.batch
 
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch without reading an image."""
-        rows = shuffle_rows(self.rows.groups, self.spec.seed, epoch, self.dataset.identity)
-        if self.spec.row_mask is not None:
-            rows = rows[self.spec.row_mask[rows]]
-        return EpochOrder(*repeated(rows, self.spec.copies))
+    def order(self, epoch: int | None) -> EpochOrder:
+        """Return the order of an epoch, or the stored order; reads no image."""
+        used, groups = self._used
+        if epoch is None:
+            return EpochOrder(groups, used, None)
+        return EpochOrder(groups, used, (self.dataset.identity, self.spec.seed, epoch), self.spec.copies)
 
     def view(self, epoch: int) -> ViewSettings:
         """Return the settings of the views of an epoch."""
         return ViewSettings(self.spec.size, self.spec.crop, self.spec.seed, epoch)
 
-    def train(self, cursor: Cursor, share: Share) -> Iterator[HostBatch]:
-        """Yield a worker's batches from the cursor to the end of its epoch."""
+    def train(self, start: int, end: int, share: Share) -> Iterator[HostBatch]:
+        """Yield a worker's batches from one step of the run to another, across epochs."""
         if not self.steps:
             raise ConfigError(
                 f"{self.dataset.url}: got a global batch of {self.spec.batch}, wanted at most the {self.images} images"
             )
-        steps = range(cursor.step, self.steps)
-        positions = [positions_of(step, self.spec.batch, *share) for step in steps]
-        if positions:
-            yield from self._batches(np.stack(positions), self.order(cursor.epoch), cursor.epoch)
+        cut = self._cut(share.workers, self.spec.copies)
+        # Steps of one execution: Ray lists its pieces beforehand.
+        at_once = max(1, PIECES_AT_ONCE * cut.rows // self.spec.batch)
+        starts = range(start, end, at_once)
+        # The next execution starts in a thread before this one ends, so that no worker waits at the change.
+        with ThreadPoolExecutor(1) as opener:
+            following = None
+            for first in starts:
+                last = min(first + at_once, end)
+                blocks = following.result() if following else self._open_training(first, last, cut, share)
+                reader = BlockReader(blocks, self.spec.size)
+                for step in range(first, last):
+                    if step == max(first, last - STEPS_AHEAD) and last < end:
+                        following = opener.submit(self._open_training, last, min(last + at_once, end), cut, share)
+                    epoch, within = divmod(step, self.steps)
+                    positions = positions_of(within, self.spec.batch, share.rank, share.workers)
+                    yield self._batch(reader.take(epoch, positions), len(positions), epoch)
 
     def evaluate(self, share: Share) -> Iterator[HostBatch]:
         """Yield a worker's batches of every image once, in the stored order; every worker gets the same number."""
-        mask = self.spec.row_mask
-        rows = np.arange(self.images) if mask is None else np.flatnonzero(mask)
-        positions = evaluation_positions(self.images, self.spec.batch, *share)
-        yield from self._batches(positions, EpochOrder(rows, np.zeros_like(rows)), 0)
+        cut = self._cut(share.workers, copies=1)._replace(held=0)
+        if not self._evaluation:  # later evaluations execute the same pieces again
+            self._evaluation = share.broadcast(
+                self._execute(list(cut.pieces(0, 0, self.images)), cut, shuffled=False) if share.rank == 0 else None
+            )
+        reader = BlockReader(_started(self._evaluation[cut.place(share.rank)]), self.spec.size)
+        for step in range(-(-self.images // self.spec.batch)):
+            positions = positions_of(step, self.spec.batch, share.rank, share.workers)
+            yield self._batch(reader.take(0, positions[positions < self.images]), len(positions), 0)
 
-    def _batches(self, positions: np.ndarray, order: EpochOrder, epoch: int) -> Iterator[HostBatch]:
-        """Yield the batches of some positions, one row per step; -1 stands for padding."""
-        real = positions >= 0
-        blocks = self._decode(positions[real], order, self.view(epoch)) if real.any() else iter(())
-        parts = _rechunk(blocks, real.sum(axis=1), empty_block(self.spec.size))
-        for step, part in zip(positions, parts, strict=True):
-            # Exactly the planned images, in order.
-            assert np.array_equal(part["position"], step[step >= 0]), f"got {part['position']}, planned {step}"
-            self._count_corrupt(part["corrupt"])
-            yield _padded(part, len(step))
+    def _cut(self, workers: int, copies: int) -> Cut:
+        return Cut.fitting(self.spec.size, self._memory, self.spec.batch, workers, copies)
 
-    def _decode(self, positions: np.ndarray, order: EpochOrder, view: ViewSettings) -> Iterator[Block]:
-        """Return blocks of decoded images from Ray Data, in order."""
-        rows = self._rows_per_task()
-        pieces = [positions[at : at + rows] for at in range(0, len(positions), rows)]
+    @property
+    def _memory(self) -> int:
+        return self.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 4
+
+    def _open_training(self, first: int, last: int, cut: Cut, share: Share) -> Iterator[Images]:
+        """Start an execution for some steps of the run, and return this worker's blocks."""
+        iterators = None
+        if share.rank == 0:
+            starts = ((epoch, epoch * self.steps) for epoch in range(first // self.steps, -(-last // self.steps)))
+            batch = self.spec.batch
+            pieces = chain.from_iterable(
+                cut.pieces(epoch, max(first - start, 0) * batch, min(last - start, self.steps) * batch)
+                for epoch, start in starts
+            )
+            iterators = self._execute(list(pieces), cut, shuffled=True)
+        iterators = share.broadcast(iterators)
+        return _started(iterators[cut.place(share.rank)])
+
+    def _execute(self, pieces: list[Piece], cut: Cut, *, shuffled: bool) -> list[DataIterator]:
+        """Return an iterator over the blocks of each worker, in the order of their places."""
         source = self.rows
         if self.spec.cache == "decoded":
             source = source._replace(decoded=decoded_split(self.dataset, self.spec.split))
-        shared = ray.put((source, order, view))  # once, not with every task
-        items = ray.data.from_items(
-            [{"positions": piece.tobytes()} for piece in pieces], override_num_blocks=len(pieces)
-        )
-        images = items.map_batches(partial(_decode_item, shared=shared), batch_size=1)  # pyright: ignore[reportArgumentType]
-        images.context.execution_options.preserve_order = True
-        # Ray's default of 128 MiB would delay the first batch by a second or two.
-        images.context.target_max_block_size = BLOCK_BYTES
-        # Ray pauses a task that is two unread blocks ahead, and a paused task keeps its CPU. A worker that waits in an
-        # all-reduce would then block the others (a deadlock), so the buffer holds all blocks of a task.
-        images.context._max_num_blocks_in_streaming_gen_buffer = 2 + 2 * rows * self._image_bytes // BLOCK_BYTES
-        if self.spec.memory is not None:
-            images.context.execution_options.resource_limits = ExecutionResources(object_store_memory=self.spec.memory)
-        images.context.enable_progress_bars = False
-        images.context.print_on_execution_start = False
-        return iter(images.iter_batches(batch_size=None, batch_format="numpy"))  # pyright: ignore[reportReturnType]
+        order, view = self.order(0 if shuffled else None), self.view(0)
+        shared = ray.put((source, order, view, cut))  # once, not with every task
+        items = ray.data.from_items([piece._asdict() for piece in pieces], override_num_blocks=len(pieces))
+        blocks = items.map_batches(partial(_decode_piece, shared=shared), batch_size=1)  # pyright: ignore[reportArgumentType]
+        context = blocks.context
+        context.execution_options.preserve_order = True
+        # Smaller than any row, so that each row, which holds all images of a block, becomes a block of Ray's.
+        context.target_max_block_size = 1
+        # Ray pauses a task that is some unread blocks ahead, and a paused task keeps its CPU: evaluation would wait for
+        # the CPUs of a training stream that waits for evaluation. So a task may leave all of its blocks unread.
+        context._max_num_blocks_in_streaming_gen_buffer = cut.members + 1
+        context.execution_options.resource_limits = ExecutionResources(object_store_memory=self._memory)
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        # Each block has one row for Ray, so that equal shares are dealt in turn.
+        return [blocks.iterator()] if cut.workers == 1 else blocks.streaming_split(cut.workers, equal=False)
 
-    @property
-    def _image_bytes(self) -> int:
-        return self.spec.size[0] * self.spec.size[1] * 3
-
-    def _rows_per_task(self) -> int:
-        """Return a number of rows whose pixels fit the object store several times: a task may leave them all there."""
-        # Ray Data uses half of the object store.
-        memory = self.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 2
-        rows = ROWS_PER_TASK
-        while rows > 1 and rows * self._image_bytes > min(TASK_BYTES, memory // 4):
-            rows //= 2
-        return rows
+    def _batch(self, images: Images, count: int, epoch: int) -> HostBatch:
+        """Return a batch of `count` images, padded with black ones of weight 0."""
+        self._count_corrupt(images["corrupt"])
+        missing = count - len(images["label"])
+        if missing:
+            images = {
+                name: np.concatenate([column, np.zeros((missing, *column.shape[1:]), column.dtype)])
+                for name, column in images.items()
+            }
+        weights = (np.arange(count) < count - missing).astype(np.float32)
+        return HostBatch(images["image"], images["label"], images["position"], images["row"], weights, epoch)
 
     def _count_corrupt(self, corrupt: np.ndarray) -> None:
         for row in corrupt[corrupt >= 0]:
@@ -193,34 +227,77 @@ class Stream:
             )
 
 
-def _decode_item(item: dict[str, np.ndarray], shared: ray.ObjectRef) -> Iterator[Block]:
-    yield from decode_rows(np.frombuffer(item["positions"][0], np.int64), *ray.get(shared))
+class BlockReader:
+    """A worker's blocks, regrouped to the positions of its steps."""
+
+    def __init__(self, blocks: Iterator[Images], size: tuple[int, int]) -> None:
+        self._blocks, self._size = blocks, size
+        self._epoch = 0
+        # Blocks of one epoch that are not used up, whose positions ascend.
+        self._open: list[Images] = []
+
+    def take(self, epoch: int, positions: np.ndarray) -> Images:
+        """Return the images at ascending positions, which must be the next of this worker's."""
+        if epoch != self._epoch and any(len(block["position"]) for block in self._open):
+            raise RuntimeError(f"epoch {self._epoch} ended with blocks that no step used")
+        self._epoch = epoch
+        parts, found = [], 0
+        waiting, self._open = self._open, []
+        while found < len(positions):
+            block = waiting.pop(0) if waiting else self._next()
+            count = int(np.searchsorted(block["position"], positions[-1], side="right"))
+            found += count
+            if count:
+                parts.append({name: column[:count] for name, column in block.items()})
+            if count < len(block["position"]):
+                self._open.append({name: column[count:] for name, column in block.items()})
+        self._open += waiting
+        joined = _joined(parts or [empty_images(self._size)])
+        # Exactly the planned images, in order.
+        if not np.array_equal(joined["position"], positions):
+            raise RuntimeError(f"epoch {epoch}: got positions {joined['position']}, planned {positions}")
+        return joined
+
+    def _next(self) -> Images:
+        while not len((block := next(self._blocks))["position"]):  # this worker had no image in the piece
+            continue
+        epoch = int(block.pop("epoch"))
+        if epoch != self._epoch:
+            raise RuntimeError(f"got a block of epoch {epoch} in epoch {self._epoch}")
+        return block
 
 
-def _rechunk(blocks: Iterator[Block], counts: np.ndarray, empty: Block) -> Iterator[Block]:
-    """Regroup the rows of blocks to these counts; copies only where a count spans two blocks."""
-    block, at = empty, 0
-    for count in counts:
-        parts, missing = [], int(count)
-        while missing:
-            if at == len(block["position"]):
-                block, at = next(blocks), 0
-            taken = min(missing, len(block["position"]) - at)
-            parts.append({name: column[at : at + taken] for name, column in block.items()})
-            at, missing = at + taken, missing - taken
-        if len(parts) == 1:
-            yield parts[0]
-        else:
-            yield {name: np.concatenate([part[name] for part in parts or [empty]]) for name in empty}
+def _joined(parts: list[Images]) -> Images:
+    """Return the images of all parts by ascending position; copies only if there are several parts."""
+    if len(parts) == 1:
+        return parts[0]
+    positions = np.concatenate([part["position"] for part in parts])
+    places = np.argsort(np.argsort(positions))
+    joined = {name: np.empty((len(places), *column.shape[1:]), column.dtype) for name, column in parts[0].items()}
+    at = 0
+    for part in parts:
+        count = len(part["position"])
+        for name, column in part.items():
+            joined[name][places[at : at + count]] = column
+        at += count
+    return joined
 
 
-def _padded(part: Block, count: int) -> HostBatch:
-    """Return a batch of `count` images, padded with black ones of weight 0."""
-    missing = count - len(part["label"])
-    if missing:
-        part = {
-            name: np.concatenate([column, np.zeros((missing, *column.shape[1:]), column.dtype)])
-            for name, column in part.items()
-        }
-    weights = (np.arange(count) < count - missing).astype(np.float32)
-    return HostBatch(part["image"], part["label"], part["position"], part["row"], weights)
+def _started(iterator: DataIterator) -> Iterator[Images]:
+    """Return the blocks of an iterator; waits for the first, since an execution starts when all workers ask for it."""
+    rows: Iterator[Any] = iter(
+        iterator.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=BLOCKS_AHEAD)
+    )
+    return ({name: column[0] for name, column in row.items()} for row in chain([next(rows)], rows))
+
+
+def _decode_piece(item: dict[str, np.ndarray], shared: ray.ObjectRef) -> Iterator[Images]:
+    """Yield the block of each member of the piece's team, as one row."""
+    piece = Piece(**{name: int(column[0]) for name, column in item.items()})
+    rows, order, view, cut = ray.get(shared)
+    if order.shuffle is not None:
+        identity, seed, _ = order.shuffle
+        order = replace(order, shuffle=(identity, seed, piece.epoch))
+    for images in decode_positions(cut.shares(piece), rows, order, view._replace(epoch=piece.epoch)):
+        row = images | {"epoch": np.array(piece.epoch)}
+        yield {name: column[np.newaxis] for name, column in row.items()}
