@@ -1,11 +1,16 @@
-"""Stems: only convolutional ones mix neighbouring patches."""
+"""Stems: only convolutional ones mix neighbouring patches; batch norms see the images of all workers."""
+
+import socket
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import nn
 
 from vitray.config.model_names import STEMS, parse_name
-from vitray.models.stems import Stem
+from vitray.models.stems import Stem, synchronise_norms
 
 
 def stem(name: str, seed: int = 0) -> Stem:
@@ -106,3 +111,45 @@ def test_tokens_are_row_by_row(kind):
 def test_images_that_do_not_divide_are_refused(kind):
     with pytest.raises(ValueError, match="images of 60 x 48 pixels do not divide into patches of 16"):
         stem(f"vit_u1x1_16_{kind}")(images(height=60))
+
+
+def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
+    """Save outputs, gradients and statistics of one of two workers, with five and three of eight images."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    made = stem("vit_u1x1_16_hmlp_bn").train()
+    synchronise_norms(made, torch.device("cpu"))
+    own = images(batch=8).split([5, 3])[rank]
+    tokens = made(own)[0]
+    tokens.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in made.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    torch.save({"tokens": tokens.detach(), "gradients": gradients, "state": made.state_dict()}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
+    alone = stem("vit_u1x1_16_hmlp_bn").train()
+    tokens = alone(images(batch=8))[0]
+    tokens.square().sum().backward()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(step_of_a_worker, (port, tmp_path), nprocs=2)
+    workers = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    torch.testing.assert_close(torch.cat([worker["tokens"] for worker in workers]), tokens.detach())
+    for worker in workers:
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(worker["gradients"][name], parameter.grad, rtol=1e-3, atol=1e-4)
+        assert list(worker["state"]) == list(alone.state_dict())
+        for name, tensor in alone.state_dict().items():
+            torch.testing.assert_close(worker["state"][name], tensor)
+
+
+def test_gpu_workers_use_torchs_own_batch_norm():
+    made = stem("vit_u1x1_16_hmlp_bn")
+    names = list(made.state_dict())
+    synchronise_norms(made, torch.device("cuda"))
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in made.modules()) == 3
+    assert list(made.state_dict()) == names

@@ -1,7 +1,9 @@
 """Stems, from pixels to tokens: Table 7 of "Three things". B images, N patches (row by row), D width."""
 
-from typing import Self
+from typing import Any, Self
 
+import torch
+import torch.distributed.nn
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
@@ -48,3 +50,42 @@ class Stem(nn.Module):
         parent module would undo it anywhere else.
         """
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
+
+
+class GlooBatchNorm(nn.BatchNorm2d):
+    """Batch norm over the images of all CPU workers; torch's SyncBatchNorm rejects CPU tensors."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        if not self.training:
+            return super().forward(input)
+        over = (0, 2, 3)
+        count = input.new_tensor([input.numel() / self.num_features])
+        sums: Tensor = torch.distributed.nn.all_reduce(torch.cat([input.sum(over), count]))
+        total, mean = sums[-1], sums[:-1] / sums[-1]
+        centred = input - mean[:, None, None]
+        variance: Tensor = torch.distributed.nn.all_reduce(centred.square().sum(over)) / total
+        self._track(mean.detach(), variance.detach() * total / (total - 1))
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return centred * scale[:, None, None] + self.bias[:, None, None]
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        momentum: Any = self.momentum
+        for running, latest in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(latest, momentum)
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+
+
+def synchronise_norms(model: nn.Module, device: torch.device) -> None:
+    """Replace the batch norms by ones over the images of all workers, with the same parameters and statistics."""
+    if device.type == "cuda":
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if type(norm) is nn.BatchNorm2d:
+                new = GlooBatchNorm(norm.num_features, norm.eps, norm.momentum)
+                for tensor in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                    setattr(new, tensor, getattr(norm, tensor))
+                setattr(parent, name, new.train(norm.training))

@@ -11,6 +11,7 @@ from torch import nn
 from vitray.config import Run
 from vitray.data.stream import Share
 from vitray.errors import ConfigError
+from vitray.models.stems import synchronise_norms
 from vitray.tasks.build import Task
 from vitray.tasks.recompute import recompute_activations
 from vitray.tracking import system_info
@@ -47,6 +48,8 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
 
 def wrap_model(learner: Learner, run: Run) -> Learner:
     """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
+    if dist.is_initialized():
+        synchronise_norms(learner.task, next(learner.task.parameters()).device)
     model: nn.Module = ray.train.torch.prepare_model(learner.task)
     if run.compute.compile:
         model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
