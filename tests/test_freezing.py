@@ -236,7 +236,7 @@ def test_the_average_of_a_frozen_buffer_is_the_buffer():
     average = Average(task, Ema())
     before = statistics(task)
     train_steps(task)
-    average.update(task, step=3)
+    average.update(step=3)
     assert all(torch.equal(average.state()[name], buffer) for name, buffer in before.items())
 
 

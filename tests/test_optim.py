@@ -321,7 +321,7 @@ def test_a_step_never_waits_for_the_device():
         parameter.grad = torch.empty_like(parameter)
     assert clip_gradients(task.parameters(), 1.0).is_meta
     optimizer.step()
-    average.update(task, 0)
+    average.update(0)
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_the_average_equals_the_explicit_sum(warmup):
     slow = {name: tensor.double() for name, tensor in task.state_dict().items()}
     for step in range(6):
         shaken(task, step)
-        average.update(task, step)
+        average.update(step)
         decay = min(0.7, (1 + step) / (10 + step)) if warmup else 0.7
         for name, tensor in task.state_dict().items():
             slow[name] = decay * slow[name] + (1 - decay) * tensor.double()
@@ -369,7 +369,7 @@ def test_the_average_equals_timms():
     average, reference = Average(task, Ema(decay=0.9, warmup=False)), ModelEmaV3(task, decay=0.9)
     for step in range(4):
         shaken(task, step)
-        average.update(task, step)
+        average.update(step)
         reference.update(task)
     for name, tensor in reference.module.state_dict().items():
         torch.testing.assert_close(average.state()[name], tensor, rtol=1e-6, atol=1e-7)
@@ -380,7 +380,7 @@ def test_the_average_is_applied_and_removed_bit_by_bit(execution):
     task = Task("vit_u1x2_8_hmlp_bn", execution=execution, layerscale=0.1).vit
     average = Average(task, Ema(decay=0.5))
     shaken(task, 1)
-    average.update(task, 100)
+    average.update(100)
     task.eval()
     copy = deepcopy(task)
     copy.load_state_dict(average.state())
@@ -416,7 +416,7 @@ def test_the_average_is_kept_in_float32():
     with torch.no_grad():
         task.vit.head.weight += 1
     for step in range(10):
-        average.update(task, step)
+        average.update(step)
     # In bfloat16 every one of these steps would round to nothing.
     expected = start + (1 - 0.999**10) * (task.vit.head.weight.float() - start)
     torch.testing.assert_close(average.state()["vit.head.weight"], expected, rtol=1e-4, atol=1e-6)
@@ -428,13 +428,13 @@ def test_a_resumed_average_continues_exactly():
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average = Average(task, Ema())
     shaken(task, 0)
-    average.update(task, 0)
-    other = Average(Task("vit_u1x1_8_hmlp_bn").vit, Ema())
+    average.update(0)
+    other = Average(task, Ema())
     other.load(deepcopy(average.state()))
     for step in (1, 2):
         shaken(task, step)
-        average.update(task, step)
-        other.update(task, step)
+        average.update(step)
+        other.update(step)
     for name, tensor in average.state().items():
         assert torch.equal(tensor, other.state()[name]), name
 

@@ -1,8 +1,5 @@
 """Parameter groups, optimizers, gradient clipping, and the moving average of the weights."""
 
-# pyright: reportPrivateImportUsage=false
-# torch._foreach_* updates many tensors at once, as torch's own optimizers do; no public module exports it.
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +7,7 @@ from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vitray.config.training import AdamW, Ema, LambSettings, Optim, Sgd
 from vitray.errors import ConfigError
@@ -110,35 +108,27 @@ class Lamb(torch.optim.Optimizer):
         assert closure is None, "the loss is computed before the step"
         for group in self.param_groups:
             group["step"] += 1
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(parameters, [parameter.grad for parameter in parameters], group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), step, weight_decay = group["betas"], group["step"], group["weight_decay"]
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter)}
-        m, v = ([self.state[parameter][moment] for parameter in parameters] for moment in ("m", "v"))
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
-
-        updates = torch._foreach_sqrt(v)
-        torch._foreach_div_(updates, math.sqrt(1 - beta2**step))
-        torch._foreach_add_(updates, group["eps"])
-        # The update replaces the denominator in place, to save a copy of the weights.
-        torch._foreach_reciprocal_(updates)
-        torch._foreach_mul_(updates, m)
-        torch._foreach_div_(updates, 1 - beta1**step)
+        if not self.state[parameter]:
+            self.state[parameter] = {"m": torch.zeros_like(parameter), "v": torch.zeros_like(parameter)}
+        m, v = self.state[parameter]["m"], self.state[parameter]["v"]
+        m.lerp_(gradient, 1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).reciprocal_()
+        update.mul_(m).div_(1 - beta1**step)
         if weight_decay == 0:
-            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            parameter.add_(update, alpha=-group["lr"])
             return
-        torch._foreach_add_(updates, parameters, alpha=weight_decay)
-        weight_N = torch.stack(torch._foreach_norm(parameters))
-        update_N = torch.stack(torch._foreach_norm(updates))
-        ratio_N = torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
-        torch._foreach_addcmul_(parameters, updates, (-group["lr"] * ratio_N).unbind())
+        update.add_(parameter, alpha=weight_decay)
+        weight_norm, update_norm = parameter.norm(), update.norm()
+        # A tensor, so that the host does not wait for the device.
+        ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
+        parameter.addcmul_(update, -group["lr"] * ratio)
 
 
 # ---- moving average --------------------------------------------------------------------------------------------------
@@ -158,20 +148,22 @@ class Average:
 
     def __init__(self, module: nn.Module, settings: Ema) -> None:
         self.settings = settings
-        self._tensors = {name: _as_average(tensor).clone() for name, tensor in _tracked(module).items()}
+        # The live tensors, which training changes in place.
+        self._live = _tracked(module)
+        self._tensors = {name: _as_average(tensor).clone() for name, tensor in self._live.items()}
 
     @torch.no_grad()
-    def update(self, module: nn.Module, step: int) -> None:
+    def update(self, step: int) -> None:
         """Add the weights after a step, counted from 0."""
         averages: tuple[list[Tensor], list[Tensor]] = [], []
-        for name, tensor in _tracked(module).items():
+        for name, tensor in self._live.items():
             average, latest = self._tensors[name], _as_average(tensor)
             if average.is_floating_point():
                 averages[0].append(average)
                 averages[1].append(latest)
             else:
                 average.copy_(latest)
-        torch._foreach_lerp_(*averages, 1 - average_decay(self.settings, step))
+        get_ema_multi_avg_fn(average_decay(self.settings, step))(*averages, None)
 
     def state(self) -> dict[str, Tensor]:
         """Return the averages by name, without a copy."""
