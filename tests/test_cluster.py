@@ -51,18 +51,6 @@ def test_a_start_that_times_out_is_reported(monkeypatch):
         pass
 
 
-def test_ray_data_actors_are_started_if_this_ray_has_them(monkeypatch):
-    started = []
-    module = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator"
-    monkeypatch.setattr(f"{module}.get_or_create_autoscaling_coordinator", lambda: started.append("coordinator"))
-    monkeypatch.setattr("ray.data._internal.stats.get_or_create_stats_actor", lambda: started.append("stats"))
-    session.start_ray_data_actors()
-    assert started == ["coordinator", "stats"]
-    monkeypatch.setitem(sys.modules, module, None)
-    session.start_ray_data_actors()
-    assert started == ["coordinator", "stats"]
-
-
 @pytest.mark.ray
 def test_a_run_that_fits_does_not_wait(growing, capsys):
     await_nodes(load_run(None, ["compute.workers=2", "compute.device=cpu"]))

@@ -22,8 +22,7 @@ RAY_SETTINGS = {
     "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S": "300",
     # A lost worker is noticed within a second; Ray's default is every two seconds.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # The controller runs in the driver process (vitray/runs/trainer.py), whose log handlers this would close.
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # the dashboard lists the run, its workers and their reports
     # A lost node stays listed for a while: workers placed on it are soon placed again. It does not limit their start.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise a worker's print appears twice
@@ -53,47 +52,30 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def ray_session(
-    cpus: int | None = None, object_store_bytes: int | None = None, *, dashboard: bool = True
-) -> Iterator[bool]:
-    """Connect to Ray for the block, or start it; yield whether this Ray is local and ends with the block.
+def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) -> Iterator[None]:
+    """Connect to Ray for the block, or start a local one, which ends with the block.
 
-    The arguments are those of a local Ray: the tasks that run at a time, the size of its object store (None: Ray's
-    choice), and whether it has a dashboard, whose start takes a second.
+    The arguments are those of a local Ray: the tasks that run at a time, and the size of its object store (None: Ray's
+    choice).
     """
     prepare_environment()
     import ray  # takes a second, so bad input is rejected first
 
     if ray.is_initialized():
-        yield False
+        yield
         return
-    ended, is_local = threading.Event(), "RAY_ADDRESS" not in os.environ
-    is_listable = _connect_or_start(cpus, object_store_bytes, dashboard)
+    ended = threading.Event()
+    is_listable = _connect_or_start(cpus, object_store_bytes)
     cleanup = threading.Thread(target=_clean_up_periodically, args=[ended], name="cleanup", daemon=True)
     if is_listable:
         cleanup.start()
     try:
-        yield is_local
+        yield
     finally:
         ended.set()
         if is_listable:
             cleanup.join(5)
         ray.shutdown()
-
-
-def start_ray_data_actors() -> None:
-    """Start Ray Data's detached actors early, so that neither the driver nor a stream waits for them.
-
-    They run near the process that starts them first and outlive it: use this only with a Ray that ends with the run.
-    """
-    with suppress(ImportError):  # another version of Ray starts them later by itself
-        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-            get_or_create_autoscaling_coordinator,
-        )
-        from ray.data._internal.stats import get_or_create_stats_actor
-
-        get_or_create_autoscaling_coordinator()
-        get_or_create_stats_actor()
 
 
 def remove_stale_groups() -> None:
@@ -193,7 +175,7 @@ def wait_for_nodes(bundles: Sequence[dict[str, float]], seconds: float) -> None:
         remove_placement_group(group)  # new nodes stay for some idle minutes, in which the workers take them
 
 
-def _connect_or_start(cpus: int | None, object_store_bytes: int | None, dashboard: bool) -> bool:
+def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
     """Connect to the cluster at RAY_ADDRESS, or start a local one; return whether it is shared and can be listed."""
     import ray
 
@@ -217,7 +199,6 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None, dashboar
             "local",
             num_cpus=max(2, cpus or local_cpus()),
             object_store_memory=object_store_bytes,
-            include_dashboard=None if dashboard else False,
             logging_level=logging.WARNING,
         )
     except Exception as error:

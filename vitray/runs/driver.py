@@ -37,11 +37,10 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
         return outcome
     session.prepare_environment()
     shutdown = GracefulShutdown(hook.stop_requested if hook else None)
-    with session.ray_session(dashboard=False) as is_alone, shutdown.handle_signals():
-        if is_alone:
-            session.start_ray_data_actors()
+    with session.ray_session(), shutdown.handle_signals():
         # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
-        from vitray.runs import trainer  # noqa: F401
+        import ray.train.torch  # noqa: F401
+
         from vitray.runs.model_output import last_weights, save_weights
         from vitray.runs.run_logger import RunLogger
 
@@ -70,9 +69,9 @@ def _fit(
     """Run the training loop on the workers and return the result of the first one."""
     import ray
     import ray.train
+    from ray.train.torch import TorchTrainer
 
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
-    from vitray.runs.trainer import Trainer
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker
 
@@ -92,7 +91,7 @@ def _fit(
     lowest, highest = placement.workers
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     scratch = tempfile.TemporaryDirectory(prefix="vitray-")
-    trainer = Trainer(
+    trainer = TorchTrainer(
         worker,
         train_loop_config={"context": context},
         scaling_config=ray.train.ScalingConfig(
@@ -100,6 +99,8 @@ def _fit(
             use_gpu=placement.use_gpu,
             resources_per_worker={"CPU": placement.cpus} | ({"GPU": compute.gpus} if placement.use_gpu else {}),
         ),
+        # Its default options warn about a deprecated one.
+        dataset_config=ray.train.DataConfig(execution_options=ray.train.DataConfig.default_ingest_options()),
         run_config=ray.train.RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=scratch.name,

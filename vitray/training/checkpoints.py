@@ -135,6 +135,8 @@ class Saver:
         """`on_saved` is called with the step of each complete checkpoint, `on_delay` with the reason of each retry."""
         self._run_dir, self._keep, self._on_saved, self._on_delay = run_dir, keep, on_saved, on_delay
         self._error: BaseException | None = None
+        self.latest: int | None = None
+        """The step of the last complete checkpoint."""
         # One checkpoint waits while one is written; a third blocks training until storage catches up.
         self._waiting: queue.Queue[tuple[Checkpoint, Collection[int]] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._write, name="checkpoints", daemon=True)
@@ -163,6 +165,7 @@ class Saver:
             try:
                 self._write_with_retries(checkpoint)
                 prune(self._run_dir, self._keep, protected)
+                self.latest = checkpoint.step
                 self._on_saved(checkpoint.step)
             except BaseException as error:  # raised by the next save
                 self._error = error

@@ -4,6 +4,7 @@ Images, augmentation, mixing, dropout and learning rate are functions of (seed, 
 random state, and a resumed run continues exactly.
 """
 
+import logging
 import math
 import os
 import time
@@ -48,6 +49,7 @@ ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1
 def worker(config: dict[str, WorkerContext]) -> WorkerResult:
     """Train on this device, as one of all workers."""
     os.environ.update(ENVIRONMENT)
+    logging.disable(logging.INFO)  # Ray Train logs every report; a worker's own messages go to the driver
     context = config["context"]
     fatal_error: Any = ray.get(context.mailbox.fatal_error.remote())
     if fatal_error:  # of an earlier start
@@ -142,6 +144,12 @@ def train_loop(context: WorkerContext) -> WorkerResult:
             if isinstance(learner.task, VisualTokenizer):
                 values["train/perplexity"] = learner.task.read_perplexity()
             client.metrics(state.step, state, values)
+            saved = saver and saver.latest
+            # For Ray's own pages; Ray Train waits for all workers here, as the metrics have just done.
+            ray.train.report(
+                {"step": state.step, **values}
+                | ({} if saved is None else {"checkpoint": checkpoints.folder_of(context.run_dir, saved)})
+            )
             state.losses = []
             if session.get_local_rank() == 0:
                 node = f"system/node{session.get_node_rank()}"
@@ -216,7 +224,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
     if learner.average is not None:
-        learner.average.update(learner.task, step)
+        learner.average.update(step)
     return torch.stack([loss, norm / share.workers])
 
 

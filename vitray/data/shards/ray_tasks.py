@@ -13,7 +13,7 @@ from vitray.errors import ConfigError
 @contextmanager
 def tasks_at_a_time(workers: int | None) -> Iterator[int]:
     """Start or join Ray, and yield the number of concurrent tasks: `workers`, or one per CPU."""
-    with session.ray_session(cpus=workers, dashboard=False):
+    with session.ray_session(cpus=workers):
         import ray
 
         yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))

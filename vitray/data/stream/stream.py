@@ -285,9 +285,8 @@ def _joined(parts: list[Images]) -> Images:
 
 def _started(iterator: DataIterator) -> Iterator[Images]:
     """Return the blocks of an iterator; waits for the first, since an execution starts when all workers ask for it."""
-    rows: Iterator[Any] = iter(
-        iterator.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=BLOCKS_AHEAD)
-    )
+    options: Any = {"batch_size": None, "batch_format": "numpy", "prefetch_batches": BLOCKS_AHEAD}  # whole blocks
+    rows: Iterator[Any] = iter(iterator.iter_batches(**options))
     return ({name: column[0] for name, column in row.items()} for row in chain([next(rows)], rows))
 
 
