@@ -61,13 +61,7 @@ def _check_bucket(bucket: str, s3: Any) -> None:
 
 def _update_security_group(tree: Tree, ec2: Any) -> list[str]:
     """Give the security group the rules of the file and no other, so that Ray adds none."""
-    from ray.autoscaler._private.aws.config import _configure_subnet
-    from ray.autoscaler._private.util import prepare_config
-
-    # Ray looks for the group in the network of the subnets that it chooses.
-    config = _configure_subnet(prepare_config(json.loads(json.dumps(tree))))
-    subnet = config["available_node_types"][tree["head_node_type"]]["node_config"]["SubnetIds"][0]
-    network = ec2.describe_subnets(SubnetIds=[subnet])["Subnets"][0]["VpcId"]
+    network = _network(tree, ec2)
     name = tree["provider"]["security_group"]["GroupName"]
     filters = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [network]}]
     changes = []
@@ -89,6 +83,27 @@ def _update_security_group(tree: Tree, ec2: Any) -> list[str]:
     if current != wanted:
         changes.append(f"{name} admits {', '.join(opened)} and its own nodes, nobody else")
     return changes
+
+
+def _network(tree: Tree, ec2: Any) -> str:
+    """Return the network of the subnets that Ray may choose, where it looks for the security group."""
+    node_config = tree["available_node_types"][tree["head_node_type"]].get("node_config", {})
+    if named := node_config.get("SubnetIds"):
+        subnets = ec2.describe_subnets(SubnetIds=named)["Subnets"]
+    else:
+        subnets = [
+            subnet
+            for subnet in ec2.describe_subnets()["Subnets"]
+            if subnet["State"] == "available"
+            and (subnet["MapPublicIpOnLaunch"] or tree["provider"].get("use_internal_ips", False))
+        ]
+    networks = sorted({subnet["VpcId"] for subnet in subnets})
+    if len(networks) != 1:
+        raise ConfigError(
+            f"{tree['head_node_type']}.node_config.SubnetIds: got subnets of {', '.join(networks) or 'no network'},"
+            " wanted those of one network"
+        )
+    return networks[0]
 
 
 def split_rules(permission: Tree) -> Iterator[tuple[str, int | None, int | None, str, str]]:

@@ -42,10 +42,11 @@ def read_cluster(path: str) -> Tree:
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
-    from ray.autoscaler._private.util import prepare_config, validate_config
+    from ray.autoscaler._private.util import validate_config
+    from ray.autoscaler.sdk import fillout_defaults
 
     try:
-        validate_config(prepare_config(json.loads(json.dumps(tree))))
+        validate_config(fillout_defaults(json.loads(json.dumps(tree))))
     except Exception as error:  # from half a dozen libraries
         yield " ".join(str(getattr(error, "message", error)).split())[:300]
 

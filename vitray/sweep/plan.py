@@ -156,10 +156,10 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
         with session.ray_session():
             plan = plan_sweep(base, space, cluster_nodes(), ready=False)
     else:
-        from ray._private.accelerators import NvidiaGPUAcceleratorManager
+        import torch
 
-        gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()  # those that Ray would find
-        plan = plan_sweep(base, space, [Node(cpus=session.local_cpus(), gpus=gpus)], ready=False)
+        here = Node(cpus=session.local_cpus(), gpus=torch.cuda.device_count())
+        plan = plan_sweep(base, space, [here], ready=False)
     points = {} if space.learns else plan.points
     names = [f"  {name}" for name in points] or [f"  {space.search.kind} draws each point from earlier results"]
     lines = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
