@@ -51,7 +51,7 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 
 # These tests start their own Rays and mostly wait, so they run beside the others, which share one. The output of the
 # others appears at once, that of these at their end.
-APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_train.py)
+APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_train.py scaling.py)
 
 test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside

@@ -20,6 +20,11 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.ingest import IngestSettings, measure_ingest
 
         return measure_ingest(IngestSettings(url=options.pop("dataset"), **options))
+    if benchmark == "scaling":
+        from vitray.bench.scaling import ScalingSettings, measure_scaling
+
+        consumers = [int(count) for count in options.pop("consumers").split(",")]
+        return measure_scaling(ScalingSettings(url=options.pop("dataset"), consumers=consumers, **options))
     if benchmark == "finetune":
         from vitray.bench.finetune import FinetuneSettings, measure_finetune
 

@@ -27,11 +27,11 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    "ray.data": {"vitray.data", "vitray.cluster.session"},  # the session: actors of Ray Data that are started early
+    "ray.data": {"vitray.data", "vitray.bench.scaling"},  # the benchmark: Ray Data's own reader, to compare with
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.job_submission": {"vitray.cluster.jobs"},
-    "ray.autoscaler": {"vitray.cluster.launch", "vitray.cluster.aws_account"},
+    "ray.autoscaler": {"vitray.cluster.launch"},
     "optuna": {"vitray.sweep"},
     "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
     "botocore": {

@@ -26,6 +26,13 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     ingest.add_argument(
         "--object-store", type=int, metavar="MB", help="object store of the Ray started here (Ray's default)"
     )
+    scaling = benchmarks.add_parser("scaling", help="many consumers on several nodes, against Ray Data's own reader")
+    scaling.add_argument("dataset", help="a dataset written by vitray shard")
+    scaling.add_argument("--nodes", type=int, default=6, help="logical nodes of one CPU (%(default)s)")
+    scaling.add_argument("--consumers", default="1,2,4,8,16,32", help="numbers of consumers (%(default)s)")
+    scaling.add_argument("--images", type=int, default=3072, help="images of a pass (%(default)s)")
+    scaling.add_argument("--decode-ms", type=float, default=10.0, help="time to decode an image (%(default)s)")
+    scaling.add_argument("--batch", type=int, default=192, help="images of a global batch (%(default)s)")
     train = benchmarks.add_parser("train", help="a training step against plain PyTorch")
     finetune = benchmarks.add_parser("finetune", help="time and memory of fine-tuning modes")
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
@@ -45,10 +52,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         each.add_argument("--seconds", type=float, default=0.5, help="time of a variant in a round (%(default)s)")
     for each in (ingest, train):
         each.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, train, finetune):
+    for each in (branches, ingest, scaling, train, finetune):
         each.add_argument("--image-size", type=int, default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=int, default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, train, finetune):
+    for each in (parser, branches, ingest, scaling, train, finetune):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

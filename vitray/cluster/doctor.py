@@ -9,6 +9,7 @@ import platform
 import shutil
 import socket
 import statistics
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,6 @@ class ProbeActor:
         """Return the facts about this node, an entry of ray.nodes(); its clock is left to the driver."""
         import psutil
         import torch
-        from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
         address, resources = node["NodeManagerAddress"], node["Resources"]
         disk = shutil.disk_usage(Path(node["ObjectStoreSocketName"]).parent)
@@ -77,7 +77,7 @@ class ProbeActor:
             gpus=resources.get("GPU", 0.0),
             store=resources.get("object_store_memory", 0.0),
             versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-            devices=NvidiaGPUAcceleratorManager.get_current_node_num_accelerators(),
+            devices=_driver_gpus(),
             usable=torch.cuda.device_count() if torch.cuda.is_available() else 0,
             disk=1 - disk.free / disk.total,
             files=psutil.Process().rlimit(psutil.RLIMIT_NOFILE)[0],
@@ -230,6 +230,14 @@ def _check_all_reduce(nodes: Sequence[tuple[NodeProbe, Any]]) -> list[Finding]:
 
 
 # ---- on a node -------------------------------------------------------------------------------------------------------
+
+
+def _driver_gpus() -> int:
+    """Return the number of GPUs that the driver of this node lists."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+    return len(listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
 def _version(name: str) -> str:

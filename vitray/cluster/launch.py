@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from vitray.cluster.aws_account import Tree, ingress_permissions, make_account
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, nearest
 
 PLACEHOLDER = "YOUR-"
 # Files that nodes mount; only their owner may read them.
@@ -42,11 +42,16 @@ def read_cluster(path: str) -> Tree:
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
-    from ray.autoscaler._private.util import validate_config
+    import jsonschema  # which Ray requires, for the same check at the start of `ray up`
+    import ray.autoscaler
     from ray.autoscaler.sdk import fillout_defaults
 
+    types, head = tree.get("available_node_types", {}), tree.get("head_node_type")
+    if types and head not in types:
+        yield f"head_node_type: got {head!r}, wanted one of {', '.join(types)}{nearest(str(head), types)}"
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     try:
-        validate_config(fillout_defaults(json.loads(json.dumps(tree))))
+        jsonschema.validate(fillout_defaults(json.loads(json.dumps(tree))), schema)
     except Exception as error:  # from half a dozen libraries
         yield " ".join(str(getattr(error, "message", error)).split())[:300]
 

@@ -172,9 +172,7 @@ class Block(nn.Module):
             return fuse_weights(branches)
         kind = x_BND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BND.dtype
-        # `_parameters` is read directly: this runs twice a block, where each microsecond counts.
-        tables = [module._parameters for branch in branches for module in branch.modules()]
-        version = dtype, [(p.data_ptr(), p._version) for table in tables for p in table.values() if p is not None]
+        version = dtype, [(p.data_ptr(), p._version) for branch in branches for p in branch.parameters()]
         cached = self._fused.get(type(branches[0]))
         if cached is None or cached[0] != version:
             cached = version, FusedWeights(*(tensor.to(dtype) for tensor in fuse_weights(branches)))

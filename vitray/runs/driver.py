@@ -71,6 +71,7 @@ def _fit(
     import ray.train
     from ray.train.torch import TorchTrainer
 
+    from vitray.data.stream.stream import unused_options
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker
@@ -99,8 +100,7 @@ def _fit(
             use_gpu=placement.use_gpu,
             resources_per_worker={"CPU": placement.cpus} | ({"GPU": compute.gpus} if placement.use_gpu else {}),
         ),
-        # Its default options warn about a deprecated one.
-        dataset_config=ray.train.DataConfig(execution_options=ray.train.DataConfig.default_ingest_options()),
+        dataset_config=ray.train.DataConfig(execution_options=unused_options()),
         run_config=ray.train.RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=scratch.name,

@@ -40,8 +40,9 @@ class Uploader:
         # Whether another process has continued the run after this spool was written.
         self._is_stale = False
         self._one_by_one_until = 0
-        self._latest_steps: dict[str, int] = {}
-        self._all_steps: dict[str, set[int]] = {}
+        # Metrics that the run had when it was opened, and the steps of each metric that was sent or looked up since.
+        self._logged_before: set[str] = set()
+        self._steps: dict[str, set[int]] = {}
 
     @property
     def remaining(self) -> int:
@@ -127,8 +128,7 @@ class Uploader:
                 self.client.delete_run(run.info.run_id)
 
     def _read_state(self, run: "Run") -> None:
-        self._latest_steps = {metric.key: metric.step for metric in run.data._metric_objs}
-        self._all_steps = {}
+        self._logged_before, self._steps = set(run.data.metrics), {}
         self._is_stale = self._begin_time < int(run.data.tags.get(BEGIN_TAG, 0))
 
     def _find_experiment(self, name: str) -> str:
@@ -173,26 +173,22 @@ class Uploader:
     def _send_metrics(self, run_id: str, bodies: list[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
 
-        points, steps = [], dict(self._latest_steps)
+        points: dict[tuple[str, int], Metric] = {}
         for body in bodies:
             for key, value in body["values"].items():
-                if not self._is_logged(run_id, key, body["step"], steps):
-                    points.append(Metric(key, value, body["time"], body["step"]))
-                    steps[key] = max(body["step"], steps.get(key, body["step"]))
+                # The run may have this step already, from before a resume or from a call whose response was lost.
+                if body["step"] not in self._logged_steps(run_id, key):
+                    points.setdefault((key, body["step"]), Metric(key, value, body["time"], body["step"]))
         if points:
-            self.client.log_batch(run_id, metrics=points, synchronous=True)
-        self._latest_steps = steps
+            self.client.log_batch(run_id, metrics=list(points.values()), synchronous=True)
+        for key, step in points:
+            self._steps[key].add(step)
 
-    def _is_logged(self, run_id: str, key: str, step: int, latest_steps: dict[str, int]) -> bool:
-        """Whether the run has this step already, from before a resume or from a call whose response was lost."""
-        if step > latest_steps.get(key, step - 1):
-            return False
-        if not self._is_stale:
-            return True
-        # The steps that only this spool has may be older than the latest one.
-        if key not in self._all_steps:
-            self._all_steps[key] = {metric.step for metric in self.client.get_metric_history(run_id, key)}
-        return step in self._all_steps[key]
+    def _logged_steps(self, run_id: str, key: str) -> set[int]:
+        if key not in self._steps:
+            history = self.client.get_metric_history(run_id, key) if key in self._logged_before else []
+            self._steps[key] = {metric.step for metric in history}
+        return self._steps[key]
 
     def _send_begin(self, run_id: str, body: dict[str, Any]) -> None:
         from mlflow.entities import Param
