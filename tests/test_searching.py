@@ -19,7 +19,7 @@ from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import plan_sweep
-from vitray.sweep.schedulers import build_scheduler
+from vitray.sweep.schedulers import build_scheduler, progress
 from vitray.sweep.searcher import TrialSearcher
 from vitray.sweep.space import SweepPoint, extend_space, read_space
 from vitray.sweep.trial_store import TrialEntry, TrialRecord, TrialStore, read_entries, write_record
@@ -237,12 +237,34 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
 
     def decision(trial, step, goal):
-        return scheduler.on_trial_result(tune, trial, {"step": step, "goal": goal})
+        return scheduler.on_trial_result(tune, trial, {"share": progress(step, plan.run_plan.steps), "goal": goal})
 
     trials = [Trial("stub", stub=True) for _ in range(5)]
     for trial, goal in zip(trials, (0.2, 0.4, 0.6), strict=False):
         assert [decision(trial, step, goal) for step in (1, 2, 4)] == [TrialScheduler.CONTINUE] * 3
-        scheduler.on_trial_complete(tune, trial, {"step": 4, "goal": goal})
+        scheduler.on_trial_complete(tune, trial, {"share": progress(4, plan.run_plan.steps), "goal": goal})
     assert decision(trials[3], 1, 0.3) == TrialScheduler.CONTINUE  # in its grace period
     assert decision(trials[3], 2, 0.3) == TrialScheduler.STOP
     assert decision(trials[4], 2, 0.5) == TrialScheduler.CONTINUE
+
+
+def test_asha_compares_trials_of_other_lengths_at_the_same_share(tmp_path, base):
+    """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
+    plan, _, _ = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
+    steps = plan.run_plan.steps
+    for length in (steps, 2 * steps, 3 * steps + 1):
+        scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))
+        scheduler.set_search_properties("goal", "max")
+        trials = [Trial("stub", stub=True) for _ in range(2)]
+        stopped = []
+        for trial, goal in zip(trials, (0.6, 0.3), strict=True):
+            scheduler.on_trial_add(None, trial)
+            for step in range(1, length + 1):
+                result = {"share": progress(step, length), "goal": goal}
+                if scheduler.on_trial_result(None, trial, result) == TrialScheduler.STOP:
+                    stopped.append(step)
+                    break
+        assert stopped[0] == length  # the first trial runs to its end, whatever its length
+        assert stopped[1] == -(
+            -2 * length // steps
+        )  # the worse one ends at the first rung, the grace of the sweep's run

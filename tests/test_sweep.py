@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import mlflow
+import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
@@ -289,3 +290,39 @@ def test_a_killed_sweep_resumes_to_the_same_table(folder, swept, ray_cluster):
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     assert same_table(words, environment, swept)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trial_whose_process_is_killed_runs_again(folder, swept, ray_cluster):
+    driver, _, _ = launch(folder, ray_cluster, "lost-trial")
+    trials = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and "TrialTrainable" in " ".join(process.cmdline())
+    ]
+    assert trials
+    for process in trials:
+        process.kill()
+    driver.wait(timeout=600)
+    assert driver.returncode == 0
+    records = {
+        path.parent.name: json.loads(path.read_text())
+        for path in (folder / "sweeps" / "lost-trial").glob("*/trial.json")
+    }
+    assert {name: record["state"] for name, record in records.items()} == {"lr=0.01": "finished", "lr=1e30": "failed"}
+    assert max(score for _, score in records["lr=0.01"]["scores"]) == swept.best_goal
+    assert is_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trial_whose_process_never_lasts_has_failed(folder, monkeypatch):
+    """Each process ends before its run begins: the trial is retried, and then failed with the reason."""
+    (folder / "one.yaml").write_text("space: {seed: {seeds: 1}}\n")
+    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable.setup", lambda *_, **__: os._exit(1))
+    outcome = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})
+    assert (outcome.trials, outcome.finished, outcome.failed) == (1, 0, 1)
+    (record,) = [json.loads(path.read_text()) for path in Path(outcome.home).glob("*/trial.json")]
+    assert record["state"] == "failed"
+    assert "its process failed, at last with" in record["reason"]

@@ -70,8 +70,8 @@ class TrialHook(NamedTuple):
 
     parent_uid: str
     """The parent run in MLflow."""
-    should_stop: Callable[[int, Mapping[str, float]], bool]
-    """Called with each evaluation's step and scores; True stops the run early."""
+    should_stop: Callable[[int, int, Mapping[str, float]], bool]
+    """Called with each evaluation's step, the run's number of steps and the scores; True stops the run early."""
     waits_for_decision: bool
     """Whether training waits for that answer."""
     dataset: Dataset | None = None

@@ -196,7 +196,8 @@ class RunLogger:
         if not message.is_repeated:
             self._progress.metrics(values, step)
         if hook and "val/loss" in values:
-            self.mailbox.decide.remote(step, hook.should_stop(step, values))
+            steps = self._info.planned.plan.steps
+            self.mailbox.decide.remote(step, hook.should_stop(step, steps, values))
 
     def _log_start(self, step: int) -> None:
         """Log the duration of the start, once after the first step."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.plan import check_storage, difference
 from vitray.sweep.plan import DRIVER_CPUS, Recipe, SweepPlan, cluster_nodes, plan_stages, plan_sweep
@@ -133,9 +133,15 @@ def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
                 verbose=0,
                 stop=SweepListener(logger, interruption),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs write their own checkpoints
+                # A trial whose process has died starts again, from the last checkpoint of its run.
+                failure_config=tune.FailureConfig(max_failures=plan.base.compute.max_failures),
             ),
         )
-        tuner.fit()
+        results = tuner.fit()
+    if not interruption.signal:
+        for result in results:
+            if result.error and result.config:
+                store.fail(result.config["name"], f"its process failed, at last with {one_line(result.error)}")
     if interruption.signal:
         session.release_resources(trainable.__qualname__)  # the actor's class name in Ray
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)

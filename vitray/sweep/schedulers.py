@@ -1,4 +1,7 @@
-"""Early stopping of trials: Ray Tune's schedulers, counted in steps."""
+"""Early stopping of trials by Ray Tune's schedulers, which compare trials at the same share of their runs.
+
+Trials of other batch sizes or durations have other numbers of steps, of which none means the same for all.
+"""
 
 from typing import Any
 
@@ -9,6 +12,9 @@ from vitray.runs.plan import Plan
 from vitray.sweep.space import Space
 from vitray.training.schedule import in_steps
 
+# The name of a result's share of the run, and the share of a whole run: a whole number, as rungs must be met exactly.
+TIME, WHOLE = "share", 10**6
+
 
 class _Median(MedianStoppingRule):
     """Tune's median rule without pauses, which would end the process of a training run."""
@@ -18,17 +24,24 @@ class _Median(MedianStoppingRule):
         return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
 
+def progress(step: int, steps: int | None) -> int:
+    """Return the share of a run in parts of `WHOLE`, rounded up; that of a run without a known length is its end."""
+    return WHOLE if steps is None else -(-WHOLE * step // steps)
+
+
 def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
-    """Return the scheduler of a space."""
+    """Return the scheduler of a space; `grace` is converted to a share by the plan of the sweep's own run."""
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
-                time_attr="step",
-                max_t=plan.steps,
-                grace_period=in_steps(grace, plan.steps_per_epoch),
-                reduction_factor=reduction,
+                time_attr=TIME, max_t=WHOLE, grace_period=_share(grace, plan), reduction_factor=reduction
             )
         case Median(grace=grace):
-            return _Median(time_attr="step", grace_period=in_steps(grace, plan.steps_per_epoch))
+            return _Median(time_attr=TIME, grace_period=_share(grace, plan))
         case _:
             return FIFOScheduler()
+
+
+def _share(duration: str, plan: Plan) -> int:
+    # Rounded down, so that a run which is there by its steps is there by its share.
+    return max(1, min(WHOLE, WHOLE * in_steps(duration, plan.steps_per_epoch) // plan.steps))

@@ -20,6 +20,7 @@ from vitray.errors import ConfigError, RunError
 from vitray.runs.driver import train
 from vitray.runs.plan import TrialHook
 from vitray.sweep.interruption import is_interrupted
+from vitray.sweep.schedulers import TIME, progress
 from vitray.sweep.space import run_of
 from vitray.sweep.trial_store import TrialRecord, read_entries, read_record, write_record
 
@@ -102,29 +103,28 @@ class TrialTrainable(tune.Trainable):
         run_dir = storage.join(self._context.sweep_dir, name)
         record = read_record(run_dir)
         for step, value in record.scores:
-            if self._should_stop(step, value):
+            if self._should_stop(step, record.steps, value):
                 if not record.is_over:
                     write_record(run_dir, record._replace(state="stopped early"))
                 return
-        if record.state == "failed":
-            raise RunError(record.reason or "failed")
         if not record.is_over:
             record = self._train(name, run_dir, record)
-        step, value = record.scores[-1] if record.scores else (0, float("nan"))
-        self._results.put({"step": step, "goal": value, "done": True})
+        # A failed run is no error here: Tune would restart it, as it restarts a trial whose process dies.
+        step, value = record.scores[-1] if record.scores and record.state != "failed" else (0, float("nan"))
+        self._results.put({"step": step, TIME: progress(step, record.steps), "goal": value, "done": True})
 
     def _train(self, name: str, run_dir: str, record: TrialRecord) -> TrialRecord:
         context = self._context
         write_record(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
-        def should_stop(step: int, values: Mapping[str, float]) -> bool:
+        def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
             nonlocal record
             if context.metric not in values or any(step <= known for known, _ in record.scores):
                 return False
-            record = record._replace(scores=(*record.scores, (step, values[context.metric])))
+            record = record._replace(scores=(*record.scores, (step, values[context.metric])), steps=steps)
             with contextlib.suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
                 write_record(run_dir, record)
-            return self._should_stop(step, values[context.metric])
+            return self._should_stop(step, steps, values[context.metric])
 
         try:
             run = run_of(context.base, read_entries(context.sweep_dir)[name].point, context.sweep_dir)
@@ -138,12 +138,13 @@ class TrialTrainable(tune.Trainable):
             )
             outcome = train(run, name, context.sweep_dir, hook=hook)
         except (RunError, ConfigError) as error:
-            write_record(run_dir, record._replace(state="failed", reason=str(error), ended=time.time()))
-            raise
+            record = record._replace(state="failed", reason=str(error), ended=time.time())
+            write_record(run_dir, record)
+            return record
         write_record(run_dir, record := record._replace(state=outcome.state, ended=time.time()))
         return record
 
-    def _should_stop(self, step: int, value: float) -> bool:
+    def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
         """Report a score to Tune and wait for the scheduler's decision."""
-        self._results.put({"step": step, "goal": value, "done": False})
+        self._results.put({"step": step, TIME: progress(step, steps), "goal": value, "done": False})
         return self._decisions.get()

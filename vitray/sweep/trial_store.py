@@ -1,6 +1,7 @@
 """Trials of a sweep on disk: their points, in order, and the record and outcome of each."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,8 @@ class TrialRecord(NamedTuple):
     began: float | None = None
     """The latest start, in seconds since 1970."""
     ended: float | None = None
+    steps: int | None = None
+    """Of the whole run; None before its first score."""
 
     def best(self, mode: Literal["max", "min"]) -> float | None:
         """Return the best score so far."""
@@ -66,7 +69,8 @@ def read_record(run_dir: str) -> TrialRecord:
         return TrialRecord()
     content = json.loads(storage.read_bytes(path))
     scores = tuple((step, value) for step, value in content["scores"])
-    return TrialRecord(content["state"], scores, content["reason"], content.get("began"), content.get("ended"))
+    rest = (content.get(name) for name in ("began", "ended", "steps"))
+    return TrialRecord(content["state"], scores, content["reason"], *rest)
 
 
 def write_record(run_dir: str, record: TrialRecord) -> None:
@@ -109,6 +113,12 @@ class TrialStore:
         """Add a trial."""
         self.entries[name] = entry
         self._write()
+
+    def fail(self, name: str, reason: str) -> None:
+        """Record that a trial has failed, unless it has ended by itself."""
+        record = self.record(name)
+        if not record.is_over:
+            write_record(self.run_dir(name), record._replace(state="failed", reason=reason, ended=time.time()))
 
     def run_dir(self, name: str) -> str:
         """Return the run folder of a trial."""

@@ -94,6 +94,8 @@ class Stream:
         self.corrupt: dict[str, int] = {}
         """{shard:row of a corrupt image: number of times that it was replaced}."""
         self._evaluation: list[DataIterator] = []
+        # An execution ends with its last reference here, at the first worker: one may still be read as the next begins.
+        self._executions: list[list[DataIterator]] = []
         groups, mask = self.rows.groups, spec.row_mask
         if mask is None:
             self._used = None, groups
@@ -127,7 +129,8 @@ class Stream:
             raise ConfigError(
                 f"{self.dataset.url}: got a global batch of {self.spec.batch}, wanted at most the {self.images} images"
             )
-        cut = self._cut(share.workers, self.spec.copies)
+        # The first worker's, since the cluster may grow or shrink while the others ask for its memory.
+        cut = share.broadcast(self._cut(share.workers, self.spec.copies))
         # Steps of one execution: Ray lists its pieces beforehand.
         at_once = max(1, PIECES_AT_ONCE * cut.rows // self.spec.batch)
         starts = range(start, end, at_once)
@@ -147,12 +150,13 @@ class Stream:
 
     def evaluate(self, share: Share) -> Iterator[HostBatch]:
         """Yield a worker's batches of every image once, in the stored order; every worker gets the same number."""
-        cut = self._cut(share.workers, copies=1)._replace(held=0)
         if not self._evaluation:  # later evaluations execute the same pieces again
+            cut = self._cut(share.workers, copies=1)._replace(held=0)
             self._evaluation = share.broadcast(
                 self._execute(list(cut.pieces(0, 0, self.images)), cut, shuffled=False) if share.rank == 0 else None
             )
-        reader = BlockReader(_started(self._evaluation[cut.place(share.rank)]), self.spec.size)
+        # Contiguous pieces have a block for each worker, in the order of their ranks.
+        reader = BlockReader(_started(self._evaluation[share.rank]), self.spec.size)
         for step in range(-(-self.images // self.spec.batch)):
             positions = positions_of(step, self.spec.batch, share.rank, share.workers)
             yield self._batch(reader.take(0, positions[positions < self.images]), len(positions), 0)
@@ -175,6 +179,7 @@ class Stream:
                 for epoch, start in starts
             )
             iterators = self._execute(list(pieces), cut, shuffled=True)
+            self._executions = [*self._executions[-1:], iterators]
         iterators = share.broadcast(iterators)
         return _started(iterators[cut.place(share.rank)])
 
