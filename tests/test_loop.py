@@ -262,7 +262,7 @@ def test_a_run_whose_driver_was_stopped_resumes(place, whole, ray_cluster, name,
 
 
 @pytest.mark.slow
-def test_a_local_run_controls_its_workers_itself_and_survives_the_loss_of_one(place, whole):
+def test_a_local_run_survives_the_loss_of_a_worker(place, whole):
     run, run_dir = recipe(place, "evaluate.every=2 steps"), place / "runs" / "alone"
     (place / "alone.yaml").write_text(run.to_yaml())
     command = [sys.executable, "-m", "pipelines.train", str(place / "alone.yaml"), "--out", str(place / "runs")]
@@ -272,7 +272,6 @@ def test_a_local_run_controls_its_workers_itself_and_survives_the_loss_of_one(pl
         assert driver.poll() is None, (place / "alone.txt").read_text()
         time.sleep(0.01)
     started = {each.name(): each for each in psutil.Process(driver.pid).children(recursive=True)}
-    assert not [name for name in started if "TrainController" in name or "PlacementGroupCleaner" in name]
     next(each for name, each in started.items() if "RayTrainWorker" in name).kill()
     assert driver.wait() == 0, (place / "alone.txt").read_text()
     assert "resumed at step" in (place / "alone.txt").read_text()
