@@ -9,7 +9,7 @@ PLATFORMS = ("ray", "mlflow", "torch", "optuna")
 PRIVATE_NAMES = {
     # Measures activations on shapes; meta tensors would decompose attention, and torch has no public fake tensors.
     "torch._subclasses.fake_tensor.FakeTensorMode",
-    # Counts the writes to a weight: cached fused weights must not outlive it, whoever wrote.
+    # Counts the writes to a weight: cached fused weights must not outlive a write from any place.
     "_version",
     # A task must not keep its CPU while its blocks wait unread; Ray Data has no public option.
     "_max_num_blocks_in_streaming_gen_buffer",
