@@ -268,3 +268,4 @@ def test_asha_compares_trials_of_other_lengths_at_the_same_share(tmp_path, base)
         assert stopped[1] == -(
             -2 * length // steps
         )  # the worse one ends at the first rung, the grace of the sweep's run
+    assert progress(5, None) == 0  # before any rung: a run of unknown length is not stopped for it

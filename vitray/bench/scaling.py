@@ -129,7 +129,7 @@ class _Broadcast:
 
 
 def _stock(settings: ScalingSettings, consumers: int, turn: int) -> list[Iterator[int]]:
-    """Return what Ray's documentation proposes, with a task for each row group."""
+    """Return the pipeline of Ray's documentation, with a task for each row group."""
     rows = decoding.locate_rows(open_dataset(settings.url), "train")
     groups = np.arange(len(rows.groups))[np.cumsum(rows.groups) <= settings.images]
     items = ray.data.from_items([{"group": int(group)} for group in groups], override_num_blocks=len(groups))

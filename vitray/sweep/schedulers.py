@@ -25,8 +25,8 @@ class _Median(MedianStoppingRule):
 
 
 def progress(step: int, steps: int | None) -> int:
-    """Return the share of a run in parts of `WHOLE`, rounded up; that of a run without a known length is its end."""
-    return WHOLE if steps is None else -(-WHOLE * step // steps)
+    """Return the share of a run in parts of `WHOLE`, rounded up; 0, before any rung, for a run of unknown length."""
+    return -(-WHOLE * step // steps) if steps else 0
 
 
 def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
