@@ -467,12 +467,12 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
                 # torchvision shifts the other way; either way is as likely.
                 ours = -sign if operation.startswith("translate") else sign
                 amount = policy.timm_amount(operation, magnitude, increasing, image.size, ours)
-                made = policy.operate(image, operation, amount, interpolation, FILL)
+                result = policy.operate(image, operation, amount, interpolation, FILL)
                 if operation == "posterize" and amount == 0:
-                    assert not np.any(made)  # timm's own fails here on Pillow 13
+                    assert not np.any(result)  # timm's own fails here on Pillow 13
                 else:
                     # torchvision takes a shear as an angle, whose tangent has lost its last bits.
-                    apart = difference(np.asarray(made), theirs(image))
+                    apart = difference(np.asarray(result), theirs(image))
                     assert apart.max() <= operation.startswith("shear")
                     assert apart.mean() < 0.01
     assert len(policy.TIMM) == len(timm_auto._RAND_TRANSFORMS)

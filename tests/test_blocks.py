@@ -19,19 +19,19 @@ WIDTH, HEADS = 32, 4
 
 def block(branches=2, seed=0, dtype=torch.float64, **kind) -> Block:
     """A block with random parameters: initial values would hide errors in folded norms and scales."""
-    made = Block(BlockSpec(WIDTH, HEADS, branches, **kind))
+    module = Block(BlockSpec(WIDTH, HEADS, branches, **kind))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return made.to(dtype).eval()
+    return module.to(dtype).eval()
 
 
 def tokens(batch=2, count=5, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(batch, count, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(9))
 
 
-def slow_block(made: Block, x: torch.Tensor) -> torch.Tensor:
+def slow_block(module: Block, x: torch.Tensor) -> torch.Tensor:
     """Eq. (2) written as loops over images, tokens and heads."""
 
     def normalise(vector, norm):
@@ -62,8 +62,8 @@ def slow_block(made: Block, x: torch.Tensor) -> torch.Tensor:
 
     images = []
     for image in x:
-        image = image + sum(scaled(branch, attend(branch, image)) for branch in made.attentions)
-        images.append(image + sum(scaled(branch, feed(branch, image)) for branch in made.feedforwards))
+        image = image + sum(scaled(branch, attend(branch, image)) for branch in module.attentions)
+        images.append(image + sum(scaled(branch, feed(branch, image)) for branch in module.feedforwards))
     return torch.stack(images)
 
 
@@ -71,32 +71,32 @@ def slow_block(made: Block, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("branches", [1, 2, 3])
 @pytest.mark.parametrize("layerscale", [None, 0.1])
 def test_a_block_is_equation_2(execution, branches, layerscale):
-    made = block(branches, layerscale=layerscale, execution=execution)
+    module = block(branches, layerscale=layerscale, execution=execution)
     with torch.no_grad():
-        torch.testing.assert_close(made(tokens()), slow_block(made, tokens()), atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(module(tokens()), slow_block(module, tokens()), atol=1e-10, rtol=1e-10)
 
 
 def test_a_block_equals_timm():
-    made = block(3, layerscale=0.1, execution="loop")
+    module = block(3, layerscale=0.1, execution="loop")
     theirs = ParallelThingsBlock(WIDTH, HEADS, num_parallel=3, qkv_bias=True, init_values=0.1).double().eval()
     theirs_state = theirs.state_dict()
-    for index, (attention, feed) in enumerate(zip(made.attentions, made.feedforwards, strict=True)):
+    for index, (attention, feed) in enumerate(zip(module.attentions, module.feedforwards, strict=True)):
         pairs = {"norm": attention.norm, "attn.qkv": attention.qkv, "attn.proj": attention.out}
-        for name, module in pairs.items():
-            for kind, value in module.state_dict().items():
+        for name, layer in pairs.items():
+            for kind, value in layer.state_dict().items():
                 theirs_state[f"attns.{index}.{name}.{kind}"].copy_(value)
         pairs = {"norm": feed.norm, "mlp.fc1": feed.up, "mlp.fc2": feed.down}
-        for name, module in pairs.items():
-            for kind, value in module.state_dict().items():
+        for name, layer in pairs.items():
+            for kind, value in layer.state_dict().items():
                 theirs_state[f"ffns.{index}.{name}.{kind}"].copy_(value)
         theirs_state[f"attns.{index}.ls.gamma"].copy_(attention.scale.detach())
         theirs_state[f"ffns.{index}.ls.gamma"].copy_(feed.scale.detach())
-    eps = {module.eps for module in theirs.modules() if isinstance(module, torch.nn.LayerNorm)}
-    made.norm_eps = eps.pop()
-    for branch in (*made.attentions, *made.feedforwards):
-        branch.norm.eps = made.norm_eps
-    for made.execution in ("loop", "fused"):
-        torch.testing.assert_close(made(tokens()), theirs(tokens()), atol=1e-12, rtol=1e-12)
+    eps = {layer.eps for layer in theirs.modules() if isinstance(layer, torch.nn.LayerNorm)}
+    module.norm_eps = eps.pop()
+    for branch in (*module.attentions, *module.feedforwards):
+        branch.norm.eps = module.norm_eps
+    for module.execution in ("loop", "fused"):
+        torch.testing.assert_close(module(tokens()), theirs(tokens()), atol=1e-12, rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=12)
@@ -109,16 +109,16 @@ def test_a_block_equals_timm():
     activation=st.sampled_from(["gelu", "gelu_tanh"]),
 )
 def test_fused_training_is_loop_training(branches, batch, count, layerscale, drop_path, activation):
-    made = block(branches, layerscale=layerscale, drop_path=drop_path, activation=activation).train()
+    module = block(branches, layerscale=layerscale, drop_path=drop_path, activation=activation).train()
     results = {}
     for execution in ("loop", "fused"):
-        made.execution = execution
-        made.zero_grad()
+        module.execution = execution
+        module.zero_grad()
         x = tokens(batch, count).requires_grad_()
         torch.manual_seed(5)
-        out = made(x)
+        out = module(x)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
+        gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
         results[execution] = {"out": out.detach(), "x": x.grad, **gradients}
     assert results["loop"].keys() == results["fused"].keys()
     for name, value in results["loop"].items():
@@ -128,76 +128,76 @@ def test_fused_training_is_loop_training(branches, batch, count, layerscale, dro
 def test_fused_in_bfloat16_and_autocast_stays_within_rounding():
     exact = block(2, layerscale=0.1, dtype=torch.float32)
     expected = exact(tokens(dtype=torch.float32))
-    for made, x in (
+    for module, x in (
         (exact, tokens(dtype=torch.float32)),
         (copy.deepcopy(exact).bfloat16(), tokens(dtype=torch.float32).bfloat16()),
     ):
         errors = {}
-        for made.execution in ("loop", "fused"):
+        for module.execution in ("loop", "fused"):
             for gradients in (False, True):
                 with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, x.dtype == torch.float32):
-                    out = made(x).float()
-                errors[made.execution, gradients] = ((out - expected).norm() / expected.norm()).item()
+                    out = module(x).float()
+                errors[module.execution, gradients] = ((out - expected).norm() / expected.norm()).item()
         assert max(errors.values()) < 0.02
         assert errors["fused", False] < 2 * errors["loop", False] + 1e-3
 
 
 def test_fused_weights_follow_their_parameters():
-    made = block(2, layerscale=0.1)
-    reference = copy.deepcopy(made)
+    module = block(2, layerscale=0.1)
+    reference = copy.deepcopy(module)
     reference.execution = "loop"
-    made.execution = "fused"
+    module.execution = "fused"
 
     def agree():
         with torch.no_grad():
-            torch.testing.assert_close(made(tokens()), reference(tokens()), atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(module(tokens()), reference(tokens()), atol=1e-10, rtol=1e-10)
 
     agree()
-    cached = made._fused
+    cached = module._fused
     agree()
-    assert made._fused is cached
-    for both in (made, reference):
+    assert module._fused is cached
+    for both in (module, reference):
         torch.optim.SGD(both.parameters(), lr=0.1)
         both(tokens()).sum().backward()
         torch.optim.SGD(both.parameters(), lr=0.01).step()
     agree()
     other = block(2, seed=3, layerscale=0.1).state_dict()
-    made.load_state_dict(other)
+    module.load_state_dict(other)
     reference.load_state_dict(other)
     agree()
-    for both in (made, reference):
+    for both in (module, reference):
         both.attn2.qkv.weight.data = both.attn2.qkv.weight.data * 2
     agree()
-    for both in (made, reference):
+    for both in (module, reference):
         both.ffn1.up.bias.data.add_(1)  # no version counts this; eval() clears the cache
         both.eval()
     agree()
-    made.float()
+    module.float()
     reference.float()
     with torch.no_grad():
-        torch.testing.assert_close(made(tokens().float()), reference(tokens().float()), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(module(tokens().float()), reference(tokens().float()), atol=1e-4, rtol=1e-4)
     with torch.inference_mode():
-        made(tokens().float())
+        module(tokens().float())
 
 
 def test_execution_changes_no_name_and_no_state():
-    made = block(2, execution="fused")
-    before = {key: value.clone() for key, value in made.state_dict().items()}
+    module = block(2, execution="fused")
+    before = {key: value.clone() for key, value in module.state_dict().items()}
     with torch.no_grad():
-        made(tokens())
-    assert before.keys() == made.state_dict().keys() == block(2, execution="loop").state_dict().keys()
-    for again in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        module(tokens())
+    assert before.keys() == module.state_dict().keys() == block(2, execution="loop").state_dict().keys()
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert again._fused == {}
-        assert torch.equal(again(tokens()), made(tokens()))
+        assert torch.equal(again(tokens()), module(tokens()))
         assert again.attentions[1] is again.attn2
 
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_a_trace_holds_the_attention_of_every_branch(branches):
-    made = block(branches, dtype=torch.float32)
+    module = block(branches, dtype=torch.float32)
     trace = {}
     x = tokens(dtype=torch.float32)
-    torch.testing.assert_close(made(x, trace, "block07"), made(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(module(x, trace, "block07"), module(x), atol=1e-5, rtol=1e-5)
     assert list(trace) == [f"block07.attn{branch + 1}" for branch in range(branches)]
     for weights in trace.values():
         assert weights.shape == (2, HEADS, 5, 5)
@@ -206,10 +206,10 @@ def test_a_trace_holds_the_attention_of_every_branch(branches):
 
 def test_drop_path_is_drawn_per_branch_and_sample():
     rate = 0.3
-    made = block(2, layerscale=0.1, drop_path=rate, execution="loop").train()
+    module = block(2, layerscale=0.1, drop_path=rate, execution="loop").train()
     x = tokens(1, 3).expand(4000, -1, -1)
     torch.manual_seed(0)
-    keep = made._drop_path_factors(x)
+    keep = module._drop_path_factors(x)
     assert keep.shape == (4000, 2)
     values = keep.unique()
     torch.testing.assert_close(values, torch.tensor([0, 1 / (1 - rate)], dtype=torch.float64))
@@ -217,13 +217,13 @@ def test_drop_path_is_drawn_per_branch_and_sample():
     assert abs(is_kept.mean().item() - 0.7) < 0.02
     assert abs(torch.corrcoef(is_kept.T)[0, 1].item()) < 0.05
     # The mean over draws equals the block without drop path, up to the curvature of the feed-forwards: test attention.
-    dropped = made._attend_loop(x, None, "").mean(0)
-    made.eval()
-    torch.testing.assert_close(dropped, made._attend_loop(x[:1], None, "")[0], atol=0.05, rtol=0.05)
+    dropped = module._attend_loop(x, None, "").mean(0)
+    module.eval()
+    torch.testing.assert_close(dropped, module._attend_loop(x[:1], None, "")[0], atol=0.05, rtol=0.05)
 
 
 def test_dropout_follows_every_dense_layer_but_qkv(monkeypatch):
-    made = block(1, dropout=0.25, execution="loop").train()
+    module = block(1, dropout=0.25, execution="loop").train()
     seen = []
 
     def watch(x, p, training):
@@ -231,30 +231,30 @@ def test_dropout_follows_every_dense_layer_but_qkv(monkeypatch):
         return x
 
     monkeypatch.setattr(blocks.F, "dropout", watch)
-    made(tokens())
+    module(tokens())
     assert seen == [((WIDTH,), 0.25, True), ((4 * WIDTH,), 0.25, True), ((WIDTH,), 0.25, True)]
 
 
 def test_active_dropout_is_never_fused():
-    made = block(2, dropout=0.1, execution="fused")
-    made(tokens())  # inactive in evaluation
+    module = block(2, dropout=0.1, execution="fused")
+    module(tokens())  # inactive in evaluation
     with pytest.raises(ValueError, match="execution fused is not exact while dropout is active"):
-        made.train()(tokens())
-    made.execution = "auto"
-    assert not made._is_fused(tokens())
+        module.train()(tokens())
+    module.execution = "auto"
+    assert not module._is_fused(tokens())
 
 
 def test_auto_fuses_only_small_inputs():
-    made = block(2, execution="auto")
+    module = block(2, execution="auto")
     with torch.no_grad():
-        assert made._is_fused(tokens(1, 5))
-        assert not made._is_fused(torch.zeros(64, 64, WIDTH))
+        assert module._is_fused(tokens(1, 5))
+        assert not module._is_fused(torch.zeros(64, 64, WIDTH))
         assert not block(1)._is_fused(tokens(1, 5))
         assert is_fusing_faster(1_000_000, "cuda")
         assert not is_fusing_faster(1_000_000, "cpu")
         assert not is_fusing_faster(1, "a device nobody measured")
     # Under autograd the weights would be fused anew in each step.
-    assert not made._is_fused(tokens(1, 5))
+    assert not module._is_fused(tokens(1, 5))
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused", "auto"])
@@ -271,17 +271,17 @@ def test_an_inductor_block_is_the_block(execution):
 
 def check_compiled(execution, backend):
     torch.compiler.reset()  # each test would count as a recompilation of the same code
-    made = block(2, layerscale=0.1, dtype=torch.float32, execution=execution)
-    compiled = torch.compile(made, backend=backend, fullgraph=True)
+    module = block(2, layerscale=0.1, dtype=torch.float32, execution=execution)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
     x = tokens(dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), made(x), atol=1e-4, rtol=1e-4)
-        made.attn1.qkv.weight.mul_(0.5)
-        torch.testing.assert_close(compiled(x), made(x), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(compiled(x), module(x), atol=1e-4, rtol=1e-4)
+        module.attn1.qkv.weight.mul_(0.5)
+        torch.testing.assert_close(compiled(x), module(x), atol=1e-4, rtol=1e-4)
     gradients = []
-    for run in (made, compiled):
-        made.zero_grad()
+    for run in (module, compiled):
+        module.zero_grad()
         F.mse_loss(run(x), torch.zeros_like(x)).backward()
-        gradients.append([parameter.grad.clone() for parameter in made.parameters()])
+        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -13,7 +13,7 @@ from vitray.training import checkpoints
 from vitray.training.checkpoints import META, Checkpoint, Saver
 
 
-def made(step, seed=0):
+def new_checkpoint(step, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weights = {"a": torch.randn(3, 4, generator=generator), "b": torch.arange(5), "empty": torch.empty(0)}
     # A transposed view shares memory with another tensor; a checkpoint stores values.
@@ -35,30 +35,30 @@ def write(run_dir, checkpoint):
 
 
 def test_a_checkpoint_is_read_back_bit_by_bit(run_dir):
-    write(run_dir, made(7))
+    write(run_dir, new_checkpoint(7))
     back = checkpoints.read_checkpoint(run_dir, 7)
-    assert back.state == made(7).state
-    for name, tensor in made(7).parts["model"].items():
+    assert back.state == new_checkpoint(7).state
+    for name, tensor in new_checkpoint(7).parts["model"].items():
         assert torch.equal(back.parts["model"][name], tensor)
         assert back.parts["model"][name].dtype == tensor.dtype
 
 
 def test_a_folder_without_its_json_is_incomplete(run_dir):
-    write(run_dir, made(3))
-    write(run_dir, made(12))
+    write(run_dir, new_checkpoint(3))
+    write(run_dir, new_checkpoint(12))
     storage.remove(storage.join(checkpoints.folder_of(run_dir, 12), META))
     assert checkpoints.complete_steps(run_dir) == [3]
-    write(run_dir, made(12, seed=1))
+    write(run_dir, new_checkpoint(12, seed=1))
     assert checkpoints.complete_steps(run_dir) == [3, 12]
     assert torch.equal(
-        checkpoints.read_checkpoint(run_dir, 12).parts["model"]["a"], made(12, seed=1).parts["model"]["a"]
+        checkpoints.read_checkpoint(run_dir, 12).parts["model"]["a"], new_checkpoint(12, seed=1).parts["model"]["a"]
     )
 
 
 def test_a_writer_that_dies_while_overwriting_leaves_no_checkpoint(tmp_path, monkeypatch):
     run_dir = str(tmp_path)
-    write(run_dir, made(3))
-    write(run_dir, made(12))
+    write(run_dir, new_checkpoint(3))
+    write(run_dir, new_checkpoint(12))
 
     def dies(*_):
         raise RuntimeError("power cut")
@@ -72,7 +72,7 @@ def test_a_writer_that_dies_while_overwriting_leaves_no_checkpoint(tmp_path, mon
 def test_pruning_keeps_the_latest_and_the_protected_checkpoints(run_dir):
     saver = Saver(run_dir, keep=2)
     for step in (10, 20, 30, 40, 50):
-        saver.save(made(step), protected={20})
+        saver.save(new_checkpoint(step), protected={20})
     saver.close()
     assert checkpoints.complete_steps(run_dir) == [20, 40, 50]
     assert all(name.startswith(("step-00000020", "step-0000004", "step-0000005")) for name in listed(run_dir))
@@ -111,7 +111,7 @@ def test_a_save_is_retried_until_storage_is_back(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RETRY_PAUSES", (0.01, 0.01))
     delays: list[str] = []
     saver = Saver(str(tmp_path), keep=9, on_delay=delays.append)
-    saver.save(made(4))
+    saver.save(new_checkpoint(4))
     saver.close()
     assert checkpoints.complete_steps(str(tmp_path)) == [4]
     assert delays == ["the checkpoint of step 4 is tried again in 0.01 s: the storage is away"] * 2
@@ -121,7 +121,7 @@ def test_a_permanent_storage_error_is_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RETRY_PAUSES", (0.01,))
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     saver = Saver(str(tmp_path), keep=1)
-    saver.save(made(1))
+    saver.save(new_checkpoint(1))
     with pytest.raises(ConfigError, match="step-00000001"):
         saver.close()
 
@@ -129,7 +129,7 @@ def test_a_permanent_storage_error_is_raised(tmp_path, monkeypatch):
 @pytest.mark.parametrize("harm", ["short", "earlier format"])
 def test_a_damaged_checkpoint_is_named(tmp_path, harm):
     run_dir = str(tmp_path)
-    write(run_dir, made(5))
+    write(run_dir, new_checkpoint(5))
     folder = tmp_path / "checkpoints" / "step-00000005"
     if harm == "short":
         (folder / "model.safetensors").write_bytes(b"x")
@@ -175,7 +175,7 @@ def test_a_save_is_retried_while_the_local_disk_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RETRY_PAUSES", (0.01,))
     delays, saved = [], []
     saver = Saver(str(tmp_path), 2, saved.append, delays.append)
-    saver.save(made(7))
+    saver.save(new_checkpoint(7))
     saver.close()
     assert saved == [7] == checkpoints.complete_steps(str(tmp_path))
     assert "step 7 is tried again" in delays[0]

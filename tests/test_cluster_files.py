@@ -199,8 +199,8 @@ def test_a_security_group_that_ray_makes_is_open_to_everyone(aws):
     tree = json.loads(json.dumps(aws.tree))
     tree["provider"]["security_group"]["GroupName"] = "left-to-ray"
     group = bootstrapped(tree)["available_node_types"]["head"]["node_config"]["SecurityGroupIds"]
-    made = boto3.client("ec2").describe_security_groups(GroupIds=group)["SecurityGroups"][0]
-    assert "0.0.0.0/0" in str(made["IpPermissions"])  # the reason for which `make up` makes the group
+    description = boto3.client("ec2").describe_security_groups(GroupIds=group)["SecurityGroups"][0]
+    assert "0.0.0.0/0" in str(description["IpPermissions"])  # the reason for which `make up` makes the group
 
 
 def test_each_node_is_requested_as_configured(aws):
@@ -399,12 +399,12 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     ini.read(settings / "mlflow.ini")
     assert dict(ini["mlflow"])["default_permission"] == "NO_PERMISSIONS"
     assert (ini["mlflow"]["admin_username"], ini["mlflow"]["admin_password"]) == ("me", "ca=na ry")
-    made = (settings / "mlflow.env").read_text()
+    credentials = (settings / "mlflow.env").read_text()
     machine.run("mlflow.sh", "s3://vitray-test/mlflow", "203.0.113.7")
     assert "ListenStream=203.0.113.7:5000" in (unit_folder / "vitray-mlflow-private.socket").read_text()
     # MLflow answers 403 to other names, except the loopback and networks that are private by RFC 1918.
     assert re.search(r"_ALLOWED_HOSTS=\S*,203.0.113.7:\*,", (unit_folder / "vitray-mlflow.service").read_text())
-    assert (settings / "mlflow.env").read_text() == made  # a new key would end all browser sessions
+    assert (settings / "mlflow.env").read_text() == credentials  # a new key would end all browser sessions
 
 
 @pytest.mark.slow  # for systemd-analyze, which `make test-full` installs
@@ -530,11 +530,11 @@ def test_heartbeats_are_the_same_on_every_kind_of_cluster():
 @pytest.fixture
 def site():
     with tempfile.TemporaryDirectory(prefix="vt") as name:
-        made = Site(ROOT, Path(name), {})
+        simulated = Site(ROOT, Path(name), {})
         try:
-            yield made
+            yield simulated
         finally:
-            made.end()
+            simulated.end()
 
 
 @pytest.mark.slow

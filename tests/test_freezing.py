@@ -74,12 +74,12 @@ def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
 def test_every_parameter_is_of_one_part(stem, branches, settings):
     described = Model(name=f"vit_u2x{branches}_16_{stem}", image_size=32, **settings)
     with torch.device("meta"):
-        made = ViT(described)
+        network = ViT(described)
     counted: Counter[Part] = Counter()
-    for name, part in parts_of(made).items():
-        counted[part] += made.get_parameter(name).numel()
+    for name, part in parts_of(network).items():
+        counted[part] += network.get_parameter(name).numel()
     assert counted == {part: count for part, count in sizes_of(described).parts.items() if count}
-    assert sum(counted.values()) == sum(parameter.numel() for parameter in made.parameters())
+    assert sum(counted.values()) == sum(parameter.numel() for parameter in network.parameters())
 
 
 def test_parts_of_representative_names():
@@ -160,11 +160,11 @@ def test_modes_without_parameters_are_refused(settings, mode, also, message):
 
 
 def test_another_mode_unfreezes_the_previous_one():
-    made = vit()
-    freeze(made, Finetune(weights="unread", mode="head"))
-    freeze(made, Finetune(weights="unread"))
-    assert all(parameter.requires_grad for parameter in made.parameters())
-    assert all(module.training for module in made.modules())
+    network = vit()
+    freeze(network, Finetune(weights="unread", mode="head"))
+    freeze(network, Finetune(weights="unread"))
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    assert all(module.training for module in network.modules())
 
 
 def statistics(task: nn.Module) -> dict[str, torch.Tensor]:
@@ -248,9 +248,9 @@ def test_the_average_of_a_frozen_buffer_is_the_buffer():
 )
 def test_the_audit_matches_the_paper(first_branch, trained, share):
     with torch.device("meta"):
-        made = ViT(Model(name="ViT-B18x2/16", layerscale=1e-4))
-    freeze(made, Finetune(weights="unread", mode="attn", first_branch=first_branch))
-    audited = audit(made)
+        network = ViT(Model(name="ViT-B18x2/16", layerscale=1e-4))
+    freeze(network, Finetune(weights="unread", mode="attn", first_branch=first_branch))
+    audited = audit(network)
     row = next(row for row in audited.rows if row.part == "attn")
     assert (row.parameters, row.trained, row.bytes_trained) == (85_045_248, trained, 4 * trained)
     assert f"{audited.parameters / 1e6:.2f}" == "256.73"
@@ -282,9 +282,9 @@ def test_the_audit_counts_trained_parameters():
 
 
 def adapted(initial: ViT, expected: Model, new_head: bool = False) -> ViT:
-    made = ViT(expected)
-    made.load_state_dict(adapt(initial, expected, "task.weights models/a", new_head=new_head))
-    return made.eval()
+    network = ViT(expected)
+    network.load_state_dict(adapt(initial, expected, "task.weights models/a", new_head=new_head))
+    return network.eval()
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos2d", "none"])
@@ -294,35 +294,35 @@ def test_the_same_network_keeps_its_weights(positions, head):
     update_statistics(initial)
     # Settings of execution and training may differ.
     free = {"drop_path": 0.3, "dropout": 0.1, "execution": "loop", "layerscale": 1e-6}
-    made = adapted(initial, model(positions=positions, head=head, **free))
-    assert all(torch.equal(tensor, initial.state_dict()[name]) for name, tensor in made.state_dict().items())
+    network = adapted(initial, model(positions=positions, head=head, **free))
+    assert all(torch.equal(tensor, initial.state_dict()[name]) for name, tensor in network.state_dict().items())
     with torch.no_grad():
-        torch.testing.assert_close(made(images()), initial(images()))
+        torch.testing.assert_close(network(images()), initial(images()))
 
 
-def update_statistics(made: ViT) -> None:
-    made.train()(images())
-    made.eval()
+def update_statistics(network: ViT) -> None:
+    network.train()(images())
+    network.eval()
 
 
 @pytest.mark.parametrize("convention", ["google", "deit", "timm", "torchvision"])
 def test_positions_are_resized_by_the_recorded_method(convention):
     initial = vit(positions={"kind": "learned", "resample": convention}).eval()
     expected = model(image_size=[48, 64], positions={"kind": "learned", "resample": "deit"})
-    made = adapted(initial, expected)
+    network = adapted(initial, expected)
     table = resample(initial.positions.table, (4, 4), (6, 8), convention)
-    torch.testing.assert_close(made.positions.table, table)
+    torch.testing.assert_close(network.positions.table, table)
     pictures = torch.randn(2, 3, 48, 64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        torch.testing.assert_close(made(pictures), initial(pictures))
+        torch.testing.assert_close(network(pictures), initial(pictures))
 
 
 @pytest.mark.parametrize("positions", ["sincos2d", "none"])
 def test_positions_without_a_table_fit_every_grid(positions):
     initial = vit(positions=positions).eval()
-    made = adapted(initial, model(positions=positions, image_size=48))
+    network = adapted(initial, model(positions=positions, image_size=48))
     with torch.no_grad():
-        torch.testing.assert_close(made(images(48)), initial(images(48)))
+        torch.testing.assert_close(network(images(48)), initial(images(48)))
 
 
 @pytest.mark.parametrize(
@@ -341,16 +341,16 @@ def test_positions_without_a_table_fit_every_grid(positions):
 )
 def test_a_head_is_kept_or_ends_in_zeros(old, new, new_head, is_kept):
     initial, expected = vit(**old), model(**new)
-    made = adapted(initial, expected, new_head)
+    network = adapted(initial, expected, new_head)
     kept = {name: tensor for name, tensor in initial.head.state_dict().items() if expected.num_classes}
     if is_kept:
-        assert all(torch.equal(tensor, kept[name]) for name, tensor in made.head.state_dict().items())
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in network.head.state_dict().items())
         return
-    assert not made(images()).any()
+    assert not network(images()).any()
     # The head still learns.
-    made.train()
-    nn.functional.cross_entropy(made(images()), torch.tensor([0, 3, 3, 4])).backward()
-    assert [*made.head.parameters()][-2].grad.any()
+    network.train()
+    nn.functional.cross_entropy(network(images()), torch.tensor([0, 3, 3, 4])).backward()
+    assert [*network.head.parameters()][-2].grad.any()
 
 
 @pytest.mark.parametrize(

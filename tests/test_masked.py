@@ -75,9 +75,9 @@ def patch_of(image_CHW: Tensor, index: int) -> Tensor:
     return image_CHW[:, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
 
 
-def token_of(made: MaskedPrediction, image_CHW: Tensor, index: int) -> Tensor:
+def token_of(module: MaskedPrediction, image_CHW: Tensor, index: int) -> Tensor:
     """The token of a patch, from a stem whose input is that patch alone."""
-    return made.vit.stem(patch_of(image_CHW, index)[None])[0][0, 0]
+    return module.vit.stem(patch_of(image_CHW, index)[None])[0][0, 0]
 
 
 def through(blocks: nn.ModuleList, tokens: list[Tensor | None]) -> list[Tensor]:
@@ -87,24 +87,24 @@ def through(blocks: nn.ModuleList, tokens: list[Tensor | None]) -> list[Tensor]:
     return list(x_1ND[0])
 
 
-def predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
+def predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
     """The prediction of each predicted patch of one image."""
-    vit, places, first = made.vit, made.vit.positions.table, int(made.vit.class_token is not None)
+    vit, places, first = module.vit, module.vit.positions.table, int(module.vit.class_token is not None)
     seen = []
     for index in range(PATCHES):
-        token = token_of(made, image_CHW, index if source[index] < 0 else source[index])
-        seen.append((made.mask_token if source[index] == HIDDEN else token) + places[index])
+        token = token_of(module, image_CHW, index if source[index] < 0 else source[index])
+        seen.append((module.mask_token if source[index] == HIDDEN else token) + places[index])
     out = [vit.norm(token) for token in through(vit.blocks, [vit.class_token, *seen])[first:]]
-    return {index: made.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
+    return {index: module.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
 
 
-def mae_predictions(made: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
+def mae_predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
     """The predictions of objective mae, whose encoder sees visible patches only."""
-    vit, decoder, first = made.vit, made.decoder, int(made.vit.class_token is not None)
+    vit, decoder, first = module.vit, module.decoder, int(module.vit.class_token is not None)
     visible = [index for index in range(PATCHES) if source[index] == VISIBLE]
-    seen = [token_of(made, image_CHW, index) + vit.positions.table[index] for index in visible]
+    seen = [token_of(module, image_CHW, index) + vit.positions.table[index] for index in visible]
     embedded = [decoder.embed(vit.norm(token)) for token in through(vit.blocks, [vit.class_token, *seen])]
-    patches = [made.mask_token] * PATCHES
+    patches = [module.mask_token] * PATCHES
     for index, token in zip(visible, embedded[first:], strict=True):
         patches[index] = token
     placed = [token + decoder.positions.table[index] for index, token in enumerate(patches)]
@@ -151,34 +151,34 @@ def loss_of(kind: str, prediction: list[float], patch_CHW: Tensor, code: int) ->
 @each_objective
 @pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
 def test_every_loss_equals_a_slow_loop(kind, settings):
-    made, images_BCHW, source_BN = task(kind, **settings).eval(), images(), sources(kind)
-    codes_BN = made.targets.tokenizer.encode(images_BCHW) if kind == "beit" else torch.zeros_like(source_BN)
+    module, images_BCHW, source_BN = task(kind, **settings).eval(), images(), sources(kind)
+    codes_BN = module.targets.tokenizer.encode(images_BCHW) if kind == "beit" else torch.zeros_like(source_BN)
     losses = []
     with torch.no_grad():
         for image_CHW, source, codes in zip(images_BCHW, source_BN.tolist(), codes_BN.tolist(), strict=True):
-            predicted = (mae_predictions if kind == "mae" else predictions)(made, image_CHW, source)
-            assert len(predicted) == made.predicted
+            predicted = (mae_predictions if kind == "mae" else predictions)(module, image_CHW, source)
+            assert len(predicted) == module.predicted
             losses += [
                 loss_of(kind, prediction.tolist(), patch_of(image_CHW, index), codes[index])
                 for index, prediction in predicted.items()
             ]
-        assert float(made(images_BCHW, source_BN)) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert float(module(images_BCHW, source_BN)) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 @each_objective
 def test_equal_parts_of_a_batch_average_to_the_whole(kind):
-    made, images_BCHW, source_BN = task(kind), images(), sources(kind)
-    parts = [made(images_BCHW[part], source_BN[part]) for part in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(sum(parts) / 2, made(images_BCHW, source_BN))
+    module, images_BCHW, source_BN = task(kind), images(), sources(kind)
+    parts = [module(images_BCHW[part], source_BN[part]) for part in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(sum(parts) / 2, module(images_BCHW, source_BN))
 
 
 @each_objective
 def test_losses_are_computed_in_float32(kind):
-    made, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
+    module, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = made(images_BCHW, source_BN)
+        loss = module(images_BCHW, source_BN)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, made(images_BCHW, source_BN), rtol=0.02, atol=0)
+    torch.testing.assert_close(loss, module(images_BCHW, source_BN), rtol=0.02, atol=0)
 
 
 # ---- compared with transformers --------------------------------------------------------------------------------------
@@ -223,19 +223,19 @@ def test_mae_equals_transformers(normalised):
     from transformers import ViTMAEConfig, ViTMAEForPreTraining  # slow import, not needed by worker processes
 
     settings = {"task__objective__normalised": normalised, "model__positions": "sincos2d"}
-    made = task("mae", **SQUARE, **settings)
+    module = task("mae", **SQUARE, **settings)
     decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
     config = ViTMAEConfig(**HF, **decoder, decoder_intermediate_size=128, image_size=32, norm_pix_loss=normalised)
     theirs = ViTMAEForPreTraining(config)
     theirs.decoder.initialize_weights(16)
-    torch.testing.assert_close(theirs.decoder.decoder_pos_embed[0, 1:], made.decoder.positions.table)
+    torch.testing.assert_close(theirs.decoder.decoder_pos_embed[0, 1:], module.decoder.positions.table)
 
-    state = their_encoder(made.vit) | their_blocks("decoder.decoder_layers", made.decoder.blocks)
+    state = their_encoder(module.vit) | their_blocks("decoder.decoder_layers", module.decoder.blocks)
     for ours, name in (("embed", "decoder_embed"), ("head.0", "decoder_norm"), ("head.1", "decoder_pred")):
         state |= {
-            f"decoder.{name}.{key}": tensor for key, tensor in made.decoder.get_submodule(ours).named_parameters()
+            f"decoder.{name}.{key}": tensor for key, tensor in module.decoder.get_submodule(ours).named_parameters()
         }
-    state["decoder.mask_token"] = made.mask_token[None, None]
+    state["decoder.mask_token"] = module.mask_token[None, None]
     state["decoder.decoder_pos_embed"] = theirs.decoder.decoder_pos_embed
     theirs.load_state_dict(state)
 
@@ -244,18 +244,18 @@ def test_mae_equals_transformers(normalised):
     # transformers keeps the patches with the least noise.
     out = theirs(images_BCHW, noise=(source_BN == HIDDEN).float() + torch.rand(4, 16) / 2)
     assert torch.equal(out.mask, (source_BN == HIDDEN).float())
-    loss = made(images_BCHW, source_BN)
+    loss = module(images_BCHW, source_BN)
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
     loss.backward()
     out.loss.backward()
     for name in ("cls_token", "patch_embeddings.projection.weight"):
-        ours = {"cls_token": made.vit.class_token}.get(name, made.vit.stem.proj[0].weight)
+        ours = {"cls_token": module.vit.class_token}.get(name, module.vit.stem.proj[0].weight)
         torch.testing.assert_close(
             ours.grad, theirs.get_parameter(f"vit.embeddings.{name}").grad.view_as(ours), rtol=1e-3, atol=1e-7
         )
-    torch.testing.assert_close(made.mask_token.grad, theirs.decoder.mask_token.grad[0, 0], rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(module.mask_token.grad, theirs.decoder.mask_token.grad[0, 0], rtol=1e-3, atol=1e-7)
 
-    rendered = made.reconstruct(images_BCHW, source_BN)
+    rendered = module.reconstruct(images_BCHW, source_BN)
     if not normalised:
         expected_BNK = torch.where(out.mask[..., None] > 0, out.logits, theirs.patchify(images_BCHW))
         torch.testing.assert_close(rendered, theirs.unpatchify(expected_BNK).detach(), rtol=1e-4, atol=1e-5)
@@ -264,16 +264,16 @@ def test_mae_equals_transformers(normalised):
 def test_pixels_l1_equals_transformers():
     from transformers import ViTConfig, ViTForMaskedImageModeling
 
-    made = task("pixels_l1", **SQUARE)
+    module = task("pixels_l1", **SQUARE)
     theirs = ViTForMaskedImageModeling(ViTConfig(**HF, encoder_stride=8, image_size=32)).eval()
     # The order of transformers: colour, row, column.
     order = torch.arange(192).view(8, 8, 3).permute(2, 0, 1).flatten()
-    state = their_encoder(made.vit) | {"vit.embeddings.mask_token": made.mask_token[None, None]}
-    state |= {"decoder.0.weight": made.head.weight[order, :, None, None], "decoder.0.bias": made.head.bias[order]}
+    state = their_encoder(module.vit) | {"vit.embeddings.mask_token": module.mask_token[None, None]}
+    state |= {"decoder.0.weight": module.head.weight[order, :, None, None], "decoder.0.bias": module.head.bias[order]}
     theirs.load_state_dict(state)
     images_BCHW, source_BN = images(height=32, width=32), sources("pixels_l1", **SQUARE)
     out = theirs(images_BCHW, bool_masked_pos=source_BN == HIDDEN)
-    torch.testing.assert_close(made(images_BCHW, source_BN), out.loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(module(images_BCHW, source_BN), out.loss, rtol=1e-5, atol=0)
 
 
 # ---- hidden patches stay hidden --------------------------------------------------------------------------------------
@@ -301,34 +301,34 @@ def test_masking_after_the_stem_equals_masking_before_it(stem):
 @each_objective
 @pytest.mark.parametrize("stem", ["hmlp_ln", "hmlp_bn"])
 def test_a_prediction_does_not_depend_on_hidden_patches(kind, stem):
-    made = task(kind, model__name=f"vit_u2x1_8_{stem}").eval()
+    module = task(kind, model__name=f"vit_u2x1_8_{stem}").eval()
     images_BCHW, source_BN = images(), sources(kind)
     # A hidden patch must not replace another one.
     source_BN = torch.where(source_BN >= 0, HIDDEN, source_BN)
     noise_BNK = torch.randn(4, PATCHES, 3 * PATCH**2) * (source_BN == HIDDEN)[..., None]
     other_BCHW = images_BCHW + unpatchify(noise_BNK, GRID, PATCH)
     with torch.no_grad():
-        index_BM, one = made.predict(images_BCHW, source_BN)
-        torch.testing.assert_close(made.predict(other_BCHW, source_BN)[1], one, rtol=0, atol=1e-5)
+        index_BM, one = module.predict(images_BCHW, source_BN)
+        torch.testing.assert_close(module.predict(other_BCHW, source_BN)[1], one, rtol=0, atol=1e-5)
     assert torch.equal(index_BM, (source_BN == HIDDEN).nonzero()[:, 1].view(4, -1))
 
 
 @pytest.mark.parametrize(("name", "leaks"), [("vit_u1x1_16_conv_ln", True), ("vit_u1x1_16_hmlp_ln", False)])
 def test_a_convolutional_stem_leaks(name, leaks):
     settings = {"model__name": name, "model__image_size": 64, "task__allow_leak": True}
-    made, source_BN, images_BCHW = task("mae", **settings), sources("mae", **settings), images(height=64, width=64)
+    module, source_BN, images_BCHW = task("mae", **settings), sources("mae", **settings), images(height=64, width=64)
     noise_BNK = torch.randn(4, 16, 768) * (source_BN == HIDDEN)[..., None]
     with torch.no_grad():
         other_BCHW = images_BCHW + unpatchify(noise_BNK, (4, 4), 16)
-        one_BND, other_BND = (made.vit.stem(each)[0] for each in (images_BCHW, other_BCHW))
+        one_BND, other_BND = (module.vit.stem(each)[0] for each in (images_BCHW, other_BCHW))
     difference = (one_BND - other_BND)[source_BN == VISIBLE].abs().max()
     assert difference > 0.1 if leaks else difference < 1e-5
 
 
 def test_mae_computes_a_quarter_of_the_patches():
-    made, lengths = task("mae"), []
-    made.vit.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    made(images(), sources("mae"))
+    module, lengths = task("mae"), []
+    module.vit.blocks[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    module(images(), sources("mae"))
     assert lengths == [1 + PATCHES // 4]
 
 
@@ -338,27 +338,27 @@ def test_mae_computes_a_quarter_of_the_patches():
 @each_objective
 @pytest.mark.parametrize("settings", [{}, {"model__layerscale": 0.1, "model__pool": "mean_then_norm"}])
 def test_every_parameter_gets_a_gradient(kind, settings):
-    made = task(kind, **settings).train()
-    made(images(), sources(kind)).backward()
-    assert [name for name, each in made.named_parameters() if each.grad is None or not each.grad.any()] == []
-    assert all(parameter.requires_grad for parameter in made.parameters())
+    module = task(kind, **settings).train()
+    module(images(), sources(kind)).backward()
+    assert [name for name, each in module.named_parameters() if each.grad is None or not each.grad.any()] == []
+    assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 @each_objective
 def test_the_network_is_an_unchanged_vit(kind):
-    made = task(kind)
+    module = task(kind)
     vit = ViT(run_of(kind).model)
-    names = [name for name in made.state_dict() if not name.startswith("vit.")]
-    assert [f"vit.{name}" for name in vit.state_dict()] == [name for name in made.state_dict() if name not in names]
+    names = [name for name in module.state_dict() if not name.startswith("vit.")]
+    assert [f"vit.{name}" for name in vit.state_dict()] == [name for name in module.state_dict() if name not in names]
     assert "mask_token" in names
     assert {name.partition(".")[0] for name in names} == {"mask_token", "decoder" if kind == "mae" else "head"}
 
 
 @each_objective
 def test_layer_decay_and_weight_decay_of_heads_and_tokens(kind):
-    made = task(kind)
-    names = {id(parameter): name for name, parameter in made.named_parameters()}
-    groups = parameter_groups(made, Optim(weight_decay=0.05, layer_decay=0.5))
+    module = task(kind)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = parameter_groups(module, Optim(weight_decay=0.05, layer_decay=0.5))
     rates = {
         names[id(each)]: (group["lr_scale"], group["weight_decay"]) for group in groups for each in group["params"]
     }
@@ -367,7 +367,7 @@ def test_layer_decay_and_weight_decay_of_heads_and_tokens(kind):
     outside = {name for name in rates if not name.startswith("vit.")}
     assert {rates[name][0] for name in outside} == {1.0}
     assert {name for name in outside if rates[name][1]} == {
-        name for name in outside if name.endswith("weight") and made.get_parameter(name).ndim == 2
+        name for name in outside if name.endswith("weight") and module.get_parameter(name).ndim == 2
     }
     # Two levels of two branches.
     assert rates["vit.class_token"] == rates["vit.positions.table"] == (0.125, 0.0)
@@ -376,9 +376,9 @@ def test_layer_decay_and_weight_decay_of_heads_and_tokens(kind):
 
 
 def test_beit_scales_the_initial_weights_of_deeper_levels():
-    made, plain = task("beit", model__name="vit_u3x2_8"), task("pixels_l2", model__name="vit_u3x2_8")
+    module, plain = task("beit", model__name="vit_u3x2_8"), task("pixels_l2", model__name="vit_u3x2_8")
     for level in range(3):
-        for name, weight in made.vit.blocks[level].named_parameters():
+        for name, weight in module.vit.blocks[level].named_parameters():
             expected = plain.vit.blocks[level].get_parameter(name)
             if name.rpartition(".")[0] in ("attn1.out", "attn2.out", "ffn1.down", "ffn2.down"):
                 expected = expected / math.sqrt(2 * (level + 1))
@@ -386,15 +386,15 @@ def test_beit_scales_the_initial_weights_of_deeper_levels():
 
 
 def test_a_tokenizer_is_neither_trained_nor_owned_by_the_task():
-    made = task("beit").train()
-    tokenizer = made.targets.tokenizer
+    module = task("beit").train()
+    tokenizer = module.targets.tokenizer
     before = {name: tensor.clone() for name, tensor in tokenizer.state_dict().items()}
-    optimizer = build_optimizer(made, Optim(lr=0.1), torch.device("cpu"))
-    made(images(), sources("beit")).backward()
+    optimizer = build_optimizer(module, Optim(lr=0.1), torch.device("cpu"))
+    module(images(), sources("beit")).backward()
     optimizer.step()
     assert not tokenizer.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in tokenizer.state_dict().items())
-    owned = {id(parameter) for parameter in made.parameters()}
+    owned = {id(parameter) for parameter in module.parameters()}
     assert not owned & {id(parameter) for parameter in tokenizer.parameters()}
 
 
@@ -425,18 +425,18 @@ def test_a_tokenizer_that_does_not_fit_is_refused(settings, message):
 
 @pytest.mark.parametrize("kind", ["beit", "mae"])
 def test_recomputed_and_compiled_gradients_are_the_same(kind):
-    made, images_BCHW, source_BN = task(kind, model__name="vit_u1x1_8"), images(), sources(kind)
+    module, images_BCHW, source_BN = task(kind, model__name="vit_u1x1_8"), images(), sources(kind)
 
-    def gradients(module: Any) -> list[Tensor]:
-        made.zero_grad()
-        module(images_BCHW, source_BN).backward()
-        return [parameter.grad.clone() for parameter in made.parameters()]
+    def gradients(forward: Any) -> list[Tensor]:
+        module.zero_grad()
+        forward(images_BCHW, source_BN).backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
 
-    plain = gradients(made)
+    plain = gradients(module)
     torch.compiler.reset()
-    compiled = gradients(torch.compile(made, backend="aot_eager", fullgraph=True))
-    recompute_activations(made, "blocks")
-    again = gradients(made)
+    compiled = gradients(torch.compile(module, backend="aot_eager", fullgraph=True))
+    recompute_activations(module, "blocks")
+    again = gradients(module)
     for one, two, three in zip(plain, compiled, again, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
         assert torch.equal(three, one)
@@ -450,14 +450,14 @@ def worker(rank: int, workers: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=workers)
     for kind in (*OBJECTIVES, "tokenizer"):
-        made = task(kind).train()
-        model = DistributedDataParallel(made)  # raises in the second step if a parameter had no gradient in the first
+        module = task(kind).train()
+        model = DistributedDataParallel(module)  # raises in the second step if a parameter had no gradient in the first
         for _ in range(2):
-            made.zero_grad()
+            module.zero_grad()
             model(images()[rank::workers], sources(kind)[rank::workers]).backward()
-        gradients = {name: parameter.grad for name, parameter in made.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         if kind == "tokenizer":
-            gradients["perplexity"] = torch.tensor(made.read_perplexity())
+            gradients["perplexity"] = torch.tensor(module.read_perplexity())
         if rank == 0:
             torch.save(gradients, f"{folder}/{kind}.pt")
     dist.destroy_process_group()
@@ -467,12 +467,12 @@ def worker(rank: int, workers: int, folder: str) -> None:
 def test_two_workers_get_the_gradients_of_one(tmp_path):
     torch.multiprocessing.spawn(worker, (2, str(tmp_path)), nprocs=2)
     for kind in (*OBJECTIVES, "tokenizer"):
-        made = task(kind).train()
+        module = task(kind).train()
         gradients = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
-        made(images(), sources(kind)).backward()
+        module(images(), sources(kind)).backward()
         if kind == "tokenizer":
-            assert float(gradients.pop("perplexity")) == pytest.approx(made.read_perplexity())
-        for name, parameter in made.named_parameters():
+            assert float(gradients.pop("perplexity")) == pytest.approx(module.read_perplexity())
+        for name, parameter in module.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=f"{kind}: {name}")
 
 
@@ -484,12 +484,12 @@ def test_two_workers_get_the_gradients_of_one(tmp_path):
     [("mean_colour", 100), ("small_patch", 100), ("pixels_l2", 1000), ("pixels_l1", 50), ("mae", 5), ("beit", 100)],
 )
 def test_a_few_images_are_learned(kind, factor):
-    made, images_BCHW, source_BN = task(kind, model__name="vit_u2x1_8").train(), images(), sources(kind)
-    optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+    module, images_BCHW, source_BN = task(kind, model__name="vit_u2x1_8").train(), images(), sources(kind)
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
     losses = []
     for step in range(200):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (200 - step) / 100)
-        loss = made(images_BCHW, source_BN)
+        loss = module(images_BCHW, source_BN)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -499,20 +499,22 @@ def test_a_few_images_are_learned(kind, factor):
 
 @each_objective
 def test_a_reconstruction_shows_the_prediction(kind):
-    made, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
-    rendered_BNK, own_BNK = (patchify(each, PATCH) for each in (made.reconstruct(images_BCHW, source_BN), images_BCHW))
+    module, images_BCHW, source_BN = task(kind).eval(), images(), sources(kind)
+    rendered_BNK, own_BNK = (
+        patchify(each, PATCH) for each in (module.reconstruct(images_BCHW, source_BN), images_BCHW)
+    )
     predicted_BN = source_BN != VISIBLE
     assert torch.equal(rendered_BNK[~predicted_BN], own_BNK[~predicted_BN])
     assert (rendered_BNK[predicted_BN] != own_BNK[predicted_BN]).any(dim=1).all()
 
     # A correct prediction gives the true picture, up to the resolution of the target.
-    index_BM = made.predict(images_BCHW, source_BN)[0]
+    index_BM = module.predict(images_BCHW, source_BN)[0]
     targets_BMK = patchify(images_BCHW, PATCH).gather(1, index_BM[..., None].expand(-1, -1, 192))
     match kind:
         case "mean_colour" | "small_patch":
             cells = {"mean_colour": 1, "small_patch": 4}[kind]
-            classes_BMS = made.targets.classes(images_BCHW).gather(1, index_BM[..., None].expand(-1, -1, cells**2))
-            rendered = made.targets.render(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
+            classes_BMS = module.targets.classes(images_BCHW).gather(1, index_BM[..., None].expand(-1, -1, cells**2))
+            rendered = module.targets.render(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
             mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
             error_BMssC = (
                 (rendered - targets_BMK).unflatten(2, (cells, PATCH // cells, cells, PATCH // cells, 3)).mean((3, 5))
@@ -520,15 +522,15 @@ def test_a_reconstruction_shows_the_prediction(kind):
             assert (error_BMssC * std).abs().max() <= 1 / 16 + 1e-6  # half of a level of three bits
             assert mean.shape == (3,)
         case "pixels_l2" | "pixels_l1":
-            torch.testing.assert_close(made.targets.render(targets_BMK, images_BCHW, index_BM), targets_BMK)
+            torch.testing.assert_close(module.targets.render(targets_BMK, images_BCHW, index_BM), targets_BMK)
         case "mae":
             spread = (targets_BMK.var(-1, keepdim=True) + 1e-6).sqrt()
             normal = (targets_BMK - targets_BMK.mean(-1, keepdim=True)) / spread
-            torch.testing.assert_close(made.targets.render(normal, images_BCHW, index_BM), targets_BMK)
+            torch.testing.assert_close(module.targets.render(normal, images_BCHW, index_BM), targets_BMK)
         case "beit":
-            tokenizer = made.targets.tokenizer
+            tokenizer = module.targets.tokenizer
             codes_BM = tokenizer.encode(images_BCHW).gather(1, index_BM)
-            rendered = made.targets.render(F.one_hot(codes_BM, tokenizer.codes).float(), images_BCHW, index_BM)
+            rendered = module.targets.render(F.one_hot(codes_BM, tokenizer.codes).float(), images_BCHW, index_BM)
             expected = patchify(tokenizer.reconstruct(images_BCHW), PATCH)
             torch.testing.assert_close(rendered, expected.gather(1, index_BM[..., None].expand(-1, -1, 192)))
 

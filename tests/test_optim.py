@@ -123,8 +123,8 @@ def test_layer_decay_equals_timms_except_for_the_last_norm():
             for group in groups
         }
 
-    made = param_groups_layer_decay(theirs, 0.1, theirs.no_weight_decay(), layer_decay=0.7)
-    assert sizes(parameter_groups(task, optim(weight_decay=0.1, layer_decay=0.7))) == sizes(made)
+    expected = param_groups_layer_decay(theirs, 0.1, theirs.no_weight_decay(), layer_decay=0.7)
+    assert sizes(parameter_groups(task, optim(weight_decay=0.1, layer_decay=0.7))) == sizes(expected)
 
 
 def test_without_layer_decay_there_are_two_groups():
@@ -212,9 +212,9 @@ SHAPES = [(5, 3), (4,), (2, 3, 2, 2), (3, 3)]
 
 def weights() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
-    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-    made[3].zero_()  # a norm of 0, for which the ratio is 1
-    return [nn.Parameter(tensor) for tensor in made]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    tensors[3].zero_()  # a norm of 0, for which the ratio is 1
+    return [nn.Parameter(tensor) for tensor in tensors]
 
 
 def gradients(step: int) -> list[torch.Tensor]:

@@ -14,26 +14,26 @@ from vitray.models.stems import Stem, synchronise_norms
 
 
 def stem(name: str, seed: int = 0) -> Stem:
-    made = Stem(parse_name(name))
+    module = Stem(parse_name(name))
     generator = torch.Generator().manual_seed(seed)
-    for key, tensor in made.state_dict().items():
+    for key, tensor in module.state_dict().items():
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator) * 0.2
             tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
-    return made
+    return module
 
 
 def images(batch=2, height=64, width=48) -> torch.Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))
 
 
-def perturbed(made: Stem) -> set[int]:
+def perturbed(module: Stem) -> set[int]:
     """The tokens of the second image that change with the pixels of its patch (1, 2) = token 5."""
     changed = images()
     changed[1, :, 16:32, 32:48] += 1
     with torch.no_grad():
-        difference = (made(changed)[0] - made(images())[0]).abs().amax(-1)
-    assert made.training or not difference[0].any()
+        difference = (module(changed)[0] - module(images())[0]).abs().amax(-1)
+    assert module.training or not difference[0].any()
     return set(difference[1].nonzero().flatten().tolist())
 
 
@@ -55,18 +55,18 @@ def test_mixing_between_patches_is_detected():
 
 @pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu"])
 def test_mask_then_stem_is_stem_then_mask(kind):
-    made = stem(f"vit_u1x1_16_{kind}").eval()
+    module = stem(f"vit_u1x1_16_{kind}").eval()
     keep = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(2)) > 0.5
     pixels = keep.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None]
     with torch.no_grad():
-        before, _ = made(images() * pixels)
-        after, _ = made(images())
+        before, _ = module(images() * pixels)
+        after, _ = module(images())
     torch.testing.assert_close(before[keep.flatten(1)], after[keep.flatten(1)])
 
 
 @pytest.mark.parametrize("norm", ["bn", "ln"])
 def test_hmlp_is_algorithm_1(norm):
-    made = stem(f"vit_u1x1_16_hmlp_{norm}").eval()
+    module = stem(f"vit_u1x1_16_hmlp_{norm}").eval()
     width = 64
 
     class Channels(nn.LayerNorm):
@@ -86,18 +86,18 @@ def test_hmlp_is_algorithm_1(norm):
         nn.Conv2d(width // 4, width, kernel_size=2, stride=2),
         normalise(width),
     ).eval()
-    listing.load_state_dict(made.proj.state_dict())
+    listing.load_state_dict(module.proj.state_dict())
     with torch.no_grad():
-        assert torch.equal(made(images())[0], listing(images()).flatten(2).transpose(1, 2))
+        assert torch.equal(module(images())[0], listing(images()).flatten(2).transpose(1, 2))
 
 
 @pytest.mark.parametrize(("patch", "convolutions"), [(4, 1), (8, 2), (16, 3), (32, 4)])
 def test_hmlp_doubles_its_patches(patch, convolutions):
-    made = stem(f"vit_u1x1_{patch}_hmlp_ln")
-    kernels = [layer.kernel_size[0] for layer in made.proj if isinstance(layer, nn.Conv2d)]
+    module = stem(f"vit_u1x1_{patch}_hmlp_ln")
+    kernels = [layer.kernel_size[0] for layer in module.proj if isinstance(layer, nn.Conv2d)]
     assert kernels == [4] + [2] * (convolutions - 1)
-    assert not isinstance(made.proj[-1], nn.GELU)
-    x, grid = made(torch.zeros(1, 3, 2 * patch, patch))
+    assert not isinstance(module.proj[-1], nn.GELU)
+    x, grid = module(torch.zeros(1, 3, 2 * patch, patch))
     assert (x.shape, grid) == ((1, 2, 64), (2, 1))
 
 
@@ -117,15 +117,15 @@ def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
     """Save outputs, gradients and statistics of one of two workers, with five and three of eight images."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    made = stem("vit_u1x1_16_hmlp_bn").train()
-    synchronise_norms(made, torch.device("cpu"))
+    module = stem("vit_u1x1_16_hmlp_bn").train()
+    synchronise_norms(module, torch.device("cpu"))
     own = images(batch=8).split([5, 3])[rank]
-    tokens = made(own)[0]
+    tokens = module(own)[0]
     tokens.square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in made.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     for gradient in gradients.values():
         dist.all_reduce(gradient)
-    torch.save({"tokens": tokens.detach(), "gradients": gradients, "state": made.state_dict()}, folder / f"{rank}.pt")
+    torch.save({"tokens": tokens.detach(), "gradients": gradients, "state": module.state_dict()}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -148,8 +148,8 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
 
 
 def test_gpu_workers_use_torchs_own_batch_norm():
-    made = stem("vit_u1x1_16_hmlp_bn")
-    names = list(made.state_dict())
-    synchronise_norms(made, torch.device("cuda"))
-    assert sum(isinstance(module, nn.SyncBatchNorm) for module in made.modules()) == 3
-    assert list(made.state_dict()) == names
+    module = stem("vit_u1x1_16_hmlp_bn")
+    names = list(module.state_dict())
+    synchronise_norms(module, torch.device("cuda"))
+    assert sum(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()) == 3
+    assert list(module.state_dict()) == names

@@ -101,11 +101,11 @@ def test_bce_ignores_the_shares_of_a_mix():
 @pytest.mark.parametrize("loss", [soft_cross_entropy, binary_cross_entropy])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_losses_are_computed_in_float32(loss, dtype):
-    made = loss(logits(dtype), mixed().to(dtype), 0.1)
-    assert made.dtype == torch.float32
-    torch.testing.assert_close(made, loss(logits(dtype).float(), mixed().to(dtype).float(), 0.1), rtol=0, atol=0)
+    result = loss(logits(dtype), mixed().to(dtype), 0.1)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, loss(logits(dtype).float(), mixed().to(dtype).float(), 0.1), rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(loss(logits(dtype), mixed().to(dtype), 0.1), made)
+        assert torch.equal(loss(logits(dtype), mixed().to(dtype), 0.1), result)
 
 
 # ---- the task --------------------------------------------------------------------------------------------------------
@@ -113,11 +113,11 @@ def test_losses_are_computed_in_float32(loss, dtype):
 
 @pytest.mark.parametrize(("kind", "loss"), [("softmax", soft_cross_entropy), ("bce", binary_cross_entropy)])
 def test_forward_is_the_loss(kind, loss):
-    made = task(task__loss=kind, task__smoothing=0.1)
-    expected = loss(made.vit(images()), mixed(), 0.1)
+    module = task(task__loss=kind, task__smoothing=0.1)
+    expected = loss(module.vit(images()), mixed(), 0.1)
     assert expected.shape == ()
-    assert torch.equal(made(images(), mixed()), expected)
-    assert {name.partition(".")[0] for name in made.state_dict()} == {"vit"}
+    assert torch.equal(module(images(), mixed()), expected)
+    assert {name.partition(".")[0] for name in module.state_dict()} == {"vit"}
 
 
 @pytest.mark.parametrize("loss", ["softmax", "bce"])
@@ -132,9 +132,9 @@ def test_finetuning_learns_by_the_same_loss(loss):
 
 
 def test_equal_parts_of_a_batch_average_to_the_whole():
-    made = task()
-    parts = [made(images()[part], mixed()[part]) for part in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(sum(parts) / 2, made(images(), mixed()))
+    module = task()
+    parts = [module(images()[part], mixed()[part]) for part in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(sum(parts) / 2, module(images(), mixed()))
 
 
 def test_a_task_needs_classes():
@@ -147,16 +147,16 @@ def test_a_task_needs_classes():
 # ---- stored activations ----------------------------------------------------------------------------------------------
 
 
-def gradients(made: Supervised) -> dict[str, torch.Tensor]:
-    made.zero_grad()
+def gradients(module: Supervised) -> dict[str, torch.Tensor]:
+    module.zero_grad()
     torch.manual_seed(5)
-    made.train()(images(), mixed()).backward()
-    return {name: parameter.grad.clone() for name, parameter in made.named_parameters() if parameter.requires_grad}
+    module.train()(images(), mixed()).backward()
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def stored_activations(made: Supervised) -> int:
+def stored_activations(module: Supervised) -> int:
     """The number of values that the forward pass stores for the backward pass, without weights."""
-    weights = {parameter.data_ptr() for parameter in made.parameters()}
+    weights = {parameter.data_ptr() for parameter in module.parameters()}
     stored: dict[int, torch.Tensor] = {}  # holding the tensors keeps addresses unique
 
     def store(tensor):
@@ -165,7 +165,7 @@ def stored_activations(made: Supervised) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
-        loss = made(images(), mixed())
+        loss = module(images(), mixed())
     del loss
     return sum(tensor.numel() for tensor in stored.values())
 
@@ -184,10 +184,10 @@ def test_a_frozen_feed_forward_stores_no_inputs_of_its_linear_layers(layerscale)
 
 
 def test_below_a_trained_head_nothing_is_stored():
-    made = tuned("head", model__layerscale=0.1)
+    module = tuned("head", model__layerscale=0.1)
     # The input of the head, and a few values per class for the loss.
-    assert stored_activations(made) <= 4 * WIDTH + 3 * 4 * 7
-    assert stored_activations(made) < stored_activations(tuned("full")) / 500
+    assert stored_activations(module) <= 4 * WIDTH + 3 * 4 * 7
+    assert stored_activations(module) < stored_activations(tuned("full")) / 500
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
@@ -202,74 +202,74 @@ DROPPING = [{}, {"model__drop_path": 0.4}, {"model__drop_path": 0.4, "model__dro
 def test_recomputed_gradients_are_equal(settings, execution, mode, part):
     if execution == "fused" and "model__dropout" in settings:
         return  # rejected by the configuration
-    made = tuned(mode, model__execution=execution, **settings)
-    plain = gradients(made)
-    names = list(made.state_dict())
-    recompute_activations(made, part)
-    again = gradients(made)
+    module = tuned(mode, model__execution=execution, **settings)
+    plain = gradients(module)
+    names = list(module.state_dict())
+    recompute_activations(module, part)
+    again = gradients(module)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
-    assert list(made.state_dict()) == names
+    assert list(module.state_dict()) == names
 
 
 def test_recompute_none_changes_nothing():
-    made = task()
-    before = stored_activations(made)
-    recompute_activations(made, "none")
-    assert stored_activations(made) == before
+    module = task()
+    before = stored_activations(module)
+    recompute_activations(module, "none")
+    assert stored_activations(module) == before
 
 
 def test_recomputed_blocks_store_little_and_run_twice():
-    made = task(model__name="vit_u4x2_8")
+    module = task(model__name="vit_u4x2_8")
     calls = []
-    made.vit.blocks[1].attn1.register_forward_hook(lambda *_: calls.append(1))
-    plain = stored_activations(made)
+    module.vit.blocks[1].attn1.register_forward_hook(lambda *_: calls.append(1))
+    plain = stored_activations(module)
     assert len(calls) == 1
-    recompute_activations(made, "blocks")
-    recompute_activations(made, "blocks")  # idempotent
-    assert stored_activations(made) < plain / 4
+    recompute_activations(module, "blocks")
+    recompute_activations(module, "blocks")  # idempotent
+    assert stored_activations(module) < plain / 4
     calls.clear()
-    gradients(made)
+    gradients(module)
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize("mode", ["full", "attn"])
 def test_recomputed_feed_forwards_do_not_store_their_widest_activations(mode):
-    made = tuned(mode)
+    module = tuned(mode)
     runs = {"attn1": [], "ffn1": []}
     for branch, calls in runs.items():
-        made.vit.blocks[1].get_submodule(branch).norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-    plain = stored_activations(made)
-    recompute_activations(made, "feedforward")
-    recompute_activations(made, "feedforward")  # idempotent
+        module.vit.blocks[1].get_submodule(branch).norm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+    plain = stored_activations(module)
+    recompute_activations(module, "feedforward")
+    recompute_activations(module, "feedforward")  # idempotent
     # The input of gelu, and with trained weights the inputs of up and down.
-    assert plain - stored_activations(made) >= BRANCHES * TOKENS * WIDTH * (4 + (1 + 4) * (mode == "full"))
+    assert plain - stored_activations(module) >= BRANCHES * TOKENS * WIDTH * (4 + (1 + 4) * (mode == "full"))
     for calls in runs.values():
         calls.clear()
-    gradients(made)
+    gradients(module)
     assert {branch: len(calls) for branch, calls in runs.items()} == {"attn1": 1, "ffn1": 2}
 
 
 @pytest.mark.parametrize("part", ["feedforward", "blocks"])
 def test_recomputed_tasks_still_trace_and_evaluate(part):
-    made = task().eval()
+    module = task().eval()
     with torch.no_grad():
-        plain = made.vit(images())
-    recompute_activations(made, part)
+        plain = module.vit(images())
+    recompute_activations(module, part)
     with torch.no_grad():
-        assert torch.equal(made.vit(images()), plain)
+        assert torch.equal(module.vit(images()), plain)
     trace: dict[str, torch.Tensor] = {}
-    made.vit(images(), trace)
+    module.vit(images(), trace)
     assert list(trace) == [f"block{level:02d}.attn{branch}" for level in (0, 1) for branch in (1, 2)]
 
 
 @pytest.mark.parametrize("part", ["feedforward", "blocks"])
-@pytest.mark.parametrize("copied", [deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+@pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_recomputes_itself(copied, part):
-    made = task(model__drop_path=0.4)
-    recompute_activations(made, part)
-    plain, other = gradients(made), copied(made)
+    module = task(model__drop_path=0.4)
+    recompute_activations(module, part)
+    plain, other = gradients(module), copied(module)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.zero_()
     assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(other).items())
 
@@ -277,11 +277,11 @@ def test_a_copy_recomputes_itself(copied, part):
 @pytest.mark.parametrize("part", ["feedforward", "blocks"])
 def test_a_compiled_task_recomputes(part):
     torch.compiler.reset()
-    made = task(model__name="vit_u1x2_8")
-    plain = gradients(made)
-    recompute_activations(made, part)
-    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
-    made.zero_grad()
+    module = task(model__name="vit_u1x2_8")
+    plain = gradients(module)
+    recompute_activations(module, part)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    module.zero_grad()
     compiled(images(), mixed()).backward()
-    for name, parameter in made.named_parameters():
+    for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, plain[name], atol=1e-5, rtol=1e-4)

@@ -42,16 +42,16 @@ def images(count=4) -> Tensor:
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-def levels_of(made: VisualTokenizer, image_CHW: Tensor) -> list[list[int]]:
+def levels_of(module: VisualTokenizer, image_CHW: Tensor) -> list[list[int]]:
     """The levels of each patch of one image."""
-    tokens_ND = made.vit.norm(made.vit.tokens(image_CHW[None]))[0, -PATCHES:]
-    shares = [[1 / (1 + math.exp(-number)) for number in row] for row in made.squeeze(tokens_ND).tolist()]
+    tokens_ND = module.vit.norm(module.vit.tokens(image_CHW[None]))[0, -PATCHES:]
+    shares = [[1 / (1 + math.exp(-number)) for number in row] for row in module.squeeze(tokens_ND).tolist()]
     return [[min(int(x * count), count - 1) for x, count in zip(row, LEVELS, strict=True)] for row in shares]
 
 
-def decoded_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
+def decoded_from(module: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]:
     """The decoded pixels of each patch."""
-    decoder = made.decoder
+    decoder = module.decoder
     middles = [[2 * (level + 0.5) / count - 1 for level, count in zip(row, LEVELS, strict=True)] for row in levels]
     placed = [decoder.embed(torch.tensor(row)) + decoder.positions.table[at] for at, row in enumerate(middles)]
     x_1ND = torch.stack(placed)[None]
@@ -63,55 +63,55 @@ def decoded_from(made: VisualTokenizer, levels: list[list[int]]) -> list[Tensor]
 @pytest.mark.parametrize("settings", [{}, {"model__class_token": False, "model__pool": "mean"}])
 @torch.no_grad()
 def test_the_loss_equals_a_slow_loop(settings):
-    made, errors = tokenizer(**settings), []
+    module, errors = tokenizer(**settings), []
     for image_CHW in images():
-        for at, decoded_K in enumerate(decoded_from(made, levels_of(made, image_CHW))):
+        for at, decoded_K in enumerate(decoded_from(module, levels_of(module, image_CHW))):
             top, left = (PATCH * place for place in divmod(at, 3))
             expected = [float(image_CHW[c, top + y, left + x]) for y in range(8) for x in range(8) for c in range(3)]
             errors += [(got - value) ** 2 for got, value in zip(decoded_K.tolist(), expected, strict=True)]
-    assert float(made(images(), None)) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
+    assert float(module(images(), None)) == pytest.approx(sum(errors) / len(errors), rel=1e-5)
 
 
 def test_equal_parts_of_a_batch_average_to_the_whole():
-    made = tokenizer()
-    parts = [made(images()[part]) for part in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(sum(parts) / 2, made(images()))
+    module = tokenizer()
+    parts = [module(images()[part]) for part in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(sum(parts) / 2, module(images()))
 
 
 def test_the_loss_is_computed_in_float32():
-    made = tokenizer()
+    module = tokenizer()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = made(images())
+        loss = module(images())
         assert loss.dtype == torch.float32
-        assert torch.equal(made.encode(images()), tokenizer().encode(images()))
-    torch.testing.assert_close(loss, made(images()), rtol=0.05, atol=0)
+        assert torch.equal(module.encode(images()), tokenizer().encode(images()))
+    torch.testing.assert_close(loss, module(images()), rtol=0.05, atol=0)
 
 
 def test_every_parameter_gets_a_gradient():
-    made = tokenizer(model__layerscale=0.1).train()
-    made(images()).backward()
-    assert [name for name, each in made.named_parameters() if each.grad is None or not each.grad.any()] == []
+    module = tokenizer(model__layerscale=0.1).train()
+    module(images()).backward()
+    assert [name for name, each in module.named_parameters() if each.grad is None or not each.grad.any()] == []
 
 
 def test_the_gradient_bypasses_the_rounding():
     # With so many levels rounding has no effect, so the gradient equals that of the autoencoder without rounding.
-    made = tokenizer(task__levels=[2**20])
-    plain = deepcopy(made)
-    made(images()).backward()
+    module = tokenizer(task__levels=[2**20])
+    plain = deepcopy(module)
+    module(images()).backward()
     decoded_BNK = plain._decode_patches(plain._numbers(images()))
     F.mse_loss(decoded_BNK, patchify(images(), PATCH)).backward()
-    for one, other in zip(made.parameters(), plain.parameters(), strict=True):
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-7)
     assert plain.squeeze.weight.grad.any()
 
 
 def test_a_few_images_are_learned():
-    made = tokenizer().train()
-    optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+    module = tokenizer().train()
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
     losses = []
     for step in range(200):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20, (200 - step) / 100)
-        loss = made(images())
+        loss = module(images())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -124,59 +124,59 @@ def test_a_few_images_are_learned():
 
 @torch.no_grad()
 def test_a_code_is_the_place_of_its_levels():
-    made = tokenizer()
-    codes_BN = made.encode(images())
+    module = tokenizer()
+    codes_BN = module.encode(images())
     assert codes_BN.shape == (4, PATCHES)
     for codes, image_CHW in zip(codes_BN.tolist(), images(), strict=True):
-        assert codes == [a + 5 * b + 20 * c for a, b, c in levels_of(made, image_CHW)]
+        assert codes == [a + 5 * b + 20 * c for a, b, c in levels_of(module, image_CHW)]
 
 
 @torch.no_grad()
 def test_codes_decode_to_images():
-    made = tokenizer().eval()
+    module = tokenizer().eval()
     for row in torch.arange(60).view(5, PATCHES):  # every code
         levels = [[int(code) % 5, int(code) // 5 % 4, int(code) // 20] for code in row]
-        wanted_NK = torch.stack(decoded_from(made, levels))
-        torch.testing.assert_close(patchify(made.decode(row[None]), PATCH)[0], wanted_NK)
-    decoded = made.reconstruct(images())
+        wanted_NK = torch.stack(decoded_from(module, levels))
+        torch.testing.assert_close(patchify(module.decode(row[None]), PATCH)[0], wanted_NK)
+    decoded = module.reconstruct(images())
     assert decoded.shape == images().shape
-    assert float(F.mse_loss(decoded, images())) == pytest.approx(float(made(images())), rel=1e-5)
+    assert float(F.mse_loss(decoded, images())) == pytest.approx(float(module(images())), rel=1e-5)
 
 
 def test_initial_levels_are_about_equally_likely():
-    made = tokenizer(task__levels=[8, 8, 8, 4, 4], model__name="vit_u4x1_8")
+    module = tokenizer(task__levels=[8, 8, 8, 4, 4], model__name="vit_u4x1_8")
     noise_BCHW = torch.randn(64, 3, 32, 24, generator=torch.Generator().manual_seed(2))
-    codes = made.encode(noise_BCHW).flatten()
+    codes = module.encode(noise_BCHW).flatten()
     for number, levels in enumerate([8, 8, 8, 4, 4]):
-        shares = torch.bincount(codes // int(made.strides[number]) % levels, minlength=levels) / len(codes)
+        shares = torch.bincount(codes // int(module.strides[number]) % levels, minlength=levels) / len(codes)
         assert shares.min() > 0.4 / levels
         assert shares.max() < 2 / levels
 
 
 def test_perplexity_counts_equally_used_codes():
-    made = tokenizer()
+    module = tokenizer()
     level_BNL = torch.zeros(2, 6, 3, dtype=torch.int64)
-    made._count(level_BNL)
-    assert made.read_perplexity() == pytest.approx(1)
+    module._count(level_BNL)
+    assert module.read_perplexity() == pytest.approx(1)
     level_BNL[..., 1] = torch.arange(12).view(2, 6) % 4
-    made._count(level_BNL[:1])
-    made._count(level_BNL[1:])
-    assert made.read_perplexity() == pytest.approx(4)
-    assert math.isnan(made.read_perplexity())  # no codes since the last call
-    made(images())
-    share_V = torch.bincount(made.encode(images()).flatten(), minlength=60) / 48
+    module._count(level_BNL[:1])
+    module._count(level_BNL[1:])
+    assert module.read_perplexity() == pytest.approx(4)
+    assert math.isnan(module.read_perplexity())  # no codes since the last call
+    module(images())
+    share_V = torch.bincount(module.encode(images()).flatten(), minlength=60) / 48
     expected = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
-    assert made.read_perplexity() == pytest.approx(expected, rel=1e-5)
+    assert module.read_perplexity() == pytest.approx(expected, rel=1e-5)
 
 
 def test_code_counts_are_not_in_the_state_dict():
-    made = tokenizer()
-    names = list(made.state_dict())
-    made(images())
-    assert list(made.state_dict()) == names
+    module = tokenizer()
+    names = list(module.state_dict())
+    module(images())
+    assert list(module.state_dict()) == names
     assert {name.partition(".")[0] for name in names} == {"vit", "squeeze", "decoder"}
-    groups = parameter_groups(made, Optim())
-    assert sum(len(group["params"]) for group in groups) == len(list(made.parameters()))
+    groups = parameter_groups(module, Optim())
+    assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
 
 
 # ---- the model folder ------------------------------------------------------------------------------------------------
@@ -189,39 +189,39 @@ def beit(url: str, **settings) -> Run:
 
 @pytest.mark.parametrize("stem", ["", "_hmlp_bn"])
 def test_a_tokenizer_survives_its_folder(tmp_path, stem):
-    made = tokenizer(model__name=f"vit_u2x2_8{stem}")
-    made.train()(images())
-    saved = save_tokenizer(str(tmp_path / "model"), made)
+    module = tokenizer(model__name=f"vit_u2x2_8{stem}")
+    module.train()(images())
+    saved = save_tokenizer(str(tmp_path / "model"), module)
     assert saved.share == 1
     loaded = load_tokenizer(str(tmp_path / "model"))
     assert not loaded.training
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
-    assert loaded.run == made.run
-    made.eval()
-    codes_BN = made.encode(images())
+    assert loaded.run == module.run
+    module.eval()
+    codes_BN = module.encode(images())
     assert torch.equal(loaded.encode(images()), codes_BN)
-    assert torch.equal(loaded.decode(codes_BN), made.decode(codes_BN))
+    assert torch.equal(loaded.decode(codes_BN), module.decode(codes_BN))
 
     expected = beit(str(tmp_path / "model"), model__name="vit_u3x1_8_hmlp_ln")
     source = open_tokenizer_source(expected, expected.task.objective)
     assert source.url == str(tmp_path / "model")
-    assert source.identity == identity_of(made.state_dict())
+    assert source.identity == identity_of(module.state_dict())
     task: Any = build_task(expected, source.tokenizer)
     assert task.targets.width == 60
     with pytest.raises(ConfigError, match="a model is there already"):
-        save_tokenizer(str(tmp_path / "model"), made)
+        save_tokenizer(str(tmp_path / "model"), module)
 
 
 def test_tokenizers_and_networks_are_not_interchangeable(tmp_path):
-    made = tokenizer()
-    save_tokenizer(str(tmp_path / "tokenizer"), made)
+    module = tokenizer()
+    save_tokenizer(str(tmp_path / "tokenizer"), module)
     for read in (load_model, open_weights):
         with pytest.raises(
             ConfigError, match=r"tokenizer: got a tokenizer, wanted the network of a run of another task$"
         ):
             read(str(tmp_path / "tokenizer"))
     save_model(
-        str(tmp_path / "network"), Run().replace({"model": made.vit.model.model_dump(), "task": "masked"}), made.vit
+        str(tmp_path / "network"), Run().replace({"model": module.vit.model.model_dump(), "task": "masked"}), module.vit
     )
     url = str(tmp_path / "network")
     with pytest.raises(ConfigError) as error:

@@ -22,47 +22,47 @@ def images(height=32, width=32) -> torch.Tensor:
 def test_every_name_builds_and_runs_on_the_meta_device(width, stem):
     for branches in (1, 2):
         with torch.device("meta"):
-            made = ViT(Model(name=f"vit_{width}2x{branches}_16_{stem}", image_size=[32, 48], layerscale=1e-4))
-            assert made(torch.empty(2, 3, 32, 48)).shape == (2, 1000)
+            network = ViT(Model(name=f"vit_{width}2x{branches}_16_{stem}", image_size=[32, 48], layerscale=1e-4))
+            assert network(torch.empty(2, 3, 32, 48)).shape == (2, 1000)
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused", "auto"])
 @pytest.mark.parametrize("pool", ["token", "mean", "mean_then_norm"])
 def test_pools_read_the_patches(pool, execution):
-    made = vit(pool=pool, execution=execution, num_classes=None)
+    network = vit(pool=pool, execution=execution, num_classes=None)
     with torch.no_grad():
-        x = made.tokens(images())
+        x = network.tokens(images())
         expected = {
-            "token": made.norm(x)[:, 0],
-            "mean": made.norm(x)[:, 1:].mean(1),
-            "mean_then_norm": made.norm(x[:, 1:].mean(1)),
+            "token": network.norm(x)[:, 0],
+            "mean": network.norm(x)[:, 1:].mean(1),
+            "mean_then_norm": network.norm(x[:, 1:].mean(1)),
         }[pool]
-        torch.testing.assert_close(made(images()), expected)
+        torch.testing.assert_close(network(images()), expected)
 
 
 def test_without_a_class_token_all_tokens_are_patches():
-    made = vit(pool="mean", class_token=False)
-    assert made.tokens(images()).shape == (2, 16, 64)
-    assert "class_token" not in made.state_dict()
+    network = vit(pool="mean", class_token=False)
+    assert network.tokens(images()).shape == (2, 16, 64)
+    assert "class_token" not in network.state_dict()
 
 
 def test_positions_are_added_before_the_class_token():
-    made = vit("vit_u1x1_8")
+    network = vit("vit_u1x1_8")
     with torch.no_grad():
-        made.positions.table.fill_(100.0)
+        network.positions.table.fill_(100.0)
         seen = []
-        made.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-        made(images())
-    torch.testing.assert_close(seen[0][:, 0], made.class_token.expand(2, -1))
+        network.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        network(images())
+    torch.testing.assert_close(seen[0][:, 0], network.class_token.expand(2, -1))
     assert (seen[0][:, 1:] > 50).all()
 
 
 def test_other_image_sizes_and_shapes_run():
-    made = vit()
+    network = vit()
     for height, width in ((32, 32), (64, 40), (8, 16)):
-        assert made(images(height, width)).shape == (2, 7)
+        assert network(images(height, width)).shape == (2, 7)
     with pytest.raises(ValueError, match="30 x 32 pixels do not divide"):
-        made(images(30))
+        network(images(30))
 
 
 def test_heads():
@@ -77,11 +77,11 @@ def test_heads():
 
 
 def test_initial_weights_match_the_recipe():
-    made = vit("vit_s4x1_16", image_size=224)
-    weights = torch.cat([block.attn1.qkv.weight.flatten() for block in made.blocks])
+    network = vit("vit_s4x1_16", image_size=224)
+    weights = torch.cat([block.attn1.qkv.weight.flatten() for block in network.blocks])
     assert abs(weights.std().item() - 0.02) < 0.001
-    assert not any(block.ffn1.up.bias.any() for block in made.blocks)
-    assert abs(made.positions.table.std().item() - 0.02) < 0.002
+    assert not any(block.ffn1.up.bias.any() for block in network.blocks)
+    assert abs(network.positions.table.std().item() - 0.02) < 0.002
 
 
 def test_drop_path_over_depth():
@@ -95,30 +95,30 @@ def test_drop_path_over_depth():
     ("old", "branches", "name"), [("vit_u6x1_8", 2, "vit_u3x2_8"), ("vit_u2x3_8_hmlp_ln", 1, "vit_u6x1_8_hmlp_ln")]
 )
 def test_regrouping_keeps_every_weight(old, branches, name):
-    made = vit(old, layerscale=0.1)
-    other = regroup(made, branches)
+    network = vit(old, layerscale=0.1)
+    other = regroup(network, branches)
     assert other.model.name == name
-    back = regroup(other, made.model.shape.branches)
-    assert back.model == made.model
-    assert all(torch.equal(back.state_dict()[key], value) for key, value in made.state_dict().items())
-    assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in made.parameters())
+    back = regroup(other, network.model.shape.branches)
+    assert back.model == network.model
+    assert all(torch.equal(back.state_dict()[key], value) for key, value in network.state_dict().items())
+    assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in network.parameters())
 
 
 def test_regrouping_orders_pairs_by_level_then_branch():
-    made = vit("vit_u4x1_8")
-    other = regroup(made, 2)
+    network = vit("vit_u4x1_8")
+    other = regroup(network, 2)
     for pair in range(4):
         theirs = other.blocks[pair // 2].get_submodule(f"ffn{pair % 2 + 1}").up.weight
-        assert torch.equal(theirs, made.blocks[pair].ffn1.up.weight)
+        assert torch.equal(theirs, network.blocks[pair].ffn1.up.weight)
 
 
 def test_regrouping_changes_little_for_small_residuals():
     # "Three things": r'(x + r(x)) = r'(x) as residuals shrink, so the two groupings converge.
     differences = []
     for scale in (1e-1, 1e-2, 1e-3):
-        made = vit("vit_u4x1_8", layerscale=scale)
+        network = vit("vit_u4x1_8", layerscale=scale)
         with torch.no_grad():
-            differences.append((made(images()) - regroup(made, 2)(images())).abs().max().item())
+            differences.append((network(images()) - regroup(network, 2)(images())).abs().max().item())
     assert differences[2] < differences[1] / 20 < differences[0] / 400
 
 
@@ -128,22 +128,22 @@ def test_indivisible_regrouping_is_refused():
 
 
 def test_execution_is_switched_on_a_loaded_model():
-    made = vit(layerscale=0.1)
+    network = vit(layerscale=0.1)
     outs = {}
-    keys = list(made.state_dict())
+    keys = list(network.state_dict())
     with torch.no_grad():
         for execution in ("loop", "fused", "auto"):
-            made.execution = execution
-            outs[execution] = made(images())
-    assert made.execution == "auto"
-    assert list(made.state_dict()) == keys
+            network.execution = execution
+            outs[execution] = network(images())
+    assert network.execution == "auto"
+    assert list(network.state_dict()) == keys
     torch.testing.assert_close(outs["loop"], outs["fused"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(outs["loop"], outs["auto"], atol=1e-5, rtol=1e-5)
 
 
 def test_a_trace_names_levels_and_branches():
-    made = vit("vit_u9x2_8")
+    network = vit("vit_u9x2_8")
     trace = {}
-    torch.testing.assert_close(made(images(), trace), made(images()), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(network(images(), trace), network(images()), atol=1e-5, rtol=1e-5)
     assert len(trace) == 18
     assert trace["block07.attn1"].shape == (2, 2, 17, 17)
