@@ -45,23 +45,23 @@ class Host:
         spaces = ["--net", "--mount", "--uts", "--pid"]
         return ["nsenter", f"--target={self.pid}", *spaces, f"--wd={self.site.root}", *map(str, args)]
 
-    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the environment of a command on this host, without this process's Ray settings."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "vitray_"))}
-        return own | self.site.environment | {"TMPDIR": str(self.own)} | (more or {})
+        return own | self.site.environment | {"TMPDIR": str(self.own)} | (extra or {})
 
     def start(
-        self, args: Sequence[object], log: Path, more: Mapping[str, str] | None = None
+        self, args: Sequence[object], log: Path, extra: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a command on this host; its output goes to a file."""
         with log.open("a") as output:
-            process = subprocess.Popen(self.command(args), env=self.environment(more), stdout=output, stderr=output)
+            process = subprocess.Popen(self.command(args), env=self.environment(extra), stdout=output, stderr=output)
         self._started.append(process)
         return process
 
-    def call(self, args: Sequence[object], more: Mapping[str, str] | None = None, given: str | None = None) -> str:
+    def call(self, args: Sequence[object], extra: Mapping[str, str] | None = None, given: str | None = None) -> str:
         """Run a command on this host and return its output."""
-        command, environment = self.command(args), self.environment(more)
+        command, environment = self.command(args), self.environment(extra)
         done = subprocess.run(command, env=environment, input=given, capture_output=True, text=True)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
         return done.stdout

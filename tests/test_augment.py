@@ -146,7 +146,7 @@ def test_published_recipes_are_spelled():
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("override", "message"),
     [
         ("data.augment.flipp=1", "override: data.augment.flipp: unknown setting, wanted one of crop, flip, policy"),
         ("data.augment.flipp=1", "; nearest: flip"),
@@ -163,8 +163,8 @@ def test_published_recipes_are_spelled():
         ("data.eval.crop_ration=0.9", "; nearest: crop_ratio"),
     ],
 )
-def test_bad_settings_are_refused_by_path(word, message):
-    assert message in config_error([word])
+def test_bad_settings_are_refused_by_path(override, message):
+    assert message in config_error([override])
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def test_an_image_is_upright(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photo(40, 24), kind, exif=exif)
-    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    assert np.array_equal(decode_image(data), shown)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(decode_image(data), expected)
     assert decode_image(data).shape == ((40, 24, 3) if orientation > 4 else (24, 40, 3))
 
 
@@ -221,8 +221,8 @@ def test_every_mode_becomes_rgb_as_a_viewer_shows_it():
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_are_scaled_not_cut(kind):
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    seen = decode_image(encoded(Image.fromarray(ramp), kind))
-    assert np.array_equal(seen, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
+    decoded = decode_image(encoded(Image.fromarray(ramp), kind))
+    assert np.array_equal(decoded, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
 
 
 def test_transparency_is_white():
@@ -293,13 +293,13 @@ def test_broken_bytes_give_pixels_or_the_one_error(kind, draw):
 
 @pytest.mark.parametrize("interpolation", PIL_MODES)
 def test_crop_and_resize_are_as_exact_as_pillows(interpolation):
-    image, rng, apart = photo(500, 375), np.random.default_rng(0), []
+    image, rng, differences = photo(500, 375), np.random.default_rng(0), []
     for _ in range(14):
         top, left, height, width = draw_box((375, 500), RandomResizedCrop(), rng)
         box_HWC = image[top : top + height, left : left + width]
         ours = resize(box_HWC, (224, 224), interpolation)
         theirs = Image.fromarray(box_HWC).resize((224, 224), PIL_MODES[interpolation])
-        apart.append(difference(ours, theirs))
+        differences.append(difference(ours, theirs))
         exact_1CHW = torch.nn.functional.interpolate(
             torch.from_numpy(box_HWC).double().permute(2, 0, 1)[None],
             size=(224, 224),
@@ -308,9 +308,9 @@ def test_crop_and_resize_are_as_exact_as_pillows(interpolation):
         )
         exact = exact_1CHW[0].permute(1, 2, 0).numpy().clip(0, 255)
         assert np.abs(ours - exact).mean() <= np.abs(np.asarray(theirs) - exact).mean() + 0.01
-    assert np.max(apart) <= 2
+    assert np.max(differences) <= 2
     # Pillow resizes rows first where that is less work, torch columns always: a quarter of a level in such boxes alone.
-    assert np.mean(apart) <= 0.1
+    assert np.mean(differences) <= 0.1
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (1000, 90), (90, 1000)])
@@ -359,11 +359,11 @@ def test_the_simple_random_crop_is_a_window_of_torchvisions(shape):
 
 def test_flips_mirror_at_the_stated_rate():
     image = photo()
-    straight, mirrored = (
+    original, mirrored = (
         augment_image(image, Augment(crop=CentreCrop(), flip=chance), (32, 32), generator(0, 0, "a"))
         for chance in (0.0, 1.0)
     )
-    assert np.array_equal(mirrored, straight[:, ::-1])
+    assert np.array_equal(mirrored, original[:, ::-1])
     often = Augment(crop=CentreCrop(), flip=0.25)
     flipped = sum(
         np.array_equal(augment_image(image, often, (32, 32), generator(0, 0, "a", copy)), mirrored)
@@ -391,8 +391,8 @@ def test_any_image_gives_a_view_of_the_asked_size(name, shape, size, copy):
 
 def test_a_view_shares_no_memory_with_its_image():
     image = photo(32, 32)
-    same = Augment(crop=CentreCrop(crop_ratio=1.0), flip=0.0)
-    view = augment_image(image, same, (32, 32), generator(0, 0, "k"))
+    identity = Augment(crop=CentreCrop(crop_ratio=1.0), flip=0.0)
+    view = augment_image(image, identity, (32, 32), generator(0, 0, "k"))
     assert np.array_equal(view, image)
     assert not np.shares_memory(view, image)
 
@@ -421,13 +421,13 @@ def views(order):
 
 
 def test_pixels_depend_on_neither_process_nor_order():
-    names: dict = {}
-    exec(VIEWS, names)
-    here = names["views"]([0, 1, 2, 3])
+    namespace: dict = {}
+    exec(VIEWS, namespace)
+    hashes = namespace["views"]([0, 1, 2, 3])
     code = f"{VIEWS}\nimport json; print(json.dumps(views([2, 0, 3, 1])))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == here
-    assert len(set(here.values())) == len(here)
+    assert json.loads(done.stdout) == hashes
+    assert len(set(hashes.values())) == len(hashes)
 
 
 def test_every_part_of_a_key_counts():
@@ -462,8 +462,8 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
         theirs = timm_auto.AugmentOp(name, 1.0, 0, {"img_mean": FILL, "interpolation": mode})
         for magnitude in (0.0, 0.3, 4.7, 7.0, 10.0):
             theirs.magnitude = magnitude
-            for sign, drawn in ((1, 0.1), (-1, 0.9)):
-                monkeypatch.setattr("random.random", lambda drawn=drawn: drawn)
+            for sign, uniform in ((1, 0.1), (-1, 0.9)):
+                monkeypatch.setattr("random.random", lambda uniform=uniform: uniform)
                 # torchvision shifts the other way; either way is as likely.
                 ours = -sign if operation.startswith("translate") else sign
                 amount = policy.timm_amount(operation, magnitude, increasing, image.size, ours)
@@ -472,9 +472,9 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
                     assert not np.any(result)  # timm's own fails here on Pillow 13
                 else:
                     # torchvision takes a shear as an angle, whose tangent has lost its last bits.
-                    apart = difference(np.asarray(result), theirs(image))
-                    assert apart.max() <= operation.startswith("shear")
-                    assert apart.mean() < 0.01
+                    error = difference(np.asarray(result), theirs(image))
+                    assert error.max() <= operation.startswith("shear")
+                    assert error.mean() < 0.01
     assert len(policy.TIMM) == len(timm_auto._RAND_TRANSFORMS)
 
 
@@ -482,10 +482,10 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
 def test_operations_are_torchvisions(magnitude):
     image = Image.fromarray(photo(64, 48))
     space = torchvision_auto.RandAugment()._augmentation_space(31, (48, 64))
-    named = {name.lower(): name for name in space}
-    assert len(named) == len(policy.TORCHVISION)
+    names = {name.lower(): name for name in space}
+    assert len(names) == len(policy.TORCHVISION)
     for operation in policy.TORCHVISION:
-        name = named[operation.replace("_", "").replace("colour", "color")]
+        name = names[operation.replace("_", "").replace("colour", "color")]
         magnitudes, signed = space[name]
         strength = float(magnitudes[magnitude]) if magnitudes.ndim else 0.0
         for sign in (1, -1) if signed else (1,):
@@ -499,12 +499,12 @@ def test_operations_are_torchvisions(magnitude):
 
 def drawn_operations(chosen, draws: int, monkeypatch) -> list[tuple[str, float]]:
     """Return the operations that a policy applies to many images, as (operation, amount)."""
-    seen: list[tuple[str, float]] = []
-    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: seen.append((name, amount)) or image)
+    operations: list[tuple[str, float]] = []
+    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: operations.append((name, amount)) or image)
     image = Image.new("RGB", (64, 48))
     for copy in range(draws):
         policy.apply_policy(image, chosen, "bicubic", generator(0, 0, "p", copy))
-    return seen
+    return operations
 
 
 @pytest.mark.parametrize(
@@ -516,8 +516,8 @@ def drawn_operations(chosen, draws: int, monkeypatch) -> list[tuple[str, float]]
     ],
 )
 def test_operations_are_drawn_evenly(chosen, names, expected, monkeypatch):
-    seen = drawn_operations(chosen, 2000, monkeypatch)
-    counts = np.array([sum(name == other for other, _ in seen) for name in names])
+    operations = drawn_operations(chosen, 2000, monkeypatch)
+    counts = np.array([sum(name == other for other, _ in operations) for name in names])
     assert counts.sum() == pytest.approx(expected * 2000, rel=0.05)
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
@@ -542,28 +542,28 @@ def test_three_augment_does_exactly_one_of_three(monkeypatch):
     counts = {"grey": 0, "solarized": 0, "blurred": 0}
     for copy in range(1500):
         before = len(sigmas)
-        seen = policy.three_augment(image, generator(0, 0, "t", copy))
+        augmented = policy.three_augment(image, generator(0, 0, "t", copy))
         if len(sigmas) > before:
             counts["blurred"] += 1
-            assert np.array_equal(seen, image.filter(blur(sigmas[-1])))
+            assert np.array_equal(augmented, image.filter(blur(sigmas[-1])))
         else:
-            kind = "grey" if np.array_equal(seen, grey) else "solarized"
-            assert np.array_equal(seen, grey if kind == "grey" else solarized)
+            kind = "grey" if np.array_equal(augmented, grey) else "solarized"
+            assert np.array_equal(augmented, grey if kind == "grey" else solarized)
             counts[kind] += 1
     assert scipy.stats.chisquare(list(counts.values())).pvalue > 1e-3
     assert scipy.stats.kstest(sigmas, "uniform", args=(0.1, 1.9)).pvalue > 1e-3
 
 
 def test_jitter_draws_as_torchvision_does(monkeypatch):
-    seen: list[tuple[str, float]] = []
-    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: seen.append((name, amount)) or image)
+    operations: list[tuple[str, float]] = []
+    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: operations.append((name, amount)) or image)
     for copy in range(1000):
         policy.jitter_colours(Image.new("RGB", (2, 2)), 0.3, generator(0, 0, "j", copy))
     theirs = T.ColorJitter(0.3, 0.3, 0.3)
     assert theirs.brightness == theirs.contrast == theirs.saturation == (0.7, 1.3)
     for name in ("brightness", "contrast", "colour"):
-        assert scipy.stats.kstest([a for n, a in seen if n == name], "uniform", args=(0.7, 0.6)).pvalue > 1e-3
-    orders = [tuple(name for name, _ in seen[at : at + 3]) for at in range(0, len(seen), 3)]
+        assert scipy.stats.kstest([a for n, a in operations if n == name], "uniform", args=(0.7, 0.6)).pvalue > 1e-3
+    orders = [tuple(name for name, _ in operations[at : at + 3]) for at in range(0, len(operations), 3)]
     counts = [orders.count(order) for order in set(orders)]
     assert len(counts) == 6
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
@@ -642,22 +642,22 @@ def test_targets_match_the_mixed_images(mix, count, step):
 def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
     images, labels = batch(24)
     for step in range(3):
-        whole = prepared(images, labels, mix, step, erase=0.5)
+        one_worker = prepared(images, labels, mix, step, erase=0.5)
         for rank in range(workers):
             places = positions_of(0, 24, rank, workers)
             part = prepared(images[places], labels[places], mix, step, BatchRows(places, 24), erase=0.5)
-            for ours, everyones in zip(part, whole, strict=True):
-                assert torch.equal(ours, everyones[places])
-        assert whole[0].is_contiguous(memory_format=torch.channels_last)
+            for ours, expected in zip(part, one_worker, strict=True):
+                assert torch.equal(ours, expected[places])
+        assert one_worker[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_another_step_or_seed_mixes_and_erases_otherwise():
     images, labels = batch(8)
     for mix, erase in ((Mix(mixup=0.8), 0.0), (Mix(), 0.5)):
-        seen = [
+        results = [
             prepared(images, labels, mix, step, erase=erase, seed=seed)[0] for seed, step in ((0, 0), (0, 1), (1, 0))
         ]
-        assert not any(torch.equal(seen[one], seen[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
+        assert not any(torch.equal(results[one], results[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [0]), (2, [1, 0]), (3, [1, 0, 1]), (5, [1, 0, 3, 2, 3])])
@@ -677,13 +677,13 @@ def test_a_share_that_separates_a_pair_is_rejected(places, total):
 
 
 def test_draws_are_distributed_as_timm_says():
-    both = Mix(mixup=0.8, cutmix=1.0, switch=0.3, chance=0.9)
-    drawn = [draw_mixing(both, 64, 64, step_generator(0, step, "mix")) for step in range(3000)]
-    blended = [mixing.share for mixing in drawn if mixing.box is None and mixing.share < 1]
-    boxes = [mixing for mixing in drawn if mixing.box is not None]
+    mix = Mix(mixup=0.8, cutmix=1.0, switch=0.3, chance=0.9)
+    mixings = [draw_mixing(mix, 64, 64, step_generator(0, step, "mix")) for step in range(3000)]
+    blended = [mixing.share for mixing in mixings if mixing.box is None and mixing.share < 1]
+    boxes = [mixing for mixing in mixings if mixing.box is not None]
     assert scipy.stats.kstest(blended, "beta", args=(0.8, 0.8)).pvalue > 1e-3
     assert len(boxes) / 3000 == pytest.approx(0.9 * 0.3, abs=0.03)
-    assert sum(mixing == (1.0, None) for mixing in drawn) / 3000 == pytest.approx(0.1, abs=0.02)
+    assert sum(mixing == (1.0, None) for mixing in mixings) / 3000 == pytest.approx(0.1, abs=0.02)
     np.random.seed(0)
     theirs = timm_mixup.Mixup(0.0, 1.0)
     expected = [timm_mixup.cutmix_bbox_and_lam((3, 64, 64), theirs._params_per_batch()[0])[1] for _ in range(3000)]
@@ -691,18 +691,18 @@ def test_draws_are_distributed_as_timm_says():
 
 
 def test_erased_rectangles_are_distributed_as_timms():
-    drawn = draw_erased_boxes(3000, 0.25, 64, 48, step_generator(0, 0, "erase"))
-    boxes = [erased[0] for erased in drawn if erased is not None]
+    erasures = draw_erased_boxes(3000, 0.25, 64, 48, step_generator(0, 0, "erase"))
+    boxes = [erased[0] for erased in erasures if erased is not None]
     assert len(boxes) / 3000 == pytest.approx(0.25, abs=0.03)
     random.seed(0)
     theirs = RandomErasing(1.0, mode="const", device="cpu")
-    seen = []
+    their_boxes = []
     for _ in range(800):
         erased = (theirs(torch.ones(1, 64, 48)) == 0)[0]
         rows, columns = erased.any(1).nonzero(), erased.any(0).nonzero()
-        seen.append((int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1))
+        their_boxes.append((int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1))
     for edge in range(4):
-        ours, expected = [box[edge] for box in boxes], [box[edge] for box in seen]
+        ours, expected = [box[edge] for box in boxes], [box[edge] for box in their_boxes]
         assert scipy.stats.ks_2samp(ours, expected).pvalue > 1e-3
 
 
@@ -728,8 +728,8 @@ def test_a_gpu_prepares_the_same_batch():
         mix = Mix(mixup=0.8, cutmix=1.0)
         ours = prepared(images, labels, mix, step, erase=0.5)
         theirs = prepared(images.cuda(), labels.cuda(), mix, step, erase=0.5)
-        for here, there in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(here, there.cpu(), rtol=1e-5, atol=1e-5)
+        for on_cpu, on_gpu in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(on_cpu, on_gpu.cpu(), rtol=1e-5, atol=1e-5)
 
 
 # ---- contact sheets --------------------------------------------------------------------------------------------------

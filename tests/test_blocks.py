@@ -156,21 +156,21 @@ def test_fused_weights_follow_their_parameters():
     cached = module._fused
     agree()
     assert module._fused is cached
-    for both in (module, reference):
-        torch.optim.SGD(both.parameters(), lr=0.1)
-        both(tokens()).sum().backward()
-        torch.optim.SGD(both.parameters(), lr=0.01).step()
+    for each in (module, reference):
+        torch.optim.SGD(each.parameters(), lr=0.1)
+        each(tokens()).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.01).step()
     agree()
     other = block(2, seed=3, layerscale=0.1).state_dict()
     module.load_state_dict(other)
     reference.load_state_dict(other)
     agree()
-    for both in (module, reference):
-        both.attn2.qkv.weight.data = both.attn2.qkv.weight.data * 2
+    for each in (module, reference):
+        each.attn2.qkv.weight.data = each.attn2.qkv.weight.data * 2
     agree()
-    for both in (module, reference):
-        both.ffn1.up.bias.data.add_(1)  # no version counts this; eval() clears the cache
-        both.eval()
+    for each in (module, reference):
+        each.ffn1.up.bias.data.add_(1)  # no version counts this; eval() clears the cache
+        each.eval()
     agree()
     module.float()
     reference.float()
@@ -186,10 +186,10 @@ def test_execution_changes_no_name_and_no_state():
     with torch.no_grad():
         module(tokens())
     assert before.keys() == module.state_dict().keys() == block(2, execution="loop").state_dict().keys()
-    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert again._fused == {}
-        assert torch.equal(again(tokens()), module(tokens()))
-        assert again.attentions[1] is again.attn2
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert copied._fused == {}
+        assert torch.equal(copied(tokens()), module(tokens()))
+        assert copied.attentions[1] is copied.attn2
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -224,15 +224,15 @@ def test_drop_path_is_drawn_per_branch_and_sample():
 
 def test_dropout_follows_every_dense_layer_but_qkv(monkeypatch):
     module = block(1, dropout=0.25, execution="loop").train()
-    seen = []
+    calls = []
 
     def watch(x, p, training):
-        seen.append((tuple(x.shape[2:]), p, training))
+        calls.append((tuple(x.shape[2:]), p, training))
         return x
 
     monkeypatch.setattr(blocks.F, "dropout", watch)
     module(tokens())
-    assert seen == [((WIDTH,), 0.25, True), ((4 * WIDTH,), 0.25, True), ((WIDTH,), 0.25, True)]
+    assert calls == [((WIDTH,), 0.25, True), ((4 * WIDTH,), 0.25, True), ((WIDTH,), 0.25, True)]
 
 
 def test_active_dropout_is_never_fused():

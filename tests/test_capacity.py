@@ -22,17 +22,17 @@ resources = st.builds(
 )
 
 
-def exact(number):
+def fraction(number):
     return Fraction(str(number))
 
 
-def place(free, gpus, cpus, gpu):
+def place(free_cpus, gpus, cpus, gpu):
     """Place a part on the first node and GPU with room; return whether there was room."""
-    for index, left in enumerate(free):
+    for index, available in enumerate(free_cpus):
         room = [device for device, share in enumerate(gpus[index]) if share >= min(gpu, 1)] if gpu else []
-        if left < cpus or len(room) < (1 if 0 < gpu < 1 else gpu):
+        if available < cpus or len(room) < (1 if 0 < gpu < 1 else gpu):
             continue
-        free[index] -= cpus
+        free_cpus[index] -= cpus
         for device in room[: 1 if gpu < 1 else int(gpu)]:
             gpus[index][device] -= min(gpu, 1)
         return True
@@ -44,35 +44,42 @@ def place(free, gpus, cpus, gpu):
 def test_an_admitted_packing_can_be_placed(cluster, trial):
     capacity = fit_trials(cluster, trial)
     assert sum(capacity.workers) == capacity.concurrent * trial.workers
-    free = [exact(node.cpus) for node in cluster]
+    free_cpus = [fraction(node.cpus) for node in cluster]
     gpus = [[Fraction(1)] * int(node.gpus) for node in cluster]
     for index, workers in enumerate(capacity.workers):
-        here, devices = [free[index]], [gpus[index]]
-        assert all(place(here, devices, exact(trial.cpus), exact(trial.gpus)) for _ in range(workers))
-        free[index] = here[0]
-    assert all(place(free, gpus, 1, 0) for _ in range(capacity.concurrent * trial.data_cpus))
-    assert all(place(free, gpus, exact(trial.driver_cpus), 0) for _ in range(capacity.concurrent))
+        node_cpus, devices = [free_cpus[index]], [gpus[index]]
+        assert all(place(node_cpus, devices, fraction(trial.cpus), fraction(trial.gpus)) for _ in range(workers))
+        free_cpus[index] = node_cpus[0]
+    assert all(place(free_cpus, gpus, 1, 0) for _ in range(capacity.concurrent * trial.data_cpus))
+    assert all(place(free_cpus, gpus, fraction(trial.driver_cpus), 0) for _ in range(capacity.concurrent))
 
 
 def fits(cluster, trial, number):
     """Whether this many trials fit, by trying every node for every part of them."""
-    slots = [int(node.gpus) * int(1 / exact(trial.gpus)) if 0 < trial.gpus < 1 else int(node.gpus) for node in cluster]
-    each = 0 if not trial.gpus else max(1, int(trial.gpus))
-    parts = [(exact(trial.cpus), each)] * (trial.workers * number)
-    parts += [(Fraction(1), 0)] * (trial.data_cpus * number) + [(exact(trial.driver_cpus), 0)] * number
+    slots = [
+        int(node.gpus) * int(1 / fraction(trial.gpus)) if 0 < trial.gpus < 1 else int(node.gpus) for node in cluster
+    ]
+    gpus_each = 0 if not trial.gpus else max(1, int(trial.gpus))
+    parts = [(fraction(trial.cpus), gpus_each)] * (trial.workers * number)
+    parts += [(Fraction(1), 0)] * (trial.data_cpus * number) + [(fraction(trial.driver_cpus), 0)] * number
 
     @cache
-    def go(index, free):
+    def fit_parts(index, nodes):
         if index == len(parts):
             return True
         cpus, slot = parts[index]
-        for node, (left, room) in enumerate(free):
-            after = tuple(sorted((*free[:node], (left - cpus, room - slot), *free[node + 1 :])))
-            if left >= cpus and room >= slot and (left, room) not in free[:node] and go(index + 1, after):
+        for node, (free_cpus, free_gpus) in enumerate(nodes):
+            after = tuple(sorted((*nodes[:node], (free_cpus - cpus, free_gpus - slot), *nodes[node + 1 :])))
+            if (
+                free_cpus >= cpus
+                and free_gpus >= slot
+                and (free_cpus, free_gpus) not in nodes[:node]
+                and fit_parts(index + 1, after)
+            ):
                 return True
         return False
 
-    return go(0, tuple(sorted(zip((exact(node.cpus) for node in cluster), slots, strict=True))))
+    return fit_parts(0, tuple(sorted(zip((fraction(node.cpus) for node in cluster), slots, strict=True))))
 
 
 @given(nodes.filter(lambda cluster: len(cluster) <= 3), resources.filter(lambda trial: trial.workers <= 3))
@@ -84,9 +91,9 @@ def test_the_greedy_packing_equals_an_exhaustive_search(cluster, trial):
 
 @given(nodes, st.builds(Node, cpus=st.integers(0, 12), gpus=st.integers(0, 4)), resources)
 @settings(deadline=None, max_examples=200)
-def test_one_more_node_never_admits_fewer(cluster, another, trial):
-    assert fit_trials([*cluster, another], trial).concurrent >= fit_trials(cluster, trial).concurrent
-    assert fit_trials([another, *cluster], trial).concurrent == fit_trials([*cluster, another], trial).concurrent
+def test_one_more_node_never_admits_fewer(cluster, node, trial):
+    assert fit_trials([*cluster, node], trial).concurrent >= fit_trials(cluster, trial).concurrent
+    assert fit_trials([node, *cluster], trial).concurrent == fit_trials([*cluster, node], trial).concurrent
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.sampled_from([0.25, 0.5, 1, 2]), st.integers(1, 4))

@@ -36,11 +36,11 @@ def write(run_dir, checkpoint):
 
 def test_a_checkpoint_is_read_back_bit_by_bit(run_dir):
     write(run_dir, new_checkpoint(7))
-    back = checkpoints.read_checkpoint(run_dir, 7)
-    assert back.state == new_checkpoint(7).state
+    loaded = checkpoints.read_checkpoint(run_dir, 7)
+    assert loaded.state == new_checkpoint(7).state
     for name, tensor in new_checkpoint(7).parts["model"].items():
-        assert torch.equal(back.parts["model"][name], tensor)
-        assert back.parts["model"][name].dtype == tensor.dtype
+        assert torch.equal(loaded.parts["model"][name], tensor)
+        assert loaded.parts["model"][name].dtype == tensor.dtype
 
 
 def test_a_folder_without_its_json_is_incomplete(run_dir):
@@ -60,10 +60,10 @@ def test_a_writer_that_dies_while_overwriting_leaves_no_checkpoint(tmp_path, mon
     write(run_dir, new_checkpoint(3))
     write(run_dir, new_checkpoint(12))
 
-    def dies(*_):
+    def fail_upload(*_):
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(storage, "upload", dies)
+    monkeypatch.setattr(storage, "upload", fail_upload)
     with pytest.raises(RuntimeError, match="power cut"):
         checkpoints.write_checkpoint(run_dir, Checkpoint(12, {"model": {"a": torch.ones(2)}}, {}))
     assert checkpoints.complete_steps(run_dir) == [3]
@@ -85,11 +85,11 @@ def listed(run_dir):
 def test_later_training_does_not_change_a_checkpoint(tmp_path, monkeypatch):
     release, upload = threading.Event(), storage.upload
 
-    def slow(*args):
+    def slow_upload(*args):
         release.wait()
         upload(*args)
 
-    monkeypatch.setattr(storage, "upload", slow)
+    monkeypatch.setattr(storage, "upload", slow_upload)
     weights = torch.ones(4)
     saver = Saver(str(tmp_path), keep=1)
     saver.save(Checkpoint(1, {"model": {"w": weights}}, {}))
@@ -102,12 +102,12 @@ def test_later_training_does_not_change_a_checkpoint(tmp_path, monkeypatch):
 def test_a_save_is_retried_until_storage_is_back(tmp_path, monkeypatch):
     upload, failures = storage.upload, iter([True, True, False])
 
-    def away_at_first(*args):
+    def fail_twice(*args):
         if next(failures, False):
             raise ConfigError("the storage is away")
         upload(*args)
 
-    monkeypatch.setattr(storage, "upload", away_at_first)
+    monkeypatch.setattr(storage, "upload", fail_twice)
     monkeypatch.setattr(checkpoints, "RETRY_PAUSES", (0.01, 0.01))
     delays: list[str] = []
     saver = Saver(str(tmp_path), keep=9, on_delay=delays.append)
@@ -126,12 +126,12 @@ def test_a_permanent_storage_error_is_raised(tmp_path, monkeypatch):
         saver.close()
 
 
-@pytest.mark.parametrize("harm", ["short", "earlier format"])
-def test_a_damaged_checkpoint_is_named(tmp_path, harm):
+@pytest.mark.parametrize("damage", ["short", "earlier format"])
+def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     run_dir = str(tmp_path)
     write(run_dir, new_checkpoint(5))
     folder = tmp_path / "checkpoints" / "step-00000005"
-    if harm == "short":
+    if damage == "short":
         (folder / "model.safetensors").write_bytes(b"x")
     else:
         content = json.loads((folder / META).read_text())
@@ -153,23 +153,23 @@ def test_a_resumed_optimizer_continues_bit_by_bit(tmp_path, kind):
     train(one, first, 3)
     tensors, rest = checkpoints.split_state(first.state_dict())
     write(str(tmp_path), Checkpoint(3, {"optimizer": tensors, "model": {"w": one}}, json.loads(json.dumps(rest))))
-    back = checkpoints.read_checkpoint(str(tmp_path), 3)
+    loaded = checkpoints.read_checkpoint(str(tmp_path), 3)
     with torch.no_grad():
-        other.copy_(back.parts["model"]["w"])
-    second.load_state_dict(checkpoints.join_state(back.parts["optimizer"], back.state))
+        other.copy_(loaded.parts["model"]["w"])
+    second.load_state_dict(checkpoints.join_state(loaded.parts["optimizer"], loaded.state))
     train(one, first, 3)
     train(other, second, 3)
     assert torch.equal(one, other)
 
 
 def test_a_save_is_retried_while_the_local_disk_is_full(tmp_path, monkeypatch):
-    real, full = checkpoints.save_file, [True]
+    original, full = checkpoints.save_file, [True]
 
     def save_file(tensors, path):
         if full:
             full.clear()
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        real(tensors, path)
+        original(tensors, path)
 
     monkeypatch.setattr(checkpoints, "save_file", save_file)
     monkeypatch.setattr(checkpoints, "RETRY_PAUSES", (0.01,))

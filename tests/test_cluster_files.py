@@ -180,8 +180,8 @@ def group_of(aws):
 def test_only_the_owner_and_the_nodes_reach_the_nodes(aws):
     group = group_of(aws)
     rules = {rule for permission in group["IpPermissions"] for rule in aws_account.split_rules(permission)}
-    among = ("-1", None, None, "UserIdGroupPairs", group["GroupId"])
-    assert rules == {("tcp", 22, 22, "IpRanges", "203.0.113.7/32"), among}
+    internal = ("-1", None, None, "UserIdGroupPairs", group["GroupId"])
+    assert rules == {("tcp", 22, 22, "IpRanges", "203.0.113.7/32"), internal}
     assert "vitray admits 203.0.113.7/32 on 22 and its own nodes, nobody else" in aws.changes
 
 
@@ -215,11 +215,11 @@ def test_each_node_is_requested_as_configured(aws):
         assert ("nvidia" in request["ImageId"]) == ("gpu" in name)
         assert request["KeyName"]
     for kind in ("cpu", "gpu"):
-        same = [{**aws.requests[f"{kind}_{market}"]} for market in ("spot", "on_demand")]
-        for request in same:
-            for varying in ("InstanceMarketOptions", "TagSpecifications", "ClientToken"):
-                request.pop(varying, None)
-        assert same[0] == same[1]
+        requests = [{**aws.requests[f"{kind}_{market}"]} for market in ("spot", "on_demand")]
+        for request in requests:
+            for field in ("InstanceMarketOptions", "TagSpecifications", "ClientToken"):
+                request.pop(field, None)
+        assert requests[0] == requests[1]
 
 
 def test_the_head_takes_no_tasks_and_other_nodes_use_their_hardware(aws):
@@ -282,8 +282,8 @@ def test_nodes_may_use_one_bucket_and_the_head_may_launch_and_end_its_own(aws):
         statement for statement in statements("vitray-head") if "ec2:TerminateInstances" in statement["Action"]
     ]
     assert terminating[0]["Condition"] == {"StringEquals": {"aws:ResourceTag/ray-cluster-name": "vitray"}}
-    (passing,) = (statement for statement in statements("vitray-head") if statement["Action"] == "iam:PassRole")
-    assert passing["Resource"].endswith(":role/vitray-node")
+    (pass_role,) = (statement for statement in statements("vitray-head") if statement["Action"] == "iam:PassRole")
+    assert pass_role["Resource"].endswith(":role/vitray-node")
 
 
 def test_a_missing_bucket_is_reported_and_not_made(aws):
@@ -566,9 +566,9 @@ def test_the_tunnel_connects_only_this_machine_to_the_heads_loopback(site):
     # A terminal without input.
     tunnel = f"sleep infinity | script --quiet --return --command 'make tunnel CLUSTER={file}' /dev/null"
     here.start(["sh", "-c", tunnel], folder / "tunnel.log", environment)
-    read = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+    script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
     for port, page in ports.items():
-        command = here.command([sys.executable, "-c", read, f"http://127.0.0.1:{port}"])
+        command = here.command([sys.executable, "-c", script, f"http://127.0.0.1:{port}"])
         until(
             lambda command=command, page=page: page in subprocess.run(command, capture_output=True, text=True).stdout,
             60,
@@ -576,5 +576,5 @@ def test_the_tunnel_connects_only_this_machine_to_the_heads_loopback(site):
             folder / "tunnel.log",
         )
         # Other hosts cannot connect to it.
-        stranger = head.command([sys.executable, "-c", read, f"http://{here.address}:{port}"])
-        assert "Connection refused" in subprocess.run(stranger, capture_output=True, text=True).stderr
+        from_head = head.command([sys.executable, "-c", script, f"http://{here.address}:{port}"])
+        assert "Connection refused" in subprocess.run(from_head, capture_output=True, text=True).stderr

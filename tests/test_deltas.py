@@ -80,8 +80,8 @@ def test_an_identity_depends_only_on_the_tensors(tmp_path):
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(3), "c": torch.empty(0)}
     identity = identity_of(state)
     save_file(state, tmp_path / "w.safetensors", metadata={"any": "thing"})
-    again = load_file(tmp_path / "w.safetensors")
-    assert identity == identity_of(again) == identity_of(dict(reversed(state.items())))
+    reloaded = load_file(tmp_path / "w.safetensors")
+    assert identity == identity_of(reloaded) == identity_of(dict(reversed(state.items())))
     assert identity == identity_of(state | {"a": state["a"].T.contiguous().T})
     others = [
         state | {"a": state["a"] + 1e-6},
@@ -162,17 +162,17 @@ def test_fine_tuning_only_attention_stores_a_third_of_a_vit_b16(tmp_path):
     save(tmp_path / "base", filled(small, lambda name: 0.0))
     vit = filled(large, lambda name: float(is_tuned(name)))
     saved = save_model(str(tmp_path / "d"), Run(model=large), vit, relative_to=str(tmp_path / "base"))
-    size, whole = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("d", "base"))
-    print(f"384: {size:,} of {whole:,} bytes, {size / whole:.2%}; of its own whole file {saved.share:.2%}")
-    assert size / whole < 0.345
+    size, base_size = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("d", "base"))
+    print(f"384: {size:,} of {base_size:,} bytes, {size / base_size:.2%}; of its own whole file {saved.share:.2%}")
+    assert size / base_size < 0.345
     assert saved.share < 0.345
     # At 224 there are fewer positions. With the head and the positions of the base, only attention is left.
     sizes = {name: tensor.nbytes for name, tensor in vit.state_dict().items() if is_tuned(name)}
     fewer = sizes["positions.table"] * (1 - 14**2 / 24**2)
     attention = sum(size for name, size in sizes.items() if ".attn" in name)
-    print(f"224: {(size - fewer) / whole:.2%}; attention alone {attention / whole:.2%}")
-    assert (size - fewer) / whole < 0.340
-    assert attention / whole < 0.330
+    print(f"224: {(size - fewer) / base_size:.2%}; attention alone {attention / base_size:.2%}")
+    assert (size - fewer) / base_size < 0.340
+    assert attention / base_size < 0.330
 
 
 # ---- chains, and changed or missing bases ----------------------------------------------------------------------------
@@ -323,8 +323,8 @@ def test_deltas_of_one_base_share_its_tensors_and_give_the_same_outputs(tmp_path
     save(tmp_path / "d3", third, tmp_path / "base")
     places = [str(tmp_path / name) for name in ("d1", "d2", "d3")]
     loaded = [network.vit for network in load_deltas(str(tmp_path / "base"), places)]
-    for vit, alone, place in zip(loaded, (first, second, third), places, strict=True):
-        assert is_same(vit, alone)
+    for vit, expected, place in zip(loaded, (first, second, third), places, strict=True):
+        assert is_same(vit, expected)
         assert torch.equal(answer(vit), answer(load_model(place).vit))
         assert not any(parameter.requires_grad for parameter in vit.parameters())
     places = [{name: tensor.untyped_storage().data_ptr() for name, tensor in v.state_dict().items()} for v in loaded]

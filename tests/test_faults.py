@@ -61,7 +61,7 @@ with Tracker(TrackedRun(sys.argv[1], "visit", "vitray"), {}, {}, "") as tracker:
     print(tracker.flush(10))
 """
 # Tries to read and delete the owner's runs as a second, registered user.
-OTHER = """
+SECOND_USER = """
 import os, sys
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -198,7 +198,7 @@ class Training(NamedTuple):
         """The log so far."""
         return self.log.read_text()
 
-    def finish(self, whole: dict[str, Any], faults: dict[str, float] | None = None, *, exact: bool = True) -> None:
+    def finish(self, expected: dict[str, Any], faults: dict[str, float] | None = None, *, exact: bool = True) -> None:
         """Compare the finished run with the undisturbed one, and print how long each fault stopped it."""
         assert self.process.wait(600) == 0, self.output
         record = self.cluster.record(self.name)
@@ -207,10 +207,10 @@ class Training(NamedTuple):
         assert [step for step, _, _ in points] == list(range(1, STEPS + 1))
         share = 0 if exact else 1e-2
         assert [loss for _, _, loss in points] == pytest.approx(
-            [loss for *_, loss in sorted(whole["points"])], rel=share
+            [loss for *_, loss in sorted(expected["points"])], rel=share
         )
         for key in ("val/loss", "val/top1"):
-            assert record["metrics"][key] == pytest.approx(whole["metrics"][key], rel=share, abs=0)
+            assert record["metrics"][key] == pytest.approx(expected["metrics"][key], rel=share, abs=0)
         times, resumed = sorted(at / 1000 for _, at, _ in points), self.output.count("resumed at step")
         print(f"{self.name}: no step for {longest_between(times):.1f} s; resumed {resumed} times")
         for (fault, since), (_, before) in itertools.pairwise([*(faults or {}).items(), ("the end", 1e10)]):
@@ -290,7 +290,7 @@ def undisturbed(cluster) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def whole(cluster) -> Iterator[None]:
+def restore_nodes(cluster) -> Iterator[None]:
     """Restore the original nodes after a fault."""
     yield
     hosts = cluster.site.hosts
@@ -372,9 +372,9 @@ def test_training_continues_on_the_remaining_nodes(cluster, undisturbed):
     cluster.start(cluster.site.add("spare", 4))
     run, faults = cluster.train("lost", "1..2"), {}
     run.await_checkpoint(40)
-    working = run.worker_hosts()
+    worker_hosts = run.worker_hosts()
     (idle,) = (
-        host for name, host in cluster.site.hosts.items() if name not in ("head", "store") and host not in working
+        host for name, host in cluster.site.hosts.items() if name not in ("head", "store") and host not in worker_hosts
     )
     faults["a node without a worker"] = time.time()
     cluster.site.cut(idle.name)
@@ -382,8 +382,8 @@ def test_training_continues_on_the_remaining_nodes(cluster, undisturbed):
     run.await_checkpoint(200)
     assert "resumed at step" not in run.output
     faults["a node with a worker"] = time.time()
-    cluster.site.cut(working[1].name)
-    working[1].end()
+    cluster.site.cut(worker_hosts[1].name)
+    worker_hosts[1].end()
     run.finish(undisturbed, faults, exact=False)
     assert run.output.count("resumed at step") == 1
 
@@ -445,11 +445,11 @@ def test_a_node_that_gloo_cannot_reach_is_named(cluster):
 
 def test_mlflow_rejects_unknown_users(cluster, undisturbed):
     nobody = {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}
-    for uid, visitor in (("nobody", nobody), ("stranger", {"MLFLOW_TRACKING_PASSWORD": "not the password"})):
-        output = cluster.head.call([PYTHON, "-c", VISIT, uid], visitor)
+    for uid, environment in (("nobody", nobody), ("stranger", {"MLFLOW_TRACKING_PASSWORD": "not the password"})):
+        output = cluster.head.call([PYTHON, "-c", VISIT, uid], environment)
         assert "401" in output
         assert "not authenticated" in output
-    output = cluster.head.call([PYTHON, "-c", OTHER])
+    output = cluster.head.call([PYTHON, "-c", SECOND_USER])
     assert "seen" not in output
     assert output.count("403") == 3
     assert "runs 0" in output

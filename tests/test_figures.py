@@ -97,7 +97,7 @@ def test_equal_input_draws_equal_bytes(name):
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def raw_figures(monkeypatch):
     """Make the functions return the figure itself."""
     monkeypatch.setattr(figures, "to_png", lambda figure: figure)
 
@@ -106,7 +106,7 @@ def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
-def test_rows_of_the_matrix_are_shares_of_the_true_class(drawn):
+def test_rows_of_the_matrix_are_shares_of_the_true_class(raw_figures):
     figure = draw_confusion(np.array([[3, 1], [0, 0]]), ["cat", "dog"])
     [shares] = figure.axes[0].findobj(AxesImage)
     assert shares.get_array().tolist() == [[0.75, 0.25], [0, 0]]
@@ -114,20 +114,20 @@ def test_rows_of_the_matrix_are_shares_of_the_true_class(drawn):
     assert figure.findobj(QuadMesh)  # the scale
 
 
-@pytest.mark.parametrize(("number", "counted"), [(20, True), (21, False)])
-def test_cells_show_counts_only_while_they_are_readable(drawn, number, counted):
+@pytest.mark.parametrize(("number", "readable"), [(20, True), (21, False)])
+def test_cells_show_counts_only_while_they_are_readable(raw_figures, number, readable):
     figure = draw_confusion(7 * np.eye(number, dtype=int), [f"class {label}" for label in range(number)])
-    assert texts(figure).count("7") == (number if counted else 0)
+    assert texts(figure).count("7") == (number if readable else 0)
     assert f"class {number - 1}" in texts(figure)
 
 
-def test_many_classes_show_the_most_confused_pairs(drawn):
+def test_many_classes_show_the_most_confused_pairs(raw_figures):
     counts_KK = 10 * np.eye(100, dtype=int)
     counts_KK[3, 4], counts_KK[4, 3], counts_KK[90, 1], counts_KK[5, 6] = 7, 2, 9, 2
     figure = draw_confusion(counts_KK, [f"class {label}" for label in range(100)])
     [axis] = figure.axes
-    listed = [label.get_text() for label in axis.get_yticklabels()]
-    assert listed == [f"class {true} → class {taken}" for true, taken in [(90, 1), (3, 4), (4, 3), (5, 6)]]
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == [f"class {true} → class {predicted}" for true, predicted in [(90, 1), (3, 4), (4, 3), (5, 6)]]
     assert [bar.get_width() for bar in axis.patches] == [9, 7, 2, 2]
     assert "9 of 19" in texts(figure)
 
@@ -137,17 +137,17 @@ def test_counts_must_fit_the_classes():
         draw_confusion(np.zeros((2, 3)), ["a", "b"])
 
 
-def test_the_most_confident_mistakes_come_first(drawn):
-    some = [mistake._replace(key=str(place)) for place, mistake in enumerate(mistakes(30))]
-    figure = draw_mistakes(some)
-    ranked = sorted(some, key=lambda mistake: -mistake.probability)[: figures.MOST_MISTAKES]
+def test_the_most_confident_mistakes_come_first(raw_figures):
+    numbered = [mistake._replace(key=str(place)) for place, mistake in enumerate(mistakes(30))]
+    figure = draw_mistakes(numbered)
+    ranked = sorted(numbered, key=lambda mistake: -mistake.probability)[: figures.MOST_MISTAKES]
     assert [axis.texts[2].get_text() for axis in figure.axes] == [mistake.key for mistake in ranked]
     assert "24 of 30 mistakes, most confident first" in texts(figure)
-    shown = [np.asarray(axis.images[0].get_array()) for axis in figure.axes]
-    assert all((image == mistake.image).all() for image, mistake in zip(shown, ranked, strict=True))
+    images = [np.asarray(axis.images[0].get_array()) for axis in figure.axes]
+    assert all((image == mistake.image).all() for image, mistake in zip(images, ranked, strict=True))
 
 
-def test_curves_show_recorded_metrics_and_count_non_finite_values(drawn):
+def test_curves_show_recorded_metrics_and_count_non_finite_values(raw_figures):
     recorded = {"train/loss": [(2, float("inf")), (1, 3.0), (3, 2.0)], "val/top1": [(3, 0.5)], "val/other": [(1, 1.0)]}
     figure = draw_curves(recorded)
     assert [axis.get_title("left") for axis in figure.axes] == ["loss", "top1"]
@@ -157,7 +157,7 @@ def test_curves_show_recorded_metrics_and_count_non_finite_values(drawn):
     assert figure.axes[0].get_title("right") == "last 2 at 3, 1 not finite"
 
 
-def test_many_points_get_a_running_mean(drawn):
+def test_many_points_get_a_running_mean(raw_figures):
     values = np.random.default_rng(0).random(500)
     figure = draw_curves({"train/loss": list(enumerate(values))})
     mean, raw = figure.axes[0].lines

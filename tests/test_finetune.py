@@ -72,8 +72,8 @@ def test_omitted_settings_come_from_the_weights(place):
     assert run.data.normalise.mean == (0.4, 0.5, 0.6)
     assert make_plan(recipe(place, "model.image_size=48", "model.drop_path=0.1")).run.model.drop_path == 0.1
     assert make_plan(recipe(place, "data.normalise.mean=[0.5, 0.5, 0.5]")).run.data.normalise.mean == (0.5, 0.5, 0.5)
-    again = make_plan(run).run
-    assert again == run
+    planned_again = make_plan(run).run
+    assert planned_again == run
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_other_classes_get_a_new_head_and_the_same_keep_theirs(place, tmp_path):
 
 
 def test_a_fine_tuning_changes_only_its_parts_and_ends_as_a_delta(place, tuned):
-    base, ended = load_model(str(place / "base")).vit, load_model(tuned.model).vit
-    assert ended.model.image_size == 48
-    for name, tensor in ended.state_dict().items():
+    base, fine_tuned = load_model(str(place / "base")).vit, load_model(tuned.model).vit
+    assert fine_tuned.model.image_size == 48
+    for name, tensor in fine_tuned.state_dict().items():
         before = base.state_dict()[name]
         if before.shape != tensor.shape:
             assert name == "positions.table"

@@ -117,10 +117,10 @@ def test_a_mode_trains_only_its_parts(mode, also):
     task = tuned(mode, also=also)
     before = {name: tensor.clone() for name, tensor in task.vit.state_dict().items()}
     train_steps(task)
-    moved = {name for name, tensor in task.vit.state_dict().items() if not torch.equal(tensor, before[name])}
-    named = {*TRAINED[mode], *also}
+    changed = {name for name, tensor in task.vit.state_dict().items() if not torch.equal(tensor, before[name])}
+    trained_parts = {*TRAINED[mode], *also}
     # Running statistics change with their stem.
-    assert moved == {name for name in before if part_of(name) in named}
+    assert changed == {name for name in before if part_of(name) in trained_parts}
 
 
 def test_first_branch_trains_one_attention_of_two_like_deit():
@@ -180,8 +180,8 @@ def test_frozen_batch_norms_keep_their_statistics(also):
     task.vit.train()
     assert task.vit.blocks[0].training
     task.train()(images(), TARGETS).backward()
-    same = all(torch.equal(buffer, before[name]) for name, buffer in statistics(task).items())
-    assert same == (also == ())
+    unchanged = all(torch.equal(buffer, before[name]) for name, buffer in statistics(task).items())
+    assert unchanged == (also == ())
 
 
 def test_a_frozen_stem_stays_in_evaluation_mode():

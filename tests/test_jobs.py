@@ -136,7 +136,7 @@ def test_addresses_are_sent_and_secrets_are_not(clean):
 
 def test_no_sent_variable_is_named_like_a_secret():
     assert not [
-        name for name in SENT_VARIABLES for word in ("KEY", "SECRET", "TOKEN", "PASS", "USER", "CRED") if word in name
+        name for name in SENT_VARIABLES for part in ("KEY", "SECRET", "TOKEN", "PASS", "USER", "CRED") if part in name
     ]
 
 
@@ -172,15 +172,15 @@ def test_invalid_jobs_are_rejected_before_anything_is_sent(clean, capsys, args, 
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("address", "message"),
     [
         ("10.0.0.1:6379", "RAY_ADDRESS: got 10.0.0.1:6379; wanted the cluster's dashboard"),
         ("http://me:canary@10.0.0.1:8265", "RAY_ADDRESS: has a password in it"),
         ("http://127.0.0.1:1", "RAY_ADDRESS: http://127.0.0.1:1: cannot be reached"),
     ],
 )
-def test_an_unreachable_cluster_is_reported(clean, capsys, where, message):
-    clean.setenv("RAY_ADDRESS", where)
+def test_an_unreachable_cluster_is_reported(clean, capsys, address, message):
+    clean.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
     assert main(["jobs"]) == 2
     assert time.monotonic() - began < 6
@@ -198,11 +198,11 @@ def test_a_dry_run_lists_the_package_and_the_command(clean, capsys):
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "wanted"),
+    ("status", "code", "expected"),
     [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", -9, 137), ("FAILED", None, 1), ("STOPPED", None, 143)],
 )
-def test_a_followed_job_sets_the_exit_status(status, code, wanted):
-    assert jobs.exit_status(jobs.ClusterJob("a", status, "x", 0, 1, code)) == wanted
+def test_a_followed_job_sets_the_exit_status(status, code, expected):
+    assert jobs.exit_status(jobs.ClusterJob("a", status, "x", 0, 1, code)) == expected
 
 
 # ---- inside a job ----------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def head(tmp_path_factory):
     """A head with a dashboard and a token, and the environment of a user who has the token."""
     base_dir = tmp_path_factory.mktemp("cluster")
     (base_dir / "token").write_text("a-token-of-this-test-alone-0123456789")
-    short = tempfile.mkdtemp(prefix="vj", dir="/tmp")  # longer paths exceed the limit of sockets
+    temp_dir = tempfile.mkdtemp(prefix="vj", dir="/tmp")  # longer paths exceed the limit of sockets
     names = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
     ports = {name: free_port() for name in names}
     settings = [f"--{name}={port}" for name, port in ports.items()]
@@ -285,22 +285,22 @@ def head(tmp_path_factory):
         "VITRAY_HOME": str(base_dir / "home"),
     }
     args = ["start", "--head", "--block", "--num-cpus=3", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-    args += [*settings, f"--temp-dir={short}", "--object-store-memory=200000000"]
+    args += [*settings, f"--temp-dir={temp_dir}", "--object-store-memory=200000000"]
     ray = str(Path(sys.executable).with_name("ray"))
     with (base_dir / "log").open("w") as log:
         process = subprocess.Popen([ray, *args], env=environment, stdout=log, stderr=log)
     try:
         for _ in range(1800):
             assert process.poll() is None, (base_dir / "log").read_text()
-            with socket.socket() as knock:
-                if knock.connect_ex(("127.0.0.1", ports["dashboard-port"])) == 0:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", ports["dashboard-port"])) == 0:
                     break
             time.sleep(0.1)
         yield base_dir, environment | {"RAY_ADDRESS": f"http://127.0.0.1:{ports['dashboard-port']}"}
     finally:
         process.terminate()
         process.wait(60)
-        shutil.rmtree(short, ignore_errors=True)
+        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def vitray(environment, *args, command=("-m", "pipelines")):
@@ -322,8 +322,8 @@ def runs_of(base_dir, name):
 
 
 def status_of(base_dir, name):
-    (found,) = runs_of(base_dir, name)
-    return found.info.status
+    (run,) = runs_of(base_dir, name)
+    return run.info.status
 
 
 @pytest.mark.ray
@@ -342,13 +342,13 @@ def test_jobs_run_and_stopped_ones_are_killed(head):
     assert logged[0]["url"] == str(base_dir / "demo")
 
     # `ray job submit` works too, and rejects results in the job's own folder.
-    plain = ["job", "submit", "--working-dir", ".", "--", "python", "-m", "pipelines.train", *settings_of(base_dir)]
-    plain += ["optim.duration=4 steps", "--name", "whole", "--json"]
+    submit = ["job", "submit", "--working-dir", ".", "--", "python", "-m", "pipelines.train", *settings_of(base_dir)]
+    submit += ["optim.duration=4 steps", "--name", "whole", "--json"]
     ray = ("-m", "ray.scripts.scripts")
-    refused = vitray(environment, *plain, command=ray)
-    assert refused.returncode != 0
-    assert "runs/whole: lies in the folder of this job" in refused.stdout + refused.stderr
-    done = vitray(environment, *plain, "--out", str(base_dir / "runs"), command=ray)
+    rejected = vitray(environment, *submit, command=ray)
+    assert rejected.returncode != 0
+    assert "runs/whole: lies in the folder of this job" in rejected.stdout + rejected.stderr
+    done = vitray(environment, *submit, "--out", str(base_dir / "runs"), command=ray)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
     assert (outcome["steps"], outcome["state"]) == (4, "finished")
@@ -371,10 +371,10 @@ def test_jobs_run_and_stopped_ones_are_killed(head):
     assert status_of(base_dir, "stopped") == "KILLED"
     assert vitray(environment, "stop", name).stdout == f"{name}: STOPPED\n"
 
-    everything = vitray(environment, "list", "--log-style=record", command=(*ray, "job")).stdout
-    assert name in everything
-    assert "RAY_JOB_STOP_WAIT_TIME_S" in everything
-    assert "canary" not in everything + vitray(environment, "jobs", name).stdout
+    all_jobs = vitray(environment, "list", "--log-style=record", command=(*ray, "job")).stdout
+    assert name in all_jobs
+    assert "RAY_JOB_STOP_WAIT_TIME_S" in all_jobs
+    assert "canary" not in all_jobs + vitray(environment, "jobs", name).stdout
 
     unknown = vitray(environment, "stop", f"{name}x")
     assert unknown.returncode == 2

@@ -61,12 +61,12 @@ LIGHT = (
 
 def modules(root: Path) -> dict[str, ast.Module]:
     """{dotted name: syntax tree} of our source under `root`."""
-    found = {}
+    trees = {}
     for folder in ("vitray", "pipelines"):
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text(), str(path))
-    return found
+            trees[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text(), str(path))
+    return trees
 
 
 def imports(tree: ast.Module, ours: Collection[str] = ()) -> set[str]:
@@ -121,11 +121,11 @@ def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
     return [[module, *sorted(targets & set(graph))] for module, targets in graph.items()]
 
 
-def door_faults(found: dict[str, ast.Module]) -> list[str]:
+def door_faults(trees: dict[str, ast.Module]) -> list[str]:
     """Imports of a platform outside its doors."""
     return [
         f"{module} imports {target}: {platform} enters only through {', '.join(sorted(doors)) or 'no module yet'}"
-        for module, tree in found.items()
+        for module, tree in trees.items()
         for target in imports(tree)
         for platform, doors in DOORS.items()
         if (target == platform or target.startswith(f"{platform}."))
@@ -166,13 +166,13 @@ def test_light_modules_load_nothing_heavy(module):
     ],
 )
 def test_a_planted_violation_is_found(planted, fault):
-    found = modules(ROOT) | {"vitray.models.blocks": ast.parse(planted)}
-    assert any(line.startswith(fault) for line in layer_faults(found) + door_faults(found))
+    trees = modules(ROOT) | {"vitray.models.blocks": ast.parse(planted)}
+    assert any(line.startswith(fault) for line in layer_faults(trees) + door_faults(trees))
 
 
 def test_names_may_not_import_config():
-    found = modules(ROOT) | {"vitray.config.model_names": ast.parse("import vitray.config")}
-    assert circles(found)
+    trees = modules(ROOT) | {"vitray.config.model_names": ast.parse("import vitray.config")}
+    assert circles(trees)
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,14 @@ def same(one, other):
 
 
 @pytest.fixture(scope="module")
-def whole(place):
+def undisturbed(place):
     """An undisturbed run."""
     outcome = train(recipe(place), "whole", str(place / "runs"))
     return outcome, weights(outcome.home), losses(outcome.mlflow_run)
 
 
-def test_a_run_ends_with_its_model_and_its_metrics(place, whole):
-    outcome, _, by_step = whole
+def test_a_run_ends_with_its_model_and_its_metrics(place, undisturbed):
+    outcome, _, by_step = undisturbed
     assert outcome.steps == 20
     assert list(by_step) == list(range(1, 21))
     assert checkpoints.complete_steps(outcome.home) == [6, 12, 18, 20]
@@ -125,21 +125,21 @@ def test_a_run_ends_with_its_model_and_its_metrics(place, whole):
     assert load_model(outcome.model).vit.model.name == "vit_u2x2_8"
 
 
-def test_a_finished_run_is_not_trained_again(place, whole, capsys):
-    assert train(recipe(place), "whole", str(place / "runs")) == whole[0]
+def test_a_finished_run_is_not_trained_again(place, undisturbed, capsys):
+    assert train(recipe(place), "whole", str(place / "runs")) == undisturbed[0]
     assert "whole is finished" in capsys.readouterr().err
 
 
-def test_the_model_folder_holds_the_averaged_weights(whole):
-    outcome, tensors, _ = whole
+def test_the_model_folder_holds_the_averaged_weights(undisturbed):
+    outcome, tensors, _ = undisturbed
     for name, tensor in load_file(Path(outcome.model) / "model.safetensors").items():
         assert torch.equal(tensor, tensors[f"average.vit.{name}"])
 
 
-def interrupted(place, whole, name, step):
+def interrupted(place, undisturbed, name, step):
     """Return the folder of a run that was interrupted right after the checkpoint of a step."""
     run_dir = place / "runs" / name
-    shutil.copytree(whole[0].home, run_dir)
+    shutil.copytree(undisturbed[0].home, run_dir)
     shutil.rmtree(run_dir / "model")
     (run_dir / "outcome.json").unlink()
     for saved in checkpoints.complete_steps(str(run_dir)):
@@ -148,20 +148,20 @@ def interrupted(place, whole, name, step):
     # A later checkpoint, half-written when the power failed.
     (run_dir / "checkpoints" / "step-00000019").mkdir()
     (run_dir / "checkpoints" / "step-00000019" / "model.safetensors").write_bytes(b"half")
-    (run_dir / "run.json").write_text((run_dir / "run.json").read_text().replace(whole_uid(run_dir), f"{name:0<32}"))
+    (run_dir / "run.json").write_text((run_dir / "run.json").read_text().replace(uid_of(run_dir), f"{name:0<32}"))
     return run_dir
 
 
-def whole_uid(run_dir):
+def uid_of(run_dir):
     return json.loads((run_dir / "run.json").read_text())["uid"]
 
 
-def test_a_resumed_run_is_bit_equal(place, whole):
-    interrupted(place, whole, "resumed", 6)
+def test_a_resumed_run_is_bit_equal(place, undisturbed):
+    interrupted(place, undisturbed, "resumed", 6)
     outcome = train(recipe(place), "resumed", str(place / "runs"))
-    assert same(weights(outcome.home), whole[1])
+    assert same(weights(outcome.home), undisturbed[1])
     # For MLflow this is a new run, which gets the records of the checkpoint again: here, all of them.
-    assert losses(outcome.mlflow_run) == whole[2]
+    assert losses(outcome.mlflow_run) == undisturbed[2]
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_another_number_of_workers_agrees_up_to_rounding(place):
     assert losses(outcome.mlflow_run) == pytest.approx(results[1][0], rel=1e-5)
 
 
-def test_a_killed_worker_changes_nothing(place, whole):
+def test_a_killed_worker_changes_nothing(place, undisturbed):
     killed = []
 
     def kill(run_dir):
@@ -196,8 +196,8 @@ def test_a_killed_worker_changes_nothing(place, whole):
     threading.Thread(target=kill, args=(place / "runs" / "killed",), daemon=True).start()
     outcome = train(recipe(place), "killed", str(place / "runs"))
     assert killed
-    assert same(weights(outcome.home), whole[1])
-    assert losses(outcome.mlflow_run) == whole[2]
+    assert same(weights(outcome.home), undisturbed[1])
+    assert losses(outcome.mlflow_run) == undisturbed[2]
 
 
 def scores(run_id, key):
@@ -206,19 +206,19 @@ def scores(run_id, key):
 
 
 @pytest.mark.slow
-def test_separate_evaluations_agree_and_survive_an_interruption(place, whole):
-    run_dir = interrupted(place, whole, "apart", 6)
+def test_separate_evaluations_agree_and_survive_an_interruption(place, undisturbed):
+    run_dir = interrupted(place, undisturbed, "apart", 6)
     saved = Path(checkpoints.folder_of(str(run_dir), 6)) / "checkpoint.json"
     content = json.loads(saved.read_text())
     content["state"]["train_state"]["pending"] = [6]  # an evaluation was running when the power failed
     saved.write_text(json.dumps(content))
     outcome = train(recipe(place, "evaluate.where=cpu", "compute.cpus=0.5"), "apart", str(place / "runs"))
-    assert same(weights(outcome.home), whole[1])
+    assert same(weights(outcome.home), undisturbed[1])
     for key in ("val/top1", "val/top5", "val/top1_ema", "val/loss"):
-        separate, expected = scores(outcome.mlflow_run, key), scores(whole[0].mlflow_run, key)
+        separate, expected = scores(outcome.mlflow_run, key), scores(undisturbed[0].mlflow_run, key)
         assert separate.keys() == {6, 10, 20}
         assert {step: separate[step] for step in expected} == pytest.approx(expected, rel=1e-5)
-    assert outcome.val_top1 == whole[0].val_top1
+    assert outcome.val_top1 == undisturbed[0].val_top1
 
 
 def is_worker(process):
@@ -232,7 +232,7 @@ def is_worker(process):
     ("name", "number", "status"),
     [("interrupted", signal.SIGINT, 130), ("shot", signal.SIGKILL, -9)],  # SIGTERM: test_jobs, test_sweep
 )
-def test_a_run_whose_driver_was_stopped_resumes(place, whole, ray_cluster, name, number, status):
+def test_a_run_whose_driver_was_stopped_resumes(place, undisturbed, ray_cluster, name, number, status):
     run = recipe(place, "evaluate.every=2 steps")  # slow enough to be stopped
     (place / f"{name}.yaml").write_text(run.to_yaml())
     command = [sys.executable, "-m", "pipelines.train", str(place / f"{name}.yaml"), "--name", name]
@@ -252,17 +252,17 @@ def test_a_run_whose_driver_was_stopped_resumes(place, whole, ray_cluster, name,
     assert steps[-1] < 20
     assert number == signal.SIGKILL or f"step {steps[-1]} is saved" in log
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    found = client.search_runs(["1"], f"attributes.run_name = '{name}'")
-    assert [each.info.status for each in found] == ["RUNNING" if number == signal.SIGKILL else "KILLED"]
+    runs = client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    assert [each.info.status for each in runs] == ["RUNNING" if number == signal.SIGKILL else "KILLED"]
     outcome = train(run, name, str(place / "runs"))
-    assert same(weights(outcome.home), whole[1])
-    assert losses(outcome.mlflow_run) == whole[2]
-    if found:
-        assert outcome.mlflow_run == found[0].info.run_id
+    assert same(weights(outcome.home), undisturbed[1])
+    assert losses(outcome.mlflow_run) == undisturbed[2]
+    if runs:
+        assert outcome.mlflow_run == runs[0].info.run_id
 
 
 @pytest.mark.slow
-def test_a_local_run_survives_the_loss_of_a_worker(place, whole):
+def test_a_local_run_survives_the_loss_of_a_worker(place, undisturbed):
     run, run_dir = recipe(place, "evaluate.every=2 steps"), place / "runs" / "alone"
     (place / "alone.yaml").write_text(run.to_yaml())
     command = [sys.executable, "-m", "pipelines.train", str(place / "alone.yaml"), "--out", str(place / "runs")]
@@ -276,8 +276,8 @@ def test_a_local_run_survives_the_loss_of_a_worker(place, whole):
     assert driver.wait() == 0, (place / "alone.txt").read_text()
     assert "resumed at step" in (place / "alone.txt").read_text()
     outcome = train(run, "alone", str(place / "runs"))  # finished already
-    assert same(weights(outcome.home), whole[1])
-    assert losses(outcome.mlflow_run) == whole[2]
+    assert same(weights(outcome.home), undisturbed[1])
+    assert losses(outcome.mlflow_run) == undisturbed[2]
 
 
 def test_the_mailbox_imports_nothing_heavy(ray_cluster):
@@ -285,7 +285,7 @@ def test_the_mailbox_imports_nothing_heavy(ray_cluster):
     DriverClient(mailbox, is_reporter=True).evaluation(Score(3, 0.5, confusion=np.eye(2), mistakes=[mistake]))
     (evaluation,) = ray.get(mailbox.take.remote())
     assert np.array_equal(evaluation.confusion, np.eye(2))
-    assert [Mistake(*sent) for sent in evaluation.mistakes] == [mistake]
+    assert [Mistake(*values) for values in evaluation.mistakes] == [mistake]
     loaded = ray.get(mailbox.__ray_call__.remote(lambda _: set(sys.modules)))
     assert "numpy" in loaded
     assert not {"torch", "vitray.evaluation.scores"} & loaded
@@ -298,7 +298,7 @@ def test_a_run_too_large_for_the_cluster_is_refused_at_once(place):
         train(recipe(place, "evaluate.where=cpu", "compute.cpus=1"), "large", str(place / "runs"))
 
 
-def test_the_same_name_for_another_experiment_is_refused(place, whole):
+def test_the_same_name_for_another_experiment_is_refused(place, undisturbed):
     with pytest.raises(ConfigError) as error:
         train(recipe(place, "optim.lr=0.5"), "whole", str(place / "runs"))
     assert "optim.lr: 0.001 -> 0.5" in str(error.value)
@@ -310,17 +310,17 @@ def test_compilation_bf16_and_recomputation_learn_the_same(place):
     steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
     plain = train(recipe(place, *steady), "plain", str(place / "runs"))
     for recompute in ("feedforward", "blocks"):
-        how = ["compute.compile=true", "compute.precision=bf16", f"compute.recompute={recompute}"]
-        outcome = train(recipe(place, *steady, *how), f"compiled-{recompute}", str(place / "runs"))
+        options = ["compute.compile=true", "compute.precision=bf16", f"compute.recompute={recompute}"]
+        outcome = train(recipe(place, *steady, *options), f"compiled-{recompute}", str(place / "runs"))
         assert losses(outcome.mlflow_run) == pytest.approx(losses(plain.mlflow_run), rel=0.02)
         names = {name for name in weights(outcome.home) if name.startswith("model.")}
         assert names == {name for name in weights(plain.home) if name.startswith("model.")}  # no wrapper's names
 
 
 @pytest.mark.slow
-def test_a_run_lives_on_s3_as_on_a_path(place, whole, s3_server):
+def test_a_run_lives_on_s3_as_on_a_path(place, undisturbed, s3_server):
     outcome = train(recipe(place), "remote", "s3://bucket/runs")
-    assert same(weights(outcome.home), whole[1])
+    assert same(weights(outcome.home), undisturbed[1])
     assert load_model("s3://bucket/runs/remote/model").vit.model.name == "vit_u2x2_8"
     assert {path.name for path in (s3_server / "bucket/runs/remote").iterdir()} == {
         "checkpoints",
@@ -332,7 +332,7 @@ def test_a_run_lives_on_s3_as_on_a_path(place, whole, s3_server):
 
 
 @pytest.mark.slow
-def test_a_fork_starts_from_the_last_weights(place, whole):
+def test_a_fork_starts_from_the_last_weights(place, undisturbed):
     run = recipe(
         place,
         "optim.lr=1e-30",
@@ -342,10 +342,10 @@ def test_a_fork_starts_from_the_last_weights(place, whole):
         "optim.warmup=0 steps",
     )
     outcome = train(run, "forked", str(place / "runs"), fork="whole")
-    ended = weights(outcome.home)
+    forked = weights(outcome.home)
     assert all(
-        torch.equal(ended[f"model.{name.removeprefix('average.')}"], tensor)
-        for name, tensor in whole[1].items()
+        torch.equal(forked[f"model.{name.removeprefix('average.')}"], tensor)
+        for name, tensor in undisturbed[1].items()
         if name.startswith("average.")
     )
     tags = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags
@@ -363,7 +363,7 @@ def test_a_rewound_run_skips_the_broken_step(place):
     (logged,) = client.search_runs(["1"], "attributes.run_name = 'rewound'")
     note = re.search(r"at step (\d+), .*; back at step (\d+), step (\d+) is left out", logged.data.tags["vitray.note"])
     assert note, logged.data.tags["vitray.note"]
-    broken, back, left_out = map(int, note.groups())
+    broken, resumed, left_out = map(int, note.groups())
     assert broken == left_out >= 50
-    assert back % 5 == 0
-    assert back < broken
+    assert resumed % 5 == 0
+    assert resumed < broken

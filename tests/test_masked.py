@@ -90,11 +90,11 @@ def through(blocks: nn.ModuleList, tokens: list[Tensor | None]) -> list[Tensor]:
 def predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
     """The prediction of each predicted patch of one image."""
     vit, places, first = module.vit, module.vit.positions.table, int(module.vit.class_token is not None)
-    seen = []
+    tokens = []
     for index in range(PATCHES):
         token = token_of(module, image_CHW, index if source[index] < 0 else source[index])
-        seen.append((module.mask_token if source[index] == HIDDEN else token) + places[index])
-    out = [vit.norm(token) for token in through(vit.blocks, [vit.class_token, *seen])[first:]]
+        tokens.append((module.mask_token if source[index] == HIDDEN else token) + places[index])
+    out = [vit.norm(token) for token in through(vit.blocks, [vit.class_token, *tokens])[first:]]
     return {index: module.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
 
 
@@ -102,13 +102,13 @@ def mae_predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[in
     """The predictions of objective mae, whose encoder sees visible patches only."""
     vit, decoder, first = module.vit, module.decoder, int(module.vit.class_token is not None)
     visible = [index for index in range(PATCHES) if source[index] == VISIBLE]
-    seen = [token_of(module, image_CHW, index) + vit.positions.table[index] for index in visible]
-    embedded = [decoder.embed(vit.norm(token)) for token in through(vit.blocks, [vit.class_token, *seen])]
+    tokens = [token_of(module, image_CHW, index) + vit.positions.table[index] for index in visible]
+    embedded = [decoder.embed(vit.norm(token)) for token in through(vit.blocks, [vit.class_token, *tokens])]
     patches = [module.mask_token] * PATCHES
     for index, token in zip(visible, embedded[first:], strict=True):
         patches[index] = token
-    placed = [token + decoder.positions.table[index] for index, token in enumerate(patches)]
-    out = through(decoder.blocks, [*embedded[:first], *placed])[first:]
+    decoder_tokens = [token + decoder.positions.table[index] for index, token in enumerate(patches)]
+    out = through(decoder.blocks, [*embedded[:first], *decoder_tokens])[first:]
     return {index: decoder.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
 
 
@@ -190,20 +190,20 @@ HF = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "inte
 def their_blocks(prefix: str, blocks: nn.ModuleList) -> dict[str, Tensor]:
     state = {}
     for level, block in enumerate(blocks):
-        here = f"{prefix}.{level}"
+        level_prefix = f"{prefix}.{level}"
         for kind, ours, theirs in (
             ("attn1", "out", "attention.o_proj"),
             ("ffn1", "up", "mlp.fc1"),
             ("ffn1", "down", "mlp.fc2"),
         ):
             for name, tensor in block.get_submodule(f"{kind}.{ours}").named_parameters():
-                state[f"{here}.{theirs}.{name}"] = tensor
+                state[f"{level_prefix}.{theirs}.{name}"] = tensor
         for name, tensor in block.attn1.qkv.named_parameters():
-            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
-                state[f"{here}.attention.{part}_proj.{name}"] = piece
+            for part, chunk in zip("qkv", tensor.chunk(3), strict=True):
+                state[f"{level_prefix}.attention.{part}_proj.{name}"] = chunk
         for kind, theirs in (("attn1", "layernorm_before"), ("ffn1", "layernorm_after")):
             for name, tensor in block.get_submodule(f"{kind}.norm").named_parameters():
-                state[f"{here}.{theirs}.{name}"] = tensor
+                state[f"{level_prefix}.{theirs}.{name}"] = tensor
     return state
 
 
@@ -289,9 +289,9 @@ def test_masking_after_the_stem_equals_masking_before_it(stem):
     before_BND = vit.stem(mask_pixels(images_BCHW, source_BN, PATCH))[0]
     after_BND = vit.stem(images_BCHW)[0]
     for row, source in enumerate(source_BN.tolist()):
-        for index, taken in enumerate(source):
-            expected = after_BND[row, index if taken == VISIBLE else taken]
-            if taken != HIDDEN:
+        for index, origin in enumerate(source):
+            expected = after_BND[row, index if origin == VISIBLE else origin]
+            if origin != HIDDEN:
                 torch.testing.assert_close(before_BND[row, index], expected, rtol=0, atol=1e-5)
     # All masked patches have the same token, so nothing of the hidden pixels leaks.
     masked_MD = before_BND[source_BN == HIDDEN]

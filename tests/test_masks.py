@@ -50,8 +50,8 @@ def masked_grids(draw) -> tuple[Mask, tuple[int, int]]:
 
 
 @given(masked_grids(), st.integers(0, 2**31), st.integers(0, 5))
-def test_as_many_patches_of_every_image_are_predicted(drawn, seed, epoch):
-    mask, grid = drawn
+def test_as_many_patches_of_every_image_are_predicted(masked_grid, seed, epoch):
+    mask, grid = masked_grid
     patches = grid[0] * grid[1]
     source_BN = sources(mask, range(3), grid=grid, seed=seed, epoch=epoch)
     assert source_BN.shape == (3, patches)
@@ -71,13 +71,13 @@ def test_masks_do_not_depend_on_who_draws_them(mask):
 
 @pytest.mark.parametrize("mask", [RandomMask(), BERT, BlockMask()])
 def test_seed_epoch_and_position_each_change_a_mask(mask):
-    drawn = [
+    masks = [
         sources(mask, [position], seed=seed, epoch=epoch)[0].tobytes()
         for seed in (0, 1)
         for epoch in (0, 1, None)
         for position in (0, 1, 1000)
     ]
-    assert len(set(drawn)) == len(drawn)
+    assert len(set(masks)) == len(masks)
 
 
 def test_the_number_is_that_of_the_sources():
@@ -108,17 +108,17 @@ def test_a_tenth_of_predicted_patches_shows_another_patch_and_a_tenth_itself():
         "other": ((source_BN >= 0) & (source_BN != own_BN))[predicted].mean(),
     }
     assert sum(shares.values()) == pytest.approx(1)
-    for name, wanted in {"hidden": 0.8, "kept": 0.1, "other": 0.1}.items():
-        assert abs(shares[name] - wanted) < 5 * math.sqrt(wanted * (1 - wanted) / predicted.sum()), name
+    for name, expected in {"hidden": 0.8, "kept": 0.1, "other": 0.1}.items():
+        assert abs(shares[name] - expected) < 5 * math.sqrt(expected * (1 - expected) / predicted.sum()), name
 
 
 def test_another_patch_is_any_but_itself():
     source_BN = sources(RandomMask(ratio=0.5, other=0.99), range(3000), grid=(2, 2))
     own_BN = np.broadcast_to(np.arange(4), source_BN.shape)
-    taken = source_BN >= 0
+    is_replaced = source_BN >= 0
     assert not (source_BN == own_BN).any()
-    apart = (source_BN - own_BN)[taken] % 4
-    assert np.abs(np.bincount(apart, minlength=4)[1:] / taken.sum() - 1 / 3).max() < 0.03
+    offsets = (source_BN - own_BN)[is_replaced] % 4
+    assert np.abs(np.bincount(offsets, minlength=4)[1:] / is_replaced.sum() - 1 / 3).max() < 0.03
 
 
 # ---- rectangles ------------------------------------------------------------------------------------------------------
@@ -127,12 +127,12 @@ def test_another_patch_is_any_but_itself():
 def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int]:
     """BeiT's masking as one would write it for one image."""
     rows, columns = grid
-    wanted, hidden, used = predicted_patches(mask, rows * columns), set(), 0
-    while len(hidden) < wanted:
-        draws = [(raw >> 11) * 2.0**-53 for raw in raw_draws(key, 4 * (used + 1)).tolist()[4 * used :]]
-        used += 1
+    count, hidden, num_draws = predicted_patches(mask, rows * columns), set(), 0
+    while len(hidden) < count:
+        draws = [(raw >> 11) * 2.0**-53 for raw in raw_draws(key, 4 * (num_draws + 1)).tolist()[4 * num_draws :]]
+        num_draws += 1
         low, high = (math.log(bound) for bound in mask.aspect)
-        area = mask.least + draws[0] * max(wanted - len(hidden) - mask.least, 0)
+        area = mask.least + draws[0] * max(count - len(hidden) - mask.least, 0)
         aspect = math.exp(low + draws[1] * (high - low))
         tall, wide = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if tall > rows or wide > columns:
@@ -142,7 +142,7 @@ def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[i
         )
         for row in range(top, top + tall):
             for column in range(left, left + wide):
-                if len(hidden) < wanted:
+                if len(hidden) < count:
                     hidden.add(row * columns + column)
     return hidden
 
@@ -271,10 +271,10 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "message"), BAD, ids=[overrides for overrides, _ in BAD])
 def test_bad_input_gets_one_message(overrides, message):
-    given = overrides.split()
-    without = [] if any(override.startswith("model.num_classes") for override in given) else [WITHOUT_CLASSES]
+    changes = overrides.split()
+    without = [] if any(override.startswith("model.num_classes") for override in changes) else [WITHOUT_CLASSES]
     with pytest.raises(ConfigError) as error:
-        load_run(None, [*without, "task=masked", *given])
+        load_run(None, [*without, "task=masked", *changes])
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 

@@ -64,9 +64,9 @@ def test_a_sweep_survives_the_loss_of_the_head(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     places = [*(tmp_path / "sweeps" / "parted" / name for name in ("lr=1e-3", "lr=0.01")), tmp_path / "alone"]
-    early, cut, alone = (json.loads((place / "outcome.json").read_text()) for place in places)
-    assert (cut["val_top1"], cut["val_loss"]) == (alone["val_top1"], alone["val_loss"])
+    completed, resumed, undisturbed = (json.loads((place / "outcome.json").read_text()) for place in places)
+    assert (resumed["val_top1"], resumed["val_loss"]) == (undisturbed["val_top1"], undisturbed["val_loss"])
     assert result["finished"] == 2
-    best = max(early, cut, key=lambda run: run["val_top1"])
+    best = max(completed, resumed, key=lambda run: run["val_top1"])
     assert result["best_goal"] == best["val_top1"]
-    assert {"lr=1e-3": early, "lr=0.01": cut}[result["best"]]["val_top1"] == best["val_top1"]
+    assert {"lr=1e-3": completed, "lr=0.01": resumed}[result["best"]]["val_top1"] == best["val_top1"]

@@ -66,12 +66,12 @@ def test_only_matrices_and_kernels_decay():
     names = by_name(Task(layerscale=1e-4), optim(weight_decay=0.3))
     branches = [f"vit.blocks.{block}.{branch}" for block in (0, 1) for branch in ("attn1", "ffn1")]
     layers = {"attn1": ("qkv", "out"), "ffn1": ("up", "down")}
-    still = {"vit.class_token", "vit.positions.table", "vit.stem.proj.0.bias"}
-    still |= {"vit.norm.weight", "vit.norm.bias", "vit.head.bias"}
+    not_decaying = {"vit.class_token", "vit.positions.table", "vit.stem.proj.0.bias"}
+    not_decaying |= {"vit.norm.weight", "vit.norm.bias", "vit.head.bias"}
     for branch in branches:
-        still |= {f"{branch}.scale", f"{branch}.norm.weight", f"{branch}.norm.bias"}
-        still |= {f"{branch}.{layer}.bias" for layer in layers[branch.rpartition(".")[2]]}
-    assert {name for name, (_, decay) in names.items() if decay == 0} == still
+        not_decaying |= {f"{branch}.scale", f"{branch}.norm.weight", f"{branch}.norm.bias"}
+        not_decaying |= {f"{branch}.{layer}.bias" for layer in layers[branch.rpartition(".")[2]]}
+    assert {name for name, (_, decay) in names.items() if decay == 0} == not_decaying
     decaying = {"vit.stem.proj.0.weight", "vit.head.weight"}
     decaying |= {f"{branch}.{layer}.weight" for branch in branches for layer in layers[branch.rpartition(".")[2]]}
     assert {name for name, (_, decay) in names.items() if decay == 0.3} == decaying
@@ -81,8 +81,8 @@ def test_only_matrices_and_kernels_decay():
 def test_only_the_kernels_of_an_hmlp_stem_decay(norm):
     names = by_name(Task(f"vit_u1x2_8_hmlp_{norm}", positions="sincos2d"), optim(weight_decay=0.3))
     stem = {name.removeprefix("vit.stem.proj."): decay for name, (_, decay) in names.items() if ".stem." in name}
-    still = {"0.bias": 0, "1.weight": 0, "1.bias": 0, "3.bias": 0, "4.weight": 0, "4.bias": 0}
-    assert stem == still | {"0.weight": 0.3, "3.weight": 0.3}
+    not_decaying = {"0.bias": 0, "1.weight": 0, "1.bias": 0, "3.bias": 0, "4.weight": 0, "4.bias": 0}
+    assert stem == not_decaying | {"0.weight": 0.3, "3.weight": 0.3}
 
 
 def test_frozen_parameters_are_left_out_and_shared_ones_counted_once():
@@ -235,10 +235,10 @@ DECAYS = [(0.0,) * 4, (0.3,) * 4, (0.3, 0.0, 0.1, 0.3)]
 @pytest.mark.parametrize("decays", DECAYS)
 def test_lamb_equals_timms(decays):
     ours, theirs = weights(), weights()
-    mine = Lamb(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
+    our_lamb = Lamb(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
     reference = timm.optim.Lamb(lamb_groups(theirs, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=None)
     for step in range(6):
-        for optimizer, parameters in ((mine, ours), (reference, theirs)):
+        for optimizer, parameters in ((our_lamb, ours), (reference, theirs)):
             set_learning_rate(optimizer, 0.1 / (1 + step))
             for parameter, gradient in zip(parameters, gradients(step), strict=True):
                 parameter.grad = gradient.clone()
@@ -281,16 +281,16 @@ def test_lamb_does_not_move_if_gradient_and_decay_cancel():
 
 
 def test_lamb_scales_each_tensor_of_a_group_separately():
-    apart, together = weights(), weights()
-    one_each = Lamb(lamb_groups(apart, (0.3,) * 4), lr=0.1)
-    one = Lamb([{"params": together, "weight_decay": 0.3}], lr=0.1)
-    for optimizer, parameters in ((one_each, apart), (one, together)):
+    separate, grouped = weights(), weights()
+    one_each = Lamb(lamb_groups(separate, (0.3,) * 4), lr=0.1)
+    one = Lamb([{"params": grouped, "weight_decay": 0.3}], lr=0.1)
+    for optimizer, parameters in ((one_each, separate), (one, grouped)):
         for parameter, gradient in zip(parameters, gradients(0), strict=True):
             parameter.grad = gradient.clone()
         parameters[1].grad = None
         optimizer.step()
-    assert torch.equal(together[1], weights()[1])
-    for left, right in zip(apart, together, strict=True):
+    assert torch.equal(grouped[1], weights()[1])
+    for left, right in zip(separate, grouped, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-14, atol=0)
 
 
@@ -327,7 +327,7 @@ def test_a_step_never_waits_for_the_device():
 # ---- moving average --------------------------------------------------------------------------------------------------
 
 
-def shaken(module: nn.Module, seed: int) -> None:
+def perturb(module: nn.Module, seed: int) -> None:
     """Change weights and batch statistics, like a step."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -348,7 +348,7 @@ def test_the_average_equals_the_explicit_sum(warmup):
     average = Average(task, Ema(decay=0.7, warmup=warmup))
     slow = {name: tensor.double() for name, tensor in task.state_dict().items()}
     for step in range(6):
-        shaken(task, step)
+        perturb(task, step)
         average.update(step)
         decay = min(0.7, (1 + step) / (10 + step)) if warmup else 0.7
         for name, tensor in task.state_dict().items():
@@ -368,7 +368,7 @@ def test_the_average_equals_timms():
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average, reference = Average(task, Ema(decay=0.9, warmup=False)), ModelEmaV3(task, decay=0.9)
     for step in range(4):
-        shaken(task, step)
+        perturb(task, step)
         average.update(step)
         reference.update(task)
     for name, tensor in reference.module.state_dict().items():
@@ -379,7 +379,7 @@ def test_the_average_equals_timms():
 def test_the_average_is_applied_and_removed_bit_by_bit(execution):
     task = Task("vit_u1x2_8_hmlp_bn", execution=execution, layerscale=0.1).vit
     average = Average(task, Ema(decay=0.5))
-    shaken(task, 1)
+    perturb(task, 1)
     average.update(100)
     task.eval()
     copy = deepcopy(task)
@@ -427,12 +427,12 @@ def test_the_average_is_kept_in_float32():
 def test_a_resumed_average_continues_exactly():
     task = Task("vit_u1x1_8_hmlp_bn").vit
     average = Average(task, Ema())
-    shaken(task, 0)
+    perturb(task, 0)
     average.update(0)
     other = Average(task, Ema())
     other.load(deepcopy(average.state()))
     for step in (1, 2):
-        shaken(task, step)
+        perturb(task, step)
         average.update(step)
         other.update(step)
     for name, tensor in average.state().items():

@@ -38,7 +38,7 @@ def test_the_plan_follows_from_recipe_and_data(dataset):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("overrides", "phrases"),
     [
         (["data.train=trian"], ["data.train: got 'trian'", "nearest: train"]),
         (["model.num_classes=1000"], ["model.num_classes: got 1000, wanted 10"]),
@@ -50,28 +50,28 @@ def test_the_plan_follows_from_recipe_and_data(dataset):
         (["data.url=nowhere"], ["nowhere: no dataset here"]),
     ],
 )
-def test_a_mismatch_gets_one_message(dataset, overrides, parts):
+def test_a_mismatch_gets_one_message(dataset, overrides, phrases):
     changed = {override.partition("=")[0] for override in overrides}
     base = [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch"]
     settings = [setting for setting in base if setting.partition("=")[0] not in changed]
     with pytest.raises(ConfigError) as error:
         make_plan(load_run(None, [*settings, *overrides]))
     assert len(str(error.value).splitlines()) == 1
-    for part in parts:
-        assert part in str(error.value)
+    for phrase in phrases:
+        assert phrase in str(error.value)
 
 
 @pytest.mark.ray
 def test_a_holdout_is_evaluated_and_not_trained_on(dataset):
     opened = open_dataset(dataset)
-    parts = {share: holdout_mask(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
-    assert not parts[0.0].any()
-    assert (parts[0.1] <= parts[0.4]).all()
-    assert 0 < parts[0.1].sum() < parts[0.4].sum() < 70
+    masks = {share: holdout_mask(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
+    assert not masks[0.0].any()
+    assert (masks[0.1] <= masks[0.4]).all()
+    assert 0 < masks[0.1].sum() < masks[0.4].sum() < 70
     planned = make_plan(run(dataset, "data.development=0.4"))
-    assert (planned.holdout_mask == parts[0.4]).all()
-    assert planned.plan.val_images == parts[0.4].sum()
-    assert planned.plan.images == 100 - parts[0.4].sum()
+    assert (planned.holdout_mask == masks[0.4]).all()
+    assert planned.plan.val_images == masks[0.4].sum()
+    assert planned.plan.images == 100 - masks[0.4].sum()
     assert planned.plan.steps_per_epoch == planned.plan.images // 16
     with pytest.raises(ConfigError, match="holds out none of 100 images"):
         make_plan(run(dataset, "data.development=1e-9"))
@@ -84,9 +84,9 @@ def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
     for path in Path(dataset).iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     shard = next(copy.glob("val-*.parquet"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-7])
-    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(whole) - 7} bytes, wanted {len(whole)} bytes"):
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-7])
+    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(content) - 7} bytes, wanted {len(content)} bytes"):
         make_plan(run(copy))
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}: is missing"):
@@ -117,6 +117,6 @@ def test_unwritable_storage_is_named(tmp_path):
 
 def test_only_settings_that_affect_the_result_make_another_experiment():
     base = load_run(None, ["optim.lr=1e-3"])
-    free = ["compute.workers=4", "data.url=elsewhere", "checkpoint.every=7 steps", "guard.on_nan=rewind"]
-    assert difference(base, load_run(None, free)) == []
+    ignored = ["compute.workers=4", "data.url=elsewhere", "checkpoint.every=7 steps", "guard.on_nan=rewind"]
+    assert difference(base, load_run(None, ignored)) == []
     assert difference(base, load_run(None, ["optim.lr=2e-3", "seed=1"])) == ["seed: 0 -> 1", "optim.lr: 0.001 -> 0.002"]

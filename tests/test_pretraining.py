@@ -85,9 +85,9 @@ def test_a_tokenizer_is_trained_logged_and_saved(place, tokenizer):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_masked_training_on_codes_is_equal_on_any_number_of_workers_and_can_be_fine_tuned(place, tokenizer):
-    whole = train(beit(place), "beit", str(place / "runs"))
-    run_dir = Path(whole.home)
-    last = checkpoints.read_checkpoint(whole.home, 6)
+    outcome = train(beit(place), "beit", str(place / "runs"))
+    run_dir = Path(outcome.home)
+    last = checkpoints.read_checkpoint(outcome.home, 6)
     assert last.state["train_state"]["best_loss"] is not None
 
     train(beit(place, "compute.workers=1"), "alone", str(place / "runs"))
@@ -95,15 +95,15 @@ def test_masked_training_on_codes_is_equal_on_any_number_of_workers_and_can_be_f
     other = load_file(place / "runs" / "alone" / "model" / "model.safetensors")
     # Other masks would change every weight by the learning rate. Adam magnifies the rounding of tiny gradients.
     for name in one:
-        apart = (one[name] - other[name]).abs()
-        assert apart.mean() < 1e-6, name
-        assert apart.max() < 2e-4, name
+        difference = (one[name] - other[name]).abs()
+        assert difference.mean() < 1e-6, name
+        assert difference.max() < 2e-4, name
 
     assert not any(name.startswith("vit.head.") for name in last.parts["model"])
-    assert load_model(whole.model).vit.model.num_classes is None
+    assert load_model(outcome.model).vit.model.num_classes is None
     settings = [setting for setting in SETTINGS if not setting.startswith("model=")]
     tuned = train(
-        load_run(None, [*settings, f"data.url={place / 'demo'}", f"task={{kind: finetune, weights: {whole.model}}}"]),
+        load_run(None, [*settings, f"data.url={place / 'demo'}", f"task={{kind: finetune, weights: {outcome.model}}}"]),
         "tuned",
         str(place / "runs"),
     )
@@ -139,6 +139,6 @@ def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):
 def test_pictures_are_drawn_in_rows():
     pictures = np.random.default_rng(0).normal(size=(3, 4, 3, 32, 48))
     normalise = load_run().data.normalise
-    drawn = draw_pictures(pictures, normalise)
-    assert drawn[:4] == b"\x89PNG"
-    assert drawn != draw_pictures(pictures[:2], normalise)
+    png = draw_pictures(pictures, normalise)
+    assert png[:4] == b"\x89PNG"
+    assert png != draw_pictures(pictures[:2], normalise)

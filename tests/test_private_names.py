@@ -24,17 +24,17 @@ def private_names(source: str) -> set[str]:
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
     own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
-    found = set()
+    private = set()
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
-                found |= {name.name for name in names if is_private_path(name.name)}
+                private |= {name.name for name in names if is_private_path(name.name)}
             case ast.ImportFrom(module=str(module), names=names):
-                found |= {path for name in names if is_private_path(path := f"{module}.{name.name}")}
+                private |= {path for name in names if is_private_path(path := f"{module}.{name.name}")}
             case ast.Attribute(value=value, attr=attr) if attr.startswith("_") and not attr.startswith("__"):
                 if attr not in own | NAMED_TUPLE and not is_self(value):
-                    found.add(attr)
-    return found
+                    private.add(attr)
+    return private
 
 
 def is_self(node: ast.expr) -> bool:

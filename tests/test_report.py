@@ -42,8 +42,8 @@ HOSTILE = "<script>alert(1)</script> $x_{ \"quoted\" & 'single' 猫\n" + "x" * 2
 
 
 def trial(name="a", goal: float | None = 0.5, state="finished", **other) -> TrialResult:
-    rest = {"settings": {}, "reason": None, "curves": {}, "device_seconds": None, "params": None, "gflops": None}
-    return TrialResult(**{"name": name, "state": state, "goal": goal, "command": "vitray train demo", **rest, **other})
+    unset = {"settings": {}, "reason": None, "curves": {}, "device_seconds": None, "params": None, "gflops": None}
+    return TrialResult(**{"name": name, "state": state, "goal": goal, "command": "vitray train demo", **unset, **other})
 
 
 def sweep(trials, **other) -> SweepResult:
@@ -76,9 +76,9 @@ def cell(name, mode, lr, seed, top, state="finished", reason=None) -> TrialResul
 
 def example() -> SweepResult:
     """Four networks with two seeds, the learning rate of the best by mode, one failure and one early stop."""
-    tops = {"vit_u12x1_8": 0.823, "vit_u6x2_8": 0.829, "vit_u24x1_8": 0.842, "vit_u12x2_8": 0.858}
-    trials = [cell(name, "full", 3e-3, 0, top) for name, top in tops.items()]
-    trials += [cell(name, "full", 3e-3, 1, top + 0.002 + 0.001 * ("x2" in name)) for name, top in tops.items()]
+    accuracies = {"vit_u12x1_8": 0.823, "vit_u6x2_8": 0.829, "vit_u24x1_8": 0.842, "vit_u12x2_8": 0.858}
+    trials = [cell(name, "full", 3e-3, 0, top) for name, top in accuracies.items()]
+    trials += [cell(name, "full", 3e-3, 1, top + 0.002 + 0.001 * ("x2" in name)) for name, top in accuracies.items()]
     trials += [cell("vit_u12x2_8", "full", lr, 0, top) for lr, top in ((3e-4, 0.801), (1e-3, 0.836), (1e-2, 0.817))]
     trials += [cell("vit_u12x2_8", "attn", lr, 0, top) for lr, top in ((1e-3, 0.811), (3e-3, 0.839), (1e-2, 0.847))]
     trials += [cell("vit_u12x2_8", "full", 3e-2, 0, 0.6, "failed", "Traceback\n  in worker\nRunError: the loss is nan")]
@@ -603,19 +603,19 @@ def test_the_front_passes_through_its_labelled_points():
 
 
 def test_costs_that_differ_only_by_chance_are_not_drawn():
-    def drawn(**costs):
+    def cost_drawings(**costs):
         """The names of the cost pictures of two trials."""
-        taken = [{cost: both[at] for cost, both in costs.items()} for at in (0, 1)]
-        pair = [trial(str(at), settings={"optim.lr": at}, **each) for at, each in enumerate(taken)]
+        costs_of_trials = [{cost: both[at] for cost, both in costs.items()} for at in (0, 1)]
+        pair = [trial(str(at), settings={"optim.lr": at}, **each) for at, each in enumerate(costs_of_trials)]
         return {drawing.name for drawing in drawings_of(results_of(sweep(pair))).get("cost", [])}
 
-    assert drawn(device_seconds=(100.0, 101.0), peak_memory_bytes=(1e9, 1.04e9)) == set()
-    assert drawn(device_seconds=(100.0, 110.0), peak_memory_bytes=(1e9, 2e9)) == {
+    assert cost_drawings(device_seconds=(100.0, 101.0), peak_memory_bytes=(1e9, 1.04e9)) == set()
+    assert cost_drawings(device_seconds=(100.0, 110.0), peak_memory_bytes=(1e9, 2e9)) == {
         "cost_device_seconds",
         "cost_peak_memory_bytes",
     }
-    assert drawn(latency_ms=(1.0, 3.0), params=(7, 7)) == set()
-    assert drawn(latency_ms=(1.0, 3.0), params=(7, 8)) == {"cost_latency_ms", "cost_params"}
+    assert cost_drawings(latency_ms=(1.0, 3.0), params=(7, 7)) == set()
+    assert cost_drawings(latency_ms=(1.0, 3.0), params=(7, 8)) == {"cost_latency_ms", "cost_params"}
 
 
 def test_a_map_shows_means_spreads_and_counts():
@@ -633,9 +633,9 @@ def test_a_dollar_starts_no_formula_and_a_missing_glyph_no_warning():
 def test_labels_stand_apart_in_their_order_and_near_their_lines(heights, gap):
     spread = spread_out(heights, gap)
     order = sorted(range(len(heights)), key=lambda place: heights[place])
-    placed = [spread[place] for place in order]
-    assert all(high - low >= gap - 1e-9 for low, high in itertools.pairwise(placed))
-    assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)
+    sorted_places = [spread[place] for place in order]
+    assert all(high - low >= gap - 1e-9 for low, high in itertools.pairwise(sorted_places))
+    assert all(-1e-9 <= height <= 1 + 1e-9 for height in sorted_places)
     if all(high - low >= gap for low, high in itertools.pairwise(sorted(heights))):
         assert spread == pytest.approx(heights)
 
@@ -651,8 +651,8 @@ def test_a_label_is_nearest_to_its_own_point_or_left_out(points, upwards):
     dots = {f"{x}, {y}": axis.transData.transform((x, y)) for x, y in points}
     boxes = {text.get_text(): text.get_window_extent() for text in axis.texts}
     for text, box in boxes.items():
-        away = {name: np.linalg.norm(np.clip(dot, box.p0, box.p1) - dot) for name, dot in dots.items()}
-        assert away[text] <= min(away.values()) + 1
+        distances = {name: np.linalg.norm(np.clip(dot, box.p0, box.p1) - dot) for name, dot in dots.items()}
+        assert distances[text] <= min(distances.values()) + 1
     for one, other in itertools.combinations(boxes.values(), 2):
         assert not one.padded(-1).overlaps(other.padded(-1))
 
@@ -680,9 +680,9 @@ VISION = {
 }
 
 
-def cielab(colour: str, seen) -> np.ndarray:
+def cielab(colour: str, vision) -> np.ndarray:
     rgb = np.array(to_rgb(colour))
-    linear = np.clip(seen @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    linear = np.clip(vision @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
     xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
     x, y, z = np.cbrt(xyz / [0.9505, 1, 1.089])
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -690,9 +690,9 @@ def cielab(colour: str, seen) -> np.ndarray:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_colours_are_distinct_and_readable(theme):
-    for seen in VISION.values():
+    for vision in VISION.values():
         distances = [
-            np.linalg.norm(cielab(one, np.array(seen)) - cielab(other, np.array(seen)))
+            np.linalg.norm(cielab(one, np.array(vision)) - cielab(other, np.array(vision)))
             for one, other in itertools.combinations(theme.series, 2)
         ]
         assert min(distances) > 20

@@ -39,35 +39,35 @@ def finished(score):
 
 def searched(space, number, score, cost=None):
     """Observations and values of this many points, drawn one after another."""
-    observations, drawn = [], []
+    observations, sampled = [], []
     for _ in range(number):
         new = ask(space, observations, 0)
         observations.append(Observation(new.asked, finished(score(new.values)), cost and cost(new.values)))
-        drawn.append(new.values)
-    return observations, drawn
+        sampled.append(new.values)
+    return observations, sampled
 
 
 @pytest.mark.parametrize("search", [TPE, NSGA2])
 def test_every_point_is_allowed_and_a_run(tmp_path, search):
     space = space_of(tmp_path, search)
-    _, drawn = searched(space, 25, lambda values: values["optim.lr"], lambda values: float(values["depth"]))
-    for values in drawn:
+    _, sampled = searched(space, 25, lambda values: values["optim.lr"], lambda values: float(values["depth"]))
+    for values in sampled:
         assert values["depth"] * values["branches"] == 12
         point = draw_point(space, values)
         assert point is not None
         assert point.settings["model.name"] == f"vit_u{values['depth']}x{values['branches']}_8"
         assert point.settings["optim.weight_decay"] in (0.0, 0.1, 0.2, 0.3)
         assert 1e-5 <= point.settings["optim.lr"] <= 1
-    assert len({values["depth"] for values in drawn}) == 4
-    assert len({name_of(draw_point(space, values), space) for values in drawn}) > 15
+    assert len({values["depth"] for values in sampled}) == 4
+    assert len({name_of(draw_point(space, values), space) for values in sampled}) > 15
 
 
 @pytest.mark.parametrize("search", [TPE, NSGA2])
 def test_a_point_depends_only_on_earlier_observations(tmp_path, search):
     space = space_of(tmp_path, search)
-    observations, drawn = searched(space, 24, lambda values: -abs(math.log(values["optim.lr"] / 1e-2)), lambda _: 1.0)
+    observations, sampled = searched(space, 24, lambda values: -abs(math.log(values["optim.lr"] / 1e-2)), lambda _: 1.0)
     for number in (0, 5, 13, 23):
-        assert ask(space, observations[:number], 0).values == drawn[number]
+        assert ask(space, observations[:number], 0).values == sampled[number]
     assert ask(space, observations, 1).values != ask(space, observations, 0).values
 
 
@@ -89,16 +89,16 @@ def test_tpe_learns(tmp_path):
     def score(values):
         return -abs(math.log10(values["optim.lr"]) + 2) - 0.5 * (values["branches"] != 2)
 
-    _, drawn = searched(space, 40, score)
-    by_chance, learned = ([score(values) for values in some] for some in (drawn[:10], drawn[30:]))
+    _, sampled = searched(space, 40, score)
+    by_chance, learned = ([score(values) for values in some] for some in (sampled[:10], sampled[30:]))
     assert statistics.mean(learned) > statistics.mean(by_chance) + 0.5
 
 
 def test_tpe_minimises(tmp_path):
     space = space_of(tmp_path, TPE + "goal: {metric: val/loss, mode: min}\n")
-    _, drawn = searched(space, 40, lambda values: abs(math.log10(values["optim.lr"]) + 2))
-    off = [abs(math.log10(values["optim.lr"]) + 2) for values in drawn]
-    assert statistics.mean(off[30:]) < statistics.mean(off[:10]) - 0.3
+    _, sampled = searched(space, 40, lambda values: abs(math.log10(values["optim.lr"]) + 2))
+    errors = [abs(math.log10(values["optim.lr"]) + 2) for values in sampled]
+    assert statistics.mean(errors[30:]) < statistics.mean(errors[:10]) - 0.3
 
 
 def test_nsga2_finds_the_trade_off(tmp_path):
@@ -119,11 +119,11 @@ def test_nsga2_finds_the_trade_off(tmp_path):
             reached = max(reached, values[place])
         return area
 
-    _, drawn = searched(space, 120, score, cost)
-    chance = [point.drawn for point in random_points(space, 60)]
-    assert spread(drawn[60:]) > spread(chance)
+    _, sampled = searched(space, 120, score, cost)
+    random_values = [point.drawn for point in random_points(space, 60)]
+    assert spread(sampled[60:]) > spread(random_values)
     for better in (score, lambda values: -cost(values)):
-        assert statistics.mean(map(better, drawn[60:])) > statistics.mean(map(better, chance))
+        assert statistics.mean(map(better, sampled[60:])) > statistics.mean(map(better, random_values))
 
 
 def test_nsga2_with_a_scheduler_is_refused(tmp_path):

@@ -79,10 +79,10 @@ def test_a_scheduler_gets_ended_trials_first(tmp_path, base):
 
 
 def test_a_scheduler_gets_trials_in_the_same_shuffled_order(tmp_path, base):
-    many = "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3, 6.0e-3]}}\nscheduler: {kind: asha}\n"
-    names = suggested(opened(tmp_path, base, many)[2])
+    text = "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3, 6.0e-3]}}\nscheduler: {kind: asha}\n"
+    names = suggested(opened(tmp_path, base, text)[2])
     assert names not in (sorted(names), sorted(names, reverse=True))
-    assert names == suggested(opened(tmp_path, base, many)[2])
+    assert names == suggested(opened(tmp_path, base, text)[2])
 
 
 def test_an_added_value_is_one_more_trial(tmp_path, base):
@@ -95,12 +95,12 @@ def test_an_added_value_is_one_more_trial(tmp_path, base):
 
 
 def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
-    two = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
-    _, store, _ = opened(tmp_path, base, two)
+    text = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
+    _, store, _ = opened(tmp_path, base, text)
     assert list(store.entries) == ["rate=1", "rate=2"]
     end(store, "rate=1")
     with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it started with .*0.001"):
-        opened(tmp_path, base, two.replace("e-3", "e-2"))
+        opened(tmp_path, base, text.replace("e-3", "e-2"))
 
 
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
@@ -112,32 +112,32 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
         names.append(config["name"])
         end(store, names[-1], score=len(names))
     assert len(set(names)) == 5
-    for cut in (1, 3):
-        folder = tmp_path / f"cut{cut}"
+    for completed in (1, 3):
+        folder = tmp_path / f"cut{completed}"
         folder.mkdir()
         _, first, searcher = opened(folder, base, TPE)
-        for number in range(cut):
+        for number in range(completed):
             end(first, searcher.suggest("")["name"], score=number + 1)
         searcher.suggest("")  # started, then lost with the driver
         _, second, searcher = opened(folder, base, TPE)
-        again = []
+        resumed = []
         while (config := searcher.suggest("")) != Searcher.FINISHED:
-            again.append(config["name"])
-            end(second, again[-1], score=cut + len(again))
-        assert names == [*names[:cut], *again]
+            resumed.append(config["name"])
+            end(second, resumed[-1], score=completed + len(resumed))
+        assert names == [*names[:completed], *resumed]
     assert list(read_entries(store.sweep_dir)) == names
     assert read_entries(store.sweep_dir)[names[0]].asked is not None
 
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
-    few = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1]}}\nsearch: {kind: tpe, trials: 9, first: 2}\n"
-    _, store, searcher = opened(tmp_path, base, few)
+    text = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1]}}\nsearch: {kind: tpe, trials: 9, first: 2}\n"
+    _, store, searcher = opened(tmp_path, base, text)
     assert sorted(suggested(searcher)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
     assert len(store.entries) == 3
 
 
 @pytest.mark.parametrize(
-    ("budget", "over", "left"),
+    ("budget", "ended", "remaining"),
     [
         ("budget: {device_hours: 1.0}\n", [("finished", 1800)], 3),
         ("budget: {device_hours: 1.0}\n", [("finished", 1800), ("stopped early", 1800)], 0),
@@ -147,11 +147,11 @@ def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
         ("failures: 0.25\n", [("failed", None), ("failed", None)], 0),
     ],
 )
-def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, over, left):
+def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, ended, remaining):
     _, store, _ = opened(tmp_path, base, GRID + budget)
-    for name, (state, seconds) in zip(store.entries, over, strict=False):
+    for name, (state, seconds) in zip(store.entries, ended, strict=False):
         end(store, name, state, seconds=seconds)
-    assert len(suggested(opened(tmp_path, base, GRID + budget)[2])) == left
+    assert len(suggested(opened(tmp_path, base, GRID + budget)[2])) == remaining
 
 
 def test_points_are_on_disk_before_a_trial_starts(tmp_path, base):
@@ -168,10 +168,10 @@ def test_the_sizes_of_a_fine_tuning_come_from_its_weights(tmp_path, base):
     task = {"kind": "finetune", "weights": "elsewhere"}
     store = TrialStore(str(tmp_path), base.replace({"task": task}), {name: point}, False)
     assert store.sizes(name) is store.cost(name, "params") is None
-    begun = base.replace({"task": task, "model.name": "vit_u3x2_8"})  # settings of a started fine-tuning
-    storage.write_bytes(f"{store.run_dir(name)}/{SETTINGS}", begun.to_yaml().encode())
+    started = base.replace({"task": task, "model.name": "vit_u3x2_8"})  # settings of a started fine-tuning
+    storage.write_bytes(f"{store.run_dir(name)}/{SETTINGS}", started.to_yaml().encode())
     storage.write_bytes(f"{store.run_dir(name)}/{RUN_META}", b"{}")
-    assert store.cost(name, "params") == sizes_of(begun.model).params
+    assert store.cost(name, "params") == sizes_of(started.model).params
     assert TrialStore(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
 
 

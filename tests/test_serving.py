@@ -94,8 +94,8 @@ def expected(images: np.ndarray) -> np.ndarray:
     """Return the probabilities, computed directly from the settings above."""
     rows = []
     for image in images:
-        whole = vision.resize(torch.from_numpy(image).permute(2, 0, 1), [42, 60], antialias=True)
-        view = vision.center_crop(whole, [32, 48]).double() / 255
+        resized = vision.resize(torch.from_numpy(image).permute(2, 0, 1), [42, 60], antialias=True)
+        view = vision.center_crop(resized, [32, 48]).double() / 255
         for colour, (mean, std) in enumerate([(0.4, 0.1), (0.5, 0.2), (0.6, 0.3)]):
             view[colour] = (view[colour] - mean) / std
         rows.append(network()(view.float()[None])[0])

@@ -267,14 +267,14 @@ def test_a_pickle_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_idx(tmp_path, pack):
-    ending = ".gz" if pack is gzip.compress else ""
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_idx(tmp_path, compress):
+    suffix = ".gz" if compress is gzip.compress else ""
     images = np.arange(2 * 4 * 5, dtype=np.uint8).reshape(2, 4, 5)
     for name in ("train", "t10k"):
         head = struct.pack(">4B3I", 0, 0, 8, 3, *images.shape)
-        write(tmp_path / f"{name}-images-idx3-ubyte{ending}", pack(head + images.tobytes()))
-        write(tmp_path / f"{name}-labels-idx1-ubyte{ending}", pack(struct.pack(">4BI", 0, 0, 8, 1, 2) + b"\7\0"))
+        write(tmp_path / f"{name}-images-idx3-ubyte{suffix}", compress(head + images.tobytes()))
+        write(tmp_path / f"{name}-labels-idx1-ubyte{suffix}", compress(struct.pack(">4BI", 0, 0, 8, 1, 2) + b"\7\0"))
     listing = listed(tmp_path)
     assert listing.kind == "idx"
     assert [(item.split, item.label) for item in listing.items] == [
@@ -287,11 +287,11 @@ def test_idx(tmp_path, pack):
 
 
 def test_the_demo(tmp_path):
-    words = ("images=6", "val_share=0.5", "image_size=16", "seed=3", "task=texture")
-    listing = listed("demo", *words)
+    overrides = ("images=6", "val_share=0.5", "image_size=16", "seed=3", "task=texture")
+    listing = listed("demo", *overrides)
     assert [item.split for item in listing.items] == ["train"] * 6 + ["val"] * 3
     assert listing.classes == CLASSES["texture"]
-    assert contents(listing, "demo", *words)[7] == demo_item(7, 3, 16, "texture")
+    assert contents(listing, "demo", *overrides)[7] == demo_item(7, 3, 16, "texture")
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -342,9 +342,9 @@ def test_an_image_is_decoded_as_a_viewer_shows_it(name):
 
 def test_exif_turns_an_image_upright():
     assert decode_with_pillow(exif_rotated()).size == (16, 24)
-    plain = decode_with_pillow(encoded(photo(1)))
+    unrotated = decode_with_pillow(encoded(photo(1)))
     assert np.array_equal(
-        np.asarray(decode_with_pillow(exif_rotated())), np.asarray(plain.transpose(Image.Transpose.ROTATE_270))
+        np.asarray(decode_with_pillow(exif_rotated())), np.asarray(unrotated.transpose(Image.Transpose.ROTATE_270))
     )
 
 
@@ -371,9 +371,9 @@ def test_an_undecodable_image_is_rejected_with_a_reason(name):
     content, reason = BROKEN[name]
     with pytest.raises(UndecodableImage, match=reason) as first:
         decode_with_pillow(content)
-    with pytest.raises(UndecodableImage) as again:
+    with pytest.raises(UndecodableImage) as second:
         decode_with_pillow(content)
-    assert str(first.value) == str(again.value)
+    assert str(first.value) == str(second.value)
 
 
 def test_the_pixel_limit_is_a_setting():
@@ -396,7 +396,7 @@ def sharded(source: Path | str, dest: Path | str, *overrides: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def nasty(tmp_path_factory) -> Path:
+def mixed_source(tmp_path_factory) -> Path:
     """Class folders with good, odd and broken images, some of them duplicates."""
     root = tmp_path_factory.mktemp("nasty")
     class_folders(root, {"train/cat": 30, "train/dog": 25, "val/cat": 12})
@@ -411,11 +411,11 @@ def nasty(tmp_path_factory) -> Path:
 
 
 @pytest.mark.ray
-def test_bytes_do_not_depend_on_the_workers(ray_cluster, nasty, tmp_path, capsys):
-    words = ("max_rejects=0.1", "shard_bytes=9000", "row_group=8", "seed=5", "--json")
-    assert sharded(nasty, tmp_path / "one", *words, "workers=1", "chunk=7") == 0
+def test_bytes_do_not_depend_on_the_workers(ray_cluster, mixed_source, tmp_path, capsys):
+    overrides = ("max_rejects=0.1", "shard_bytes=9000", "row_group=8", "seed=5", "--json")
+    assert sharded(mixed_source, tmp_path / "one", *overrides, "workers=1", "chunk=7") == 0
     printed = capsys.readouterr()
-    assert sharded(nasty, tmp_path / "two", *words, "workers=2", "chunk=64") == 0
+    assert sharded(mixed_source, tmp_path / "two", *overrides, "workers=2", "chunk=64") == 0
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     result = json.loads(printed.out.splitlines()[-1])
     assert result["splits"] == {"train": 65, "val": 13}
@@ -424,8 +424,8 @@ def test_bytes_do_not_depend_on_the_workers(ray_cluster, nasty, tmp_path, capsys
 
 
 @pytest.mark.ray
-def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
-    assert sharded(nasty, tmp_path / "d", "max_rejects=0.1", "shard_bytes=9000", "row_group=8") == 0
+def test_a_dataset_holds_what_its_source_held(ray_cluster, mixed_source, tmp_path):
+    assert sharded(mixed_source, tmp_path / "d", "max_rejects=0.1", "shard_bytes=9000", "row_group=8") == 0
     dataset = open_dataset(str(tmp_path / "d"))
     assert set(tree(tmp_path / "d")) == {
         "dataset.json",
@@ -434,14 +434,14 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
     }
     train = rows(tmp_path / "d", "train")
     assert train.schema.names == ["image", "label", "key", "width", "height"]
-    named = {row["key"].partition(":")[2]: row for row in train.to_pylist()}
-    for name, row in named.items():
-        assert row["image"] == (nasty / name).read_bytes()
+    by_name = {row["key"].partition(":")[2]: row for row in train.to_pylist()}
+    for name, row in by_name.items():
+        assert row["image"] == (mixed_source / name).read_bytes()
         assert dataset.classes[row["label"]] == name.split("/")[1]
         assert decode_with_pillow(row["image"]).size == (row["width"], row["height"])
     upright = next(row for row in rows(tmp_path / "d", "val").to_pylist() if "exif" in row["key"])
     assert (upright["width"], upright["height"]) == (16, 24)
-    assert list(named) != sorted(named)
+    assert list(by_name) != sorted(by_name)
     assert dataset.splits["train"].class_counts == (30, 35)
 
     # Each rejected image is listed with its reason.
@@ -454,7 +454,7 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
     assert dataset.duplicates.model_dump() == {"within": {"train": 1, "val": 0}, "across": 1, "removed": 1}
 
     # The statistics are those of the train pixels.
-    values = np.concatenate([pixels(row["image"]).reshape(-1, 3) for row in named.values()]) / 255
+    values = np.concatenate([pixels(row["image"]).reshape(-1, 3) for row in by_name.values()]) / 255
     assert np.allclose(dataset.mean, values.mean(0), atol=1e-5)
     assert np.allclose(dataset.std, values.std(0), atol=1e-5)
 
@@ -469,28 +469,28 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, nasty, tmp_path):
 
 
 @pytest.mark.ray
-def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, nasty, tmp_path, capsys):
-    assert sharded(nasty, tmp_path / "d") == 2
+def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, mixed_source, tmp_path, capsys):
+    assert sharded(mixed_source, tmp_path / "d") == 2
     printed = capsys.readouterr().err
     assert f"{len(BROKEN)} of 86 images cannot be used, more than max_rejects=0.01 allows" in printed
     assert "train/cat/empty.bad: empty file" in printed
     assert pq.read_metadata(tmp_path / "d/rejects.parquet").num_rows == len(BROKEN)
     with pytest.raises(ConfigError, match=r"no dataset here: no dataset\.json"):
         open_dataset(str(tmp_path / "d"))
-    assert sharded(nasty, tmp_path / "d", "max_rejects=0.1") == 0
+    assert sharded(mixed_source, tmp_path / "d", "max_rejects=0.1") == 0
     assert "inspected" not in capsys.readouterr().err  # the inspection of the first run is reused
 
 
 @pytest.mark.ray
 def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
-    words = ["demo", "images=300", "image_size=24", "shard_bytes=6000", "chunk=10", "workers=1"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    write_dataset(read_request(words[0], str(whole), (), words[1:]))
-    command = [sys.executable, "-m", "pipelines.shard", words[0], str(killed), *words[1:]]
-    for seen in (".work/found-*", "train-*.parquet"):  # once in each pass
+    args = ["demo", "images=300", "image_size=24", "shard_bytes=6000", "chunk=10", "workers=1"]
+    undisturbed, killed = tmp_path / "whole", tmp_path / "killed"
+    write_dataset(read_request(args[0], str(undisturbed), (), args[1:]))
+    command = [sys.executable, "-m", "pipelines.shard", args[0], str(killed), *args[1:]]
+    for pattern in (".work/found-*", "train-*.parquet"):  # once in each pass
         job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"RAY_ADDRESS": ray_cluster}, stderr=subprocess.PIPE)
         deadline = time.monotonic() + 120
-        while len(list(killed.glob(seen))) < 3:
+        while len(list(killed.glob(pattern))) < 3:
             assert job.poll() is None, job.stderr.read().decode()
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -500,8 +500,8 @@ def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
         assert not (killed / "dataset.json").exists()
     assert (killed / ".work").exists()
     before = {path: path.stat().st_mtime_ns for path in killed.glob("train-*.parquet")}
-    write_dataset(read_request(words[0], str(killed), (), words[1:]))
-    assert tree(killed) == tree(whole)
+    write_dataset(read_request(args[0], str(killed), (), args[1:]))
+    assert tree(killed) == tree(undisturbed)
     assert before
     assert sum(path.stat().st_mtime_ns == written for path, written in before.items()) >= len(before) - 1
 
@@ -529,10 +529,12 @@ def test_files_can_stay_in_place(ray_cluster, tmp_path):
     assert sharded(source, tmp_path / "elsewhere", "--index-only") == 0
     assert sharded(source, source, "--index-only") == 0
     assert before.items() <= tree(source).items()
-    beside, elsewhere = open_dataset(str(source)), open_dataset(str(tmp_path / "elsewhere"))
-    assert [part.name for part in beside.splits["train"].shards] == [f"train-0000{n}-of-00002.parquet" for n in (0, 1)]
-    assert beside.identity == elsewhere.identity
-    for dataset in (beside, elsewhere):
+    in_place, elsewhere = open_dataset(str(source)), open_dataset(str(tmp_path / "elsewhere"))
+    assert [part.name for part in in_place.splits["train"].shards] == [
+        f"train-0000{n}-of-00002.parquet" for n in (0, 1)
+    ]
+    assert in_place.identity == elsewhere.identity
+    for dataset in (in_place, elsewhere):
         assert dataset.columns.model_dump() == {"image": "image.bytes", "label": "label", "key": None}
         assert {name: split.rows for name, split in dataset.splits.items()} == {"test": 2, "train": 11}
         assert dataset.splits["train"].shards[0].row_groups == (4, 2)
@@ -544,18 +546,18 @@ def test_files_can_stay_in_place(ray_cluster, tmp_path):
 def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
     class_folders(s3_server / "pictures/animals", {"train/cat": 9, "train/dog": 8, "val/cat": 3})
     (s3_server / "made").mkdir()
-    words = ("shard_bytes=3000", "row_group=4")
-    assert sharded("s3://pictures/animals", "s3://made/set", *words) == 0
-    assert sharded(s3_server / "pictures/animals", tmp_path / "local", *words) == 0
+    overrides = ("shard_bytes=3000", "row_group=4")
+    assert sharded("s3://pictures/animals", "s3://made/set", *overrides) == 0
+    assert sharded(s3_server / "pictures/animals", tmp_path / "local", *overrides) == 0
     remote, local = open_dataset("s3://made/set"), open_dataset(str(tmp_path / "local"))
     assert remote.identity == local.identity
     parts = {name: content for name, content in tree(tmp_path / "local").items() if name != "dataset.json"}
     assert parts.items() <= tree(s3_server / "made/set").items()
     assert not any(name.startswith(".work") for name in tree(s3_server / "made/set"))
     # A dataset of ours is a source, too: here without a change, class names and all.
-    assert sharded("s3://made/set", tmp_path / "again", *words) == 0
-    again = open_dataset(str(tmp_path / "again"))
-    assert again.classes == ("cat", "dog")
+    assert sharded("s3://made/set", tmp_path / "again", *overrides) == 0
+    resharded = open_dataset(str(tmp_path / "again"))
+    assert resharded.classes == ("cat", "dog")
     assert sorted(rows(tmp_path / "again", "train")["image"].to_pylist()) == sorted(
         rows(tmp_path / "local", "train")["image"].to_pylist()
     )
@@ -632,10 +634,10 @@ def inspected(images: list[tuple[str, bytes]]) -> pa.Table:
 
 def test_near_duplicates_are_found_by_fingerprint():
     pictures = [decode_with_pillow(demo_item(number, 0, 96, "shape")[0]) for number in range(60)]
-    again = encoded(pictures[7].resize((64, 64), Image.Resampling.BICUBIC), quality=80)
+    resized = encoded(pictures[7].resize((64, 64), Image.Resampling.BICUBIC), quality=80)
     images = [("train", encoded(picture, quality=95)) for picture in pictures]
     images += [
-        ("val", again),
+        ("val", resized),
         ("val", flat(Image.new("RGB", (9, 9), "white"))),
         ("train", flat(Image.new("RGB", (9, 9)))),
     ]

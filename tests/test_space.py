@@ -272,14 +272,14 @@ def test_values_stay_in_their_range(pair, share):
 )
 @settings(deadline=None)
 def test_values_stay_on_their_steps(low, steps, step, share):
-    whole = isinstance(low, int) and isinstance(step, int)
-    numbers = [number if whole else float(number) for number in (low, low + steps * step, step)]
+    is_integer = isinstance(low, int) and isinstance(step, int)
+    numbers = [number if is_integer else float(number) for number in (low, low + steps * step, step)]
     distribution = Distribution.model_validate({"quniform": numbers})
     value = distribution.snap(numbers[0] + share * (numbers[1] - numbers[0]))
-    assert isinstance(value, int) == whole
-    on = (Decimal(str(value)) - Decimal(str(numbers[0]))) / Decimal(str(numbers[2]))
-    assert on == int(on)
-    assert 0 <= on <= steps
+    assert isinstance(value, int) == is_integer
+    num_steps = (Decimal(str(value)) - Decimal(str(numbers[0]))) / Decimal(str(numbers[2]))
+    assert num_steps == int(num_steps)
+    assert 0 <= num_steps <= steps
     assert Distribution.model_validate({"quniform": [0, 10, 4]}).snap(10) == 8  # the highest step within the range
 
 
@@ -303,9 +303,9 @@ where: [depth * branches == 12]
         assert point.drawn["depth"] * point.drawn["branches"] == 12
         assert point.settings["optim.batch"] in (32, 64, 96, 128)
         assert f"lr={slug(point.settings['optim.lr'])}" in name_of(point, space)
-    drawn = {"depth": 12, "branches": 1, "optim.lr": 1.23456e-3, "optim.batch": 70.0}
-    assert draw_point(space, drawn).settings == {"model.name": "vit_u12x1_16", "optim.lr": 1.235e-3, "optim.batch": 64}
-    assert draw_point(space, drawn | {"branches": 2}) is None
+    values = {"depth": 12, "branches": 1, "optim.lr": 1.23456e-3, "optim.batch": 70.0}
+    assert draw_point(space, values).settings == {"model.name": "vit_u12x1_16", "optim.lr": 1.235e-3, "optim.batch": 64}
+    assert draw_point(space, values | {"branches": 2}) is None
 
 
 def test_the_corners_of_a_search_are_checked(tmp_path):
@@ -607,9 +607,9 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
     assert len(grid_points(space)) == points
     if name == "depth_x_branches":
         figure = {36: (1, 2, 3, 4), 60: (1, 2, 3, 4)}
-        wanted = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
-        wanted |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
-        assert wanted <= set(named(space))
+        expected = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
+        expected |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
+        assert expected <= set(named(space))
 
 
 @pytest.mark.parametrize(
@@ -617,11 +617,11 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
     [("s", "a2_s16_imagenet"), ("b", "a2_b16_imagenet"), ("l", "a2_l16_imagenet"), ("ti", "a2_ti16_imagenet")],
 )
 def test_each_width_has_the_settings_of_its_recipe(name, recipe):
-    own = load_run(recipes.path_of(recipe))
-    for swept in ("depth_x_branches", "width_x_branches"):
-        space = read_space(tune_spaces.path_of(swept))
+    expected = load_run(recipes.path_of(recipe))
+    for space_name in ("depth_x_branches", "width_x_branches"):
+        space = read_space(tune_spaces.path_of(space_name))
         for point in check_space(space, load_run(recipes.path_of("a2_s16_imagenet"))):
             run = run_of(load_run(recipes.path_of("a2_s16_imagenet")), point)
             if run.model.shape.width == name:
-                differing = {key for key, value in own.dotted().items() if run.dotted()[key] != value}
+                differing = {key for key, value in expected.dotted().items() if run.dotted()[key] != value}
                 assert differing <= {"model.name", "model.layerscale", "compute.local_batch"}

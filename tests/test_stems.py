@@ -130,8 +130,8 @@ def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
 
 
 def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
-    alone = stem("vit_u1x1_16_hmlp_bn").train()
-    tokens = alone(images(batch=8))[0]
+    one_worker = stem("vit_u1x1_16_hmlp_bn").train()
+    tokens = one_worker(images(batch=8))[0]
     tokens.square().sum().backward()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -140,10 +140,10 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
     workers = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     torch.testing.assert_close(torch.cat([worker["tokens"] for worker in workers]), tokens.detach())
     for worker in workers:
-        for name, parameter in alone.named_parameters():
+        for name, parameter in one_worker.named_parameters():
             torch.testing.assert_close(worker["gradients"][name], parameter.grad, rtol=1e-3, atol=1e-4)
-        assert list(worker["state"]) == list(alone.state_dict())
-        for name, tensor in alone.state_dict().items():
+        assert list(worker["state"]) == list(one_worker.state_dict())
+        for name, tensor in one_worker.state_dict().items():
             torch.testing.assert_close(worker["state"][name], tensor)
 
 

@@ -96,16 +96,16 @@ def test_equal_shares_are_dealt_in_turn(divided, step):
 @given(groups=GROUPS, copies=st.integers(1, 4))
 def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies):
     order = shuffle_rows(groups, 0, 0)
-    rows, which = EpochOrder(groups, None, ("", 0, 0), copies).at(np.arange(len(order)))
+    rows, copy_numbers = EpochOrder(groups, None, ("", 0, 0), copies).at(np.arange(len(order)))
     assert len(rows) == len(order)
-    assert len({*zip(rows.tolist(), which.tolist(), strict=True)}) == len(rows)
+    assert len({*zip(rows.tolist(), copy_numbers.tolist(), strict=True)}) == len(rows)
     pairs = rows[: len(rows) // 2 * 2].reshape(-1, 2)
     assert (pairs[:, 0] != pairs[:, 1]).all()
     for number, pair in enumerate(pairs):
         assert pair.tolist() == order[number // copies * 2 :][:2].tolist()
     if copies == 1:
         assert np.array_equal(rows, order)
-        assert not which.any()
+        assert not copy_numbers.any()
 
 
 def test_a_worker_without_an_image_is_rejected():
@@ -131,8 +131,8 @@ def test_pieces_deal_each_worker_its_positions_in_turn(shared, copies, rows, hel
     for rank in range(workers):
         shares = dealt[cut.place(rank) :: workers]
         assert all(np.array_equal(share, np.sort(share)) for share in shares)
-        taken = np.concatenate(shares)
-        assert np.array_equal(np.sort(taken), positions[ranks_of(positions, batch, workers) == rank])
+        worker_positions = np.concatenate(shares)
+        assert np.array_equal(np.sort(worker_positions), positions[ranks_of(positions, batch, workers) == rank])
 
 
 @pytest.mark.parametrize("size", [160, 224, 384, 512])
@@ -141,14 +141,14 @@ def test_a_task_reads_few_row_groups(workers, size):
     groups, batch = np.full(2000, 109), 1536
     cut = Cut.fitting((size, size), 5 * 10**9, batch, workers)
     order, bounds = EpochOrder(groups, None, ("", 0, 0)), np.cumsum(groups)
-    read = used = most = 0
+    rows_read = rows_used = largest = 0
     for piece in cut.pieces(0, 0, 100 * batch):
         rows = order.at(np.concatenate(cut.shares(piece)))[0]
-        read += 109 * len(np.unique(np.searchsorted(bounds, rows, side="right")))
-        used, most = used + len(rows), max(most, len(rows))
-    assert used == 100 * batch
-    assert read / used <= 1.6
-    assert most <= 1024
+        rows_read += 109 * len(np.unique(np.searchsorted(bounds, rows, side="right")))
+        rows_used, largest = rows_used + len(rows), max(largest, len(rows))
+    assert rows_used == 100 * batch
+    assert rows_read / rows_used <= 1.6
+    assert largest <= 1024
 
 
 def test_neighbours_come_from_far_apart():
@@ -188,10 +188,10 @@ def write(folder, images: list[bytes], per_shard=900, row_group=100) -> Dataset:
         sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         shards.append(Shard(name=name, rows=len(part), bytes=1, sha256=sha256, row_groups=tuple(sizes)))
     split = Split(shards=tuple(shards), class_counts=(1,) * 7)
-    nothing = {"rejects": Rejects(count=0, reasons={}), "duplicates": Duplicates(within={}, across=0, removed=0)}
-    about = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "source": "test", "seed": 0, "settings": {}}
+    no_rejects = {"rejects": Rejects(count=0, reasons={}), "duplicates": Duplicates(within={}, across=0, removed=0)}
+    metadata = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "source": "test", "seed": 0, "settings": {}}
     dataset = Dataset(
-        splits={"train": split}, classes=tuple("abcdefg"), columns=Columns(), url=str(folder), **about, **nothing
+        splits={"train": split}, classes=tuple("abcdefg"), columns=Columns(), url=str(folder), **metadata, **no_rejects
     )
     save_dataset(dataset)
     return open_dataset(str(folder))
@@ -236,7 +236,7 @@ def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
         return list(pool.map(work, range(workers)))
 
 
-def seen(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
+def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
     """{position: (row, label, pixels)} of an epoch; every worker must take equal steps of equal shares."""
     images, start, end = {}, epoch * stream.steps + step, (epoch + 1) * stream.steps
     for rank, batches in enumerate(on_workers(stream, workers, lambda own, share: own.train(start, end, share))):
@@ -251,7 +251,7 @@ def seen(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, 
 
 @pytest.fixture(scope="module")
 def one_worker(dataset, ray_cluster):
-    return seen(train_stream(dataset), 1)
+    return images_of_epoch(train_stream(dataset), 1)
 
 
 @pytest.mark.ray
@@ -267,14 +267,14 @@ def test_the_stream_follows_the_planned_order(dataset, one_worker):
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [2, 4, 3, 5])
 def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers):
-    assert seen(train_stream(dataset), workers) == one_worker
+    assert images_of_epoch(train_stream(dataset), workers) == one_worker
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("step", "workers"), [(1, 2), (50, 4), (51, 1)])
 def test_a_cursor_resumes_on_another_number_of_workers(dataset, one_worker, step, workers):
-    rest = seen(train_stream(dataset), workers, step=step)
-    assert rest == {at: image for at, image in one_worker.items() if at >= step * 48}
+    resumed = images_of_epoch(train_stream(dataset), workers, step=step)
+    assert resumed == {at: image for at, image in one_worker.items() if at >= step * 48}
 
 
 @pytest.mark.ray
@@ -286,7 +286,7 @@ def test_the_end_of_an_epoch_has_no_batches(dataset, ray_cluster):
 @pytest.mark.ray
 def test_epochs_and_seeds_differ_in_order_and_pixels(dataset, one_worker, ray_cluster):
     for stream, epoch in ((train_stream(dataset), 1), (train_stream(dataset, seed=4), 0)):
-        other = seen(stream, 1, epoch)
+        other = images_of_epoch(stream, 1, epoch)
         assert sum(other[at][0] == one_worker[at][0] for at in other) < 20
         by_row = {row: pixels for row, _, pixels in one_worker.values()}
         assert sum(by_row.get(row) == pixels for row, _, pixels in other.values()) < 100
@@ -295,11 +295,11 @@ def test_epochs_and_seeds_differ_in_order_and_pixels(dataset, one_worker, ray_cl
 @pytest.mark.ray
 def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
     stream = train_stream(dataset, copies=3)
-    found = seen(stream, 2)
-    assert found == seen(stream, 1)
-    rows = [found[at][0] for at in range(len(found))]
+    images = images_of_epoch(stream, 2)
+    assert images == images_of_epoch(stream, 1)
+    rows = [images[at][0] for at in range(len(images))]
     assert rows[0:2] == rows[2:4] == rows[4:6] != rows[6:8]
-    assert len({found[at][2] for at in (0, 2, 4)}) == 3
+    assert len({images[at][2] for at in (0, 2, 4)}) == 3
 
 
 @pytest.mark.ray
@@ -319,21 +319,21 @@ def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, wo
 
 @pytest.mark.ray
 def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
-    only = np.arange(int(locate_rows(dataset, "train").starts[-1])) % 3 == 0
-    few = train_stream(dataset, row_mask=only)
-    assert few.images == only.sum()
-    found = [row for row, _, _ in seen(few, 2).values()]
-    assert len(found) == len(set(found)) == few.steps * few.spec.batch
-    assert only[found].all()
-    batches = list(chain.from_iterable(on_workers(few, 2, Stream.evaluate)))
-    counted = np.concatenate([batch.rows[batch.weights > 0] for batch in batches])
-    assert np.array_equal(np.sort(counted), np.flatnonzero(only))
+    is_used = np.arange(int(locate_rows(dataset, "train").starts[-1])) % 3 == 0
+    stream = train_stream(dataset, row_mask=is_used)
+    assert stream.images == is_used.sum()
+    trained = [row for row, _, _ in images_of_epoch(stream, 2).values()]
+    assert len(trained) == len(set(trained)) == stream.steps * stream.spec.batch
+    assert is_used[trained].all()
+    batches = list(chain.from_iterable(on_workers(stream, 2, Stream.evaluate)))
+    evaluated = np.concatenate([batch.rows[batch.weights > 0] for batch in batches])
+    assert np.array_equal(np.sort(evaluated), np.flatnonzero(is_used))
 
 
 @pytest.mark.ray
 def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_cluster):
-    few = write(tmp_path / "few", [jpeg(index) for index in range(5)])
-    stream = Stream(few, StreamSpec("train", batch=8, size=(16, 16), crop=CentreCrop()))
+    dataset = write(tmp_path / "few", [jpeg(index) for index in range(5)])
+    stream = Stream(dataset, StreamSpec("train", batch=8, size=(16, 16), crop=CentreCrop()))
     weights = [[batch.weights.sum() for batch in batches] for batches in on_workers(stream, 4, Stream.evaluate)]
     assert weights == [[2.0], [2.0], [1.0], [0.0]]
 
@@ -343,29 +343,29 @@ def test_a_corrupt_image_is_named_counted_and_replaced_by_the_next(tmp_path, ray
     images = [jpeg(index) for index in range(300)]
     images[7] = images[7][:40]
     images[130] = b"not an image"
-    broken = write(tmp_path / "broken", images, per_shard=100, row_group=30)
-    streams = {workers: train_stream(broken, batch=20, max_corrupt=0.01) for workers in (1, 2)}
-    found = {workers: seen(stream, workers) for workers, stream in streams.items()}
-    assert found[1] == found[2]
+    dataset = write(tmp_path / "broken", images, per_shard=100, row_group=30)
+    streams = {workers: train_stream(dataset, batch=20, max_corrupt=0.01) for workers in (1, 2)}
+    epochs = {workers: images_of_epoch(stream, workers) for workers, stream in streams.items()}
+    assert epochs[1] == epochs[2]
     order = streams[1].order(0).at(np.arange(300))[0]
     for row in (7, 130):
         at = int(np.flatnonzero(order == row)[0])
-        assert found[1][at][:2] == (order[(at + 1) % 300], order[(at + 1) % 300] % 7)
+        assert epochs[1][at][:2] == (order[(at + 1) % 300], order[(at + 1) % 300] % 7)
     for stream in streams.values():
-        named = {name.rpartition("/")[2]: count for name, count in stream.corrupt.items()}
-        assert named == {"train-00000.parquet:7": 1, "train-00001.parquet:30": 1}
+        counts = {name.rpartition("/")[2]: count for name, count in stream.corrupt.items()}
+        assert counts == {"train-00000.parquet:7": 1, "train-00001.parquet:30": 1}
     with pytest.raises(ConfigError, match=r"images cannot be decoded, more than max_corrupt 0.001: .*parquet:"):
-        seen(train_stream(broken, batch=20), 1)
+        images_of_epoch(train_stream(dataset, batch=20), 1)
 
 
 @pytest.mark.ray
 def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ray_cluster):
     stream = train_stream(dataset, size=(160, 160))
-    undisturbed = seen(stream, 1)
+    undisturbed = images_of_epoch(stream, 1)
     batches = stream.train(0, stream.steps, Share(0, 1))
-    found, decoding = [], []
+    received, decoding = [], []
     while not decoding:  # a process between two tasks has no task name; without any such process the batches end
-        found.append(next(batches))
+        received.append(next(batches))
         # The decoding processes among the children of this test.
         decoding = [
             process
@@ -374,10 +374,10 @@ def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ra
         ]
     for process in decoding:
         process.kill()
-    found += batches
+    received += batches
     hashes = {
         int(at): (int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest())
-        for batch in found
+        for batch in received
         for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, batch.images, strict=True)
     }
     assert hashes == undisturbed
@@ -393,17 +393,17 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
     plain = train_stream(small, **kind)
     evaluation = {"batch": 64, "size": (16, 16), "crop": CentreCrop(), "max_corrupt": 0.01}
     evaluated = list(Stream(small, StreamSpec("train", **evaluation)).evaluate(Share(0, 1)))
-    wanted = seen(plain, 1), seen(plain, 1, epoch=1)
+    expected = images_of_epoch(plain, 1), images_of_epoch(plain, 1, epoch=1)
     with ThreadPoolExecutor(4) as pool:
-        asked = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
-    assert all(each.blocks == asked[0].blocks for each in asked)
+        results = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
+    assert all(each.blocks == results[0].blocks for each in results)
     for shard in (tmp_path / "small").glob("*.parquet"):
         shard.unlink()  # nothing is read or decoded a second time
     cached = train_stream(small, cache="decoded", **kind)
     try:
-        assert (seen(cached, 2), seen(cached, 3, epoch=1)) == wanted
-        again = Stream(small, StreamSpec("train", cache="decoded", **evaluation))
-        for one, other in zip(again.evaluate(Share(0, 1)), evaluated, strict=True):
+        assert (images_of_epoch(cached, 2), images_of_epoch(cached, 3, epoch=1)) == expected
+        cached_evaluation = Stream(small, StreamSpec("train", cache="decoded", **evaluation))
+        for one, other in zip(cached_evaluation.evaluate(Share(0, 1)), evaluated, strict=True):
             assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
         assert cached.corrupt.keys() == plain.corrupt.keys()
         assert len(cached.corrupt) == 2
@@ -434,7 +434,7 @@ def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
     unread = [stream.train(0, stream.steps, Share(rank, 6, broadcast)) for rank, stream in enumerate(streams)]
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(next, unread))
-    assert len(seen(train_stream(dataset), 1)) == 2500 // 48 * 48
+    assert len(images_of_epoch(train_stream(dataset), 1)) == 2500 // 48 * 48
 
 
 @pytest.mark.ray
@@ -443,8 +443,8 @@ def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
     "ignore:The image decoding and encoding:DeprecationWarning"
 )  # of the loader that we compare with
 def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path, capsys):
-    words = ["--image-size", "16", "--images", "256", "--rounds", "1", "--workers", "1", "--out", str(tmp_path)]
-    assert main(["bench", "ingest", dataset.url, *words, "--json"]) == 0
+    args = ["--image-size", "16", "--images", "256", "--rounds", "1", "--workers", "1", "--out", str(tmp_path)]
+    assert main(["bench", "ingest", dataset.url, *args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["pipeline"] for row in result["rows"]][:2] == ["plain loop", "stream"]
     assert all(row["cpu_us"] >= 0 and row["images_per_second"] > 0 for row in result["rows"])
@@ -453,13 +453,13 @@ def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path,
 
 def test_a_preview_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
     target = tmp_path / "look.png"
-    words = ["shard", "--look", dataset.url, str(target), "size=32", "samples=3", "copies=2"]
-    assert main([*words, "augment.policy=three_augment", "--json"]) == 0
+    args = ["shard", "--look", dataset.url, str(target), "size=32", "samples=3", "copies=2"]
+    assert main([*args, "augment.policy=three_augment", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 3
     with Image.open(target) as sheet:
         assert sheet.width > 3 * 144
-    for word, message in (("augment.flp=1", "nearest: flip"), ("split=trian", "nearest: train")):
-        assert main([*words, word]) == 2
+    for override, message in (("augment.flp=1", "nearest: flip"), ("split=trian", "nearest: train")):
+        assert main([*args, override]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -469,9 +469,9 @@ def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster)
         next(train_stream(dataset, batch=2501).train(0, 1, Share(0, 1)))
     assert main(["bench", "ingest", dataset.url, "--images", "10", "--image-size", "16"]) == 2
     assert "--batch 64: wanted at most the 10 images of an epoch" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as exited:
         main(["bench", "ingest", dataset.url, "--rounds", "0"])
-    assert leaving.value.code == 2
+    assert exited.value.code == 2
 
 
 def test_a_missing_split_names_the_nearest(dataset):

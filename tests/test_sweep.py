@@ -66,8 +66,8 @@ def begin(folder, name, space="lr.yaml", **settings):
 
 def is_idle(seconds=30):
     """Whether all CPUs become free and no placement group is left."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
         if ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"] and not groups:
             return True
@@ -76,52 +76,54 @@ def is_idle(seconds=30):
 
 
 @pytest.fixture(scope="module")
-def swept(folder):
+def finished_sweep(folder):
     return begin(folder, "rates")
 
 
-def test_a_failed_trial_does_not_fail_the_sweep(folder, swept):
-    assert (swept.trials, swept.finished, swept.failed) == (2, 1, 1)
-    assert swept.best == "lr=0.01"
-    record = json.loads((Path(swept.home) / "lr=1e30" / "trial.json").read_text())
+def test_a_failed_trial_does_not_fail_the_sweep(folder, finished_sweep):
+    assert (finished_sweep.trials, finished_sweep.finished, finished_sweep.failed) == (2, 1, 1)
+    assert finished_sweep.best == "lr=0.01"
+    record = json.loads((Path(finished_sweep.home) / "lr=1e30" / "trial.json").read_text())
     assert record["state"] == "failed"
     for part in ("loss nan at step", "learning rate ", "images ", "last good checkpoint: "):
         assert part in record["reason"]
     assert is_idle()
 
 
-def test_mlflow_shows_the_trials_below_the_sweep(folder, swept):
+def test_mlflow_shows_the_trials_below_the_sweep(folder, finished_sweep):
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    parent = client.get_run(swept.mlflow_run)
+    parent = client.get_run(finished_sweep.mlflow_run)
     assert parent.info.status == "FINISHED"
-    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{swept.mlflow_run}'")
+    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{finished_sweep.mlflow_run}'")
     assert {child.info.run_name: child.info.status for child in children} == {
         "lr=0.01": "FINISHED",
         "lr=1e30": "FAILED",
     }
-    assert parent.data.metrics["best/val_top1"] == swept.best_goal
+    assert parent.data.metrics["best/val_top1"] == finished_sweep.best_goal
     # The table of the description lists only the settings that vary.
     assert "| trial | val/top1 | state | optim.lr |" in parent.data.tags["mlflow.note.content"]
     assert "| lr=1e30 |  | failed | 1e+30 |" in parent.data.tags["mlflow.note.content"]
-    page = Path(client.download_artifacts(swept.mlflow_run, "report/index.html")).read_text()
+    page = Path(client.download_artifacts(finished_sweep.mlflow_run, "report/index.html")).read_text()
     assert "lr=0.01" in page
     assert "loss nan at step" in page
     assert "vitray train tiny seed=0 optim.lr=0.01" in page
-    names = {Path(item.path).name for item in client.list_artifacts(swept.mlflow_run, "report")}
+    names = {Path(item.path).name for item in client.list_artifacts(finished_sweep.mlflow_run, "report")}
     assert {"index.html", "results.csv", "curve_goal.png"} <= names
     assert not any("dark" in name for name in names)
 
 
-def test_the_same_command_again_starts_nothing(folder, swept):
-    written = {path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")}
-    again = begin(folder, "rates")
-    assert again == swept
+def test_the_same_command_again_starts_nothing(folder, finished_sweep):
+    written = {
+        path: path.stat().st_mtime_ns for path in Path(finished_sweep.home).glob("*/checkpoints/*/checkpoint.json")
+    }
+    repeated = begin(folder, "rates")
+    assert repeated == finished_sweep
     assert written == {
-        path: path.stat().st_mtime_ns for path in Path(swept.home).glob("*/checkpoints/*/checkpoint.json")
+        path: path.stat().st_mtime_ns for path in Path(finished_sweep.home).glob("*/checkpoints/*/checkpoint.json")
     }
 
 
-def test_another_sweep_under_the_same_name_is_refused(folder, swept):
+def test_another_sweep_under_the_same_name_is_refused(folder, finished_sweep):
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7"):
         begin(folder, "rates", seed=7)
 
@@ -152,8 +154,8 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
 @pytest.mark.timeout(900)
 def test_trials_share_decoded_images_with_separate_evaluations(folder, ray_cluster):
     def decoding():
-        named = [("name", "=", "_decode_block")]
-        return {task.task_id for task in list_tasks(address=ray_cluster, filters=named, limit=9999)}
+        conditions = [("name", "=", "_decode_block")]
+        return {task.task_id for task in list_tasks(address=ray_cluster, filters=conditions, limit=9999)}
 
     (folder / "seeds.yaml").write_text("space: {seed: {seeds: 2}}\n")
     before = decoding()  # by other tests in the same Ray
@@ -170,10 +172,15 @@ def test_fine_tunings_take_the_network_from_their_weights(folder):
     model = Model(name="vit_u2x1_8", image_size=32, num_classes=10, class_token=False, pool="mean")
     classes = open_dataset(str(folder / "demo")).classes
     save_model(str(folder / "start"), Run().replace({"model": model.model_dump(mode="json")}), ViT(model), classes)
-    words = ["task.kind=finetune", f"task.weights={folder / 'start'}", f"data.url={folder / 'demo'}", "optim.batch=16"]
+    overrides = [
+        "task.kind=finetune",
+        f"task.weights={folder / 'start'}",
+        f"data.url={folder / 'demo'}",
+        "optim.batch=16",
+    ]
     (folder / "modes.yaml").write_text("space: {task.mode: {grid: [full, attn]}}\n")
-    words += ["optim.duration=6 steps", "optim.warmup=0 steps"]
-    assert dry_run(load_run(None, words), read_space(folder / "modes.yaml"), {})["trials"] == 2
+    overrides += ["optim.duration=6 steps", "optim.warmup=0 steps"]
+    assert dry_run(load_run(None, overrides), read_space(folder / "modes.yaml"), {})["trials"] == 2
 
 
 @pytest.mark.slow
@@ -246,27 +253,27 @@ def test_a_stopped_trial_releases_its_resources(folder):
 
 def launch(folder, ray_cluster, name):
     """Start `vitray sweep` as a process and wait for its first checkpoint; return it, its command and environment."""
-    words = [sys.executable, "-m", "pipelines.sweep", str(folder / "tiny.yaml"), str(folder / "lr.yaml")]
-    words += ["--name", name, "--out", str(folder / "sweeps"), "--json"]
+    command = [sys.executable, "-m", "pipelines.sweep", str(folder / "tiny.yaml"), str(folder / "lr.yaml")]
+    command += ["--name", name, "--out", str(folder / "sweeps"), "--json"]
     environment = os.environ | {"RAY_ADDRESS": ray_cluster}
-    driver = subprocess.Popen(words, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not any((folder / "sweeps" / name).glob("*/checkpoints/*/checkpoint.json")):
         assert driver.poll() is None
         time.sleep(0.05)
-    return driver, words, environment
+    return driver, command, environment
 
 
-def same_table(words, environment, swept):
-    done = subprocess.run(words, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+def same_table(command, environment, finished_sweep):
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
     outcome = json.loads(done.stdout.splitlines()[-1])
     keys = ("trials", "finished", "failed", "best", "best_goal")
-    return [outcome[key] for key in keys] == [getattr(swept, key) for key in keys]
+    return [outcome[key] for key in keys] == [getattr(finished_sweep, key) for key in keys]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_interrupted_sweep_resumes(folder, swept, ray_cluster):
-    driver, words, environment = launch(folder, ray_cluster, "stopped-driver")
+def test_an_interrupted_sweep_resumes(folder, finished_sweep, ray_cluster):
+    driver, command, environment = launch(folder, ray_cluster, "stopped-driver")
     driver.send_signal(signal.SIGTERM)
     _, stderr = driver.communicate(timeout=120)
     assert driver.returncode == 128 + signal.SIGTERM
@@ -279,22 +286,22 @@ def test_an_interrupted_sweep_resumes(folder, swept, ray_cluster):
     children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert parent.info.status == "KILLED"
     assert "RUNNING" not in {child.info.status for child in children}
-    assert same_table(words, environment, swept)
+    assert same_table(command, environment, finished_sweep)
     assert client.get_run(parent.info.run_id).info.status == "FINISHED"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_sweep_resumes_to_the_same_table(folder, swept, ray_cluster):
-    driver, words, environment = launch(folder, ray_cluster, "killed")
+def test_a_killed_sweep_resumes_to_the_same_table(folder, finished_sweep, ray_cluster):
+    driver, command, environment = launch(folder, ray_cluster, "killed")
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
-    assert same_table(words, environment, swept)
+    assert same_table(command, environment, finished_sweep)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trial_whose_process_is_killed_runs_again(folder, swept, ray_cluster):
+def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_cluster):
     driver, _, _ = launch(folder, ray_cluster, "lost-trial")
     trials = [
         process
@@ -311,7 +318,7 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, swept, ray_cluster):
         for path in (folder / "sweeps" / "lost-trial").glob("*/trial.json")
     }
     assert {name: record["state"] for name, record in records.items()} == {"lr=0.01": "finished", "lr=1e30": "failed"}
-    assert max(score for _, score in records["lr=0.01"]["scores"]) == swept.best_goal
+    assert max(score for _, score in records["lr=0.01"]["scores"]) == finished_sweep.best_goal
     assert is_idle()
 
 

@@ -75,8 +75,8 @@ def test_binary_cross_entropy_equals_timm():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_binary_cross_entropy_equals_its_formula(smoothing):
     present = (mixed() > 0).double() * (1 - smoothing) + smoothing / 7
-    chance = logits(torch.float64).sigmoid()
-    expected = -(present * chance.log() + (1 - present) * (1 - chance).log()).mean()
+    probability = logits(torch.float64).sigmoid()
+    expected = -(present * probability.log() + (1 - present) * (1 - probability).log()).mean()
     assert float(binary_cross_entropy(logits(), mixed(), smoothing)) == pytest.approx(float(expected), rel=1e-6)
 
 

@@ -215,11 +215,11 @@ def test_a_tokenizer_survives_its_folder(tmp_path, stem):
 def test_tokenizers_and_networks_are_not_interchangeable(tmp_path):
     module = tokenizer()
     save_tokenizer(str(tmp_path / "tokenizer"), module)
-    for read in (load_model, open_weights):
+    for load in (load_model, open_weights):
         with pytest.raises(
             ConfigError, match=r"tokenizer: got a tokenizer, wanted the network of a run of another task$"
         ):
-            read(str(tmp_path / "tokenizer"))
+            load(str(tmp_path / "tokenizer"))
     save_model(
         str(tmp_path / "network"), Run().replace({"model": module.vit.model.model_dump(), "task": "masked"}), module.vit
     )

@@ -171,9 +171,11 @@ def test_an_incomplete_last_line_is_cut_off(tmp_path):
 
 def test_a_record_that_a_full_disk_cut_short_is_overwritten(tmp_path, monkeypatch):
     spool = Spool(tmp_path / "j")
-    real = os.pwrite
-    rest = iter([lambda *to: real(to[0], to[1][:5], to[2]), lambda *_: (_ for _ in ()).throw(OSError("no space"))])
-    monkeypatch.setattr(os, "pwrite", lambda *to: next(rest, real)(*to))
+    pwrite = os.pwrite
+    failures = iter(
+        [lambda *to: pwrite(to[0], to[1][:5], to[2]), lambda *_: (_ for _ in ()).throw(OSError("no space"))]
+    )
+    monkeypatch.setattr(os, "pwrite", lambda *to: next(failures, pwrite)(*to))
     with pytest.raises(OSError, match="no space"):
         spool.append({"step": "a long one"})
     spool.append({"s": 1})
@@ -202,7 +204,7 @@ def test_one_process_at_a_time_opens_a_spool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "redacted"),
     [
         ("http://me:secret@host:5000/a", "http://host:5000/a"),
         ("postgresql://me:p@ss@host/db?sslmode=on", "postgresql://host/db?sslmode=on"),
@@ -211,8 +213,8 @@ def test_one_process_at_a_time_opens_a_spool(tmp_path):
         ("s3://bucket/a@b", "s3://bucket/a@b"),
     ],
 )
-def test_credentials_are_redacted(text, shown):
-    assert redact(text) == shown
+def test_credentials_are_redacted(text, redacted):
+    assert redact(text) == redacted
 
 
 # The embedded store
@@ -301,18 +303,18 @@ def test_a_resumed_run_continues_and_repeats_no_step(spool_remains):
 def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
-    here = Spool(spool_dir() / "u1")
+    spool = Spool(spool_dir() / "u1")
     head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {}, "description": ""}
-    here.append({**head, "time": now() - 1000, "tags": {}})
+    spool.append({**head, "time": now() - 1000, "tags": {}})
     for step in range(3):
-        here.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
-    uploader = Uploader(here, tracking_uri())
+        spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
+    uploader = Uploader(spool, tracking_uri())
     while uploader.remaining:
         uploader.send_next()
     for step in range(3, 6):
-        here.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
-    here.append({"kind": "end", "time": now(), "status": "KILLED", "reason": "stopped"})
-    here.close()
+        spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
+    spool.append({"kind": "end", "time": now(), "status": "KILLED", "reason": "stopped"})
+    spool.close()
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "there"))
     with begin() as run:
         for step in range(5, 8):
@@ -350,10 +352,10 @@ def test_uploading_again_from_any_record_changes_nothing(tmp_path):
 def test_a_lost_response_creates_no_second_run(monkeypatch):
     from mlflow import MlflowClient
 
-    real, calls = MlflowClient.create_run, []
+    original, calls = MlflowClient.create_run, []
 
     def lose_response(*args):
-        calls.append(real(*args))
+        calls.append(original(*args))
         raise OSError("the response was lost")
 
     monkeypatch.setattr(MlflowClient, "create_run", lose_response)
@@ -381,12 +383,12 @@ def test_a_run_is_nested_under_its_parent():
 def test_metrics_do_not_wait_for_a_file_that_its_store_rejects(monkeypatch):
     from mlflow import MlflowClient
 
-    real, rejecting = MlflowClient.log_artifact, [True]
+    original, rejecting = MlflowClient.log_artifact, [True]
 
     def log_artifact(*args):
         if rejecting:
             raise OSError("the bucket is offline")
-        real(*args)
+        original(*args)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
     with begin() as run:
@@ -480,10 +482,10 @@ def test_a_model_is_logged_and_registered_once(logged):
         run.model("unregistered")
         assert run.flush(30) is None
         (run._spool.folder / "mark").unlink()
-        again = Uploader(run._spool, tracking_uri())
-        again.send_next()
-        while again.remaining:
-            again.send_next()
+        second = Uploader(run._spool, tracking_uri())
+        second.send_next()
+        while second.remaining:
+            second.send_next()
     assert logged == ["folder", "unregistered"]
     assert len(open_client(tracking_uri()).search_model_versions("name = 'vit'")) == 1
 
@@ -686,10 +688,10 @@ def test_no_credential_is_written_or_logged(server, caplog, capsys, monkeypatch,
 
 
 def test_the_ui_reports_a_taken_port_and_a_missing_store(folder, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         with pytest.raises(ConfigError, match=f"--port: {port} is taken"):
             ui.main(["--port", port])
     (folder / "mlruns.db").unlink()

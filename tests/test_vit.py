@@ -50,11 +50,11 @@ def test_positions_are_added_before_the_class_token():
     network = vit("vit_u1x1_8")
     with torch.no_grad():
         network.positions.table.fill_(100.0)
-        seen = []
-        network.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        block_inputs = []
+        network.blocks[0].register_forward_pre_hook(lambda module, inputs: block_inputs.append(inputs[0]))
         network(images())
-    torch.testing.assert_close(seen[0][:, 0], network.class_token.expand(2, -1))
-    assert (seen[0][:, 1:] > 50).all()
+    torch.testing.assert_close(block_inputs[0][:, 0], network.class_token.expand(2, -1))
+    assert (block_inputs[0][:, 1:] > 50).all()
 
 
 def test_other_image_sizes_and_shapes_run():
@@ -98,9 +98,9 @@ def test_regrouping_keeps_every_weight(old, branches, name):
     network = vit(old, layerscale=0.1)
     other = regroup(network, branches)
     assert other.model.name == name
-    back = regroup(other, network.model.shape.branches)
-    assert back.model == network.model
-    assert all(torch.equal(back.state_dict()[key], value) for key, value in network.state_dict().items())
+    restored = regroup(other, network.model.shape.branches)
+    assert restored.model == network.model
+    assert all(torch.equal(restored.state_dict()[key], value) for key, value in network.state_dict().items())
     assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in network.parameters())
 
 

@@ -312,9 +312,9 @@ def test_import_of_an_export_is_the_same_to_the_last_bit(tmp_path):
     for layout, settings in (("timm", {"name": "vit_u3x2_8"}), ("torchvision", {}), ("hf", {})):
         ours = our_vit(**settings)
         save_file(export_weights(ours, layout), tmp_path / f"{layout}.safetensors")
-        _, back = import_weights(str(tmp_path / f"{layout}.safetensors"))
+        _, imported = import_weights(str(tmp_path / f"{layout}.safetensors"))
         for key, tensor in ours.state_dict().items():
-            assert torch.equal(back.state_dict()[key], tensor), (layout, key)
+            assert torch.equal(imported.state_dict()[key], tensor), (layout, key)
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ def test_a_model_folder_is_never_overwritten_nor_half_read(tmp_path):
 def test_settings_that_shapes_cannot_show_are_given(tmp_path):
     source = our_vit(image_size=[16, 64])
     save_file(export_weights(source, "timm"), tmp_path / "w.safetensors")
-    wide = images(64)[:, :, :16]
+    cropped = images(64)[:, :, :16]
     _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"image_size": [16, 64]})
-    assert agree(ours(wide), source(wide))
+    assert agree(ours(cropped), source(cropped))
 
 
 def test_every_timm_vit_of_the_papers_has_our_shape():
