@@ -19,7 +19,7 @@ os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 session.prepare_environment()
 # Waiting threads yield their CPU: the networks are tiny, and many processes share the CPUs.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# A background process of a shell ignores Ctrl-C, and so would its children.
+# A background process of a shell ignores Ctrl-C, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadlines: the machine may be busy.
@@ -41,7 +41,7 @@ def s3_server(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("s3")
     (folder / "bucket").mkdir()
     args = ["serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "KEY,SECRET", "--vfs-cache-mode", "off"]
-    # The server soon sees files that a test writes to the folder; with 0s it spins, and answers after minutes or never.
+    # The server sees new files of a test within this time; with 0s it spins and may never answer.
     args += ["--dir-cache-time", "200ms"]
     command = [str(rclone), *args, "--config", os.devnull, str(folder)]
     log = tmp_path_factory.mktemp("rclone") / "log"

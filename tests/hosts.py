@@ -67,7 +67,7 @@ class Host:
         return done.stdout
 
     def seen(self, path: Path) -> Path:
-        """Return the outside path of a file of this host."""
+        """Return the path of a file of this host on the real machine."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def processes(self, text: str = "") -> list[int]:
@@ -83,7 +83,7 @@ class Host:
         return pids
 
     def signal(self, text: str, number: int) -> None:
-        """Send a signal to those processes, at least one."""
+        """Send a signal to the processes with `text` in their command line; there must be one."""
         pids = self.processes(text)
         assert pids, f"{self.name}: no process with {text}"
         for pid in pids:
@@ -91,7 +91,7 @@ class Host:
                 os.kill(pid, number)
 
     def fill(self, spare: int = 0) -> None:
-        """Fill this host's disk up to `spare` bytes."""
+        """Fill this host's disk and leave `spare` bytes free."""
         fill(self.seen(self.own), spare)
 
     def empty(self) -> None:
@@ -135,7 +135,7 @@ class Site:
         return host
 
     def cut(self, name: str) -> None:
-        """Cut a host off the segment, silently, like a pulled cable."""
+        """Disconnect a host silently, like a pulled cable."""
         self.switch.call(["ip", "link", "set", f"to-{name}", "nomaster"])
 
     def mend(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Site:
 
 
 def fill(folder: Path, spare: int = 0) -> None:
-    """Fill a disk up to `spare` bytes."""
+    """Fill a disk and leave `spare` bytes free."""
     with suppress(OSError), (folder / "ballast").open("ab", buffering=0) as ballast:
         while shutil.disk_usage(folder).free > spare:
             ballast.write(bytes(2**20))

@@ -67,7 +67,7 @@ POLICIES = {
 
 
 def photo(width: int = 120, height: int = 90, seed: int = 0) -> np.ndarray:
-    """Smooth coloured clutter with some noise, as JPEG and resizing meet it."""
+    """Return a smooth coloured image with some noise, like a photo."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((width, height), 3)
     return (np.asarray(coarse) + rng.normal(0, 6, (height, width, 3))).clip(0, 255).astype(np.uint8)
@@ -111,7 +111,7 @@ def config_error(overrides: list[str]) -> str:
     return str(error)
 
 
-def test_published_recipes_are_spelled():
+def test_published_augmentations_can_be_written_as_settings():
     a2 = read("""
         data:
           augment:
@@ -178,7 +178,7 @@ def test_a_jpeg_is_decoded_as_pillow_does(subsampling, quality, progressive, siz
     assert np.array_equal(decode_image(data), Image.open(io.BytesIO(data)))
 
 
-def test_an_ordinary_jpeg_never_meets_pillow(monkeypatch):
+def test_an_ordinary_jpeg_is_decoded_without_pillow(monkeypatch):
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(Image, "open", None)
     decode_image(data)
@@ -219,7 +219,7 @@ def test_every_mode_becomes_rgb_as_a_viewer_shows_it():
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_sixteen_bits_are_scaled_not_cut(kind):
+def test_sixteen_bit_images_are_scaled_not_clipped(kind):
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     decoded = decode_image(encoded(Image.fromarray(ramp), kind))
     assert np.array_equal(decoded, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
@@ -275,7 +275,7 @@ def test_an_absurd_size_is_refused_before_it_is_decoded(kind):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "TIFF"]), st.data())
-def test_broken_bytes_give_pixels_or_the_one_error(kind, draw):
+def test_corrupt_bytes_give_pixels_or_an_undecodable_image_error(kind, draw):
     data = bytearray(encoded(photo(24, 16), kind))
     for _ in range(draw.draw(st.integers(1, 6))):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
@@ -309,7 +309,7 @@ def test_crop_and_resize_are_as_exact_as_pillows(interpolation):
         exact = exact_1CHW[0].permute(1, 2, 0).numpy().clip(0, 255)
         assert np.abs(ours - exact).mean() <= np.abs(np.asarray(theirs) - exact).mean() + 0.01
     assert np.max(differences) <= 2
-    # Pillow resizes rows first where that is less work, torch columns always: a quarter of a level in such boxes alone.
+    # Pillow resizes rows first if that is cheaper, torch always columns: such boxes differ by a quarter of a level.
     assert np.mean(differences) <= 0.1
 
 
@@ -336,7 +336,7 @@ def test_a_box_lies_in_the_image(rows, columns, area, ratio, seed):
 @pytest.mark.parametrize("interpolation", PIL_MODES)
 @pytest.mark.parametrize(("ratio", "short"), [(0.875, 256), (0.95, 236), (1.0, 224)])
 @pytest.mark.parametrize("shape", [(500, 375), (333, 500), (100, 130)])
-def test_the_centre_crop_is_torchvisions(interpolation, ratio, short, shape):
+def test_the_centre_crop_equals_torchvisions(interpolation, ratio, short, shape):
     image = photo(*shape)
     ours = crop_centre(image, CentreCrop(crop_ratio=ratio, interpolation=interpolation), (224, 224))
     steps = T.Compose([T.Resize(short, T.InterpolationMode(interpolation)), T.CenterCrop(224)])
@@ -379,9 +379,9 @@ def test_flips_mirror_at_the_stated_rate():
     st.tuples(st.integers(2, 48), st.integers(2, 48)),
     st.integers(0, 99),
 )
-def test_any_image_gives_a_view_of_the_asked_size(name, shape, size, copy):
+def test_any_image_gives_a_view_of_the_requested_size(name, shape, size, copy):
     image = photo(*shape)
-    image.flags.writeable = False  # as the object store hands it out
+    image.flags.writeable = False  # like an array from the object store
     view = augment_image(image, POLICIES[name], size, generator(0, 0, "k", copy))
     assert view.shape == (*size, 3)
     assert view.dtype == np.uint8
@@ -397,7 +397,7 @@ def test_a_view_shares_no_memory_with_its_image():
     assert not np.shares_memory(view, image)
 
 
-# ---- P4: a view is a function of its key -----------------------------------------------------------------------------
+# ---- reproducibility: a view depends only on its key -----------------------------------------------------------------
 
 
 VIEWS = """
@@ -408,15 +408,15 @@ def views(order):
     from vitray.data.augment.image import augment_image
     from vitray.config.augmentation import Augment
 
-    made = {}
+    hashes = {}
     for number in order:
         image = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         for kind in ("none", "three_augment", "randaugment", "randaugment_torchvision"):
             augment = Augment.model_validate({"policy": kind, "jitter": 0.3})
             for epoch, copy in ((0, 0), (0, 1), (1, 0)):
                 view = augment_image(image, augment, (32, 32), generator(7, epoch, f"train/{number}.jpg", copy))
-                made[f"{number} {kind} {epoch} {copy}"] = sha256(view.tobytes()).hexdigest()
-    return made
+                hashes[f"{number} {kind} {epoch} {copy}"] = sha256(view.tobytes()).hexdigest()
+    return hashes
 """
 
 
@@ -434,7 +434,7 @@ def test_every_part_of_a_key_counts():
     keys = [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0), (0, 0, "a", 1), (0, 0, "0 a", 0)]
     draws = {generator(*key).random() for key in keys} | {step_generator(0, 0, "a").random()}
     assert len(draws) == len(keys) + 1
-    # The key as bytes, the cipher and the order of draws are a promise across releases.
+    # Pinned: the encoding of keys, the cipher and the order of draws stay the same across releases.
     assert generator(0, 0, "a").random() == 0.5090690220371894
     assert raw_draws("rows 0", 2).tolist() == [681267580169654098, 14881082628673115569]
 
@@ -452,7 +452,7 @@ FILL = (124, 116, 104)
 
 @pytest.mark.parametrize("increasing", [False, True])
 @pytest.mark.parametrize("operation", policy.TIMM)
-def test_operations_are_timms(operation, increasing, monkeypatch):
+def test_operations_equal_timms(operation, increasing, monkeypatch):
     image = Image.fromarray(photo(64, 48))
     name = TIMM_NAMES[operation]
     if increasing and f"{name}Increasing" in timm_auto.NAME_TO_OP:
@@ -464,14 +464,14 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
             theirs.magnitude = magnitude
             for sign, uniform in ((1, 0.1), (-1, 0.9)):
                 monkeypatch.setattr("random.random", lambda uniform=uniform: uniform)
-                # torchvision shifts the other way; either way is as likely.
+                # timm translates in the other direction; both directions are equally likely.
                 ours = -sign if operation.startswith("translate") else sign
                 amount = policy.timm_amount(operation, magnitude, increasing, image.size, ours)
                 result = policy.operate(image, operation, amount, interpolation, FILL)
                 if operation == "posterize" and amount == 0:
-                    assert not np.any(result)  # timm's own fails here on Pillow 13
+                    assert not np.any(result)  # timm's posterize fails here on Pillow 13
                 else:
-                    # torchvision takes a shear as an angle, whose tangent has lost its last bits.
+                    # torchvision takes the angle of a shear; its tangent is off in the last bits.
                     error = difference(np.asarray(result), theirs(image))
                     assert error.max() <= operation.startswith("shear")
                     assert error.mean() < 0.01
@@ -479,7 +479,7 @@ def test_operations_are_timms(operation, increasing, monkeypatch):
 
 
 @pytest.mark.parametrize("magnitude", [0, 9, 17, 30])
-def test_operations_are_torchvisions(magnitude):
+def test_operations_equal_torchvisions(magnitude):
     image = Image.fromarray(photo(64, 48))
     space = torchvision_auto.RandAugment()._augmentation_space(31, (48, 64))
     names = {name.lower(): name for name in space}
@@ -533,7 +533,7 @@ def test_magnitudes_are_drawn_as_timm_draws_them(monkeypatch):
     assert scipy.stats.ks_2samp(angles, expected).pvalue > 1e-3
 
 
-def test_three_augment_does_exactly_one_of_three(monkeypatch):
+def test_three_augment_applies_exactly_one_of_three_operations(monkeypatch):
     image = Image.fromarray(photo(32, 24))
     grey, solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image)
     sigmas: list[float] = []
@@ -583,7 +583,7 @@ def prepared(images, labels, mix: Mix, step: int = 0, rows: BatchRows | None = N
     return prepare_batch(images, labels, settings, seed, step, rows)
 
 
-def test_normalising_is_totensor_and_normalize():
+def test_normalising_equals_totensor_and_normalize():
     images, _ = batch(4)
     ours = normalised(images, Normalise())
     theirs = T.Compose([T.ToTensor(), T.Normalize(Normalise().mean, Normalise().std)])
@@ -592,7 +592,7 @@ def test_normalising_is_totensor_and_normalize():
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_mixed_targets_are_timms():
+def test_mixed_targets_equal_timms():
     labels = torch.tensor([1, 4, 4, 9])
     soft = one_hot(labels, 10)
     reverse = torch.tensor([3, 2, 1, 0])
@@ -602,7 +602,7 @@ def test_mixed_targets_are_timms():
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0, 1), st.integers(1, 40), st.integers(1, 40), st.data())
-def test_the_cut_box_is_timms(share, height, width, draw):
+def test_the_cutmix_box_equals_timms(share, height, width, draw):
     centre = draw.draw(st.integers(0, height - 1)), draw.draw(st.integers(0, width - 1))
     given_centre = iter(centre)
     with pytest.MonkeyPatch.context() as patch:
@@ -611,7 +611,7 @@ def test_the_cut_box_is_timms(share, height, width, draw):
     assert cut_box(share, centre, height, width) == tuple(int(edge) for edge in theirs)
 
 
-def test_blending_is_timms():
+def test_blending_equals_timms():
     images = normalised(batch(6)[0], Normalise())
     reverse = torch.arange(5, -1, -1)
     theirs = images.clone()
@@ -627,7 +627,7 @@ def test_blending_is_timms():
     st.integers(0, 1000),
 )
 def test_targets_match_the_mixed_images(mix, count, step):
-    # Row i is one colour and of class i: the colours of the result say how much of which class it shows.
+    # Row i has one colour and class i, so the colour of a mixed image gives the share of each class.
     images = torch.arange(count, dtype=torch.uint8).mul(20).view(-1, 1, 1, 1).expand(count, 24, 24, 3).contiguous()
     plain = Normalise(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     settings = BatchSettings(Augment(), mix, plain, num_classes=10)
@@ -651,7 +651,7 @@ def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
         assert one_worker[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_another_step_or_seed_mixes_and_erases_otherwise():
+def test_mixing_and_erasing_depend_on_step_and_seed():
     images, labels = batch(8)
     for mix, erase in ((Mix(mixup=0.8), 0.0), (Mix(), 0.5)):
         results = [
@@ -661,7 +661,7 @@ def test_another_step_or_seed_mixes_and_erases_otherwise():
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [0]), (2, [1, 0]), (3, [1, 0, 1]), (5, [1, 0, 3, 2, 3])])
-def test_the_last_of_an_odd_batch_takes_the_one_before(count, expected):
+def test_the_last_image_of_an_odd_batch_is_mixed_with_the_previous_one(count, expected):
     assert partners(BatchRows(np.arange(count), count)).tolist() == expected
     assert partners(BatchRows(np.array([2, 3]), count + 4)).tolist() == [1, 0]
     assert partners(BatchRows(np.array([0, 1, 6, 7]), 8)).tolist() == [1, 0, 3, 2]
@@ -672,11 +672,11 @@ def test_a_share_that_separates_a_pair_is_rejected(places, total):
     rows, count = BatchRows(np.array(places), total), len(places)
     with pytest.raises(ValueError, match="is separated from its partner: choose a batch"):
         partners(rows)
-    # Without mixing nothing is paired.
+    # Without mixing there are no pairs.
     prepared(*batch(count), Mix(), rows=rows, erase=0.5)
 
 
-def test_draws_are_distributed_as_timm_says():
+def test_mixing_draws_are_distributed_as_timms():
     mix = Mix(mixup=0.8, cutmix=1.0, switch=0.3, chance=0.9)
     mixings = [draw_mixing(mix, 64, 64, step_generator(0, step, "mix")) for step in range(3000)]
     blended = [mixing.share for mixing in mixings if mixing.box is None and mixing.share < 1]

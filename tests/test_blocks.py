@@ -18,7 +18,7 @@ WIDTH, HEADS = 32, 4
 
 
 def block(branches=2, seed=0, dtype=torch.float64, **kind) -> Block:
-    """A block with random parameters: initial values would hide errors in folded norms and scales."""
+    """Return a block with random parameters; initial values would hide errors in folded norms and scales."""
     module = Block(BlockSpec(WIDTH, HEADS, branches, **kind))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def slow_block(module: Block, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("execution", ["loop", "fused"])
 @pytest.mark.parametrize("branches", [1, 2, 3])
 @pytest.mark.parametrize("layerscale", [None, 0.1])
-def test_a_block_is_equation_2(execution, branches, layerscale):
+def test_a_block_equals_equation_2(execution, branches, layerscale):
     module = block(branches, layerscale=layerscale, execution=execution)
     with torch.no_grad():
         torch.testing.assert_close(module(tokens()), slow_block(module, tokens()), atol=1e-10, rtol=1e-10)
@@ -108,7 +108,7 @@ def test_a_block_equals_timm():
     drop_path=st.sampled_from([0.0, 0.4]),
     activation=st.sampled_from(["gelu", "gelu_tanh"]),
 )
-def test_fused_training_is_loop_training(branches, batch, count, layerscale, drop_path, activation):
+def test_fused_training_equals_loop_training(branches, batch, count, layerscale, drop_path, activation):
     module = block(branches, layerscale=layerscale, drop_path=drop_path, activation=activation).train()
     results = {}
     for execution in ("loop", "fused"):
@@ -258,14 +258,14 @@ def test_auto_fuses_only_small_inputs():
 
 
 @pytest.mark.parametrize("execution", ["loop", "fused", "auto"])
-def test_a_compiled_block_is_the_block(execution):
+def test_a_compiled_block_equals_the_block(execution):
     # aot_eager traces and differentiates like inductor, without minutes of C++ compilation.
     check_compiled(execution, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["loop", "fused"])
-def test_an_inductor_block_is_the_block(execution):
+def test_an_inductor_block_equals_the_block(execution):
     check_compiled(execution, "inductor")
 
 

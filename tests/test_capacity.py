@@ -55,7 +55,7 @@ def test_an_admitted_packing_can_be_placed(cluster, trial):
 
 
 def fits(cluster, trial, number):
-    """Whether this many trials fit, by trying every node for every part of them."""
+    """Whether this many trials fit, by an exhaustive search over the node of every part."""
     slots = [
         int(node.gpus) * int(1 / fraction(trial.gpus)) if 0 < trial.gpus < 1 else int(node.gpus) for node in cluster
     ]
@@ -91,7 +91,7 @@ def test_the_greedy_packing_equals_an_exhaustive_search(cluster, trial):
 
 @given(nodes, st.builds(Node, cpus=st.integers(0, 12), gpus=st.integers(0, 4)), resources)
 @settings(deadline=None, max_examples=200)
-def test_one_more_node_never_admits_fewer(cluster, node, trial):
+def test_one_more_node_never_admits_fewer_trials(cluster, node, trial):
     assert fit_trials([*cluster, node], trial).concurrent >= fit_trials(cluster, trial).concurrent
     assert fit_trials([node, *cluster], trial).concurrent == fit_trials([*cluster, node], trial).concurrent
 

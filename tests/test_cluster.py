@@ -1,4 +1,4 @@
-"""The Ray session: waiting for a cluster to grow, and releasing resources that nobody uses."""
+"""The Ray session: waiting for a cluster to grow, and releasing unused resources."""
 
 import inspect
 import json

@@ -200,7 +200,7 @@ def test_a_security_group_that_ray_makes_is_open_to_everyone(aws):
     tree["provider"]["security_group"]["GroupName"] = "left-to-ray"
     group = bootstrapped(tree)["available_node_types"]["head"]["node_config"]["SecurityGroupIds"]
     description = boto3.client("ec2").describe_security_groups(GroupIds=group)["SecurityGroups"][0]
-    assert "0.0.0.0/0" in str(description["IpPermissions"])  # the reason for which `make up` makes the group
+    assert "0.0.0.0/0" in str(description["IpPermissions"])  # therefore `make up` creates the group
 
 
 def test_each_node_is_requested_as_configured(aws):
@@ -497,7 +497,7 @@ def test_versions_match_the_project():
     assert f"vitray:ray-{RAY}" in dockerfile
 
 
-def test_a_stopped_job_has_the_same_time_on_every_kind_of_cluster():
+def test_a_stopped_job_has_the_same_grace_period_on_every_kind_of_cluster():
     settings = [
         re.findall(r"RAY_JOB_STOP_WAIT_TIME_S(?:=|, value: \")(\d+)", path.read_text())
         for path in (AWS, LOCAL, KUBERAY)
@@ -517,7 +517,7 @@ def test_heartbeats_are_the_same_on_every_kind_of_cluster():
         ("RAY_grpc_client_keepalive_timeout_ms", "30000"),
     }
     assert settings == [expected] * 3
-    for path in (AWS, LOCAL):  # any node may have sent something to a lost one
+    for path in (AWS, LOCAL):  # any node may wait for a reply of a lost node
         assert (
             path.read_text().count("RAY_grpc_client_keepalive_time_ms=75000 RAY_grpc_client_keepalive_timeout_ms=30000")
             == 2

@@ -191,7 +191,7 @@ def chain(tmp_path, base) -> list[ViT]:
 def test_deltas_of_deltas_compose(tmp_path, chain):
     assert [is_same(load_model(str(tmp_path / n)).vit, vit) for n, vit in zip(("base", "d1", "d2"), chain, strict=True)]
     assert all(".attn" not in name for name in load_file(tmp_path / "d2" / "model.safetensors"))
-    # Relative to the first network, the second also holds the tensors of the middle one.
+    # Relative to the first network, the last one also has the changed tensors of the middle one.
     save(tmp_path / "d3", chain[2], tmp_path / "base")
     assert is_same(load_model(str(tmp_path / "d3")).vit, chain[2])
 

@@ -1,4 +1,4 @@
-"""The check of a cluster: each problem is reported with its node and a remedy, and nothing else is."""
+"""The check of a cluster: each problem is reported with its node and a remedy, without false alarms."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Faults on a cluster of several machines, none of which loses anything.
+"""Fault injection on a cluster of several machines: no fault loses a step or a record.
 
 A head and two nodes train over their own network, with data and results on Ceph's S3 and MLflow on PostgreSQL. After
 each fault the run must equal an undisturbed one: the same losses, each step once. The lost time is printed.
@@ -237,7 +237,7 @@ class Training(NamedTuple):
 
 
 def longest_between(times: list[float], since: float = 0, before: float = 1e10) -> float:
-    """Return the longest gap between two times whose middle lies between `since` and `before`."""
+    """Return the longest gap between consecutive times, of those with the middle from `since` to `before`."""
     return max(after - at for at, after in itertools.pairwise(times) if since <= (at + after) / 2 < before)
 
 
@@ -291,7 +291,7 @@ def undisturbed(cluster) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def restore_nodes(cluster) -> Iterator[None]:
-    """Restore the original nodes after a fault."""
+    """Restore the original nodes after each test."""
     yield
     hosts = cluster.site.hosts
     for name in hosts.keys() - {"head", "one", "two", "store"}:
@@ -309,7 +309,7 @@ def test_the_doctor_finds_no_problems(cluster):
 
 
 def test_temporary_outages_cause_no_restart(cluster, undisturbed):
-    """A loose cable, hanging storage, a node's full disk, and hanging tracking."""
+    """A network outage, unresponsive storage, a full disk of a node, and unresponsive tracking."""
     run, store, one = cluster.train("patient"), cluster.site.hosts["store"], cluster.site.hosts["one"]
     faults = {}
     run.await_checkpoint(40)
@@ -389,7 +389,7 @@ def test_training_continues_on_the_remaining_nodes(cluster, undisturbed):
 
 
 def test_a_full_disk_of_results_is_logged_retried_and_resumed_from(cluster, undisturbed):
-    """Room at the third try, then none for all tries, then the same command again."""
+    """Free space at the third try, then none for all tries, then the same command again."""
     out, ballast = f"{cluster.site.shared}/runs", cluster.site.shared / "ballast"
     run = cluster.train("packed", out=out)
     run.await_checkpoint()
@@ -407,15 +407,15 @@ def test_a_full_disk_of_results_is_logged_retried_and_resumed_from(cluster, undi
     cluster.train("packed", out=out).finish(undisturbed)
 
 
-def test_an_out_of_memory_kill_is_waited_for_and_a_killed_data_task_is_retried(cluster, undisturbed):
+def test_an_out_of_memory_kill_causes_a_backoff_and_a_killed_data_task_is_retried(cluster, undisturbed):
     cluster.site.hosts["two"].end()
     two = cluster.site.add("two", 3)
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(memory[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
-    # All hosts share one machine. This node kills at 7 GiB more than now, of which the run takes 3; other processes may
-    # vary by 3.
+    # All hosts share one machine. Ray kills a worker when this node uses 7 GiB more than now: 3 for the run, and a
+    # margin of 3 for other processes.
     cluster.start(two, {"RAY_memory_usage_threshold": f"{1 - (free - 7 * 2**20) / total:.3f}"}, '{"two": 1}')
-    # Another user's process, only until it has caused a kill: later Ray would kill the decoding tasks again and again.
+    # Memory of another process, freed after the first kill; otherwise Ray would kill the decoding tasks repeatedly.
     two.start([PYTHON, "-c", "import time; held = b'x' * (9 * 2**30); time.sleep(300)"], cluster.logs / "stranger.log")
     run, log = cluster.train("hungry"), cluster.logs / "data.log"
     until(lambda: f"node {two.address} ran out of memory" in run.output, 240, "the kill of the worker")
@@ -453,7 +453,7 @@ def test_mlflow_rejects_unknown_users(cluster, undisturbed):
     assert "seen" not in output
     assert output.count("403") == 3
     assert "runs 0" in output
-    # Records that a wrong password held up arrive with the right one.
+    # Records that were delayed by a wrong password are uploaded with the right one.
     cluster.head.call([PYTHON, "-m", "pipelines.track", "flush"])
     assert cluster.head.call([PYTHON, "-c", VISIT, "owner"]).strip() == "None"
     visits = "from mlflow import MlflowClient; runs = MlflowClient().search_runs(['0', '1', '2'])"

@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_get_one_message(place, overrides, message):
         make_plan(recipe(place, *overrides))
 
 
-def test_other_classes_get_a_new_head_and_the_same_keep_theirs(place, tmp_path):
+def test_other_classes_get_a_new_head_and_the_same_classes_keep_the_old_one(place, tmp_path):
     start = make_plan(recipe(place)).start
     assert start.adaptation == "as it is"
     base = load_model(str(place / "base"))

@@ -1,4 +1,4 @@
-"""Floors and doors: who may import whom, held as two literals and checked on the syntax tree."""
+"""Import rules: the layers ("floors") of modules, and the packages ("doors") that may import a platform."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A module imports only from lower floors. A package stands for its modules, but for those named apart.
+# A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
     {"vitray.errors"},
     {"vitray.config", "vitray.storage", "vitray.plotting", "vitray.cluster.session"},
@@ -27,7 +27,7 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    "ray.data": {"vitray.data", "vitray.bench.scaling"},  # the benchmark: Ray Data's own reader, to compare with
+    "ray.data": {"vitray.data", "vitray.bench.scaling"},  # the benchmark compares with Ray Data's own reader
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.job_submission": {"vitray.cluster.jobs"},
@@ -43,10 +43,10 @@ DOORS = {
     "pyarrow.fs": {"vitray.storage"},
     "matplotlib": {"vitray.plotting", "vitray.bench", "vitray.sweep.report", "vitray.tracking"},
     "simplejpeg": {"vitray.data.augment"},
-    "torchvision": {"vitray.data.augment", "vitray.bench"},  # bench: a reference
+    "torchvision": {"vitray.data.augment", "vitray.bench"},  # bench compares with it
 }
 
-# A recipe loads at once.
+# Modules that load nothing heavy, so that a recipe is parsed at once.
 LIGHT = (
     "vitray",
     "vitray.config",
@@ -101,7 +101,7 @@ def imported_modules(module: str, trees: dict[str, ast.Module]) -> set[str]:
 
 
 def layer_faults(trees: dict[str, ast.Module]) -> list[str]:
-    """Return the imports that do not go down; on one floor the modules of a package may import each other."""
+    """Return the imports from the same or a higher floor; modules of one package on one floor are exempt."""
     faults = []
     for module in trees:
         floor, room = room_of(module)
@@ -133,15 +133,15 @@ def door_faults(trees: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def test_imports_go_down():
+def test_modules_import_only_lower_floors():
     assert layer_faults(modules(ROOT)) == []
 
 
-def test_no_imports_go_round():
+def test_there_are_no_import_circles():
     assert circles(modules(ROOT)) == []
 
 
-def test_platforms_enter_by_their_doors():
+def test_only_their_doors_import_platforms():
     assert door_faults(modules(ROOT)) == []
 
 

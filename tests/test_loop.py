@@ -160,7 +160,7 @@ def test_a_resumed_run_is_bit_equal(place, undisturbed):
     interrupted(place, undisturbed, "resumed", 6)
     outcome = train(recipe(place), "resumed", str(place / "runs"))
     assert same(weights(outcome.home), undisturbed[1])
-    # For MLflow this is a new run, which gets the records of the checkpoint again: here, all of them.
+    # MLflow sees a new run, so all records of the checkpoint are uploaded again.
     assert losses(outcome.mlflow_run) == undisturbed[2]
 
 
@@ -306,7 +306,7 @@ def test_the_same_name_for_another_experiment_is_refused(place, undisturbed):
 
 
 @pytest.mark.slow
-def test_compilation_bf16_and_recomputation_learn_the_same(place):
+def test_compilation_bf16_and_recomputation_give_the_same_losses(place):
     steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
     plain = train(recipe(place, *steady), "plain", str(place / "runs"))
     for recompute in ("feedforward", "blocks"):
@@ -314,11 +314,11 @@ def test_compilation_bf16_and_recomputation_learn_the_same(place):
         outcome = train(recipe(place, *steady, *options), f"compiled-{recompute}", str(place / "runs"))
         assert losses(outcome.mlflow_run) == pytest.approx(losses(plain.mlflow_run), rel=0.02)
         names = {name for name in weights(outcome.home) if name.startswith("model.")}
-        assert names == {name for name in weights(plain.home) if name.startswith("model.")}  # no wrapper's names
+        assert names == {name for name in weights(plain.home) if name.startswith("model.")}  # no wrapper's prefix
 
 
 @pytest.mark.slow
-def test_a_run_lives_on_s3_as_on_a_path(place, undisturbed, s3_server):
+def test_a_run_on_s3_equals_a_run_on_a_local_path(place, undisturbed, s3_server):
     outcome = train(recipe(place), "remote", "s3://bucket/runs")
     assert same(weights(outcome.home), undisturbed[1])
     assert load_model("s3://bucket/runs/remote/model").vit.model.name == "vit_u2x2_8"
@@ -354,7 +354,7 @@ def test_a_fork_starts_from_the_last_weights(place, undisturbed):
 
 @pytest.mark.slow
 def test_a_rewound_run_skips_the_broken_step(place):
-    # Any loss above the median of the earlier ones counts as broken, which soon happens.
+    # Any loss above the median of the earlier ones counts as a spike, so a rewind soon happens.
     settings = ["optim.duration=100 steps", "optim.ema=null", "checkpoint={every: 5 steps, keep: 1}"]
     guard = "guard={on_nan: rewind, spike: 1.0001, max_rewinds: 2}"
     with pytest.raises(RunError, match=r"rewound: loss .* at step"):

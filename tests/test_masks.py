@@ -50,7 +50,7 @@ def masked_grids(draw) -> tuple[Mask, tuple[int, int]]:
 
 
 @given(masked_grids(), st.integers(0, 2**31), st.integers(0, 5))
-def test_as_many_patches_of_every_image_are_predicted(masked_grid, seed, epoch):
+def test_every_image_has_the_same_number_of_predicted_patches(masked_grid, seed, epoch):
     mask, grid = masked_grid
     patches = grid[0] * grid[1]
     source_BN = sources(mask, range(3), grid=grid, seed=seed, epoch=epoch)
@@ -61,7 +61,7 @@ def test_as_many_patches_of_every_image_are_predicted(masked_grid, seed, epoch):
 
 
 @pytest.mark.parametrize("mask", [RandomMask(), BERT, BlockMask()])
-def test_masks_do_not_depend_on_who_draws_them(mask):
+def test_masks_do_not_depend_on_the_worker(mask):
     whole_BN = sources(mask, range(24))
     for workers in (2, 3, 5):
         for rank in range(workers):
@@ -80,24 +80,24 @@ def test_seed_epoch_and_position_each_change_a_mask(mask):
     assert len(set(masks)) == len(masks)
 
 
-def test_the_number_is_that_of_the_sources():
+def test_the_number_of_predicted_patches_equals_the_papers():
     # MAE keeps int(patches * (1 - ratio)); BeiT's 75 of 196 are about the 40 % of its paper.
     for patches in (4, 49, 196, 256):
         for ratio in (0.25, 0.5, 0.75):
             assert predicted_patches(RandomMask(ratio=ratio), patches) == patches - int(patches * (1 - ratio))
     assert predicted_patches(BlockMask(), 196) == 75
-    assert predicted_patches(RandomMask(ratio=0.9), 10) == 9  # where int(10 * (1 - 0.9)) is 0
+    assert predicted_patches(RandomMask(ratio=0.9), 10) == 9  # although int(10 * (1 - 0.9)) is 0
 
 
-# ---- one by one ------------------------------------------------------------------------------------------------------
+# ---- independent patches ---------------------------------------------------------------------------------------------
 
 
-def test_every_patch_is_as_likely():
+def test_every_patch_is_equally_likely():
     hidden_N = (sources(RandomMask(ratio=0.75), range(2000), grid=(4, 4)) == HIDDEN).mean(0)
     assert np.abs(hidden_N - 0.75).max() < 5 * math.sqrt(0.75 * 0.25 / 2000)
 
 
-def test_a_tenth_of_predicted_patches_shows_another_patch_and_a_tenth_itself():
+def test_a_tenth_of_predicted_patches_is_replaced_and_a_tenth_is_kept():
     source_BN = sources(BERT, range(400))
     predicted = source_BN != VISIBLE
     assert np.array_equal(predicted, sources(RandomMask(ratio=0.5), range(400)) != VISIBLE)  # the same patches
@@ -112,7 +112,7 @@ def test_a_tenth_of_predicted_patches_shows_another_patch_and_a_tenth_itself():
         assert abs(shares[name] - expected) < 5 * math.sqrt(expected * (1 - expected) / predicted.sum()), name
 
 
-def test_another_patch_is_any_but_itself():
+def test_a_replacement_is_any_other_patch():
     source_BN = sources(RandomMask(ratio=0.5, other=0.99), range(3000), grid=(2, 2))
     own_BN = np.broadcast_to(np.arange(4), source_BN.shape)
     is_replaced = source_BN >= 0
@@ -125,7 +125,7 @@ def test_another_patch_is_any_but_itself():
 
 
 def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int]:
-    """BeiT's masking as one would write it for one image."""
+    """BeiT's masking as a plain loop over one image."""
     rows, columns = grid
     count, hidden, num_draws = predicted_patches(mask, rows * columns), set(), 0
     while len(hidden) < count:
@@ -156,19 +156,19 @@ def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[i
         (BlockMask(ratio=0.5, least=1, aspect=(1.0, 1.0)), (5, 3)),
     ],
 )
-def test_blocks_are_those_drawn_one_by_one(mask, grid):
+def test_block_masks_equal_a_slow_loop(mask, grid):
     source_BN = sources(mask, range(40), grid=grid, seed=3, epoch=7)
     for position, source_N in enumerate(source_BN):
         assert set(np.flatnonzero(source_N == HIDDEN)) == blocks_one_by_one(mask, grid, f"mask 3 7 {position}")
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
-def test_a_rectangle_keeps_to_its_limits(least, seed):
+def test_a_rectangle_respects_its_limits(least, seed):
     mask, missing = BlockMask(least=least), 60
     draws_B4 = np.random.default_rng(seed).random((50, 4))
     for inside_N in draw_rectangles(draws_B4, np.full(50, missing), mask, GRID):
         if not inside_N.any():
-            continue  # it did not fit
+            continue  # the rectangle did not fit
         rows, columns = (np.flatnonzero(inside_N.reshape(GRID).any(axis)) for axis in (1, 0))
         tall, wide = np.ptp(rows) + 1, np.ptp(columns) + 1
         assert inside_N.sum() == tall * wide  # without a gap
@@ -179,7 +179,7 @@ def test_a_rectangle_keeps_to_its_limits(least, seed):
         assert (tall + 0.5) / (wide - 0.5) >= mask.aspect[0]
 
 
-def test_blocks_hide_neighbours():
+def test_block_masks_hide_neighbours():
     def neighbours(source_BN: np.ndarray) -> float:
         hidden_BRC = (source_BN == HIDDEN).reshape(-1, *GRID)
         return (hidden_BRC[:, :, 1:] & hidden_BRC[:, :, :-1]).sum() / hidden_BRC.sum()

@@ -1,4 +1,4 @@
-"""MLflow's databases, copied while they are written and brought back where they are not."""
+"""Backups of MLflow's databases: made during writes, and restored only where no database exists."""
 
 import sqlite3
 from contextlib import closing
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("backup", ["{tmp}/kept", "s3://bucket/kept-{name}"])
-def test_mlflows_records_outlive_the_head(tmp_path, s3_server, monkeypatch, backup):
+def test_mlflow_databases_are_restored_after_the_loss_of_the_head(tmp_path, s3_server, monkeypatch, backup):
     monkeypatch.syspath_prepend(str(ROOT / "deploy"))
     import mlflow_store
 
@@ -25,7 +25,7 @@ def test_mlflows_records_outlive_the_head(tmp_path, s3_server, monkeypatch, back
         live.execute("create table runs (name)")
         live.execute("insert into runs values ('first')")
         live.commit()
-        live.execute("insert into runs values ('not yet committed')")  # the server goes on writing meanwhile
+        live.execute("insert into runs values ('not yet committed')")  # the server still writes during the backup
         assert mlflow_store.save(before, backup) == ["mlflow.db"]
     assert mlflow_store.restore(after, backup) == ["mlflow.db"]
     with closing(sqlite3.connect(after / "mlflow.db")) as restored:

@@ -45,7 +45,7 @@ def test_any_text_is_a_name_or_refused_with_a_reason(text):
         ("ViT-B12/16-conv-bn", "vit_b12x1_16_conv"),
     ],
 )
-def test_the_papers_spellings_name_the_same(spelling, name):
+def test_the_papers_spellings_give_the_same_name(spelling, name):
     assert str(parse_name(spelling)) == name
 
 

@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).parent.parent
 
-# Kills the head, and repeats the command on a new head. In a process of its own, as other tests use another Ray.
+# Kills the head and repeats the command on a new head; in its own process, since other tests use another Ray.
 HEADS = """
 import os, subprocess, sys, time
 from pathlib import Path

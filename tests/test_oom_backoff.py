@@ -29,7 +29,7 @@ def test_the_reason_names_the_node_and_its_memory_in_any_wrapped_error():
 
 
 @pytest.mark.parametrize(("error", "waits"), [(OutOfMemoryError(KILLED), [15, 60, 240, 240]), (ValueError("no"), [])])
-def test_only_memory_kills_are_waited_for_longer_each_time_and_not_after_the_last_restart(monkeypatch, error, waits):
+def test_only_memory_kills_cause_a_growing_backoff_and_none_after_the_last_restart(monkeypatch, error, waits):
     slept, messages = [], []
     monkeypatch.setattr(oom_backoff.time, "sleep", slept.append)
     callback = oom_backoff.OomBackoff(SimpleNamespace(put=SimpleNamespace(remote=messages.append)), restarts=4)

@@ -337,7 +337,7 @@ def perturb(module: nn.Module, seed: int) -> None:
     module.train()(images(seed))
 
 
-def test_a_young_average_has_a_lower_decay():
+def test_the_decay_of_the_average_is_lower_in_the_first_steps():
     assert [average_decay(Ema(decay=0.5), step) for step in (0, 1, 8, 1000)] == [0.1, 2 / 11, 0.5, 0.5]
     assert average_decay(Ema(decay=0.5, warmup=False), 0) == 0.5
 

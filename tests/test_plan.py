@@ -1,4 +1,4 @@
-"""The plan of a run: its numbers, and one message for each mismatch of recipe and data."""
+"""The plan of a run: steps and dataset sizes, and one error for each mismatch of recipe and dataset."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def run(dataset, *overrides):
 
 
 @pytest.mark.ray
-def test_the_plan_follows_from_recipe_and_data(dataset):
+def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
     plan = make_plan(run(dataset)).plan
     assert (plan.images, plan.classes) == (100, 10)
     assert plan.val_images == open_dataset(dataset).splits["val"].rows
@@ -50,7 +50,7 @@ def test_the_plan_follows_from_recipe_and_data(dataset):
         (["data.url=nowhere"], ["nowhere: no dataset here"]),
     ],
 )
-def test_a_mismatch_gets_one_message(dataset, overrides, phrases):
+def test_a_mismatch_of_recipe_and_dataset_is_one_error(dataset, overrides, phrases):
     changed = {override.partition("=")[0] for override in overrides}
     base = [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch"]
     settings = [setting for setting in base if setting.partition("=")[0] not in changed]
@@ -62,7 +62,7 @@ def test_a_mismatch_gets_one_message(dataset, overrides, phrases):
 
 
 @pytest.mark.ray
-def test_a_holdout_is_evaluated_and_not_trained_on(dataset):
+def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     opened = open_dataset(dataset)
     masks = {share: holdout_mask(opened, "train", share) for share in (0.0, 0.1, 0.4, 0.999)}
     assert not masks[0.0].any()
@@ -115,7 +115,7 @@ def test_unwritable_storage_is_named(tmp_path):
         check_storage(str(tmp_path / "file" / "runs"))
 
 
-def test_only_settings_that_affect_the_result_make_another_experiment():
+def test_only_settings_that_affect_the_result_define_an_experiment():
     base = load_run(None, ["optim.lr=1e-3"])
     ignored = ["compute.workers=4", "data.url=elsewhere", "checkpoint.every=7 steps", "guard.on_nan=rewind"]
     assert difference(base, load_run(None, ignored)) == []

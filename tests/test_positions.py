@@ -29,13 +29,13 @@ def table_of(rows, columns, width=8) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("new", [(7, 7), (24, 24), (10, 21)])
-def test_resizing_as_timm(new):
+def test_resizing_equals_timms(new):
     table = table_of(14, 14)
     theirs = resample_abs_pos_embed(table[None], list(new), num_prefix_tokens=0)[0]
     torch.testing.assert_close(resample(table, (14, 14), new, "timm"), theirs)
 
 
-def test_resizing_as_torchvision():
+def test_resizing_equals_torchvisions():
     table = table_of(14, 14)
     state = {"encoder.pos_embedding": torch.cat([torch.zeros(1, 8), table])[None]}
     theirs = torchvision.models.vision_transformer.interpolate_embeddings(384, 16, state)
@@ -49,7 +49,7 @@ def test_resizing_keeps_constants_and_rows(convention):
     assert resample(table, (6, 4), (6, 4), convention) is table
     flat = torch.full((24, 8), 3.0)
     torch.testing.assert_close(resample(flat, (6, 4), (9, 5), convention), torch.full((45, 8), 3.0))
-    # A table that depends only on the row still does after resizing.
+    # A table that depends only on the row is still constant within each row after resizing.
     by_row = torch.arange(6.0).repeat_interleave(4)[:, None].expand(-1, 8)
     resized = resample(by_row, (6, 4), (12, 7), convention).reshape(12, 7, 8)
     torch.testing.assert_close(resized, resized[:, :1].expand(-1, 7, -1))

@@ -9,9 +9,9 @@ PLATFORMS = ("ray", "mlflow", "torch", "optuna")
 PRIVATE_NAMES = {
     # Measures activations on shapes; meta tensors would decompose attention, and torch has no public fake tensors.
     "torch._subclasses.fake_tensor.FakeTensorMode",
-    # Counts the writes to a weight: cached fused weights must not outlive a write from any place.
+    # Counts the writes to a weight: any write invalidates the cached fused weights.
     "_version",
-    # A task must not keep its CPU while its blocks wait unread; Ray Data has no public option.
+    # A task must release its CPU while nobody reads its blocks; Ray Data has no public option.
     "_max_num_blocks_in_streaming_gen_buffer",
 }
 NAMED_TUPLE = {"_asdict", "_replace", "_fields", "_make", "_field_defaults"}

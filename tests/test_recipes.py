@@ -1,6 +1,6 @@
-"""Recipes: each head states commands and expected results; each recipe builds, has its steps, and trains one.
+"""Recipes: each header states commands and expected results; each recipe builds, has its steps, and trains one.
 
-A head is the comment above the settings. Lines of these forms are checked:
+A header is the comment above the settings. Lines of these forms are checked:
 
     # source: WHERE THE NUMBERS ARE FROM; not measured by us
     # vitray train RECIPE [setting=value ...]
@@ -44,11 +44,11 @@ from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-OURS = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes of no paper
+OURS = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes without a paper
 
 
 class Expectation(NamedTuple):
-    """One command of a head and its expected result."""
+    """One command of a header and its expected result."""
 
     overrides: tuple[str, ...]
     result: str
@@ -58,13 +58,13 @@ class Expectation(NamedTuple):
     steps: int
 
 
-def head(path: Path) -> list[str]:
+def header(path: Path) -> list[str]:
     lines = path.read_text().splitlines()
     return lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
 
 
 def expectations(path: Path) -> list[Expectation]:
-    lines, expectations = head(path), []
+    lines, expectations = header(path), []
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
         if command := re.fullmatch(rf"# vitray train {path.stem}((?: .+)?)", line):
             match = re.fullmatch(
@@ -95,7 +95,7 @@ each_published = pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: pat
 each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
-# ---- heads -----------------------------------------------------------------------------------------------------------
+# ---- headers ---------------------------------------------------------------------------------------------------------
 
 
 def test_no_recipe_is_missed():
@@ -106,23 +106,23 @@ def test_no_recipe_is_missed():
 
 
 @each_recipe
-def test_a_head_has_a_command_that_names_the_recipe(path):
-    assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in head(path))
+def test_a_header_has_a_command_that_names_the_recipe(path):
+    assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in header(path))
     # Another recipe's name would be a leftover of a copy; only finetune_demo names its base.
-    named = {name for line in head(path) for name in re.findall(r"\bvitray train (\S+)", line)}
+    named = {name for line in header(path) for name in re.findall(r"\bvitray train (\S+)", line)}
     assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
 
 
 @each_published
-def test_a_head_states_results_and_their_source(path):
-    sources = [line for line in head(path) if line.startswith("# source: ")]
+def test_a_header_states_results_and_their_source(path):
+    sources = [line for line in header(path) if line.startswith("# source: ")]
     assert len(sources) == 1
     assert sources[0].endswith("; not measured by us")
     first, *others = expectations(path)
     assert first.overrides == ()
     assert len({first, *others}) == 1 + len(others)
-    assert sum("expected:" in line for line in head(path)) == 1 + len(others)
-    assert f"# Data, once: vitray shard ILSVRC2012 {loaded(path).data.url}" in head(path)
+    assert sum("expected:" in line for line in header(path)) == 1 + len(others)
+    assert f"# Data, once: vitray shard ILSVRC2012 {loaded(path).data.url}" in header(path)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_fine_tuning_states_steps_and_learning_rates(name, number, place):
         f"finetune_{kind}_imagenet" for kind in ("sgd", "adamw", "beit", "mae")
     }
     path = recipes.path_of(name)
-    lines = "\n".join(head(path)).replace(" \\\n#    ", "").splitlines()
+    lines = "\n".join(header(path)).replace(" \\\n#    ", "").splitlines()
     assert sum(line.startswith("# source: ") and line.endswith("; not measured by us") for line in lines) == 1
     commands = [index for index, line in enumerate(lines) if line.startswith("# vitray train ")]
     assert len(commands) == number
@@ -156,8 +156,8 @@ def test_a_fine_tuning_states_steps_and_learning_rates(name, number, place):
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-def test_a_demo_head_states_a_measured_result(name):
-    lines = [*head(recipes.path_of(name)), ""]
+def test_a_demo_header_states_a_measured_result(name):
+    lines = [*header(recipes.path_of(name)), ""]
     command = next(index for index, line in enumerate(lines) if f"vitray train {name}" in line)
     result = r"(?:[\d.]+ % of val|val loss [\d.]+)[^;]*"
     assert re.fullmatch(rf"#   expected: {result}; measured by us on .+, \d{{4}}-\d\d-\d\d", lines[command + 1])
@@ -168,11 +168,11 @@ def test_every_override_of_a_command_changes_the_run(path, expected):
     run = loaded(path, expected.overrides)
     for override in expected.overrides:
         others = tuple(other for other in expected.overrides if other != override)
-        with suppress(ConfigError):  # the other overrides may be invalid without this one
+        with suppress(ConfigError):  # the other overrides may be invalid without it
             assert loaded(path, others) != run, override
 
 
-# ---- statements of the head ------------------------------------------------------------------------------------------
+# ---- statements of the header ----------------------------------------------------------------------------------------
 
 
 def built(run: Run) -> Task:
@@ -183,25 +183,25 @@ def built(run: Run) -> Task:
 
 
 @each_expectation
-def test_parameters_are_those_of_the_head(path, expected):
+def test_the_number_of_parameters_matches_the_header(path, expected):
     with torch.device("meta"):
         task = built(loaded(path, expected.overrides))
     assert f"{sum(parameter.numel() for parameter in task.vit.parameters()) / 1e6:.1f}" == expected.params
 
 
 @each_recipe
-def test_parameters_are_those_that_are_counted(path):
+def test_the_number_of_parameters_matches_the_analytic_count(path):
     run = loaded(path)
     with torch.device("meta"):
         task = built(run)
     assert sum(parameter.numel() for parameter in task.vit.parameters()) == count(run.model).params
-    # Parameters besides the network belong to a decoder.
+    # Parameters outside the network belong to a decoder.
     others = {name.partition(".")[0] for name, _ in task.named_parameters()} - {"vit"}
     assert bool(others) == isinstance(run.task, Masked | Tokenizer)
 
 
 @each_expectation
-def test_steps_on_imagenet_are_those_of_the_head(path, expected):
+def test_steps_on_imagenet_match_the_header(path, expected):
     optim = loaded(path, expected.overrides).optim
     assert total_steps(optim, IMAGENET // optim.batch) == expected.steps
 
@@ -218,7 +218,7 @@ def test_steps_on_imagenet_are_those_of_the_head(path, expected):
         ("plain_s16_imagenet", IMAGENET // 1024, 10_000, 90 * 1251),
     ],
 )
-def test_steps_are_those_of_the_sources(name, epoch, warmup, total):
+def test_steps_match_the_papers(name, epoch, warmup, total):
     optim = loaded(recipes.path_of(name)).optim
     assert IMAGENET // optim.batch == epoch
     assert in_steps(optim.warmup, epoch) == warmup

@@ -75,7 +75,7 @@ def cell(name, mode, lr, seed, top, state="finished", reason=None) -> TrialResul
 
 
 def example() -> SweepResult:
-    """Four networks with two seeds, the learning rate of the best by mode, one failure and one early stop."""
+    """Four networks with two seeds, other modes and learning rates of the best one, one failure and one early stop."""
     accuracies = {"vit_u12x1_8": 0.823, "vit_u6x2_8": 0.829, "vit_u24x1_8": 0.842, "vit_u12x2_8": 0.858}
     trials = [cell(name, "full", 3e-3, 0, top) for name, top in accuracies.items()]
     trials += [cell(name, "full", 3e-3, 1, top + 0.002 + 0.001 * ("x2" in name)) for name, top in accuracies.items()]
@@ -194,7 +194,7 @@ def test_each_finished_seed_counts_once():
     assert (group.mean, group.sd) == pytest.approx((0.35, np.std([0.2, 0.5], ddof=1)))
 
 
-def test_different_values_with_the_same_text_stay_apart():
+def test_different_values_with_the_same_text_are_separate_groups():
     trials = [
         trial("", 0.1, settings={"a": value, "optim.lr": lr}, gflops=lr) for value in (True, "yes") for lr in (1, 2)
     ]
@@ -389,7 +389,7 @@ def page_of(swept: SweepResult, folder: Path) -> Page:
     return Page((folder / "index.html").read_text())
 
 
-def test_a_hostile_name_stays_text(tmp_path):
+def test_a_hostile_name_is_rendered_as_text(tmp_path):
     page = page_of(hostile(), tmp_path)
     assert {tag for tag, _ in page.elements} & {"script", "iframe", "object", "form"} == set()
     assert not any(name.startswith("on") for _, attrs in page.elements for name in attrs)
@@ -449,7 +449,7 @@ def test_trials_are_sorted_by_their_goal_and_have_commands(example_page):
     assert {each.run_url for each in swept.trials} <= set(page.attributes("href"))
 
 
-def test_a_paper_has_a_column_of_its_own(tmp_path):
+def test_numbers_of_a_paper_have_a_separate_column(tmp_path):
     page = page_of(figure_1(), tmp_path)
     header = next(place for place, row in enumerate(page.rows) if "ours, top1 %" in row)
     assert page.rows[header][3] == f"printed in {TITLE}"
@@ -531,7 +531,7 @@ def test_equal_sweeps_write_equal_bytes(tmp_path):
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, other, strict=True))
 
 
-def test_a_failed_write_leaves_the_last_report_whole(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_previous_report(tmp_path, monkeypatch):
     write_report(sweep([trial("first")]), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -604,7 +604,7 @@ def test_the_front_passes_through_its_labelled_points():
 
 def test_costs_that_differ_only_by_chance_are_not_drawn():
     def cost_drawings(**costs):
-        """The names of the cost pictures of two trials."""
+        """Return the names of the cost figures of two trials."""
         costs_of_trials = [{cost: both[at] for cost, both in costs.items()} for at in (0, 1)]
         pair = [trial(str(at), settings={"optim.lr": at}, **each) for at, each in enumerate(costs_of_trials)]
         return {drawing.name for drawing in drawings_of(results_of(sweep(pair))).get("cost", [])}
@@ -624,13 +624,13 @@ def test_a_map_shows_means_spreads_and_counts():
     assert {"85.95", "± 0.21, n = 2", "24 blocks", "ViT-U/8: val/top1, %", "depth", "parallel branches"} <= texts
 
 
-def test_a_dollar_starts_no_formula_and_a_missing_glyph_no_warning():
+def test_a_dollar_is_no_formula_and_a_missing_glyph_gives_no_warning():
     drawing = drawings_of(results_of(hostile()))["groups"][0]
     assert any(r"\$x" in text.get_text() for text in drawing.draw(DARK).findobj(Text))
 
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.floats(0.01, 0.08))
-def test_labels_stand_apart_in_their_order_and_near_their_lines(heights, gap):
+def test_labels_keep_their_order_and_a_minimum_distance(heights, gap):
     spread = spread_out(heights, gap)
     order = sorted(range(len(heights)), key=lambda place: heights[place])
     sorted_places = [spread[place] for place in order]
@@ -642,7 +642,7 @@ def test_labels_stand_apart_in_their_order_and_near_their_lines(heights, gap):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=2, max_size=9, unique=True), st.booleans())
 @settings(max_examples=20)
-def test_a_label_is_nearest_to_its_own_point_or_left_out(points, upwards):
+def test_a_label_is_nearest_to_its_own_point_or_omitted(points, upwards):
     figure, axis = column_axis(LIGHT, 3.0, "")
     axis.plot(*zip(*points, strict=True), "o")
     axis.margins(0.3)
@@ -657,7 +657,7 @@ def test_a_label_is_nearest_to_its_own_point_or_left_out(points, upwards):
         assert not one.padded(-1).overlaps(other.padded(-1))
 
 
-def test_smoothing_keeps_few_points_and_means_many():
+def test_smoothing_averages_only_long_curves():
     few = [(step, float(step)) for step in range(60)]
     assert smooth(few) == ([float(step) for step, _ in few], [value for _, value in few])
     steps, values = smooth([(step, float(step)) for step in range(500)])
@@ -706,7 +706,7 @@ def test_colours_are_distinct_and_readable(theme):
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--window-size=1300,1000"]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
-# A frame, unlike a window, can be narrow. The measuring script runs outside of it, as the page allows no script.
+# A frame can be narrower than a browser window. The measuring script runs outside, since the page allows no script.
 FRAME = """<!doctype html><iframe id="frame" width="{width}" height="900" srcdoc="{page}"></iframe>
 <pre id="measured"></pre>
 <script>onload = () => {{

@@ -14,7 +14,7 @@ from pipelines.__main__ import main
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_more_consumers_than_cpus_of_a_node_keep_up_with_rays_own_split(tmp_path):
-    """Six nodes of one CPU, eight consumers; in a process of its own, as other tests use another Ray."""
+    """Six nodes of one CPU, eight consumers; in its own process, since other tests use another Ray."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = [sys.executable, "-m"]
     shard = ["pipelines.shard", "demo", str(tmp_path / "data"), "images=13000", "image_size=32", "val_share=0"]

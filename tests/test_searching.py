@@ -248,7 +248,7 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     assert decision(trials[4], 2, 0.5) == TrialScheduler.CONTINUE
 
 
-def test_asha_compares_trials_of_other_lengths_at_the_same_share(tmp_path, base):
+def test_asha_compares_trials_of_different_lengths_at_the_same_share_of_their_steps(tmp_path, base):
     """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
     plan, _, _ = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
     steps = plan.run_plan.steps
@@ -264,8 +264,6 @@ def test_asha_compares_trials_of_other_lengths_at_the_same_share(tmp_path, base)
                 if scheduler.on_trial_result(None, trial, result) == TrialScheduler.STOP:
                     stopped.append(step)
                     break
-        assert stopped[0] == length  # the first trial runs to its end, whatever its length
-        assert stopped[1] == -(
-            -2 * length // steps
-        )  # the worse one ends at the first rung, the grace of the sweep's run
-    assert progress(5, None) == 0  # before any rung: a run of unknown length is not stopped for it
+        assert stopped[0] == length  # the first trial is never stopped, for any length
+        assert stopped[1] == -(-2 * length // steps)  # the worse one stops at the first rung, after the grace period
+    assert progress(5, None) == 0  # a run of unknown length is before every rung and never stopped

@@ -388,7 +388,7 @@ def test_moments_are_exact():
     assert image_stats(image, is_perceptual=False)["moments"] == [*values.sum(0), *(values**2).sum(0)]
 
 
-# ---- the whole verb --------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def sharded(source: Path | str, dest: Path | str, *overrides: str) -> int:
@@ -424,7 +424,7 @@ def test_bytes_do_not_depend_on_the_workers(ray_cluster, mixed_source, tmp_path,
 
 
 @pytest.mark.ray
-def test_a_dataset_holds_what_its_source_held(ray_cluster, mixed_source, tmp_path):
+def test_a_dataset_has_the_usable_images_of_its_source(ray_cluster, mixed_source, tmp_path):
     assert sharded(mixed_source, tmp_path / "d", "max_rejects=0.1", "shard_bytes=9000", "row_group=8") == 0
     dataset = open_dataset(str(tmp_path / "d"))
     assert set(tree(tmp_path / "d")) == {
@@ -458,7 +458,7 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, mixed_source, tmp_pat
     assert np.allclose(dataset.mean, values.mean(0), atol=1e-5)
     assert np.allclose(dataset.std, values.std(0), atol=1e-5)
 
-    # Shards are plain: nothing compressed, no dictionary, no statistics, the row groups that were asked for.
+    # Shards are uncompressed, without dictionary and statistics, and have the requested row groups.
     part = dataset.splits["train"].shards[0]
     assert len(dataset.splits["train"].shards) > 3
     metadata = pq.read_metadata(dataset.address(part))
@@ -469,7 +469,7 @@ def test_a_dataset_holds_what_its_source_held(ray_cluster, mixed_source, tmp_pat
 
 
 @pytest.mark.ray
-def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, mixed_source, tmp_path, capsys):
+def test_too_many_rejects_write_a_list_and_no_dataset(ray_cluster, mixed_source, tmp_path, capsys):
     assert sharded(mixed_source, tmp_path / "d") == 2
     printed = capsys.readouterr().err
     assert f"{len(BROKEN)} of 86 images cannot be used, more than max_rejects=0.01 allows" in printed
@@ -482,7 +482,7 @@ def test_too_many_rejects_leave_no_dataset_and_a_list(ray_cluster, mixed_source,
 
 
 @pytest.mark.ray
-def test_a_killed_job_goes_on_to_the_same_bytes(ray_cluster, tmp_path):
+def test_a_killed_job_resumes_to_the_same_bytes(ray_cluster, tmp_path):
     args = ["demo", "images=300", "image_size=24", "shard_bytes=6000", "chunk=10", "workers=1"]
     undisturbed, killed = tmp_path / "whole", tmp_path / "killed"
     write_dataset(read_request(args[0], str(undisturbed), (), args[1:]))
@@ -554,7 +554,7 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
     parts = {name: content for name, content in tree(tmp_path / "local").items() if name != "dataset.json"}
     assert parts.items() <= tree(s3_server / "made/set").items()
     assert not any(name.startswith(".work") for name in tree(s3_server / "made/set"))
-    # A dataset of ours is a source, too: here without a change, class names and all.
+    # A finished dataset can be a source; images and class names stay the same.
     assert sharded("s3://made/set", tmp_path / "again", *overrides) == 0
     resharded = open_dataset(str(tmp_path / "again"))
     assert resharded.classes == ("cat", "dog")
@@ -600,7 +600,7 @@ def test_bad_arguments_end_with_one_message(tmp_path, monkeypatch, capsys, args,
 
 
 @pytest.mark.ray
-def test_a_finished_dataset_is_left_alone(ray_cluster, tmp_path, capsys):
+def test_a_finished_dataset_is_never_overwritten(ray_cluster, tmp_path, capsys):
     source = class_folders(tmp_path / "s", {"cat": 2})
     assert sharded(source, tmp_path / "d") == 0
     before = tree(tmp_path / "d")

@@ -38,12 +38,12 @@ def perturbed(module: Stem) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STEMS if not kind.startswith("conv")])
-def test_a_patch_changes_its_own_token_alone(kind):
+def test_a_patch_changes_only_its_own_token(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").eval()) == {5}
 
 
 @pytest.mark.parametrize("kind", ["linear", "linear_gelu", "hmlp_ln"])
-def test_without_batch_statistics_it_holds_in_training_too(kind):
+def test_without_batch_statistics_a_patch_changes_only_its_own_token_in_training_too(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").train()) == {5}
 
 
@@ -54,7 +54,7 @@ def test_mixing_between_patches_is_detected():
 
 
 @pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu"])
-def test_mask_then_stem_is_stem_then_mask(kind):
+def test_masking_before_and_after_the_stem_is_the_same(kind):
     module = stem(f"vit_u1x1_16_{kind}").eval()
     keep = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(2)) > 0.5
     pixels = keep.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None]
@@ -65,7 +65,7 @@ def test_mask_then_stem_is_stem_then_mask(kind):
 
 
 @pytest.mark.parametrize("norm", ["bn", "ln"])
-def test_hmlp_is_algorithm_1(norm):
+def test_hmlp_equals_algorithm_1(norm):
     module = stem(f"vit_u1x1_16_hmlp_{norm}").eval()
     width = 64
 
@@ -108,7 +108,7 @@ def test_tokens_are_row_by_row(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_images_that_do_not_divide_are_refused(kind):
+def test_images_not_divisible_into_patches_are_refused(kind):
     with pytest.raises(ValueError, match="images of 60 x 48 pixels do not divide into patches of 16"):
         stem(f"vit_u1x1_16_{kind}")(images(height=60))
 

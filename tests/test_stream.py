@@ -28,7 +28,7 @@ from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
 DIVIDED = st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda pair: (pair[0] * pair[1], pair[1]))
-# (global batch, workers), of which every worker gets an image
+# (global batch, workers) with at least one image for each worker
 SHARED = st.tuples(st.integers(1, 300), st.integers(1, 20)).filter(lambda pair: pair[0] >= pair[1])
 
 
@@ -36,11 +36,11 @@ def shuffle_rows(groups, seed, epoch, identity="") -> np.ndarray:
     return EpochOrder(groups, None, (identity, seed, epoch)).at(np.arange(groups.sum()))[0]
 
 
-# ---- the plan alone --------------------------------------------------------------------------------------------------
+# ---- the epoch order and the shares of workers -----------------------------------------------------------------------
 
 
 @given(groups=GROUPS, seed=st.integers(0, 5), epoch=st.integers(0, 5))
-def test_an_epoch_is_every_image_once(groups, seed, epoch):
+def test_an_epoch_has_every_image_once(groups, seed, epoch):
     order = shuffle_rows(groups, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(groups.sum()))
     assert np.array_equal(order, shuffle_rows(groups, seed, epoch))
@@ -51,7 +51,7 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     order = shuffle_rows(groups, 0, 0, "a")
     others = [shuffle_rows(groups, 0, 0, "b"), shuffle_rows(groups, 1, 0, "a"), shuffle_rows(groups, 0, 1, "a")]
     assert all((order != other).mean() > 0.99 for other in others)
-    # Pinned: a run that a later vitray or numpy resumes sees the same images.
+    # Pinned, so that a later version of vitray or numpy resumes a run with the same images.
     assert order[:4].tolist() == [4511, 4567, 5888, 5879]
     assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "c4cdc2c68dc7bade"
 
@@ -151,14 +151,14 @@ def test_a_task_reads_few_row_groups(workers, size):
     assert largest <= 1024
 
 
-def test_neighbours_come_from_far_apart():
+def test_neighbours_in_an_epoch_come_from_distant_rows():
     groups = np.full(1000, 100)
     order = shuffle_rows(groups, 0, 0)
     place = np.empty(len(order))
     place[order] = np.arange(len(order))
     assert abs(np.corrcoef(place, np.arange(len(order)))[0, 1]) < 0.1
     batches = (order // 100)[: len(order) // 256 * 256].reshape(-1, 256)
-    assert min(len(set(batch.tolist())) for batch in batches) >= 16  # groups met in a batch
+    assert min(len(set(batch.tolist())) for batch in batches) >= 16  # row groups in a batch
     assert REGION % (PAIR * LANES) == 0
     assert sorted(DEAL) == list(range(LANES))
 
@@ -199,7 +199,7 @@ def write(folder, images: list[bytes], per_shard=900, row_group=100) -> Dataset:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Dataset:
-    """2500 images: a whole region of the plan and a part of one, in 3 shards of 27 row groups."""
+    """2500 images in 3 shards with 27 row groups: one full region of the epoch order and a part of another."""
     return write(tmp_path_factory.mktemp("stream") / "data", [jpeg(index) for index in range(2500)])
 
 
@@ -210,7 +210,7 @@ def train_stream(dataset, **kind) -> Stream:
 
 
 class Broadcast:
-    """The first worker's value for every worker, where workers are threads."""
+    """Broadcasts the first worker's value to all workers, which are threads."""
 
     def __init__(self, workers: int) -> None:
         self.barrier, self.value = threading.Barrier(workers, timeout=60), None
@@ -224,7 +224,7 @@ class Broadcast:
 
 
 def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
-    """The batches of each worker; the workers are threads with streams of their own, which read at the same time."""
+    """Return the batches of each worker; workers are concurrent threads, each with its own stream."""
     broadcast = Broadcast(workers)
 
     def work(rank: int) -> list[HostBatch]:
@@ -237,7 +237,7 @@ def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
 
 
 def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
-    """{position: (row, label, pixels)} of an epoch; every worker must take equal steps of equal shares."""
+    """Return {position: (row, label, pixels)} of an epoch, and check the steps and shares of every worker."""
     images, start, end = {}, epoch * stream.steps + step, (epoch + 1) * stream.steps
     for rank, batches in enumerate(on_workers(stream, workers, lambda own, share: own.train(start, end, share))):
         assert len(batches) == end - start
@@ -359,14 +359,15 @@ def test_a_corrupt_image_is_named_counted_and_replaced_by_the_next(tmp_path, ray
 
 
 @pytest.mark.ray
-def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ray_cluster):
+def test_a_task_that_dies_is_retried_without_changing_the_sequence(dataset, ray_cluster):
     stream = train_stream(dataset, size=(160, 160))
     undisturbed = images_of_epoch(stream, 1)
     batches = stream.train(0, stream.steps, Share(0, 1))
     received, decoding = [], []
-    while not decoding:  # a process between two tasks has no task name; without any such process the batches end
+    # An idle process has no task name. If no decoding process is ever found, `next` raises at the end of the epoch.
+    while not decoding:
         received.append(next(batches))
-        # The decoding processes among the children of this test.
+        # The decoding processes among the descendants of this test.
         decoding = [
             process
             for process in psutil.Process().children(recursive=True)
@@ -384,7 +385,7 @@ def test_a_task_that_dies_is_run_again_without_changing_the_sequence(dataset, ra
 
 
 @pytest.mark.ray
-def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster):
+def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_cluster):
     images = [jpeg(index) for index in range(700)]
     images[7] = images[7][:40]
     images[130] = b"not an image"
@@ -398,7 +399,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_made_once(tmp_path, ray_cluster
         results = list(pool.map(lambda _: decoded_split(small, "train"), range(4)))
     assert all(each.blocks == results[0].blocks for each in results)
     for shard in (tmp_path / "small").glob("*.parquet"):
-        shard.unlink()  # nothing is read or decoded a second time
+        shard.unlink()  # the cached stream must not read the files again
     cached = train_stream(small, cache="decoded", **kind)
     try:
         assert (images_of_epoch(cached, 2), images_of_epoch(cached, 3, epoch=1)) == expected
@@ -426,7 +427,7 @@ def test_a_split_that_decodes_to_more_than_half_the_object_store_is_rejected(tmp
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(120)  # without the large buffer it would wait forever
+@pytest.mark.timeout(120)  # without the large buffer the streams would deadlock
 def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
     broadcast = Broadcast(6)
     # Six blocks a task, and a limit that the first tasks reach.
@@ -438,10 +439,10 @@ def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
 
 
 @pytest.mark.ray
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the loader forks, as usual
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # torch's DataLoader forks
 @pytest.mark.filterwarnings(
     "ignore:The image decoding and encoding:DeprecationWarning"
-)  # of the loader that we compare with
+)  # from the data loader of the comparison
 def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path, capsys):
     args = ["--image-size", "16", "--images", "256", "--rounds", "1", "--workers", "1", "--out", str(tmp_path)]
     assert main(["bench", "ingest", dataset.url, *args, "--json"]) == 0

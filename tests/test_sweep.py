@@ -112,7 +112,7 @@ def test_mlflow_shows_the_trials_below_the_sweep(folder, finished_sweep):
     assert not any("dark" in name for name in names)
 
 
-def test_the_same_command_again_starts_nothing(folder, finished_sweep):
+def test_repeating_the_command_of_a_finished_sweep_trains_nothing(folder, finished_sweep):
     written = {
         path: path.stat().st_mtime_ns for path in Path(finished_sweep.home).glob("*/checkpoints/*/checkpoint.json")
     }
@@ -324,8 +324,8 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trial_whose_process_never_lasts_has_failed(folder, monkeypatch):
-    """Each process ends before its run begins: the trial is retried, and then failed with the reason."""
+def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
+    """Each process dies before its run starts: the trial is retried, then marked as failed with the reason."""
     (folder / "one.yaml").write_text("space: {seed: {seeds: 1}}\n")
     monkeypatch.setattr("vitray.sweep.trial.TrialTrainable.setup", lambda *_, **__: os._exit(1))
     outcome = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})

@@ -264,7 +264,7 @@ def test_recomputed_tasks_still_trace_and_evaluate(part):
 
 @pytest.mark.parametrize("part", ["feedforward", "blocks"])
 @pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_recomputes_itself(copied, part):
+def test_a_copied_task_recomputes_its_own_activations(copied, part):
     module = task(model__drop_path=0.4)
     recompute_activations(module, part)
     plain, other = gradients(module), copied(module)

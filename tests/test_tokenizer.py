@@ -123,7 +123,7 @@ def test_a_few_images_are_learned():
 
 
 @torch.no_grad()
-def test_a_code_is_the_place_of_its_levels():
+def test_a_code_is_the_index_of_its_levels():
     module = tokenizer()
     codes_BN = module.encode(images())
     assert codes_BN.shape == (4, PATCHES)
@@ -188,7 +188,7 @@ def beit(url: str, **settings) -> Run:
 
 
 @pytest.mark.parametrize("stem", ["", "_hmlp_bn"])
-def test_a_tokenizer_survives_its_folder(tmp_path, stem):
+def test_a_tokenizer_round_trips_through_its_folder(tmp_path, stem):
     module = tokenizer(model__name=f"vit_u2x2_8{stem}")
     module.train()(images())
     saved = save_tokenizer(str(tmp_path / "model"), module)

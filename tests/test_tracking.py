@@ -185,7 +185,7 @@ def test_a_record_that_a_full_disk_cut_short_is_overwritten(tmp_path, monkeypatc
     spool.close()
 
 
-def test_a_line_longer_than_a_block_is_read_whole(tmp_path):
+def test_a_line_longer_than_a_block_is_read_completely(tmp_path):
     spool = Spool(tmp_path / "j")
     for body in ({"a": 1}, {"b": "x" * 5000}, {"c": 1}):
         spool.append(body)

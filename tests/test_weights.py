@@ -308,7 +308,7 @@ def test_export_to_hugging_face_loads_from_a_folder(tmp_path):
     assert agree(ours(images()), theirs(images()).logits)
 
 
-def test_import_of_an_export_is_the_same_to_the_last_bit(tmp_path):
+def test_an_export_is_imported_bit_for_bit(tmp_path):
     for layout, settings in (("timm", {"name": "vit_u3x2_8"}), ("torchvision", {}), ("hf", {})):
         ours = our_vit(**settings)
         save_file(export_weights(ours, layout), tmp_path / f"{layout}.safetensors")
