@@ -152,11 +152,11 @@ def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cl
 
     group, job = request_group(), ray.get_runtime_context().get_job_id()
     monkeypatch.setattr(state, "list_jobs", lambda **_: [SimpleNamespace(job_id=job, status="SUCCEEDED")])
-    living = [SimpleNamespace(job_id=job, class_name="Server")]
-    monkeypatch.setattr(state, "list_actors", lambda **_: living)
+    actors = [SimpleNamespace(job_id=job, class_name="Server")]
+    monkeypatch.setattr(state, "list_actors", lambda **_: actors)
     session.remove_stale_groups()
     assert group in groups()
-    living[:] = [SimpleNamespace(job_id=job, class_name=name) for name in session.RAY_LIBRARY_ACTORS]
+    actors[:] = [SimpleNamespace(job_id=job, class_name=name) for name in session.RAY_LIBRARY_ACTORS]
     session.remove_stale_groups()
     assert group not in groups()
 

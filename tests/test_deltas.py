@@ -327,16 +327,16 @@ def test_deltas_of_one_base_share_its_tensors_and_give_the_same_outputs(tmp_path
         assert is_same(vit, expected)
         assert torch.equal(answer(vit), answer(load_model(place).vit))
         assert not any(parameter.requires_grad for parameter in vit.parameters())
-    places = [{name: tensor.untyped_storage().data_ptr() for name, tensor in v.state_dict().items()} for v in loaded]
+    pointers = [{name: tensor.untyped_storage().data_ptr() for name, tensor in v.state_dict().items()} for v in loaded]
     old = base.state_dict()
     for name in old:
         users = [
-            place[name]
-            for place, vit in zip(places, (first, second, third), strict=True)
+            tensors[name]
+            for tensors, vit in zip(pointers, (first, second, third), strict=True)
             if vit.state_dict()[name].shape == old[name].shape and torch.equal(vit.state_dict()[name], old[name])
         ]
         assert len(set(users)) <= 1, name
-        others = [place[name] for place in places if place[name] not in users]
+        others = [tensors[name] for tensors in pointers if tensors[name] not in users]
         assert len(set(others)) == len(others) == 3 - len(users), name
 
 

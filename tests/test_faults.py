@@ -104,7 +104,7 @@ options = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot
 subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *options], check=True)
 """
 # A data task that takes 8 GiB in its first try only.
-HUNGRY = """
+MEMORY_TASK = """
 import sys, time
 from pathlib import Path
 import ray
@@ -420,7 +420,7 @@ def test_an_out_of_memory_kill_causes_a_backoff_and_a_killed_data_task_is_retrie
     run, log = cluster.train("hungry"), cluster.logs / "data.log"
     until(lambda: f"node {two.address} ran out of memory" in run.output, 240, "the kill of the worker")
     two.signal("held = ", KILL)
-    cluster.head.start([PYTHON, "-c", HUNGRY, cluster.site.shared], log)
+    cluster.head.start([PYTHON, "-c", MEMORY_TASK, cluster.site.shared], log)
     run.await_checkpoint()
     (cluster.site.shared / "now").touch()
     run.finish(undisturbed)
@@ -444,8 +444,8 @@ def test_a_node_that_gloo_cannot_reach_is_named(cluster):
 
 
 def test_mlflow_rejects_unknown_users(cluster, undisturbed):
-    nobody = {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}
-    for uid, environment in (("nobody", nobody), ("stranger", {"MLFLOW_TRACKING_PASSWORD": "not the password"})):
+    anonymous = {"MLFLOW_TRACKING_USERNAME": "", "MLFLOW_TRACKING_PASSWORD": ""}
+    for uid, environment in (("nobody", anonymous), ("stranger", {"MLFLOW_TRACKING_PASSWORD": "not the password"})):
         output = cluster.head.call([PYTHON, "-c", VISIT, uid], environment)
         assert "401" in output
         assert "not authenticated" in output

@@ -114,19 +114,19 @@ RAY_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_CONFIG_JSON_E
 
 
 @pytest.fixture
-def clean(monkeypatch):
+def bare_environment(monkeypatch):
     """An environment without addresses of stores or of a cluster."""
     for name in (*SENT_VARIABLES, *SECRET_VARIABLES, *RAY_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
-def test_addresses_are_sent_and_secrets_are_not(clean):
-    clean.setenv("AWS_ENDPOINT_URL", "https://s3.example.org")
-    clean.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
-    clean.setenv("AWS_REGION", "eu-west-1")
-    clean.setenv("AWS_SECRET_ACCESS_KEY", "canary")
-    clean.setenv("HOME_MADE_TOKEN", "canary")
+def test_addresses_are_sent_and_secrets_are_not(bare_environment):
+    bare_environment.setenv("AWS_ENDPOINT_URL", "https://s3.example.org")
+    bare_environment.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    bare_environment.setenv("AWS_REGION", "eu-west-1")
+    bare_environment.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    bare_environment.setenv("HOME_MADE_TOKEN", "canary")
     variables, messages = job_environment()
     assert variables == {"AWS_ENDPOINT_URL": "https://s3.example.org", "AWS_REGION": "eu-west-1"}
     assert "canary" not in "".join(messages)
@@ -141,8 +141,8 @@ def test_no_sent_variable_is_named_like_a_secret():
 
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL"])
-def test_an_address_with_a_password_is_rejected_and_not_printed(clean, name):
-    clean.setenv(name, "https://me:canary@example.org")
+def test_an_address_with_a_password_is_rejected_and_not_printed(bare_environment, name):
+    bare_environment.setenv(name, "https://me:canary@example.org")
     with pytest.raises(ConfigError, match=f"{name}: has a password in it") as error:
         job_environment()
     assert "canary" not in str(error.value)
@@ -164,7 +164,7 @@ OUT = ["--out", "s3://b/runs"]
         (["train", "demo", *OUT], "RAY_ADDRESS: not set; wanted the cluster's dashboard"),
     ],
 )
-def test_invalid_jobs_are_rejected_before_anything_is_sent(clean, capsys, args, message):
+def test_invalid_jobs_are_rejected_before_anything_is_sent(bare_environment, capsys, args, message):
     assert main(["submit", *args]) == 2
     printed = capsys.readouterr().err.splitlines()[-1]
     assert "canary" not in printed
@@ -179,8 +179,8 @@ def test_invalid_jobs_are_rejected_before_anything_is_sent(clean, capsys, args, 
         ("http://127.0.0.1:1", "RAY_ADDRESS: http://127.0.0.1:1: cannot be reached"),
     ],
 )
-def test_an_unreachable_cluster_is_reported(clean, capsys, address, message):
-    clean.setenv("RAY_ADDRESS", address)
+def test_an_unreachable_cluster_is_reported(bare_environment, capsys, address, message):
+    bare_environment.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
     assert main(["jobs"]) == 2
     assert time.monotonic() - began < 6
@@ -189,7 +189,7 @@ def test_an_unreachable_cluster_is_reported(clean, capsys, address, message):
     assert "canary" not in printed
 
 
-def test_a_dry_run_lists_the_package_and_the_command(clean, capsys):
+def test_a_dry_run_lists_the_package_and_the_command(bare_environment, capsys):
     assert main(["submit", "--dry-run", "train", "demo", "data.url=s3://b/d", *OUT, "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["command"] == "python -m pipelines.train demo data.url=s3://b/d --out s3://b/runs --json"
@@ -209,12 +209,12 @@ def test_a_followed_job_sets_the_exit_status(status, code, expected):
 
 
 @pytest.fixture
-def job(clean, tmp_path):
+def job(bare_environment, tmp_path):
     """The environment inside a job: its temporary folder, and the variable that Ray sets."""
-    clean.chdir(tmp_path)
-    clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://a.zip"}}))
+    bare_environment.chdir(tmp_path)
+    bare_environment.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://a.zip"}}))
     assert session.job_dir() == tmp_path
-    return clean
+    return bare_environment
 
 
 def test_results_and_records_in_a_jobs_own_folder_are_rejected(job, tmp_path):
@@ -242,15 +242,15 @@ def test_a_dataset_that_was_not_sent_is_reported(job):
         open_dataset("data/demo")
 
 
-def test_a_job_without_its_own_folder_may_write_to_its_working_directory(clean, tmp_path):
-    clean.chdir(tmp_path)
+def test_a_job_without_its_own_folder_may_write_to_its_working_directory(bare_environment, tmp_path):
+    bare_environment.chdir(tmp_path)
     for environment in ({}, {"working_dir": "local:///srv/vitray"}):
-        clean.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environment}))
+        bare_environment.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": environment}))
         assert session.job_dir() is None
 
 
-def test_a_run_cannot_connect_to_a_dashboard(clean):
-    clean.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+def test_a_run_cannot_connect_to_a_dashboard(bare_environment):
+    bare_environment.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="`vitray submit` sends jobs"):
         session._connect_or_start(None, None)
 

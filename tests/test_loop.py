@@ -167,16 +167,18 @@ def test_a_resumed_run_is_bit_equal(place, undisturbed):
 @pytest.mark.slow
 def test_another_number_of_workers_agrees_up_to_rounding(place):
     # Dropout is drawn per worker; everything else is a function of the step.
-    steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=8 steps"]
+    deterministic = ["model.drop_path=0", "model.dropout=0", "optim.duration=8 steps"]
     results = {}
     for workers in (1, 2):
-        outcome = train(recipe(place, *steady, f"compute.workers={workers}"), f"workers{workers}", str(place / "runs"))
+        outcome = train(
+            recipe(place, *deterministic, f"compute.workers={workers}"), f"workers{workers}", str(place / "runs")
+        )
         results[workers] = losses(outcome.mlflow_run), weights(outcome.home)
     assert results[1][0] == pytest.approx(results[2][0], rel=1e-5)
     for name, tensor in results[1][1].items():
         torch.testing.assert_close(results[2][1][name], tensor, rtol=1e-3, atol=1e-5)
     # Gradient accumulation over passes of four images.
-    run = recipe(place, *steady, "compute.workers=1", "compute.local_batch=4")
+    run = recipe(place, *deterministic, "compute.workers=1", "compute.local_batch=4")
     outcome = train(run, "accumulated", str(place / "runs"))
     assert losses(outcome.mlflow_run) == pytest.approx(results[1][0], rel=1e-5)
 
@@ -307,11 +309,11 @@ def test_the_same_name_for_another_experiment_is_refused(place, undisturbed):
 
 @pytest.mark.slow
 def test_compilation_bf16_and_recomputation_give_the_same_losses(place):
-    steady = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
-    plain = train(recipe(place, *steady), "plain", str(place / "runs"))
+    deterministic = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
+    plain = train(recipe(place, *deterministic), "plain", str(place / "runs"))
     for recompute in ("feedforward", "blocks"):
         options = ["compute.compile=true", "compute.precision=bf16", f"compute.recompute={recompute}"]
-        outcome = train(recipe(place, *steady, *options), f"compiled-{recompute}", str(place / "runs"))
+        outcome = train(recipe(place, *deterministic, *options), f"compiled-{recompute}", str(place / "runs"))
         assert losses(outcome.mlflow_run) == pytest.approx(losses(plain.mlflow_run), rel=0.02)
         names = {name for name in weights(outcome.home) if name.startswith("model.")}
         assert names == {name for name in weights(plain.home) if name.startswith("model.")}  # no wrapper's prefix

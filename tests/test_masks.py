@@ -124,7 +124,7 @@ def test_a_replacement_is_any_other_patch():
 # ---- rectangles ------------------------------------------------------------------------------------------------------
 
 
-def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int]:
+def slow_block_mask(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int]:
     """BeiT's masking as a plain loop over one image."""
     rows, columns = grid
     count, hidden, num_draws = predicted_patches(mask, rows * columns), set(), 0
@@ -159,7 +159,7 @@ def blocks_one_by_one(mask: BlockMask, grid: tuple[int, int], key: str) -> set[i
 def test_block_masks_equal_a_slow_loop(mask, grid):
     source_BN = sources(mask, range(40), grid=grid, seed=3, epoch=7)
     for position, source_N in enumerate(source_BN):
-        assert set(np.flatnonzero(source_N == HIDDEN)) == blocks_one_by_one(mask, grid, f"mask 3 7 {position}")
+        assert set(np.flatnonzero(source_N == HIDDEN)) == slow_block_mask(mask, grid, f"mask 3 7 {position}")
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
@@ -184,8 +184,8 @@ def test_block_masks_hide_neighbours():
         hidden_BRC = (source_BN == HIDDEN).reshape(-1, *GRID)
         return (hidden_BRC[:, :, 1:] & hidden_BRC[:, :, :-1]).sum() / hidden_BRC.sum()
 
-    one_by_one, blocks = (neighbours(sources(mask, range(200))) for mask in (RandomMask(ratio=0.38), BlockMask()))
-    assert one_by_one < 0.38
+    independent, blocks = (neighbours(sources(mask, range(200))) for mask in (RandomMask(ratio=0.38), BlockMask()))
+    assert independent < 0.38
     assert blocks > 0.75
 
 

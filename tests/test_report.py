@@ -658,8 +658,8 @@ def test_a_label_is_nearest_to_its_own_point_or_omitted(points, upwards):
 
 
 def test_smoothing_averages_only_long_curves():
-    few = [(step, float(step)) for step in range(60)]
-    assert smooth(few) == ([float(step) for step, _ in few], [value for _, value in few])
+    short = [(step, float(step)) for step in range(60)]
+    assert smooth(short) == ([float(step) for step, _ in short], [value for _, value in short])
     steps, values = smooth([(step, float(step)) for step in range(500)])
     assert np.allclose(values, np.array(steps) - 0.5)  # a line, at the middle of 20 points
 

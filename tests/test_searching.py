@@ -37,7 +37,7 @@ def base(tmp_path_factory):
     return load_run(None, overrides)
 
 
-def opened(folder, base, text, *additions):
+def open_sweep(folder, base, text, *additions):
     """Plan, trial store and searcher of a sweep in a folder, as after a restart."""
     (folder / "space.yaml").write_text(text)
     space = extend_space(read_space(folder / "space.yaml"), additions)
@@ -46,7 +46,7 @@ def opened(folder, base, text, *additions):
     return plan, store, TrialSearcher(plan, store, space)
 
 
-def suggested(searcher):
+def suggest_all(searcher):
     """The names of all remaining trials."""
     names = []
     while (config := searcher.suggest("")) != Searcher.FINISHED:
@@ -62,51 +62,51 @@ def end(store, name, state="finished", score=0.5, seconds=None):
 
 
 def test_a_restarted_grid_leaves_out_ended_trials(tmp_path, base):
-    _, store, searcher = opened(tmp_path, base, GRID)
-    assert suggested(searcher) == ["lr=1e-3", "lr=0.01", "lr=0.1", "lr=0.2"]
+    _, store, searcher = open_sweep(tmp_path, base, GRID)
+    assert suggest_all(searcher) == ["lr=1e-3", "lr=0.01", "lr=0.1", "lr=0.2"]
     end(store, "lr=0.01")
     end(store, "lr=0.2", "failed")
-    assert suggested(opened(tmp_path, base, GRID)[2]) == ["lr=1e-3", "lr=0.1"]
+    assert suggest_all(open_sweep(tmp_path, base, GRID)[2]) == ["lr=1e-3", "lr=0.1"]
 
 
 def test_a_scheduler_gets_ended_trials_first(tmp_path, base):
-    _, store, _ = opened(tmp_path, base, GRID)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
     end(store, "lr=0.1")
-    searcher = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 1 step}}\n")[2]
-    names = suggested(searcher)
+    searcher = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 1 step}}\n")[2]
+    names = suggest_all(searcher)
     assert names[0] == "lr=0.1"
     assert sorted(names) == sorted(store.entries)
 
 
 def test_a_scheduler_gets_trials_in_the_same_shuffled_order(tmp_path, base):
     text = "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3, 5.0e-3, 6.0e-3]}}\nscheduler: {kind: asha}\n"
-    names = suggested(opened(tmp_path, base, text)[2])
+    names = suggest_all(open_sweep(tmp_path, base, text)[2])
     assert names not in (sorted(names), sorted(names, reverse=True))
-    assert names == suggested(opened(tmp_path, base, text)[2])
+    assert names == suggest_all(open_sweep(tmp_path, base, text)[2])
 
 
 def test_an_added_value_is_one_more_trial(tmp_path, base):
-    _, store, _ = opened(tmp_path, base, GRID)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
     for name in store.entries:
         end(store, name)
-    plan, _, searcher = opened(tmp_path, base, GRID, "optim.lr=0.5")
-    assert suggested(searcher) == ["lr=0.5"]
+    plan, _, searcher = open_sweep(tmp_path, base, GRID, "optim.lr=0.5")
+    assert suggest_all(searcher) == ["lr=0.5"]
     assert plan.trials == 5
 
 
 def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     text = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
-    _, store, _ = opened(tmp_path, base, text)
+    _, store, _ = open_sweep(tmp_path, base, text)
     assert list(store.entries) == ["rate=1", "rate=2"]
     end(store, "rate=1")
     with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it started with .*0.001"):
-        opened(tmp_path, base, text.replace("e-3", "e-2"))
+        open_sweep(tmp_path, base, text.replace("e-3", "e-2"))
 
 
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     """Trials run one after another; the search is interrupted after 1 and after 3 of them."""
     (tmp_path / "one").mkdir()
-    _, store, searcher = opened(tmp_path / "one", base, TPE)
+    _, store, searcher = open_sweep(tmp_path / "one", base, TPE)
     names = []
     while (config := searcher.suggest("")) != Searcher.FINISHED:
         names.append(config["name"])
@@ -115,11 +115,11 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     for completed in (1, 3):
         folder = tmp_path / f"cut{completed}"
         folder.mkdir()
-        _, first, searcher = opened(folder, base, TPE)
+        _, first, searcher = open_sweep(folder, base, TPE)
         for number in range(completed):
             end(first, searcher.suggest("")["name"], score=number + 1)
         searcher.suggest("")  # started, then lost with the driver
-        _, second, searcher = opened(folder, base, TPE)
+        _, second, searcher = open_sweep(folder, base, TPE)
         resumed = []
         while (config := searcher.suggest("")) != Searcher.FINISHED:
             resumed.append(config["name"])
@@ -131,8 +131,8 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
     text = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1]}}\nsearch: {kind: tpe, trials: 9, first: 2}\n"
-    _, store, searcher = opened(tmp_path, base, text)
-    assert sorted(suggested(searcher)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
+    _, store, searcher = open_sweep(tmp_path, base, text)
+    assert sorted(suggest_all(searcher)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
     assert len(store.entries) == 3
 
 
@@ -148,14 +148,14 @@ def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
     ],
 )
 def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, ended, remaining):
-    _, store, _ = opened(tmp_path, base, GRID + budget)
+    _, store, _ = open_sweep(tmp_path, base, GRID + budget)
     for name, (state, seconds) in zip(store.entries, ended, strict=False):
         end(store, name, state, seconds=seconds)
-    assert len(suggested(opened(tmp_path, base, GRID + budget)[2])) == remaining
+    assert len(suggest_all(open_sweep(tmp_path, base, GRID + budget)[2])) == remaining
 
 
 def test_points_are_on_disk_before_a_trial_starts(tmp_path, base):
-    _, store, searcher = opened(tmp_path, base, TPE)
+    _, store, searcher = open_sweep(tmp_path, base, TPE)
     name = searcher.suggest("")["name"]
     assert read_entries(store.sweep_dir)[name].point == store.entries[name].point
     assert store.run(name).optim.lr == store.entries[name].point.settings["optim.lr"]
@@ -231,7 +231,7 @@ def test_a_file_gets_a_line():
 def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     """Tune's own rule pauses a trial while others wait; a training run cannot pause."""
     text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
-    plan, _, _ = opened(tmp_path, base, text)
+    plan, _, _ = open_sweep(tmp_path, base, text)
     scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))
     scheduler.set_search_properties("goal", "max")
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
@@ -250,7 +250,7 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
 
 def test_asha_compares_trials_of_different_lengths_at_the_same_share_of_their_steps(tmp_path, base):
     """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
-    plan, _, _ = opened(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
+    plan, _, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
     steps = plan.run_plan.steps
     for length in (steps, 2 * steps, 3 * steps + 1):
         scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))

@@ -61,13 +61,13 @@ def class_folders(root: Path, counts: dict[str, int]) -> Path:
     return root
 
 
-def one_by_one(function, calls):
+def run_serially(function, calls):
     return [function(*call) for call in calls]
 
 
 def listed(source: Path | str, *overrides: str, splits: tuple[str, ...] = ()) -> Listing:
     request = read_request(str(source), "unused", splits, overrides)
-    return list_source(request, detect_kind(request), one_by_one)
+    return list_source(request, detect_kind(request), run_serially)
 
 
 def contents(listing: Listing, source: Path | str, *overrides: str) -> list[tuple[bytes, int | None]]:

@@ -52,7 +52,7 @@ def space_of(folder, text):
     return read_space(path)
 
 
-def named(space):
+def point_names(space):
     return [name_of(point, space) for point in grid_points(space)]
 
 
@@ -67,7 +67,7 @@ def test_a_grid_with_a_constraint(tmp_path):
     assert list(shapes) == ["vit_s36x1_16", "vit_s18x2_16", "vit_s12x3_16", "vit_s9x4_16"]
     assert points[0].settings == {"model.name": "vit_s36x1_16", "optim.lr": 0.003, "seed": 0}
     assert points[0].drawn == {"depth": 36, "branches": 1, "optim.lr": 0.003, "seed": 0}
-    assert named(space)[:4] == [
+    assert point_names(space)[:4] == [
         "36x1 lr=3e-3 seed=0",
         "36x1 lr=3e-3 seed=1",
         "36x1 lr=3e-3 seed=2",
@@ -96,7 +96,7 @@ def test_a_grid_is_the_product_without_forbidden_points(blocks, sizes, seeds):
     allowed = [(d, b, s) for d in depths for b in branches for s in range(seeds) if d * b <= blocks]
     points = grid_points(space)
     assert [tuple(point.drawn.values()) for point in points] == allowed
-    assert named(space) == [f"{d}x{b} seed={s}" for d, b, s in allowed]
+    assert point_names(space) == [f"{d}x{b} seed={s}" for d, b, s in allowed]
     assert points == grid_points(space)
 
 
@@ -120,7 +120,7 @@ values = st.one_of(
 @settings(deadline=None, max_examples=100)
 def test_names_are_unique_and_safe_in_a_path(tmp_path_factory, grids):
     space = Space.model_validate({"space": {name: {"grid": grid} for name, grid in grids.items()}})
-    names = named(space)
+    names = point_names(space)
     assert len(set(names)) == len(names) == math.prod(map(len, grids.values()))
     assert all(re.fullmatch(r"[\w.,=+ -]+", name) for name in names)
     path = tmp_path_factory.mktemp("space") / "space.yaml"
@@ -148,9 +148,9 @@ def test_the_slug_of_a_number_is_exact(number):
 def test_names_list_each_varying_setting_once(tmp_path):
     # Widths differ, so depth x branches is ambiguous. A path is shortened to its last part if that is unique.
     text = "space:\n  model.name: {grid: [ViT-B/16, vit_s12x1_16]}\n  data.url: {grid: [a/cars, b/pets]}\n"
-    assert named(space_of(tmp_path, text))[:2] == ["vit_b12x1_16 url=cars", "vit_b12x1_16 url=pets"]
+    assert point_names(space_of(tmp_path, text))[:2] == ["vit_b12x1_16 url=cars", "vit_b12x1_16 url=pets"]
     text = "space:\n  data.url: {grid: [a/x, b/x]}\n  optim.batch: {grid: [1, 2]}\n  evaluate.batch: {grid: [3, 4]}\n"
-    assert named(space_of(tmp_path, text))[0] == "url=a_x optim.batch=1 evaluate.batch=3"
+    assert point_names(space_of(tmp_path, text))[0] == "url=a_x optim.batch=1 evaluate.batch=3"
     # A name leaves out variables that follow from another by `where`, the later one first.
     text = """
 space:
@@ -161,20 +161,20 @@ space:
 where: [(rate == 1) == (rule == "adamw")]
 """
     space = space_of(tmp_path, text)
-    assert named(space) == ["rule=adamw", "rule=sgd"]
+    assert point_names(space) == ["rule=adamw", "rule=sgd"]
     assert [point.settings["optim.lr"] for point in check_space(space, Run())] == [1e-3, 0.03]
 
 
 def test_a_section_is_one_value_named_by_its_kind(tmp_path):
     text = "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.8}, {kind: adamw}, lamb]}\n"
     space = space_of(tmp_path, text)
-    assert named(space) == ["rule=sgd", "rule=adamw", "rule=lamb"]
+    assert point_names(space) == ["rule=sgd", "rule=adamw", "rule=lamb"]
     base = load_run(None, ["optim.rule.betas=[0.9,0.99]"])
     runs = [run_of(base, point) for point in check_space(space, base)]
     assert runs[0].optim.rule.model_dump() == {"kind": "sgd", "momentum": 0.8, "nesterov": False}
     assert runs[1].optim.rule.betas == (0.9, 0.999)
     text = "space:\n  optim.rule: {grid: [{kind: sgd, momentum: 0.8}, {kind: sgd, momentum: 0.9}]}\n"
-    assert named(space_of(tmp_path, text)) == ["rule=sgd,momentum=0.8", "rule=sgd,momentum=0.9"]
+    assert point_names(space_of(tmp_path, text)) == ["rule=sgd,momentum=0.8", "rule=sgd,momentum=0.9"]
 
 
 # ---- cases and stages ------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ before:
 def test_a_case_sets_several_settings(tmp_path):
     text = 'space:\n  rule:\n    cases:\n      a: {optim.rule: sgd, optim.lr: 0.1}\n      b: {optim.lr: "{rate}"}\n'
     space = space_of(tmp_path, text + "  rate: {grid: [0.2, 0.3]}\n")
-    assert named(space) == ["rule=a rate=0.2", "rule=a rate=0.3", "rule=b rate=0.2", "rule=b rate=0.3"]
+    assert point_names(space) == ["rule=a rate=0.2", "rule=a rate=0.3", "rule=b rate=0.2", "rule=b rate=0.3"]
     last = grid_points(space)[-1]
     assert (last.settings, last.shown) == ({"optim.lr": 0.3}, {"rule": "b"})
     with pytest.raises(ConfigError, match=r"the point rule=a rate=0.3: is the same run as rule=a rate=0.2"):
@@ -222,8 +222,8 @@ def test_each_trial_starts_from_its_run_of_a_stage(tmp_path):
     assert weights == "s3://a/sweep/before/pretrained/pretrained=hmlp_ln,1/model"
 
     codes, pretrained = (stage_space(space, name, points.values(), "home") for name in space.before)
-    assert named(codes) == ["codes=once"]
-    assert named(pretrained) == [f"pretrained={stem},{seed}" for stem in ("linear", "hmlp_ln") for seed in (0, 1)]
+    assert point_names(codes) == ["codes=once"]
+    assert point_names(pretrained) == [f"pretrained={stem},{seed}" for stem in ("linear", "hmlp_ln") for seed in (0, 1)]
     last = grid_points(pretrained)[-1].settings
     assert last["task.objective.tokenizer"] == "home/before/codes/codes=once/model"
     assert (last["model.name"], last["seed"]) == ("vit_u2x1_8_hmlp_ln", 1)
@@ -531,12 +531,12 @@ def test_an_added_value_changes_no_other_point(tmp_path):
     space = space_of(tmp_path, DEPTH)
     wider = extend_space(space, ["optim.lr=1e-4", "seed=7"])
     assert len(grid_points(wider)) == 4 * 3 * 4
-    assert set(named(space)) < set(named(wider))
-    assert "9x4 lr=1e-4 seed=7" in named(wider)
+    assert set(point_names(space)) < set(point_names(wider))
+    assert "9x4 lr=1e-4 seed=7" in point_names(wider)
     assert space == space_of(tmp_path, DEPTH)
     # A setting with a single value is part of the name too.
     one = space_of(tmp_path, "space:\n  optim.lr: {grid: [0.1]}\n  seed: {seeds: 2}\n")
-    assert set(named(one)) < set(named(extend_space(one, ["optim.lr=0.2"])))
+    assert set(point_names(one)) < set(point_names(extend_space(one, ["optim.lr=0.2"])))
 
 
 @pytest.mark.parametrize(
@@ -609,7 +609,7 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
         figure = {36: (1, 2, 3, 4), 60: (1, 2, 3, 4)}
         expected = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
         expected |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
-        assert expected <= set(named(space))
+        assert expected <= set(point_names(space))
 
 
 @pytest.mark.parametrize(
