@@ -253,7 +253,7 @@ def test_auto_fuses_only_small_inputs():
         assert is_fusing_faster(1_000_000, "cuda")
         assert not is_fusing_faster(1_000_000, "cpu")
         assert not is_fusing_faster(1, "a device nobody measured")
-    # Under autograd the weights would be fused anew in each step.
+    # Under autograd the weights would be fused again in each step.
     assert not module._is_fused(tokens(1, 5))
 
 

@@ -1,4 +1,4 @@
-"""Capacity of a cluster: as many complete trials as fit, never more, and one message if none fits."""
+"""Capacity of a cluster: the number of complete trials that fit, and one message if none fits."""
 
 from fractions import Fraction
 from functools import cache

@@ -137,7 +137,7 @@ def test_a_job_releases_its_own_placement_groups(ray_cluster):
 
     detached, own = request_group(lifetime="detached", name="kept"), request_group()
     assert {detached, own} <= groups()
-    session.remove_stale_groups()  # removes those of ended jobs only
+    session.remove_stale_groups()  # removes only the groups of ended jobs
     assert {detached, own} <= groups()
     session.release_resources("Trial")
     assert groups() & {detached, own} == {detached}

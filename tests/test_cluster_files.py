@@ -524,7 +524,7 @@ def test_heartbeats_are_the_same_on_every_kind_of_cluster():
         )
 
 
-# ---- `make tunnel`, to a host of its own -----------------------------------------------------------------------------
+# ---- `make tunnel` to a separate host --------------------------------------------------------------------------------
 
 
 @pytest.fixture

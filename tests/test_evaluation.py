@@ -12,7 +12,7 @@ from vitray.evaluation.scores import MAX_MISTAKES, EvaluationSet, evaluate
 
 
 class Reader(torch.nn.Module):
-    """A network whose logits are the first 7 pixels."""
+    """A network that returns the first 7 pixels as logits."""
 
     def forward(self, images_BCHW):
         return images_BCHW.flatten(1)[:, :7]

@@ -76,7 +76,7 @@ def patch_of(image_CHW: Tensor, index: int) -> Tensor:
 
 
 def token_of(module: MaskedPrediction, image_CHW: Tensor, index: int) -> Tensor:
-    """The token of a patch, from a stem whose input is that patch alone."""
+    """Return the token of a patch, from a stem that is applied to that patch only."""
     return module.vit.stem(patch_of(image_CHW, index)[None])[0][0, 0]
 
 
@@ -99,7 +99,7 @@ def predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[int]) 
 
 
 def mae_predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[int]) -> dict[int, Tensor]:
-    """The predictions of objective mae, whose encoder sees visible patches only."""
+    """Return the predictions of objective mae; its encoder gets only the visible patches."""
     vit, decoder, first = module.vit, module.decoder, int(module.vit.class_token is not None)
     visible = [index for index in range(PATCHES) if source[index] == VISIBLE]
     tokens = [token_of(module, image_CHW, index) + vit.positions.table[index] for index in visible]

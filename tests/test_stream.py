@@ -175,7 +175,7 @@ def jpeg(index: int) -> bytes:
 
 
 def write(folder, images: list[bytes], per_shard=900, row_group=100) -> Dataset:
-    """A dataset of these images, whose label is their number modulo 7."""
+    """Write a dataset of these images; the label of an image is its index modulo 7."""
     folder.mkdir()
     shards = []
     for start in range(0, len(images), per_shard):

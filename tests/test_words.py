@@ -14,7 +14,7 @@ def test_unclear_phrases_are_rare(folders):
     count = count_words({str(path.relative_to(ROOT)): path.read_text() for path in paths})
     assert count.words > 1000
     for phrase, bound in BOUNDS.items():
-        assert count.per_thousand(phrase) <= bound, "\n".join(count.found[phrase])
+        assert count.per_thousand(phrase) <= bound, "\n".join(count.matches[phrase])
 
 
 def test_planted_phrases_are_counted():
@@ -27,6 +27,6 @@ text = "what a message to a user contains is not counted"  # what follows
 '''
     count = count_words({"planted.py": source})
     assert count.words == 22
-    assert [len(count.found[phrase]) for phrase in ("what", "said")] == [4, 3]
-    assert count.found["said"][0] == "planted.py:1: Whoever asks is told."
+    assert [len(count.matches[phrase]) for phrase in ("what", "said")] == [4, 3]
+    assert count.matches["said"][0] == "planted.py:1: Whoever asks is told."
     assert count.per_thousand("what") == pytest.approx(1000 * 4 / 22)

@@ -19,10 +19,10 @@ class WordCount(NamedTuple):
     """The number of words, and {phrase: sentences that hold it, once per occurrence}."""
 
     words: int
-    found: dict[str, list[str]]
+    matches: dict[str, list[str]]
 
     def per_thousand(self, phrase: str) -> float:
-        return 1000 * len(self.found[phrase]) / max(1, self.words)
+        return 1000 * len(self.matches[phrase]) / max(1, self.words)
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
@@ -39,19 +39,19 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
 
 def count_words(sources: dict[str, str]) -> WordCount:
     """Count over {file name: source}."""
-    words, found = 0, {phrase: [] for phrase in PHRASES}
+    words, matches = 0, {phrase: [] for phrase in PHRASES}
     for name, source in sources.items():
         for line, text in prose(source):
             words += len(re.findall(r"[A-Za-z']+", text))
             for sentence in re.split(r"(?<=[.;:])\s", text):
                 for phrase, pattern in PHRASES.items():
-                    found[phrase] += [f"{name}:{line}: {' '.join(sentence.split())}"] * len(pattern.findall(sentence))
-    return WordCount(words, found)
+                    matches[phrase] += [f"{name}:{line}: {' '.join(sentence.split())}"] * len(pattern.findall(sentence))
+    return WordCount(words, matches)
 
 
 if __name__ == "__main__":
     root = Path(__file__).parent.parent
     ours = [path for folder in ("vitray", "pipelines", "tests") for path in (root / folder).rglob("*.py")]
     count = count_words({str(path): path.read_text() for path in map(Path, sys.argv[1:] or ours)})
-    for phrase, sentences in count.found.items():
+    for phrase, sentences in count.matches.items():
         print(*sentences, f"{phrase}: {count.per_thousand(phrase):.1f} per 1,000 of {count.words} words", sep="\n")
