@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.errors import ConfigError, redact_uri
-from vitray.tracking.mlflow_client import artifact_root, tracking_uri
+from vitray.tracking.mlflow_client import artifact_root, import_mlflow, open_client, tracking_uri
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -36,9 +36,10 @@ def main(args: list[str]) -> dict[str, Any]:
     with socket.socket() as probe:
         if probe.connect_ex((options.host, options.port)) == 0:
             raise ConfigError(f"--port: {options.port} is taken; wanted a free one, as in --port {options.port + 1}")
-
-    # The store's address may hold a password, and command lines are public. MLflow's job runner is off: it takes seven
-    # processes and a gigabyte, and vitray does not use it.
+    if artifacts:
+        import_mlflow()
+        open_client(uri)  # replaces a store that a kill has left incomplete
+    # In the environment, as command lines are public. MLflow's job runner, unused here, takes a gigabyte.
     settings = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     command = [sys.executable, *f"-m mlflow server --host {options.host} --port {options.port} --workers 1".split()]
     command += ["--default-artifact-root", artifacts] if artifacts else []

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -320,7 +321,10 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
         for step in range(5, 8):
             run.metrics(step, {"loss": -step})
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
-    assert [run.state for run in flush_all()] == ["complete"]
+    [waiting] = flush_all()  # an earlier version wrote the records, without their store
+    assert (waiting.state, waiting.store) == ("waiting", None)
+    assert "--to" in waiting.message
+    assert [run.state for run in flush_all(tracking_uri())] == ["complete"]
     assert sorted(points("loss")) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6), (7, -7)]
     assert the_run().info.status == "FINISHED"
 
@@ -435,7 +439,10 @@ def test_an_unusable_store_does_not_stop_the_run(monkeypatch, caplog, tmp_path):
     assert spools() == ["u1"]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     _wait_until_released()
-    assert flush_all() == [("u1", "run", "complete", "complete")]
+    [waiting] = flush_all()
+    assert (waiting.state, waiting.store) == ("waiting", f"sqlite:///{tmp_path}/file/mlruns.db")
+    store = tracking_uri()
+    assert flush_all(store) == [("u1", "run", "complete", "complete", store)]
     assert points("loss") == [(1, 1)]
     assert the_run().info.status == "FINISHED"
 
@@ -649,12 +656,14 @@ def test_flush_completes_a_run_that_ended_while_the_server_was_offline(address, 
         track.main(["flush"])
     assert "still waits" in capsys.readouterr().out
     server.start()
-    assert track.main(["flush"])["runs"] == [{"uid": uid, "name": "run", "state": "complete", "said": "complete"}]
+    [flushed] = track.main(["flush"])["runs"]
+    expected = {"name": "run", "state": "complete", "message": "complete", "store": server.uri}
+    assert flushed == {"uid": uid} | expected
     assert (the_run(uid).info.status, the_run(uid).data.tags["vitray.reason"]) == ("FAILED", "ValueError: it broke")
     assert math.isnan(the_run(uid).data.metrics["not"])
     assert the_run(uid).data.metrics["infinite"] == sys.float_info.max
     assert track.main(["flush"]) == {"runs": []}
-    assert f"{server.uri}: nothing waits" in capsys.readouterr().out
+    assert "nothing waits" in capsys.readouterr().out
 
 
 def test_no_credential_is_written_or_logged(server, caplog, capsys, monkeypatch, folder):
@@ -682,6 +691,98 @@ def test_no_credential_is_written_or_logged(server, caplog, capsys, monkeypatch,
     assert len(on_disk) > 100
     assert "does not take records" in caplog.text
     assert [part for part in outputs if "geheim" in part] == []
+
+
+def test_waiting_records_go_to_their_own_store_only(folder, monkeypatch, migrated):
+    """Two projects of one user share the folder of waiting records."""
+    ours, theirs = tracking_uri(), f"sqlite:///{folder}/theirs/mlruns.db"
+    (folder / "theirs").touch()  # a store that cannot be reached now
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", {"FINISHED": (1, 1)})
+    with begin("waits") as run:
+        run.metrics(1, {"loss": 1})
+    _wait_until_released()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", ours)
+    close_dead_runs(EXPERIMENT, ours)  # as at the start of any run
+    assert spools() == ["waits"]
+    [flushed] = flush_all()
+    assert (flushed.state, flushed.store) == ("waiting", theirs)
+    assert runs("waits") == []
+    (folder / "theirs").unlink()
+    (folder / "theirs").mkdir()
+    shutil.copy(migrated, folder / "theirs" / "mlruns.db")
+    [flushed] = flush_all()  # still with the address of our store
+    assert (flushed.state, flushed.store) == ("complete", theirs)
+    assert runs("waits") == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", theirs)
+    assert points("loss", "waits") == [(1, 1)]
+
+
+# The creation of the embedded store
+
+
+def test_a_kill_while_the_store_is_created_leaves_no_store(tmp_path):
+    file = tmp_path / "new" / "mlruns.db"
+    code = (
+        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        f"import_mlflow(); open_client('sqlite:///{file}')"
+    )
+    creator = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: any(path.stat().st_size for path in file.parent.glob("mlruns.db.new-*")), 120, "tables")
+    creator.kill()
+    creator.wait()
+    leftovers = list(file.parent.iterdir())  # the database, and its journal
+    assert all(leftover.name.startswith("mlruns.db.new-") for leftover in leftovers)
+    for leftover in leftovers:
+        os.utime(leftover, (0, 0))
+    assert open_client(f"sqlite:///{file}").search_experiments()
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_two_processes_that_create_a_store_get_the_same_one(tmp_path):
+    file = tmp_path / "mlruns.db"
+    file.unlink()
+    code = (
+        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        f"import_mlflow(); open_client('sqlite:///{file}').create_experiment(__import__('sys').argv[1])"
+    )
+    creators = [
+        subprocess.Popen([sys.executable, "-c", code, name], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        for name in ("first", "second")
+    ]
+    assert [creator.wait() for creator in creators] == [0, 0]
+    names = {experiment.name for experiment in open_client(f"sqlite:///{file}").search_experiments()}
+    assert names >= {"first", "second"}
+    assert not list(tmp_path.glob("mlruns.db.*"))
+
+
+def test_an_incomplete_store_is_set_aside_by_name(folder, caplog):
+    file = folder / "mlruns.db"
+    with closing(sqlite3.connect(file)) as database:  # as a kill during MLflow's migrations leaves it
+        database.execute("delete from alembic_version")
+        database.execute("drop table runs")
+        database.commit()
+    uri = f"sqlite:///{folder}/young.db"  # MLflow opens a store once per address and process
+    shutil.copy(file, folder / "young.db")
+    with pytest.raises(Exception, match="duplicate column"):  # another process may still be creating it
+        open_client(uri)
+    os.utime(file, (0, 0))
+    assert open_client(tracking_uri()).search_experiments()
+    [aside] = folder.glob("mlruns.db.incomplete-*")
+    assert str(aside) in caplog.text
+
+
+def test_a_broken_store_with_runs_stays_where_it_is(folder):
+    with begin() as run:
+        run.metrics(1, {"loss": 1})
+    with closing(sqlite3.connect(folder / "mlruns.db")) as database:
+        database.execute("delete from alembic_version")
+        database.commit()
+    shutil.copy(folder / "mlruns.db", folder / "broken.db")
+    os.utime(folder / "broken.db", (0, 0))
+    with pytest.raises(Exception, match=r".+"):
+        open_client(f"sqlite:///{folder}/broken.db")
+    assert {path.name for path in folder.glob("*.db*")} == {"mlruns.db", "broken.db"}
 
 
 # The verbs

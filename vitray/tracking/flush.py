@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from vitray.errors import one_line
 from vitray.tracking.liveness import is_dead
-from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.mlflow_client import import_mlflow, open_client, store_address, tracking_uri
 from vitray.tracking.spool import RECORDS, Spool, spool_dir
 from vitray.tracking.uploader import REASON_TAG, UID_TAG, Uploader
 
@@ -19,18 +19,21 @@ class FlushResult(NamedTuple):
     name: str
     state: Literal["complete", "waiting", "running"]
     message: str
+    store: str | None
+    """The address of its store."""
 
 
-def flush_all() -> list[FlushResult]:
-    """Upload every spool that no driver has open, and remove the complete ones."""
+def flush_all(to: str | None = None) -> list[FlushResult]:
+    """Upload every spool that no driver has open, to its own store or to the one at `to`; remove the complete ones."""
     import_mlflow()
-    return [_flush(folder, tracking_uri()) for folder in _spool_folders()]
+    return [_flush(folder, to or _address(_store_of(folder))) for folder in _spool_folders()]
 
 
 def close_dead_runs(experiment: str, uri: str) -> None:
-    """Flush all spools, then mark as KILLED the running runs of the experiment whose driver died on this machine."""
+    """Flush the spools of a store, then mark as KILLED its running runs whose driver died on this machine."""
     for folder in _spool_folders():
-        _flush(folder, uri)
+        if _store_of(folder) == store_address(uri):
+            _flush(folder, uri)
     client = open_client(uri)
     entity = client.get_experiment_by_name(experiment)
     for run in client.search_runs([entity.experiment_id], "attributes.status = 'RUNNING'") if entity else []:
@@ -54,18 +57,36 @@ def _begin_time(folder: Path) -> int:
         return 0
 
 
-def _flush(folder: Path, uri: str) -> FlushResult:
+def _store_of(folder: Path) -> str | None:
+    """Return the store of the run, which its latest start has recorded; None if none is recorded."""
+    try:
+        with (folder / RECORDS).open("rb") as lines:
+            begins = [line for line in lines if line.startswith(b'{"kind":"begin"')]
+        return json.loads(begins[-1]).get("store")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _address(store: str | None) -> str | None:
+    """Return the address of a store, with the credentials of this environment if they are for it."""
+    return tracking_uri() if store == store_address(tracking_uri()) else store
+
+
+def _flush(folder: Path, uri: str | None) -> FlushResult:
     """Upload a spool that no process has open; the run ends as KILLED if its driver is dead."""
-    uid = folder.name
+    uid, store = folder.name, store_address(uri) if uri else None
     try:
         spool = Spool(folder)
     except BlockingIOError:
-        return FlushResult(uid, uid, "running", "its driver sends its records itself")
+        return FlushResult(uid, uid, "running", "its driver sends its records itself", store)
     try:
         begin, ended, latest = spool.state()
         if begin is None:
             spool.remove()
-            return FlushResult(uid, uid, "complete", "nothing was recorded")
+            return FlushResult(uid, uid, "complete", "nothing was recorded", store)
+        if uri is None:
+            reason = "waits: its store is not recorded; `vitray track flush --to ADDRESS` sends it there"
+            return FlushResult(uid, begin["name"], "waiting", reason, None)
         if not ended and is_dead(begin["tags"]):
             reason = _death_notice(begin["tags"])
             spool.append({"kind": "end", "time": latest, "status": "KILLED", "reason": reason})
@@ -74,11 +95,11 @@ def _flush(folder: Path, uri: str) -> FlushResult:
         while uploader.remaining:
             uploader.send_next()
         if not ended:
-            return FlushResult(uid, begin["name"], "running", "sent; its driver cannot be proved dead")
+            return FlushResult(uid, begin["name"], "running", "sent; its driver cannot be proved dead", store)
         spool.remove()
-        return FlushResult(uid, begin["name"], "complete", "complete")
+        return FlushResult(uid, begin["name"], "complete", "complete", store)
     except Exception as error:
-        return FlushResult(uid, uid, "waiting", f"still waits: {one_line(error)}")
+        return FlushResult(uid, uid, "waiting", f"still waits: {one_line(error)}", store)
     finally:
         spool.close()
 

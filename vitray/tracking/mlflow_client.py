@@ -2,19 +2,28 @@
 
 import logging
 import os
+import shutil
+import sqlite3
 import sys
 import threading
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitray.cluster.session import job_dir
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, redact_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+LOG = logging.getLogger("vitray.tracking")
+
+# Seconds without a write after which no process is still creating a database file.
+ABANDONED_SECONDS = 20.0
 
 # MLflow keeps the tracking URI, and the settings it reads from the environment, per process.
 _PROCESS_LOCK = threading.RLock()
@@ -34,10 +43,22 @@ def tracking_uri() -> str:
     return uri
 
 
+def database_file(uri: str) -> Path | None:
+    """Return the database file of an embedded store; None for any other address."""
+    path = uri.removeprefix("sqlite:///")
+    return Path(path.partition("?")[0]).absolute() if path != uri else None
+
+
 def artifact_root(uri: str) -> str | None:
     """Return the artifact folder of a database file, `mlruns` in the same folder; None leaves it to the server."""
-    path = uri.removeprefix("sqlite:///")
-    return str(Path(path).absolute().with_name("mlruns")) if path != uri else None
+    file = database_file(uri)
+    return str(file.with_name("mlruns")) if file else None
+
+
+def store_address(uri: str) -> str:
+    """Return the address that identifies a store: absolute, without credentials."""
+    file = database_file(uri)
+    return f"sqlite:///{file}" if file else redact_uri(uri).rstrip("/")
 
 
 def user_dir() -> Path:
@@ -71,8 +92,61 @@ def open_client(uri: str) -> "MlflowClient":
     """Return a client of the store at `uri`; only one thread at a time creates and migrates a store."""
     from mlflow import MlflowClient
 
+    file = database_file(uri)
     with _PROCESS_LOCK:
+        if file and file.exists() and _is_abandoned(file):
+            aside = file.with_name(f"{file.name}.incomplete-{uuid.uuid4().hex[:8]}")
+            file.rename(aside)
+            LOG.warning("tracking: %s is incomplete and holds no run; it is now %s, and a new one is made", file, aside)
+        if file and not file.exists():
+            _create_database(file)
         return MlflowClient(uri)
+
+
+def _create_database(file: Path) -> None:
+    """Create a database under another name and rename it when complete: MLflow never repairs an incomplete one."""
+    from mlflow import MlflowClient
+
+    with _scratch_name(file) as scratch:
+        MlflowClient(f"sqlite:///{scratch}")
+        with suppress(FileExistsError):  # another process was faster
+            os.link(scratch, file)
+
+
+def _is_abandoned(file: Path) -> bool:
+    """Whether a database holds no run, nothing has written to it for some seconds, and MLflow cannot open it."""
+    from mlflow import MlflowClient
+
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("select name from sqlite_master")}
+            if "runs" in tables and database.execute("select 1 from runs limit 1").fetchone():
+                return False
+    except sqlite3.Error:  # busy, or not a database
+        return False
+    if time.time() - file.stat().st_mtime < ABANDONED_SECONDS:
+        return False
+    with _scratch_name(file) as scratch:  # a copy, because MLflow keeps the files that it has opened
+        shutil.copyfile(file, scratch)
+        try:
+            MlflowClient(f"sqlite:///{scratch}")
+        except Exception:
+            return True
+    return False
+
+
+@contextmanager
+def _scratch_name(file: Path) -> Iterator[Path]:
+    """Yield a name beside a file for the length of the block; remove those that killed processes have left."""
+    for leftover in file.parent.glob(f"{file.name}.new-*"):
+        with suppress(OSError):  # another process removes it, too
+            if time.time() - leftover.stat().st_mtime > ABANDONED_SECONDS:
+                leftover.unlink()
+    scratch = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
+    try:
+        yield scratch
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 @contextmanager

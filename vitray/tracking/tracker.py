@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 from vitray.errors import ConfigError, one_line, redact, redact_uri
 from vitray.tracking.flush import close_dead_runs
 from vitray.tracking.liveness import process_tags
-from vitray.tracking.mlflow_client import import_mlflow, tracking_uri
+from vitray.tracking.mlflow_client import import_mlflow, store_address, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.uploader import Uploader
 
@@ -72,7 +72,7 @@ class Tracker:
             "tags": {"mlflow.user": _user()} | commit | user_tags | process_tags(),
             "description": description,
         }
-        self._record("begin", run._asdict() | begin)
+        self._record("begin", run._asdict() | {"store": store_address(uri)} | begin)
         self._upload = UploadThread(Uploader(self._spool, uri), run.experiment)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
