@@ -42,6 +42,7 @@ from vitray.data.augment.batch import (
     cut_box,
     draw_erased_boxes,
     draw_mixing,
+    fill_boxes,
     mix_images,
     normalised,
     one_hot,
@@ -692,7 +693,7 @@ def test_mixing_draws_are_distributed_as_timms():
 
 def test_erased_rectangles_are_distributed_as_timms():
     erasures = draw_erased_boxes(3000, 0.25, 64, 48, step_generator(0, 0, "erase"))
-    boxes = [erased[0] for erased in erasures if erased is not None]
+    boxes = [(top, top + high, left, left + wide) for top, left, high, wide, _, _ in erasures.tolist() if high]
     assert len(boxes) / 3000 == pytest.approx(0.25, abs=0.03)
     random.seed(0)
     theirs = RandomErasing(1.0, mode="const", device="cpu")
@@ -704,6 +705,37 @@ def test_erased_rectangles_are_distributed_as_timms():
     for edge in range(4):
         ours, expected = [box[edge] for box in boxes], [box[edge] for box in their_boxes]
         assert scipy.stats.ks_2samp(ours, expected).pvalue > 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.integers(0, 1000),
+)
+def test_filling_all_boxes_is_filling_one_by_one(count, size, chance, dtype, seed):
+    height, width = size
+    boxes = draw_erased_boxes(count, chance, height, width, step_generator(seed, 0, "erase"))
+    noise = torch.Generator().manual_seed(seed)
+    sheet = torch.randn(3, height, width, generator=noise)
+    images = torch.randn(count, 3, height, width, generator=noise).to(dtype, memory_format=torch.channels_last)
+    expected = images.clone()
+    for image, (top, left, high, wide, y, x) in zip(expected, boxes.tolist(), strict=True):
+        image[:, top : top + high, left : left + wide] = sheet[:, y : y + high, x : x + wide].to(dtype)
+    fill_boxes(images, boxes, sheet)
+    assert torch.equal(images, expected)
+
+
+def test_each_box_has_its_place_on_image_and_sheet():
+    erasures = draw_erased_boxes(3000, 0.5, 16, 12, step_generator(0, 0, "erase"))
+    top, left, high, wide, y, x = drawn[drawn[:, 2] > 0].T
+    assert not drawn[drawn[:, 2] == 0].any()
+    for start, length, side in ((top, high, 16), (left, wide, 12), (y, high, 16), (x, wide, 12)):
+        assert start.min() == 0
+        assert (start + length).max() == side
+    assert not np.array_equal(top, y)
 
 
 def test_erased_boxes_are_noise_and_the_rest_is_untouched():

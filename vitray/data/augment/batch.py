@@ -7,6 +7,7 @@ other rows. timm pairs rows by reversing each worker's batch; in a shuffled orde
 Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ def prepare_batch(
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
     if mix.is_mixing:
-        partner_B = partners(rows).to(images_BHWC.device, non_blocking=True)
+        partner_B = to_device(partners(rows), images_BHWC.device)
         height, width = images_BCHW.shape[2:]
         mixing = draw_mixing(mix, height, width, step_generator(seed, step, "mix"))
         images_BCHW = mix_images(images_BCHW, mixing, partner_B)
@@ -79,10 +80,16 @@ def prepare_batch(
 
 def normalised(images_BHWC: Tensor, normalise: Normalise) -> Tensor:
     """Return uint8 images as normalised floats (BCHW, channels last in memory)."""
-    images_BCHW = images_BHWC.permute(0, 3, 1, 2)
-    mean, std = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (normalise.mean, normalise.std))
-    floats_BCHW = images_BCHW.to(torch.float32, memory_format=torch.channels_last)
-    return floats_BCHW.sub_(mean.to(images_BHWC.device)).div_(std.to(images_BHWC.device))
+    mean_C11, std_C11 = _mean_and_std(normalise, images_BHWC.device)
+    floats_BCHW = images_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
+    return floats_BCHW.sub_(mean_C11).div_(std_C11)
+
+
+@functools.cache
+def _mean_and_std(normalise: Normalise, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and std on the scale of bytes. They are copied once per device, because the host waits for it."""
+    mean_C11, std_C11 = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (normalise.mean, normalise.std))
+    return mean_C11.to(device), std_C11.to(device)
 
 
 def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
@@ -150,37 +157,56 @@ def erase_rectangles(images_BCHW: Tensor, chance: float, rows: BatchRows, rng: n
     All rectangles of a step take their noise from one sheet, each at its own place.
     """
     _, colours, height, width = images_BCHW.shape
-    drawn = draw_erased_boxes(rows.total, chance, height, width, rng)
+    boxes_B6 = draw_erased_boxes(rows.total, chance, height, width, rng)[rows.places]
     sheet_seed = int(rng.integers(2**63))
-    boxes = [drawn[place] for place in rows.places]
-    if not any(boxes):
-        return
-    # Drawn on the CPU: the noise is the same on every device.
-    sheet_CHW = torch.randn(colours, height, width, generator=torch.Generator().manual_seed(sheet_seed))
-    sheet_CHW = sheet_CHW.to(images_BCHW.device, images_BCHW.dtype, non_blocking=True)
-    for image_CHW, box in zip(images_BCHW, boxes, strict=True):
-        if box:
-            (top, bottom, left, right), (y, x) = box
-            noise_CHW = sheet_CHW[:, y : y + bottom - top, x : x + right - left]
-            image_CHW[:, top:bottom, left:right] = noise_CHW
+    if boxes_B6[:, 2].any():
+        # Drawn on the CPU: the noise is the same on every device.
+        sheet_CHW = torch.randn(colours, height, width, generator=torch.Generator().manual_seed(sheet_seed))
+        fill_boxes(images_BCHW, boxes_B6, sheet_CHW)
 
 
-def draw_erased_boxes(
-    total: int, chance: float, height: int, width: int, rng: np.random.Generator
-) -> list[tuple[Box, tuple[int, int]] | None]:
-    """Return, for each row of the global batch, a box and the corner of its noise on the sheet, or None."""
+def draw_erased_boxes(total: int, chance: float, height: int, width: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a box for each row of the global batch (G6): top, left, height and width, and the place of its noise.
+
+    The place is top and left on the sheet. Rows that are not erased have height 0.
+    """
     chosen_G = rng.random(total) < chance
     # As in timm, the first of ten tries that fits.
     area_G10 = rng.uniform(*ERASED_AREA, (total, 10)) * height * width
     ratio_G10 = np.exp(rng.uniform(math.log(ERASED_RATIO[0]), math.log(ERASED_RATIO[1]), (total, 10)))
     high_G10, wide_G10 = np.rint(np.sqrt(area_G10 * ratio_G10)), np.rint(np.sqrt(area_G10 / ratio_G10))
     fits_G10 = (high_G10 < height) & (wide_G10 < width)
-    first_G = fits_G10.argmax(1)
-    places_G4 = rng.random((total, 4))
-    boxes: list[tuple[Box, tuple[int, int]] | None] = [None] * total
-    for row in np.flatnonzero(chosen_G & fits_G10.any(1)):
-        high, wide = int(high_G10[row, first_G[row]]), int(wide_G10[row, first_G[row]])
-        free = (height - high + 1, width - wide + 1) * 2
-        top, left, y, x = (int(place * room) for place, room in zip(places_G4[row], free, strict=True))
-        boxes[row] = (top, top + high, left, left + wide), (y, x)
-    return boxes
+    first_G = np.arange(total), fits_G10.argmax(1)
+    size_G2 = np.stack([high_G10[first_G], wide_G10[first_G]], axis=1)
+    places_G4 = rng.random((total, 4)) * np.tile((height + 1, width + 1) - size_G2, 2)
+    boxes_G6 = np.column_stack([places_G4[:, :2], size_G2, places_G4[:, 2:]]).astype(np.int64)
+    boxes_G6[~(chosen_G & fits_G10.any(1))] = 0
+    return boxes_G6
+
+
+def fill_boxes(images_BCHW: Tensor, boxes_B6: np.ndarray, sheet_CHW: Tensor) -> None:
+    """Fill the box of each image with its part of the sheet, in place; the images are channels last in memory.
+
+    The number of kernels does not depend on the number of boxes. L lines of boxes, P pixels of these lines.
+    """
+    colours, height, width = sheet_CHW.shape
+    high_B = boxes_B6[:, 2]
+    row_L = np.repeat(np.arange(len(boxes_B6)), high_B)
+    line_L = np.arange(len(row_L)) - np.repeat(high_B.cumsum() - high_B, high_B)  # 0 is the first line of each box
+    top_L, left_L, _, wide_L, y_L, x_L = boxes_B6[row_L].T
+    pixels_before_L = wide_L.cumsum() - wide_L
+    target_L = (row_L * height + top_L + line_L) * width + left_L - pixels_before_L
+    source_L = (y_L + line_L) * width + x_L - pixels_before_L
+    numbers_3L = to_device(torch.from_numpy(np.stack([target_L, source_L, wide_L])), images_BCHW.device)
+    # Without `output_size`, the host would wait for the device to know the number of pixels.
+    line_P = torch.repeat_interleave(numbers_3L[2], output_size=int(wide_L.sum()))
+    target_P, source_P = numbers_3L[:2, line_P] + torch.arange(len(line_P), device=line_P.device)
+    sheet_HWC = to_device(sheet_CHW, images_BCHW.device).to(images_BCHW.dtype).permute(1, 2, 0)
+    images_BCHW.permute(0, 2, 3, 1).view(-1, colours)[target_P] = sheet_HWC.reshape(-1, colours)[source_P]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device; the host does not wait for the copy."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from other memory waits
+    return tensor.to(device, non_blocking=True)
