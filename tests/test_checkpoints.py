@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -97,6 +99,97 @@ def test_later_training_does_not_change_a_checkpoint(tmp_path, monkeypatch):
     release.set()
     saver.close()
     assert torch.equal(checkpoints.read_checkpoint(str(tmp_path), 1).parts["model"]["w"], torch.ones(4))
+
+
+def test_a_third_checkpoint_is_copied_when_there_is_memory_for_it(tmp_path, monkeypatch):
+    release, upload = threading.Event(), storage.upload
+
+    def slow(*args):
+        release.wait()
+        upload(*args)
+
+    monkeypatch.setattr(storage, "upload", slow)
+    weights = torch.ones(4)
+    saver = Saver(str(tmp_path), keep=9)
+    for step in (1, 2):
+        saver.save(Checkpoint(step, {"model": {"w": weights}}, {}))
+    third = threading.Thread(target=saver.save, args=(Checkpoint(3, {"model": {"w": weights}}, {}),))
+    third.start()
+    third.join(0.5)
+    assert third.is_alive()
+    weights.add_(1)  # training waits in `save`, so only a test can do this
+    release.set()
+    third.join()
+    saver.close()
+    saved = [checkpoints.read_checkpoint(str(tmp_path), step).parts["model"]["w"] for step in (1, 2, 3)]
+    assert [tensor.tolist() for tensor in saved] == [[1] * 4, [1] * 4, [2] * 4]
+
+
+def test_the_memory_of_a_written_checkpoint_is_freed(tmp_path, monkeypatch):
+    copies, save_file = [], checkpoints.save_file
+
+    def save_and_remember(tensors, path):
+        copies.extend(weakref.ref(tensor) for tensor in tensors.values())
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoints, "save_file", save_and_remember)
+    saver = Saver(str(tmp_path), keep=1)
+    saver.save(made(1))
+    for _ in range(3000):
+        if copies and not any(copy() is not None for copy in copies):
+            break
+        time.sleep(0.01)
+    assert len(copies) == len(made(1).parts["model"])
+    assert not any(copy() is not None for copy in copies)
+    saver.close()
+
+
+def test_the_writer_and_not_training_waits_for_the_copies_of_a_gpu(tmp_path, monkeypatch):
+    continued = threading.Event()
+
+    class Event:
+        def __init__(self, copy):
+            self.copy = copy
+
+        def synchronize(self):  # as a GPU would: the values arrive after `save` has returned
+            assert continued.wait(60)
+            self.copy.fill_(7)
+
+    def copy_later(checkpoint):
+        return checkpoints.HostCopy(checkpoint, [Event(checkpoint.parts["model"]["w"])])
+
+    monkeypatch.setattr(checkpoints, "copy_to_host", copy_later)
+    saver = Saver(str(tmp_path), keep=9)
+    saver.save(Checkpoint(1, {"model": {"w": torch.zeros(3)}}, {}))
+    continued.set()
+    saver.close()
+    assert checkpoints.read_checkpoint(str(tmp_path), 1).parts["model"]["w"].tolist() == [7] * 3
+
+
+@pytest.mark.gpu
+def test_a_save_does_not_wait_for_the_gpu_and_later_training_does_not_change_it(tmp_path):
+    square = torch.randn(4096, 4096, device="cuda")
+    weights = torch.arange(12.0, device="cuda").view(3, 4)
+    tensors = {"w": weights, "turned": weights.T, "half": weights.half(), "host": torch.ones(3)}
+    wanted = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    saver = Saver(str(tmp_path), keep=9)
+    for step in (1, 2, 3):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                square = (square @ square).tanh()
+            saver.save(Checkpoint(step, {"model": tensors}, {}))
+            for tensor in tensors.values():
+                tensor.add_(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for tensor in tensors.values():
+            tensor.sub_(1)
+    saver.close()
+    for step in (1, 2, 3):
+        saved = checkpoints.read_checkpoint(str(tmp_path), step).parts["model"]
+        for name, tensor in wanted.items():
+            assert torch.equal(saved[name], tensor), name
 
 
 def test_a_save_is_retried_until_storage_is_back(tmp_path, monkeypatch):

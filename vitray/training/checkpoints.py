@@ -122,6 +122,34 @@ def prune(run_dir: str, keep: int, protected: Collection[int]) -> None:
             storage.remove(folder_of(run_dir, step))
 
 
+class HostCopy(NamedTuple):
+    """A checkpoint in host memory, complete after its events."""
+
+    checkpoint: Checkpoint
+    events: list[torch.cuda.Event]
+
+
+def copy_to_host(checkpoint: Checkpoint) -> HostCopy:
+    """Start to copy the tensors of a checkpoint, one after another, without waiting for a GPU.
+
+    A GPU copies in the order of its stream, so before any later change of the tensors.
+    """
+    parts = {
+        part: {name: _host_copy(tensor) for name, tensor in tensors.items()}
+        for part, tensors in checkpoint.parts.items()
+    }
+    devices = {tensor.device for tensors in checkpoint.parts.values() for tensor in tensors.values() if tensor.is_cuda}
+    # A blocking event puts the waiting thread to sleep; another one would occupy a CPU.
+    events = [torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True)) for device in devices]
+    return HostCopy(checkpoint._replace(parts=parts), events)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    # Copies to pinned memory need not be waited for. torch reuses the memory for later checkpoints.
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
 class Saver:
     """A background thread that writes checkpoints one at a time, in order."""
 
@@ -138,18 +166,19 @@ class Saver:
         self.latest: int | None = None
         """The step of the last complete checkpoint."""
         # One checkpoint waits while one is written; a third blocks training until storage catches up.
-        self._waiting: queue.Queue[tuple[Checkpoint, Collection[int]] | None] = queue.Queue(1)
+        self._places = threading.Semaphore(2)
+        self._waiting: queue.Queue[tuple[HostCopy, Collection[int]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._write, name="checkpoints", daemon=True)
         self._thread.start()
 
     def save(self, checkpoint: Checkpoint, protected: Collection[int] = ()) -> None:
-        """Copy the tensors to host memory now and write them soon; `protected` steps are not pruned."""
+        """Copy the tensors to host memory and write them soon; `protected` steps are not pruned.
+
+        The tensors may change after the call, and the call does not wait for a GPU.
+        """
         self._raise()
-        parts = {
-            part: {name: _host_copy(tensor) for name, tensor in tensors.items()}
-            for part, tensors in checkpoint.parts.items()
-        }
-        self._waiting.put((checkpoint._replace(parts=parts), protected))
+        self._places.acquire()
+        self._waiting.put((copy_to_host(checkpoint), protected))
 
     def close(self) -> None:
         """Wait until all checkpoints are written."""
@@ -159,16 +188,21 @@ class Saver:
 
     def _write(self) -> None:
         while (item := self._waiting.get()) is not None:
-            checkpoint, protected = item
-            if self._error is not None:
-                continue
-            try:
-                self._write_with_retries(checkpoint)
-                prune(self._run_dir, self._keep, protected)
-                self.latest = checkpoint.step
-                self._on_saved(checkpoint.step)
-            except BaseException as error:  # raised by the next save
-                self._error = error
+            if self._error is None:
+                self._write_one(*item)
+            del item  # its memory is free for the next copy
+            self._places.release()
+
+    def _write_one(self, copy: HostCopy, protected: Collection[int]) -> None:
+        try:
+            for event in copy.events:
+                event.synchronize()
+            self._write_with_retries(copy.checkpoint)
+            prune(self._run_dir, self._keep, protected)
+            self.latest = copy.checkpoint.step
+            self._on_saved(self.latest)
+        except BaseException as error:  # raised by the next save
+            self._error = error
 
     def _write_with_retries(self, checkpoint: Checkpoint) -> None:
         for pause in RETRY_PAUSES:
@@ -182,8 +216,3 @@ class Saver:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy, because training changes the original."""
-    return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor.detach())

@@ -91,6 +91,7 @@ class Prefetcher:
             return True
 
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
+        # torch keeps freed pinned memory until its copies are done, then reuses it for later batches.
         with torch.cuda.stream(self._copies):  # does nothing for None
             images, labels, weights = (
                 _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)

@@ -1,0 +1,49 @@
+"""Batches that are read ahead: their order, their memory, and the errors of the reader."""
+
+import numpy as np
+import pytest
+import torch
+
+from vitray.data.stream.prefetch import AHEAD, Prefetcher
+from vitray.data.stream.stream import HostBatch
+
+CPU = torch.device("cpu")
+
+
+def host_batches(count, size=4):
+    for number in range(count):
+        images = np.full((2, size, size, 3), number, np.uint8)
+        images.flags.writeable = False  # like the object store's memory
+        rows = np.arange(2) + 2 * number
+        yield HostBatch(images, rows % 3, rows, rows, np.ones(2, np.float32), 0)
+
+
+def test_batches_arrive_in_order_in_memory_of_their_own():
+    for number, batch in enumerate(Prefetcher(host_batches(7), CPU)):
+        assert batch.images.add_(1).unique().tolist() == [number + 1]
+        assert batch.rows.tolist() == batch.positions.tolist() == [2 * number, 2 * number + 1]
+        assert batch.labels.tolist() == [row % 3 for row in batch.rows]
+        assert batch.weights.tolist() == [1, 1]
+    assert number == 6
+
+
+def test_an_error_of_the_reader_is_raised_after_the_batches_before_it():
+    def breaking():
+        yield from host_batches(2)
+        raise ValueError("broken shard")
+
+    prefetcher = Prefetcher(breaking(), CPU)
+    assert len([next(prefetcher), next(prefetcher)]) == 2
+    with pytest.raises(ValueError, match="broken shard"):
+        next(prefetcher)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_reused_after_its_copy():
+    before = torch.cuda.host_memory_stats().get("num_host_alloc", 0)
+    for number, batch in enumerate(Prefetcher(host_batches(60, size=512), torch.device("cuda"))):
+        assert batch.images.is_cuda
+        assert bool((batch.images == number).all())
+    assert number == 59
+    # Images, labels and weights of the batches that wait, of one in the making and of one that is copied.
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] - before <= 3 * (AHEAD + 2)
