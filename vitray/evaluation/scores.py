@@ -3,7 +3,6 @@
 Shapes: B images, K classes.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -71,26 +70,25 @@ def evaluate(
     autocast: AbstractContextManager[object],
 ) -> Score:
     """Return the score of a classifier over the batches of all workers."""
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    confusion_KK = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
-    mistakes: list[Mistake] = []
+    sums, images = Sums.zeros(num_classes, device), 0
     for batch, images_BCHW in _normalised_batches(vit, data):
         with autocast:
             logits_BK = vit(images_BCHW)
-        real_B = batch.weights > 0
-        logits_BK, labels_B = logits_BK.float()[real_B], batch.labels[real_B].long()
-        sums += _sums(logits_BK, labels_B)
-        predicted_B = logits_BK.argmax(1)
-        confusion_KK += torch.bincount(labels_B * num_classes + predicted_B, minlength=num_classes**2)
-        batch_mistakes = _mistakes(logits_BK, labels_B, batch.rows[: len(labels_B)])
-        mistakes = heapq.nlargest(MAX_MISTAKES, mistakes + batch_mistakes)
-    loss, top1, top5 = _means(sums, data.images)
+        add_batch(sums, logits_BK, batch)
+        images += len(batch.rows)
+    loss, top1, top5 = _means(images, sums.totals, data.images)
+    mistakes_M4 = sums.mistakes
     if dist.is_initialized():
-        dist.all_reduce(confusion_KK)
-        gathered: list[list[Mistake]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, mistakes)
-        mistakes = heapq.nlargest(MAX_MISTAKES, [mistake for part in gathered for mistake in part])
-    matrix = confusion_KK.view(num_classes, num_classes).cpu().numpy()
+        dist.all_reduce(sums.confusion)
+        gathered = [torch.empty_like(mistakes_M4) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mistakes_M4)
+        mistakes_M4 = most_confident(torch.cat(gathered))
+    matrix = sums.confusion.view(num_classes, num_classes).cpu().numpy()
+    mistakes = [
+        Mistake(probability, int(row), int(label), int(predicted))
+        for probability, row, label, predicted in mistakes_M4.tolist()
+        if row >= 0
+    ]
     return Score(data.images, loss, top1, top5, matrix, mistakes)
 
 
@@ -101,25 +99,30 @@ def evaluate_loss(
     data: EvaluationSet,
     device: torch.device,
     autocast: AbstractContextManager[object],
+    forward: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Score:
-    """Return the loss of a task without labels over the batches of all workers, and the pictures that `draw` makes."""
+    """Return the loss of a task without labels over the batches of all workers, and the pictures that `draw` makes.
+
+    `forward` is the compiled task. It sees whole batches only, because another batch size would be compiled anew.
+    """
     if isinstance(task, VisualTokenizer):
         task.read_perplexity()  # resets the counts
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    pictures = None
+    total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
     for batch, padded_BCHW in _normalised_batches(task, data):
-        # Padding is at the end of the last batch.
-        real = int((batch.weights > 0).sum())
+        real = len(batch.rows)
         if not real:
             continue
         images_BCHW, targets = padded_BCHW[:real], batch.labels[:real]
+        network = task if forward is None or real < len(padded_BCHW) else forward
         with autocast:
-            sums += torch.stack([sums.new_tensor(real), task(images_BCHW, targets).double() * real])
+            total += network(images_BCHW, targets).double() * real
             if pictures is None:
-                pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES]).float().cpu().numpy()
-    [loss] = _means(sums, data.images)
+                pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES])
+        images += real
+    [loss] = _means(images, total, data.images)
     perplexity = task.read_perplexity() if isinstance(task, VisualTokenizer) else None
-    return Score(data.images, loss, perplexity=perplexity, pictures=pictures)
+    drawn = None if pictures is None else pictures.float().cpu().numpy()
+    return Score(data.images, loss, perplexity=perplexity, pictures=drawn)
 
 
 def broadcast_buffers(module: nn.Module) -> None:
@@ -138,26 +141,55 @@ def _normalised_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tup
     network.train(was_training)
 
 
-def _means(sums: Tensor, images: int) -> list[float]:
-    """Return the means over the images of all workers; the first sum is the number of images."""
+def _means(images: int, totals: Tensor, expected: int) -> list[float]:
+    """Return the means over the images of all workers, of which there must be as many as expected."""
+    sums = torch.cat([totals.new_full((1,), images), totals])
     if dist.is_initialized():
         dist.all_reduce(sums)
-    count, *totals = sums.tolist()
-    assert count == images, f"{count:.0f} images were counted, the split has {images}"
-    return [total / images for total in totals]
+    count, *values = sums.tolist()
+    assert count == expected, f"{count:.0f} images were counted, the split has {expected}"
+    return [value / expected for value in values]
 
 
-def _sums(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """Sums over a batch: images, loss, top-1 hits, top-5 hits."""
-    first_B5 = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
-    hit_B5 = first_B5 == labels_B[:, None]
+# ---- sums on the device ----------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """The sums over the batches so far. They stay on the device: a batch that waited for it would leave it idle."""
+
+    totals: Tensor
+    """Loss, top-1 hits, top-5 hits."""
+    confusion: Tensor
+    """K * K counts."""
+    mistakes: Tensor
+    """M x 4, the most confident ones in order: probability, row, label, predicted class. Row -1 is none."""
+
+    @classmethod
+    def zeros(cls, num_classes: int, device: torch.device) -> "Sums":
+        """Return the sums of no image."""
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+        return cls(totals, confusion, torch.full((MAX_MISTAKES, 4), -1.0, dtype=torch.float64, device=device))
+
+
+def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch) -> None:
+    """Add a batch without its padding; the host does not wait for the device."""
+    real = len(batch.rows)  # the padding is at the end
+    logits_BK, labels_B = logits_BK[:real].float(), batch.labels[:real].long()
+    num_classes = logits_BK.shape[1]
+    hit_B5 = logits_BK.topk(min(5, num_classes), dim=1).indices == labels_B[:, None]
     loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-    count = torch.tensor(len(labels_B), device=loss.device)
-    return torch.stack([count.double(), loss.double(), hit_B5[:, 0].sum().double(), hit_B5.any(1).sum().double()])
-
-
-def _mistakes(logits_BK: Tensor, labels_B: Tensor, rows_B: np.ndarray) -> list[Mistake]:
+    sums.totals.add_(torch.stack([loss.double(), hit_B5[:, 0].sum().double(), hit_B5.any(1).sum().double()]))
     probability_B, predicted_B = logits_BK.softmax(1).max(1)
-    wrong = (predicted_B != labels_B).nonzero()[:, 0]
-    wrong = wrong[probability_B[wrong].argsort(descending=True)[:MAX_MISTAKES]].tolist()
-    return [Mistake(float(probability_B[at]), int(rows_B[at]), int(labels_B[at]), int(predicted_B[at])) for at in wrong]
+    index_B = labels_B * num_classes + predicted_B
+    sums.confusion.scatter_add_(0, index_B, torch.ones_like(index_B))  # bincount would wait for the device
+    row_B = torch.tensor(batch.rows).to(labels_B.device, non_blocking=True)
+    mistakes_B4 = torch.stack([probability_B.double(), row_B.double(), labels_B.double(), predicted_B.double()], dim=1)
+    mistakes_B4 = torch.where((predicted_B != labels_B)[:, None], mistakes_B4, -1.0)
+    sums.mistakes.copy_(most_confident(torch.cat([sums.mistakes, mistakes_B4])))
+
+
+def most_confident(mistakes_N4: Tensor) -> Tensor:
+    """Return the first mistakes by probability, equal ones by row, both descending."""
+    mistakes_N4 = mistakes_N4[mistakes_N4[:, 1].argsort(descending=True)]
+    return mistakes_N4[mistakes_N4[:, 0].argsort(descending=True, stable=True)[:MAX_MISTAKES]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.stream import Share, Stream
+from vitray.data.stream import Share
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.tasks.build import Task
@@ -29,24 +29,24 @@ Tensors = dict[str, Tensor]
 class Evaluator:
     """Starts the evaluations of a run and returns their scores in order."""
 
-    def __init__(self, context: WorkerContext, share: Share, device: torch.device) -> None:
+    def __init__(self, context: WorkerContext, share: Share, device: torch.device, learner: Learner) -> None:
         self.latest_step: int | None = None
         """The step of the last evaluation that was started."""
-        self._context, self._device = context, device
-        self._share = share._replace(broadcast=own_broadcast())
-        self._val = open_evaluation(context)
+        self._context, self._learner, self._is_reporter = context, learner, share.rank == 0
         self._is_separate = context.run.evaluate.where != "workers"
+        share = share._replace(broadcast=own_broadcast())
+        self._scorer = None if self._is_separate else Scorer(context, learner.task, share, device)
         # {step: scores}; of separate evaluations, an object reference to them.
         self._started: dict[int, Any] = {}
 
-    def start(self, step: int, learner: Learner) -> None:
+    def start(self, step: int) -> None:
         """Evaluate the current weights, and their average if there is one."""
         self.latest_step = step
-        average = learner.average
-        if not self._is_separate:
-            self._started[step] = list(self._score_here(learner))
-        elif self._share.rank == 0:
-            parts = [learner.task.state_dict(), *([average.state()] if average else [])]
+        task, average = self._learner.task, self._learner.average
+        if self._scorer is not None:
+            self._started[step] = list(self._score_here(self._scorer))
+        elif self._is_reporter:
+            parts = [task.state_dict(), *([average.state()] if average else [])]
             self._start_task(step, [_on_host(part) for part in parts])
 
     def restart_pending(self, state: TrainState) -> list[int]:
@@ -55,7 +55,7 @@ class Evaluator:
         for step in state.pending:
             if not self._is_separate or step not in checkpoints.complete_steps(self._context.run_dir):
                 lost.append(step)
-            elif self._share.rank == 0:
+            elif self._is_reporter:
                 parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
                 self._start_task(step, [_on_host(parts[name]) for name in ("model", "average") if name in parts])
                 self.latest_step = step
@@ -80,12 +80,12 @@ class Evaluator:
         """Discard the evaluations of later steps, which the run repeats."""
         self._started = {started: scores for started, scores in self._started.items() if started <= step}
 
-    def _score_here(self, learner: Learner) -> Iterator[Score]:
-        task, average = learner.task, learner.average
+    def _score_here(self, scorer: "Scorer") -> Iterator[Score]:
+        task, average = self._learner.task, self._learner.average
         for weights in [nullcontext(), *([average.applied_to(task)] if average else [])]:
             with weights:
                 broadcast_buffers(task)
-                yield score_split(self._context, task, self._val, self._share, self._device)
+                yield scorer.score()
 
     def _start_task(self, step: int, networks: list[Tensors]) -> None:
         # Sequential: two tasks at once would occupy the CPU that decodes their images.
@@ -100,21 +100,31 @@ def score_networks(context: WorkerContext, networks: list[Tensors], _previous: A
     """Return the scores of some networks, in a task with a device of its own."""
     device = torch.device("cuda" if context.run.evaluate.where == "gpu" else "cpu")
     task = context.build(device)
-    val, scores = open_evaluation(context), []
+    scorer, scores = Scorer(context, task, Share(0, 1), device), []
     for network in networks:
         task.load_state_dict(networks[0] | network)  # frozen weights have no average
-        scores.append(score_split(context, task, val, Share(0, 1), device))
+        scores.append(scorer.score())
     return scores
 
 
-def score_split(context: WorkerContext, task: Task, val: Stream, share: Share, device: torch.device) -> Score:
-    """Return the score of a task on the val split, computed by all workers of `share`."""
-    run = context.run
-    batches = Prefetcher((with_masks(batch, run, None) for batch in val.evaluate(share)), device)
-    data, precision = EvaluationSet(batches, val.images, run.data.normalise), autocast(run, device)
-    if not isinstance(task, Supervised):
-        return evaluate_loss(task, task.pictures, data, device, precision)
-    return evaluate(task.vit, data, run.model.num_classes or 0, device, precision)
+class Scorer:
+    """Scores a task on the val split, together with all workers of `share`."""
+
+    def __init__(self, context: WorkerContext, task: Task, share: Share, device: torch.device) -> None:
+        self._run, self._task, self._share, self._device = context.run, task, share, device
+        self._val = open_evaluation(context)
+        network = task.vit if isinstance(task, Supervised) else task
+        # Compiled once, for one shape: every batch is padded to the same size.
+        self._forward: Any = torch.compile(network, dynamic=False) if self._run.compute.compile else network
+
+    def score(self) -> Score:
+        """Return the score of the task's current weights."""
+        run, task, device = self._run, self._task, self._device
+        batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
+        data, precision = EvaluationSet(batches, self._val.images, run.data.normalise), autocast(run, device)
+        if isinstance(task, Supervised):
+            return evaluate(self._forward, data, run.model.num_classes or 0, device, precision)
+        return evaluate_loss(task, task.pictures, data, device, precision, self._forward)
 
 
 def autocast(run: Run, device: torch.device) -> torch.autocast:

@@ -79,7 +79,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
 
     # ---- data --------------------------------------------------------------------------------------------------------
     train = open_training(context)
-    evaluator = Evaluator(context, share, device) if run.data.evaluated else None
+    evaluator = Evaluator(context, share, device, learner) if run.data.evaluated else None
     if evaluator is not None and (lost := evaluator.restart_pending(state)):
         client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
     total = total_steps(run.optim, train.steps)
@@ -161,7 +161,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
         is_evaluated = evaluator is not None and state.step in triggers.evaluations
         if evaluator is not None:
             if is_evaluated:
-                evaluator.start(state.step, learner)
+                evaluator.start(state.step)
             log_scores(evaluator.finished(), state, client)
             state.pending = evaluator.pending
         since = time.perf_counter()
@@ -183,7 +183,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
     # ---- the end -----------------------------------------------------------------------------------------------------
     if ending == "finished" and evaluator is not None:
         if evaluator.latest_step != total:  # interrupted before the last evaluation
-            evaluator.start(total, learner)
+            evaluator.start(total)
         log_scores(evaluator.finished(wait=True), state, client)
         if state.latest:
             client.evaluation(state.latest)

@@ -60,7 +60,7 @@ class HostBatch(NamedTuple):
     positions: np.ndarray
     """In the epoch, or in the stored order of an evaluation; a step starts at step * global batch."""
     rows: np.ndarray
-    """Row numbers in the stored order of the split."""
+    """Row numbers of the images in the stored order of the split; padding has none."""
     weights: np.ndarray
     """1 for an image, 0 for padding in an evaluation's last step."""
     epoch: int
@@ -206,14 +206,15 @@ class Stream:
         return [blocks.iterator()] if cut.workers == 1 else blocks.streaming_split(cut.workers, equal=False)
 
     def _batch(self, images: Images, count: int, epoch: int) -> HostBatch:
-        """Return a batch of `count` images, padded with black ones of weight 0."""
+        """Return a batch of `count` images, padded at its end with black ones of weight 0."""
         self._count_corrupt(images["corrupt"])
         missing = count - len(images["label"])
         if missing:
             images = {
                 name: np.concatenate([column, np.zeros((missing, *column.shape[1:]), column.dtype)])
                 for name, column in images.items()
-            }
+                if name != "row"
+            } | {"row": images["row"]}
         weights = (np.arange(count) < count - missing).astype(np.float32)
         return HostBatch(images["image"], images["label"], images["position"], images["row"], weights, epoch)
 
