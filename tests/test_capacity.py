@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitray.config import load_run
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
+from vitray.sweep.plan import nodes_of_workers, trial_resources
 
 nodes = st.lists(
     st.builds(Node, cpus=st.integers(0, 12) | st.sampled_from([1.5, 3.75]), gpus=st.integers(0, 4)), max_size=4
@@ -156,3 +158,25 @@ def test_the_message_for_a_trial_that_does_not_fit_names_the_lack(cluster, trial
     assert capacity.concurrent == 0
     assert capacity.limit.startswith("not one trial fits: ")
     assert message in capacity.limit
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "concurrent"),
+    [
+        ([], [4, 4], 8),
+        (["evaluate.where=cpu"], [4, 4], 8),
+        (["evaluate.where=gpu"], [4, 4], 7),
+        (["evaluate.where=gpu", "evaluate.gpus=0.5"], [4, 4], 7),
+        (["evaluate.where=gpu"], [1], 0),
+        (["evaluate.where=gpu", "compute.workers=4"], [4, 4], 1),
+        (["compute.workers=1", "compute.gpus=0.25"], [1], 4),
+        (["evaluate.where=gpu", "evaluate.gpus=0.25", "compute.workers=1", "compute.gpus=0.25"], [1], 2),
+        (["evaluate.where=gpu", "evaluate.gpus=0.25", "compute.workers=1", "compute.gpus=0.75"], [1], 1),
+        (["evaluate.where=gpu", "evaluate.gpus=0.5", "compute.workers=1", "compute.gpus=0.75"], [1, 1], 1),
+        (["evaluate.where=gpu", "compute.workers=1", "compute.device=cpu"], [1], 16),
+    ],
+)
+def test_the_trials_leave_room_for_evaluations_on_a_gpu(overrides, gpus, concurrent):
+    run, cluster = load_run(None, overrides), [Node(100, each) for each in gpus]
+    resources = trial_resources(run, cluster)
+    assert fit_trials(nodes_of_workers(run, cluster), resources, trials=16).concurrent == concurrent

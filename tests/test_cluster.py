@@ -66,6 +66,9 @@ def test_waiting_for_nodes_times_out_and_withdraws_the_request(growing, capsys):
     assert 3 < time.monotonic() - began < 60
     assert groups() == set()
     assert capsys.readouterr().err.count("waiting for nodes with 2 x (1 CPU + 1 GPU), 1 x (1 CPU)") == 1
+    share = ["compute.workers=2", "compute.device=gpu", "evaluate.where=gpu", "evaluate.gpus=0.5"]
+    with pytest.raises(RunError, match=r"no room for 2 x \(1 CPU \+ 1 GPU\), 1 x \(1 CPU\), 1 x \(1 CPU \+ 0.5 GPU"):
+        await_nodes(load_run(None, share))
 
 
 @pytest.mark.ray
@@ -104,6 +107,52 @@ def test_workers_leave_one_cpu_of_a_node_free(nodes, overrides, cpus, monkeypatc
             place_workers(run)
     else:
         assert place_workers(run).cpus == pytest.approx(cpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "workers"),
+    [
+        (4, ["compute.workers=auto"], 4),
+        (4, ["evaluate.where=gpu"], 3),
+        (4, ["evaluate.where=gpu", "evaluate.gpus=0.5"], 3),  # a worker takes a whole GPU
+        (1, ["evaluate.where=gpu", "compute.device=gpu"], None),
+        (1, ["evaluate.where=gpu", "data.val=null"], 1),
+        (1, ["evaluate.where=gpu", "evaluate.gpus=0.5", "compute.workers=1", "compute.gpus=0.5"], 1),
+        (
+            1,
+            ["evaluate.where=gpu", "evaluate.gpus=0.6", "compute.workers=1", "compute.gpus=0.5", "compute.device=gpu"],
+            None,
+        ),
+        (1, ["evaluate.where=gpu", "evaluate.gpus=0.1", "compute.workers=1", "compute.gpus=0.9"], 1),
+        (1, ["evaluate.where=gpu", "compute.workers=1", "compute.gpus=0.5", "compute.device=gpu"], None),
+        (1, ["evaluate.where=gpu", "compute.device=cpu", "compute.workers=1"], 1),
+    ],
+)
+def test_separate_evaluations_take_their_share_of_a_gpu(gpus, overrides, workers, monkeypatch):
+    import ray
+
+    node = {"CPU": 16.0, "GPU": float(gpus)}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: node)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node}])
+    run = load_run(None, overrides)
+    if workers is None:
+        with pytest.raises(ConfigError, match=r"GPU workers, the cluster has 0 GPUs besides the one for evaluations"):
+            place_workers(run)
+    else:
+        assert place_workers(run).workers == (workers, workers)
+
+
+def test_evaluations_on_a_gpu_need_one(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 16.0})
+    with pytest.raises(ConfigError, match=r"evaluate.where: got gpu, the cluster has no GPU"):
+        place_workers(load_run(None, ["evaluate.where=gpu"]))
+
+
+def test_a_share_of_a_gpu_needs_evaluations_on_a_gpu():
+    with pytest.raises(ConfigError, match=r"evaluate.*gpus 0.5 needs where: gpu, got workers"):
+        load_run(None, ["evaluate.gpus=0.5"])
 
 
 def test_the_time_for_a_lost_node_to_return_depends_on_the_cluster(monkeypatch):

@@ -255,7 +255,7 @@ class Compute(Section):
     tf32: bool = True
     """Allows TF32 in fp32 matrix products on a GPU."""
     compile: bool = False
-    """Uses torch.compile."""
+    """Uses torch.compile, for training and evaluation."""
     recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
@@ -290,6 +290,14 @@ class Evaluate(Section):
     """Images per step over all workers; null: the training batch."""
     where: Literal["workers", "cpu", "gpu"] = "workers"
     """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
+    gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
+
+    @model_validator(mode="after")
+    def _share_is_of_a_gpu(self) -> Self:
+        if self.gpus < 1 and self.where != "gpu":
+            raise ValueError(f"gpus {self.gpus:g} needs where: gpu, got {self.where}")
+        return self
 
 
 class CheckpointSettings(Section):

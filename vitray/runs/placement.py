@@ -2,6 +2,7 @@
 
 import math
 import os
+from fractions import Fraction
 from typing import NamedTuple
 
 from vitray.cluster import session
@@ -47,7 +48,7 @@ def await_nodes(run: Run) -> None:
     bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
     bundles += [{"CPU": 1.0}]  # image decoding
     if evaluator != "workers":
-        bundles += [{"CPU": 1.0} | (gpus if evaluator == "gpu" else {})]
+        bundles += [{"CPU": 1.0} | ({"GPU": run.evaluate.gpus} if evaluator == "gpu" else {})]
     session.wait_for_nodes(bundles, seconds)
 
 
@@ -61,10 +62,12 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
     resources, compute = ray.cluster_resources(), run.compute
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     reserved = 1 + (evaluator != "workers")  # image decoding, separate evaluations
-    gpus, cpus = int(resources.get("GPU", 0)) - (evaluator == "gpu"), resources.get("CPU", 0.0)
+    gpus, cpus = int(resources.get("GPU", 0)) - evaluation_gpus(run), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
     lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
-    if (use_gpu and lowest > gpus) or (use_gpu and not gpus) or gpus < 0:
+    if evaluator == "gpu" and not resources.get("GPU", 0):
+        raise ConfigError("evaluate.where: got gpu, the cluster has no GPU; wanted workers or cpu")
+    if use_gpu and (lowest > gpus or not gpus):
         besides = " besides the one for evaluations" if evaluator == "gpu" else ""
         raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{besides}")
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"] and "CPU" in node["Resources"]]
@@ -84,6 +87,19 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
         )
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
     return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)))
+
+
+def evaluation_gpus(run: Run) -> int:
+    """Return how many whole GPUs separate evaluations take from the workers: none if both fit on one."""
+    if run.evaluate.where != "gpu" or not run.data.evaluated:
+        return 0
+    shares = run.compute.gpus < 1 and _exact(run.compute.gpus) + _exact(run.evaluate.gpus) <= 1
+    return 0 if shares else 1
+
+
+def _exact(number: float) -> Fraction:
+    """Return 0.1 as 1/10: as floats, 0.9 and 0.1 may exceed 1."""
+    return Fraction(str(number))
 
 
 def _worker_capacity(nodes: list[float], each: float) -> int:

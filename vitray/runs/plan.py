@@ -218,6 +218,7 @@ FREE = (
     "data.url",  # a dataset may move: its identity is compared instead
     "data.cache",
     "evaluate.batch",
+    "evaluate.gpus",
     "evaluate.where",
     "guard.",
     "model.execution",

@@ -11,6 +11,7 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, nearest
+from vitray.runs.placement import evaluation_gpus
 from vitray.runs.plan import Plan, make_plan
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
 from vitray.sweep.space import Space, SweepPoint, check_space, name_of, run_of, stage_space
@@ -88,9 +89,10 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
     trials = min(limits) if space.learns else len(points)
     resources = trial_resources(base, nodes)
-    capacity = fit_trials(nodes, resources, trials)
+    capacity = fit_trials(nodes_of_workers(base, nodes), resources, trials)
     if not capacity.concurrent:
-        raise ConfigError(f"compute.workers: {capacity.limit}")
+        besides = ", besides the one for evaluations" if evaluation_gpus(base) else ""
+        raise ConfigError(f"compute.workers: {capacity.limit}{besides}")
     reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
     base = base.replace({"compute.workers": resources.workers, "tracking.register_as": None} | reserved)
     runs = [run_of(base, point, sweep_dir) for point in points.values()]
@@ -130,11 +132,22 @@ def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
     workers = (base.compute.worker_range or (1, 1))[1]
     has_gpus = base.compute.device != "cpu" and any(node.gpus for node in nodes)
     gpus = base.compute.gpus if has_gpus or base.compute.device == "gpu" else 0.0
+    if gpus and base.evaluate.where == "gpu" and base.data.evaluated and not evaluation_gpus(base):
+        gpus = round(gpus + base.evaluate.gpus, 4)  # worker and evaluation share a GPU
     data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
     # A whole CPU per worker if there are enough, less on a small cluster.
     left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
     cpus = base.compute.cpus or (1.0 if gpus else max(0.01, min(1.0, int(100 * left / workers) / 100)))
     return TrialResources(workers=workers, cpus=cpus, gpus=gpus, data_cpus=data_cpus, driver_cpus=DRIVER_CPUS)
+
+
+def nodes_of_workers(base: Run, nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes without the GPU on which the evaluations of all trials take turns, if they need one."""
+    largest = max(range(len(nodes)), key=lambda index: nodes[index].gpus, default=0)
+    taken = evaluation_gpus(base)
+    return [
+        node._replace(gpus=max(0, node.gpus - taken)) if index == largest else node for index, node in enumerate(nodes)
+    ]
 
 
 def _with_absolute_urls(base: Run) -> Run:

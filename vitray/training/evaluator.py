@@ -91,8 +91,9 @@ class Evaluator:
         # Sequential: two tasks at once would occupy the CPU that decodes their images.
         previous = list(self._started.values())[-1:]
         # Outside the placement group of a trial, which has no room for it.
-        is_gpu = self._context.run.evaluate.where == "gpu"
-        options = {"num_cpus": 1, "num_gpus": int(is_gpu), "scheduling_strategy": "DEFAULT"}
+        evaluate = self._context.run.evaluate
+        gpus = evaluate.gpus if evaluate.where == "gpu" else 0
+        options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": "DEFAULT"}
         self._started[step] = ray.remote(score_networks).options(**options).remote(self._context, networks, *previous)
 
 
