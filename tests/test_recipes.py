@@ -113,6 +113,11 @@ def test_a_header_has_a_command_that_names_the_recipe(path):
     assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
 
 
+@each_recipe
+def test_a_recipe_states_whether_it_compiles(path):
+    assert "compile" in loaded(path).compute.model_fields_set
+
+
 @each_published
 def test_a_header_states_results_and_their_source(path):
     sources = [line for line in header(path) if line.startswith("# source: ")]
