@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -111,6 +112,53 @@ def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
         # Copied, because the mapped file may be removed while its tensors are in use.
         parts[name.removesuffix(".safetensors")] = {key: tensor.clone() for key, tensor in tensors.items()}
     return Checkpoint(step, parts, content["state"])
+
+
+def read_latest(run_dir: str, device: torch.device) -> Checkpoint | None:
+    """Return the last complete checkpoint, or None; rank 0 reads it and sends it to the device of every worker.
+
+    All workers call this. They raise the error of rank 0: otherwise they would wait for it.
+    """
+    if not dist.is_initialized():
+        return _read_latest(run_dir)
+    checkpoint, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            checkpoint = _read_latest(run_dir)
+        except Exception as failure:  # raised below, on every worker
+            error = failure
+    parts = checkpoint.parts if checkpoint else {}
+    layout = {part: {name: (each.shape, each.dtype) for name, each in parts[part].items()} for part in parts}
+    failed = error and (isinstance(error, ConfigError), f"{error}" or type(error).__name__)
+    header: list[Any] = [(checkpoint and checkpoint._replace(parts={}), layout, failed)]
+    dist.broadcast_object_list(header, 0)
+    checkpoint, layout, failed = header[0]
+    if failed:
+        is_config, text = failed
+        raise (ConfigError if is_config else RuntimeError)(text) from error
+    received = {part: _broadcast(parts.pop(part, {}), tensors, device) for part, tensors in layout.items()}
+    return checkpoint and checkpoint._replace(parts=received)
+
+
+def _read_latest(run_dir: str) -> Checkpoint | None:
+    steps = complete_steps(run_dir)
+    return read_checkpoint(run_dir, steps[-1]) if steps else None
+
+
+def _broadcast(
+    tensors: dict[str, Tensor], layout: dict[str, tuple[torch.Size, torch.dtype]], device: torch.device
+) -> dict[str, Tensor]:
+    """Return rank 0's tensors on the device of every worker; rank 0 frees those in host memory one by one."""
+    received, pending = {}, []
+    for name, (shape, dtype) in layout.items():
+        tensor = tensors.pop(name).to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
+        received[name] = tensor
+        if tensor.numel():
+            # As bytes: gloo does not send every type.
+            pending.append(dist.broadcast(tensor.view(-1).view(torch.uint8), 0, async_op=True))
+    for work in pending:
+        work.wait()
+    return received
 
 
 def prune(run_dir: str, keep: int, protected: Collection[int]) -> None:

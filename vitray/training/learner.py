@@ -23,6 +23,9 @@ from vitray.training.messages import Metrics, Resumed
 from vitray.training.optim import Average, build_optimizer
 from vitray.training.state import TrainState
 
+# The gradients are views of the buckets that are reduced: one copy of them less.
+DDP = {"gradient_as_bucket_view": True}
+
 
 class Learner(NamedTuple):
     """A task with its optimizer and its weight average."""
@@ -50,7 +53,7 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
     """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
     if dist.is_initialized():
         synchronise_norms(learner.task, next(learner.task.parameters()).device)
-    model: nn.Module = ray.train.torch.prepare_model(learner.task)
+    model: nn.Module = ray.train.torch.prepare_model(learner.task, parallel_strategy_kwargs=DDP)
     if run.compute.compile:
         model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
     return learner._replace(model=model)
@@ -74,17 +77,15 @@ def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -
 
 def resume(context: WorkerContext, learner: Learner, client: DriverClient) -> TrainState:
     """Load the last complete checkpoint, if any, and return its state."""
-    steps = [checkpoints.complete_steps(context.run_dir)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(steps, 0)  # rank 0 decides, because another rank may see a newer checkpoint
-    if not steps[0]:
+    checkpoint = checkpoints.read_latest(context.run_dir, next(learner.task.parameters()).device)
+    if checkpoint is None:
         return TrainState()
-    checkpoint = checkpoints.read_checkpoint(context.run_dir, steps[0][-1])
-    learner.task.load_state_dict(checkpoint.parts["model"])
+    # Each part is freed when it is loaded.
+    learner.task.load_state_dict(checkpoint.parts.pop("model"))
     rest = checkpoint.state["optimizer"]
-    learner.optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts["optimizer"], rest))
+    learner.optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts.pop("optimizer"), rest))
     if learner.average is not None:
-        learner.average.load(checkpoint.parts["average"])
+        learner.average.load(checkpoint.parts.pop("average"))
     client.send(Resumed(checkpoint.step, checkpoint.state["workers"]))
     state = TrainState(**checkpoint.state["train_state"])
     for record in state.records:

@@ -1,0 +1,150 @@
+"""Two workers: a checkpoint is read by one of them, and DDP's gradient buckets change no bit of the training."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from vitray import storage
+from vitray.config import load_run
+from vitray.data.augment.batch import DeviceBatch
+from vitray.data.stream import Share
+from vitray.data.stream.epoch_order import positions_of
+from vitray.errors import ConfigError
+from vitray.tasks.build import build_task
+from vitray.training import checkpoints
+from vitray.training.checkpoints import META, Checkpoint
+from vitray.training.learner import DDP, Learner
+from vitray.training.loop import take_step
+from vitray.training.optim import Average, build_optimizer
+
+CPU = torch.device("cpu")
+# Frozen parameters, gradient accumulation with an uneven last part, and a gradient that is clipped.
+SETTINGS = [
+    "model.name=vit_u2x1_8",
+    "model.image_size=32",
+    "model.num_classes=5",
+    "task={kind: finetune, weights: anywhere, mode: attn}",
+    "data.mix={mixup: 0.8, cutmix: 1.0}",
+    "optim.batch=20",
+    "optim.clip=0.001",
+    "optim.warmup=0 steps",
+    "optim.ema.decay=0.9",
+    "compute.local_batch=4",
+]
+
+
+def made():
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "matrix": torch.randn(3, 4, generator=generator),
+        "half": torch.randn(5, generator=generator).bfloat16(),
+        "count": torch.tensor(2**40),
+        "mask": torch.tensor([True, False, True]),
+        "empty": torch.empty(0),
+    }
+    return Checkpoint(
+        7, {"model": weights, "optimizer": {"0.step": torch.tensor(7.0)}, "none": {}}, {"losses": [1 / 3]}
+    )
+
+
+def trained(share, **ddp):
+    """Return the weights, their average and the gradients' norms after some steps of one worker."""
+    run = load_run(None, SETTINGS)
+    torch.manual_seed(0)
+    task = build_task(run)
+    model = DistributedDataParallel(task, **ddp) if dist.is_initialized() else task
+    learner = Learner(task, model, build_optimizer(task, run.optim, CPU), Average(task, run.optim.ema))
+    tensors = {}
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        images, labels = rng.integers(256, size=(20, 32, 32, 3), dtype=np.uint8), rng.integers(5, size=20)
+        own = positions_of(0, 20, share.rank, share.workers)
+        images, labels = torch.from_numpy(images[own]), torch.from_numpy(labels[own])
+        batch = DeviceBatch(images, labels, torch.ones(len(own)), own, own)
+        tensors[f"loss and norm {step}"] = take_step(run, step, batch, share, learner, 10)
+    return (
+        tensors | dict(task.state_dict()) | {f"average {name}": each for name, each in learner.average.state().items()}
+    )
+
+
+def work(rank: int, folder: str) -> None:
+    """Save the results of one of two workers."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    # Only rank 0 has the files.
+    read = {}
+    for name in ("whole", "no", "damaged", "unreadable"):
+        try:
+            read[name] = checkpoints.read_latest(f"{folder}/{name if rank == 0 else 'elsewhere'}", CPU)
+        except Exception as error:
+            read[name] = type(error).__name__, str(error)
+    torch.save(read, f"{folder}/read-{rank}")
+    share = Share(rank, 2)
+    torch.save((trained(share), trained(share, **DDP)), f"{folder}/trained-{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder with the results of two workers."""
+    folder = tmp_path_factory.mktemp("two")
+    for name in ("whole", "damaged", "unreadable"):
+        checkpoints.write_checkpoint(str(folder / name), made())
+    saved = Path(checkpoints.folder_of(str(folder / "damaged"), 7))
+    (saved / "model.safetensors").write_bytes(b"x")
+    (Path(checkpoints.folder_of(str(folder / "unreadable"), 7)) / META).write_text("{")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
+    return folder
+
+
+def test_a_checkpoint_that_one_worker_reads_arrives_bit_by_bit(folder):
+    for rank in range(2):
+        whole = torch.load(folder / f"read-{rank}", weights_only=False)["whole"]
+        assert (whole.step, whole.state, whole.parts.keys()) == (7, made().state, made().parts.keys())
+        for part, tensors in made().parts.items():
+            assert whole.parts[part].keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(whole.parts[part][name], tensor)
+                assert whole.parts[part][name].dtype == tensor.dtype
+
+
+def test_an_error_of_the_reading_worker_is_raised_on_all(folder):
+    first, second = (torch.load(folder / f"read-{rank}", weights_only=False) for rank in range(2))
+    assert first["no"] is second["no"] is None
+    assert first["damaged"] == second["damaged"]
+    kind, text = first["damaged"]
+    assert kind == "ConfigError"
+    assert text.startswith(f"{folder}/damaged/checkpoints/step-00000007/model.safetensors: got 1 bytes, wanted ")
+    assert first["unreadable"] == second["unreadable"]
+    assert first["unreadable"][0] == "RuntimeError"
+
+
+def test_without_other_workers_the_checkpoint_is_read_here(tmp_path):
+    assert checkpoints.read_latest(str(tmp_path), CPU) is None
+    checkpoints.write_checkpoint(str(tmp_path), made())
+    assert torch.equal(
+        checkpoints.read_latest(str(tmp_path), CPU).parts["model"]["matrix"], made().parts["model"]["matrix"]
+    )
+    storage.remove(storage.join(checkpoints.folder_of(str(tmp_path), 7), "model.safetensors"))
+    with pytest.raises(ConfigError, match="step-00000007"):
+        checkpoints.read_latest(str(tmp_path), CPU)
+
+
+def test_gradients_in_the_buckets_of_ddp_change_no_bit(folder):
+    alone = trained(Share(0, 1))
+    both = [torch.load(folder / f"trained-{rank}") for rank in range(2)]
+    for plain, views in both:
+        assert plain.keys() == views.keys() == alone.keys()
+        assert [name for name in plain if not torch.equal(plain[name], views[name])] == []
+    norms = torch.stack([views["loss and norm 1"] for _, views in both]).sum(0)
+    torch.testing.assert_close(norms, alone["loss and norm 1"], rtol=1e-4, atol=1e-6)
+    assert norms[1] > 0.001  # clipped
+    assert torch.equal(both[0][1]["vit.head.weight"], both[1][1]["vit.head.weight"])
+    for name, tensor in alone.items():
+        if not name.startswith("loss"):
+            torch.testing.assert_close(both[0][1][name], tensor, rtol=1e-3, atol=1e-4)
