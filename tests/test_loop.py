@@ -23,6 +23,7 @@ from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.evaluation.scores import Mistake, Score
+from vitray.runs import hangs
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training import checkpoints
@@ -205,6 +206,30 @@ def test_a_killed_worker_changes_nothing(place, undisturbed):
 def scores(run_id, key):
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     return {point.step: point.value for point in client.get_metric_history(run_id, key)}
+
+
+@pytest.mark.slow
+def test_a_worker_that_the_others_wait_for_is_named(place, monkeypatch):
+    monkeypatch.setattr(hangs, "COLLECTIVE_SECONDS", 15)
+    stopped = []
+
+    def stop_one(run_dir):
+        while not checkpoints.complete_steps(str(run_dir)):
+            time.sleep(0.01)
+        each = next(each for each in psutil.process_iter(["cmdline"]) if is_worker(each))
+        each.suspend()
+        stopped.append(each)
+
+    threading.Thread(target=stop_one, args=(place / "runs" / "hung",), daemon=True).start()
+    run = recipe(place, "optim.duration=10000 steps", "checkpoint={every: 1 step, keep: 1}", "compute.max_failures=0")
+    with pytest.raises(RunError) as error:
+        train(run, "hung", str(place / "runs"))
+    message = str(error.value)
+    assert re.search(r"; worker [01] \(node \S+\) has been .* of step \d+", message), message
+    assert "; the others waited at the " in message
+    assert not stopped[0].is_running()
+    tags = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).search_runs(["1"], "attributes.run_name = 'hung'")
+    assert "the others waited at the" in tags[0].data.tags["vitray.note"]
 
 
 @pytest.mark.slow

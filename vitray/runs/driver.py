@@ -69,9 +69,10 @@ def _fit(
     """Run the training loop on the workers and return the result of the first one."""
     import ray
     import ray.train
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     from vitray.data.stream.stream import unused_options
+    from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker
@@ -95,6 +96,7 @@ def _fit(
     trainer = TorchTrainer(
         worker,
         train_loop_config={"context": context},
+        torch_config=TorchConfig(timeout_s=COLLECTIVE_SECONDS),
         scaling_config=ray.train.ScalingConfig(
             num_workers=highest if lowest == highest else (lowest, highest),
             use_gpu=placement.use_gpu,
@@ -107,7 +109,7 @@ def _fit(
             failure_config=ray.train.FailureConfig(
                 max_failures=compute.max_failures, controller_failure_limit=start_attempts()
             ),
-            callbacks=[OomBackoff(mailbox, compute.max_failures)],
+            callbacks=[HangReport(mailbox, COLLECTIVE_SECONDS), OomBackoff(mailbox, compute.max_failures)],
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
@@ -119,7 +121,8 @@ def _fit(
                 raise RunError(reason) from None
             is_start = isinstance(error, ray.train.ControllerError)
             times = "" if is_start else f" {compute.max_failures + 1} times, at last"
-            raise RunError(f"the workers failed{times} {_cause(error)}") from error
+            hang = None if is_start else ray.get(mailbox.hang.remote())
+            raise RunError(f"the workers failed{times} {_cause(error)}{f'; {hang}' if hang else ''}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -1,8 +1,10 @@
 """The mailbox between workers and driver; its process must load nothing heavy."""
 
+import time
+
 import ray
 
-from vitray.training.messages import Message
+from vitray.training.messages import Heartbeat, Message
 
 
 @ray.remote(num_cpus=0)
@@ -14,6 +16,8 @@ class Mailbox:
         self._decisions: dict[int, bool] = {}
         self._is_stop_requested = False
         self._fatal_error: str | None = None
+        self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
+        self._hang: str | None = None
 
     def put(self, message: Message) -> None:
         """Add a message."""
@@ -47,3 +51,19 @@ class Mailbox:
     def fatal_error(self) -> str | None:
         """Return that error, or None."""
         return self._fatal_error
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Keep a worker's heartbeat in place of its last one."""
+        self._heartbeats[heartbeat.rank] = heartbeat, time.monotonic()
+
+    def heartbeats(self) -> list[tuple[Heartbeat, float]]:
+        """Return the last heartbeat of each worker and its age in seconds."""
+        return [(heartbeat, time.monotonic() - at) for heartbeat, at in self._heartbeats.values()]
+
+    def record_hang(self, reason: str | None) -> None:
+        """Record whether the last failure was a hang."""
+        self._hang = reason
+
+    def hang(self) -> str | None:
+        """Return that hang, or None."""
+        return self._hang

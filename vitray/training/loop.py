@@ -35,6 +35,7 @@ from vitray.training.context import WorkerContext
 from vitray.training.data import batches_from, open_training, own_broadcast
 from vitray.training.driver_client import DriverClient
 from vitray.training.evaluator import Evaluator, autocast, log_scores
+from vitray.training.heartbeat import HeartbeatSender
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
 from vitray.training.messages import Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
@@ -54,17 +55,24 @@ def worker(config: dict[str, WorkerContext]) -> WorkerResult:
     fatal_error: Any = ray.get(context.mailbox.fatal_error.remote())
     if fatal_error:  # of an earlier start
         return WorkerResult("failed", error=fatal_error)
+    session = ray.train.get_context()
+    share = Share(session.get_world_rank(), session.get_world_size(), own_broadcast())
+    heartbeat = HeartbeatSender(context.mailbox, share)
     try:
-        return train_loop(context)
+        return train_loop(context, share, heartbeat)
     except ConfigError as error:
         ray.get(context.mailbox.record_fatal_error.remote(str(error)))
         raise
+    except Exception:
+        heartbeat.send(has_failed=True)
+        raise
+    finally:
+        heartbeat.close()
 
 
-def train_loop(context: WorkerContext) -> WorkerResult:
+def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender) -> WorkerResult:
     """Take every step from the last checkpoint to the end."""
     run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
-    share = Share(session.get_world_rank(), session.get_world_size(), own_broadcast())
     client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     client.send(WorkersStarted(device_name, share.workers))
@@ -102,7 +110,9 @@ def train_loop(context: WorkerContext) -> WorkerResult:
 
     while state.step < total:
         step = state.step
+        heartbeat.at(step, "images")
         batch = next(prefetcher)
+        heartbeat.at(step, "computation")
         if step not in state.skipped:
             unread[step] = take_step(run, step, batch, share, learner, train.steps)
         state.step += 1
@@ -111,6 +121,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
             continue
 
         # ---- metrics, and the check of the loss ----------------------------------------------------------------------
+        heartbeat.at(step, "metrics")
         metrics, is_interrupted = all_reduce_metrics(unread, device, client.is_stop_requested())
         seconds = time.perf_counter() - since
         state.seconds += seconds
@@ -158,12 +169,14 @@ def train_loop(context: WorkerContext) -> WorkerResult:
         unread, prefetcher.waited = {}, 0.0
 
         # ---- evaluation and checkpoint -------------------------------------------------------------------------------
+        heartbeat.at(step, "evaluation")
         is_evaluated = evaluator is not None and state.step in triggers.evaluations
         if evaluator is not None:
             if is_evaluated:
                 evaluator.start(state.step)
             log_scores(evaluator.finished(), state, client)
             state.pending = evaluator.pending
+        heartbeat.at(step, "checkpoint")
         since = time.perf_counter()
         # A preemption then costs at most the steps after this checkpoint.
         is_notice = not is_preempted and context.watches_preemption and ray.train.get_preemption_info() is not None
@@ -181,6 +194,7 @@ def train_loop(context: WorkerContext) -> WorkerResult:
                 break
 
     # ---- the end -----------------------------------------------------------------------------------------------------
+    heartbeat.at(state.step, "evaluation")
     if ending == "finished" and evaluator is not None:
         if evaluator.latest_step != total:  # interrupted before the last evaluation
             evaluator.start(total)

@@ -62,6 +62,23 @@ class CheckpointSaved(NamedTuple):
     step: int
 
 
+# A worker's activity within a step, in this order.
+Activity = Literal["start", "images", "computation", "metrics", "evaluation", "checkpoint"]
+
+
+class Heartbeat(NamedTuple):
+    """A worker's position in the run; it replaces the worker's last one."""
+
+    rank: int
+    workers: int
+    node: str
+    step: int
+    activity: Activity
+    seconds: float
+    """Since the activity began."""
+    has_failed: bool = False
+
+
 Message = WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | Note | CheckpointSaved
 
 

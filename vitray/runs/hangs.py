@@ -1,0 +1,84 @@
+"""Hangs: the workers that the others waited for until a collective operation timed out."""
+
+import re
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, get_args
+
+import ray
+from ray.train import UserCallback
+
+from vitray.training.messages import Activity, Heartbeat, Note
+
+# Seconds that a worker waits for the others in a collective operation. Rank 0 may wait 17 minutes for a storage that is
+# away before it gives up: six tries to write a checkpoint, of 140 seconds each, and the pauses between them.
+COLLECTIVE_SECONDS = 1800
+# Seconds after the first worker's time-out in which the others report theirs.
+SETTLE_SECONDS = 3.0
+# Seconds without a heartbeat after which a worker counts as silent: several heartbeats are missing.
+SILENT_SECONDS = 30.0
+# Workers that a message names.
+NAMED = 3
+
+
+class HangReport(UserCallback):
+    """Names the workers behind a time-out, in a note and for the run's error."""
+
+    def __init__(self, mailbox: Any, timeout: float) -> None:
+        self._mailbox, self._timeout = mailbox, timeout
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Report a hang before Ray Train restarts the workers."""
+        del run_context
+        hang = self._describe(worker_exceptions) if is_timeout(worker_exceptions.values()) else None
+        if hang is not None:
+            time.sleep(SETTLE_SECONDS)
+            hang = self._describe(worker_exceptions) or hang
+            self._mailbox.put.remote(Note(hang))
+        ray.get(self._mailbox.record_hang.remote(hang))
+
+    def _describe(self, worker_exceptions: dict[int, Exception]) -> str | None:
+        return describe_hang(ray.get(self._mailbox.heartbeats.remote()), worker_exceptions, self._timeout)
+
+
+def is_timeout(errors: Iterable[BaseException]) -> bool:
+    """Return whether an error may be a collective operation's time-out, on which NCCL ends the process."""
+    return any(re.search(r"timed? ?out|died", str(error), re.IGNORECASE) for error in errors)
+
+
+def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[int], timeout: float) -> str | None:
+    """Return the workers that did not arrive where the failed ones waited; None if no failed one waited that long.
+
+    Each heartbeat comes with its age in seconds.
+    """
+    if not beats:
+        return None
+    latest, _ = min(beats, key=lambda beat: beat[1])
+    group = [(beat, age) for beat, age in beats if beat.rank < latest.workers]  # without those of a larger group before
+    waited = [(beat, age) for beat, age in group if beat.has_failed or beat.rank in failed]
+    # Half: the workers reach the operation one after another, and on a GPU the host waits later than the device.
+    if not any(beat.seconds + age >= timeout / 2 for beat, age in waited):
+        return None
+    others = [(beat, age) for beat, age in group if not beat.has_failed and beat.rank not in failed] or group
+    silent = [(beat, age) for beat, age in others if age > SILENT_SECONDS]
+    last = min(_progress(beat) for beat, _ in others)
+    behind = sorted(silent or [(beat, age) for beat, age in others if _progress(beat) == last])
+    names = [_name(beat, age) for beat, age in behind[:NAMED]]
+    names += [f"and {len(behind) - NAMED} more workers"] if len(behind) > NAMED else []
+    first = max((beat for beat, _ in waited), key=_progress)
+    return f"{', '.join(names)}; the others waited at the {_place(first)}"
+
+
+def _progress(beat: Heartbeat) -> tuple[int, int]:
+    return beat.step, get_args(Activity).index(beat.activity)
+
+
+def _place(beat: Heartbeat) -> str:
+    return f"{beat.activity} of step {beat.step:,}"
+
+
+def _name(beat: Heartbeat, age: float) -> str:
+    worker = f"worker {beat.rank} (node {beat.node})"
+    if age > SILENT_SECONDS:
+        return f"{worker} has been silent for {age:.0f} s, last at the {_place(beat)}"
+    return f"{worker} has been at the {_place(beat)} for {beat.seconds + age:.0f} s"
