@@ -46,9 +46,15 @@ def at(step, activity="computation", seconds=600, failed=False, age=2):
         ),
         # A node without power sends nothing.
         (
-            [at(415, failed=True), at(415), at(415, "metrics", 0.5, age=590)],
+            [at(415, failed=True), at(415), at(414, "metrics", 0.5, age=590)],
             [0],
-            f"worker 2 (node host-2) has been silent for 590 s, last at the metrics of step 415; {WAITED}",
+            f"worker 2 (node host-2) has been silent for 590 s, last at the metrics of step 414; {WAITED}",
+        ),
+        # Ray ends a silent worker before the others time out.
+        (
+            [at(415), at(415), at(414, "metrics", 0.5, age=200)],
+            [2],
+            f"worker 2 (node host-2) has been silent for 200 s, last at the metrics of step 414; {WAITED}",
         ),
         (
             [at(415, failed=True), *[at(410, "evaluation", 600, age=0)] * 5],
@@ -66,6 +72,8 @@ def test_the_worker_that_did_not_arrive_is_named(workers, failed, expected):
 def test_a_failure_without_a_long_wait_is_no_hang():
     assert hangs.describe_hang([], [0], timeout=600) is None
     assert hangs.describe_hang(beats(at(415, seconds=20, failed=True), at(415)), [0], timeout=600) is None
+    # A node that is lost, with all of its heartbeats.
+    assert hangs.describe_hang(beats(at(415, seconds=1), at(415, seconds=1, age=40)), [1], timeout=600) is None
     # A slow worker alone, and an error of another one that did not wait.
     assert hangs.describe_hang(beats(at(415), at(415, seconds=1)), [1], timeout=600) is None
 

@@ -55,17 +55,19 @@ def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[i
         return None
     latest, _ = min(beats, key=lambda beat: beat[1])
     group = [(beat, age) for beat, age in beats if beat.rank < latest.workers]  # without those of a larger group before
-    waited = [(beat, age) for beat, age in group if beat.has_failed or beat.rank in failed]
-    # Half: the workers reach the operation one after another, and on a GPU the host waits later than the device.
-    if not any(beat.seconds + age >= timeout / 2 for beat, age in waited):
+    has_failed = {beat.rank for beat, _ in group if beat.has_failed or beat.rank in failed}
+    silent = [(beat, age) for beat, age in group if age > SILENT_SECONDS]
+    waited = [(beat, age) for beat, age in group if beat.rank in has_failed and age <= SILENT_SECONDS]
+    # A position may be some seconds younger than the operation. Ray itself ends a silent worker, before the time-out.
+    has_waited = any(beat.seconds + age >= 0.9 * timeout for beat, age in waited)
+    if not has_waited and not any(beat.rank in has_failed and age >= timeout / 4 for beat, age in silent):
         return None
-    others = [(beat, age) for beat, age in group if not beat.has_failed and beat.rank not in failed] or group
-    silent = [(beat, age) for beat, age in others if age > SILENT_SECONDS]
+    others = [(beat, age) for beat, age in group if beat.rank not in has_failed] or group
     last = min(_progress(beat) for beat, _ in others)
     behind = sorted(silent or [(beat, age) for beat, age in others if _progress(beat) == last])
+    first = max((beat for beat, _ in group), key=_progress)
     names = [_name(beat, age) for beat, age in behind[:NAMED]]
     names += [f"and {len(behind) - NAMED} more workers"] if len(behind) > NAMED else []
-    first = max((beat for beat, _ in waited), key=_progress)
     return f"{', '.join(names)}; the others waited at the {_place(first)}"
 
 
