@@ -729,7 +729,7 @@ def test_filling_all_boxes_is_filling_one_by_one(count, size, chance, dtype, see
 
 
 def test_each_box_has_its_place_on_image_and_sheet():
-    erasures = draw_erased_boxes(3000, 0.5, 16, 12, step_generator(0, 0, "erase"))
+    drawn = draw_erased_boxes(3000, 0.5, 16, 12, step_generator(0, 0, "erase"))
     top, left, high, wide, y, x = drawn[drawn[:, 2] > 0].T
     assert not drawn[drawn[:, 2] == 0].any()
     for start, length, side in ((top, high, 16), (left, wide, 12), (y, high, 16), (x, wide, 12)):

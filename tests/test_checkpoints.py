@@ -134,12 +134,12 @@ def test_the_memory_of_a_written_checkpoint_is_freed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "save_file", save_and_remember)
     saver = Saver(str(tmp_path), keep=1)
-    saver.save(made(1))
+    saver.save(new_checkpoint(1))
     for _ in range(3000):
         if copies and not any(copy() is not None for copy in copies):
             break
         time.sleep(0.01)
-    assert len(copies) == len(made(1).parts["model"])
+    assert len(copies) == len(new_checkpoint(1).parts["model"])
     assert not any(copy() is not None for copy in copies)
     saver.close()
 
