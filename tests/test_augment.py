@@ -593,6 +593,17 @@ def test_normalising_equals_totensor_and_normalize():
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_images_normalised_after_an_inference_are_trained_on():
+    images, colours = batch(2)[0], Normalise(mean=(0.1, 0.2, 0.3))
+    with torch.inference_mode():
+        expected = normalised(images, colours).clone()
+    kernel = torch.ones(3, requires_grad=True)
+    ours = normalised(images, colours)
+    (ours * kernel[:, None, None]).sum().backward()
+    assert torch.equal(ours, expected)
+    torch.testing.assert_close(kernel.grad, ours.sum((0, 2, 3)))
+
+
 def test_mixed_targets_equal_timms():
     labels = torch.tensor([1, 4, 4, 9])
     soft = one_hot(labels, 10)

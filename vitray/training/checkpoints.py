@@ -188,8 +188,10 @@ def copy_to_host(checkpoint: Checkpoint) -> HostCopy:
     }
     devices = {tensor.device for tensors in checkpoint.parts.values() for tensor in tensors.values() if tensor.is_cuda}
     # A blocking event puts the waiting thread to sleep; another one would occupy a CPU.
-    events = [torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True)) for device in devices]
-    return HostCopy(checkpoint._replace(parts=parts), events)
+    events = {device: torch.cuda.Event(blocking=True) for device in devices}
+    for device, event in events.items():
+        event.record(torch.cuda.current_stream(device))
+    return HostCopy(checkpoint._replace(parts=parts), list(events.values()))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -80,16 +80,15 @@ def prepare_batch(
 
 def normalised(images_BHWC: Tensor, normalise: Normalise) -> Tensor:
     """Return uint8 images as normalised floats (BCHW, channels last in memory)."""
-    mean_C11, std_C11 = _mean_and_std(normalise, images_BHWC.device)
+    mean_C11, std_C11 = (_per_channel(values, images_BHWC.device) for values in (normalise.mean, normalise.std))
     floats_BCHW = images_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
     return floats_BCHW.sub_(mean_C11).div_(std_C11)
 
 
 @functools.cache
-def _mean_and_std(normalise: Normalise, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and std on the scale of bytes. They are copied once per device, because the host waits for it."""
-    mean_C11, std_C11 = (torch.tensor(values).mul(255).view(3, 1, 1) for values in (normalise.mean, normalise.std))
-    return mean_C11.to(device), std_C11.to(device)
+def _per_channel(values: tuple[float, float, float], device: torch.device) -> Tensor:
+    """Return one value per channel on the scale of bytes. A device gets one copy, because the host waits for it."""
+    return torch.tensor(values).mul(255).view(3, 1, 1).to(device)
 
 
 def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
