@@ -67,7 +67,7 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 
 RUN = {
-    "model.name": "vit_u2x2_8_hmlp_bn",
+    "model.name": "vit_u1x2_8_hmlp_bn",
     "model.image_size": 32,
     "model.num_classes": 10,
     "optim.batch": 8,
@@ -78,15 +78,15 @@ RUN = {
     "compute.local_batch": 4,
 }
 MIXING = {"data.mix.mixup": 0.8, "data.mix.cutmix": 1.0, "data.augment.erase": 0.9, "model.drop_path": 0.1}
-UNLABELLED = {"model.num_classes": None, "model.name": "vit_u2x1_8"}
+UNLABELLED = {"model.num_classes": None, "model.name": "vit_u1x1_8"}
 RUNS = {
     "adamw": MIXING,
     "sgd": MIXING | {"optim.rule": "sgd", "task.loss": "bce"},
     "lamb": MIXING | {"optim.rule": "lamb"},
-    "mae": UNLABELLED | {"task": {"kind": "masked"}},
+    "mae": UNLABELLED | {"task": {"kind": "masked", "objective": {"kind": "mae", "decoder_depth": 1}}},
     "mean_colour": UNLABELLED | {"task": {"kind": "masked", "objective": "mean_colour"}},
     "pixels_l1": UNLABELLED | {"task": {"kind": "masked", "objective": "pixels_l1"}},
-    "tokenizer": UNLABELLED | {"task": {"kind": "tokenizer"}},
+    "tokenizer": UNLABELLED | {"task": {"kind": "tokenizer", "decoder_depth": 1}},
 }
 
 
@@ -108,7 +108,8 @@ def take_steps(run: Run, learner: Learner, device: torch.device) -> None:
         labels = torch.from_numpy(draw_sources(run.task.mask, run.model.grid, run.seed, 0, places.tolist()))
     images = torch.zeros(len(places), 32, 32, 3, dtype=torch.uint8)
     batch = DeviceBatch(*(tensor.to(device) for tensor in (images, labels, torch.ones(len(places)))), places, places)
-    for step in range(6):  # enough to blend, cut and erase
+    # Mixing needs more steps, to blend and to cut.
+    for step in range(3 if run.data.mix.is_mixing else 2):
         with no_waits(device) if step else nullcontext():
             loop.take_step(run, step, batch, Share(0, 1), learner, 100)
 
