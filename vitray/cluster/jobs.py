@@ -24,6 +24,11 @@ STOP_GRACE = 30
 # Seconds to wait for the agent that starts jobs: in a new cluster the dashboard answers before it.
 AGENT_TIMEOUT = 60
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+# Parts of the dashboard's answers, which Ray's client raises as a RuntimeError.
+NO_AGENT = "No available agent"
+NO_TOKEN = ("Authentication required", "no authentication token")
+WRONG_TOKEN = "Authentication failed"  # noqa: S105
+QUIET_LOGGERS = {"ray.dashboard.modules.dashboard_sdk": logging.WARNING}  # a line per upload
 
 
 class ClusterJob(NamedTuple):
@@ -72,7 +77,8 @@ def connect() -> "JobSubmissionClient":
         os.environ["RAY_AUTH_MODE"] = "token"
     from ray.job_submission import JobSubmissionClient
 
-    logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)  # it logs each upload
+    for name, level in QUIET_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
     try:
         return JobSubmissionClient(address)
     except Exception as error:
@@ -82,9 +88,9 @@ def connect() -> "JobSubmissionClient":
 def _explain_refusal(error: Exception) -> str:
     text = one_line(error)
     places = "RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN or ~/.ray/auth_token, and RAY_AUTH_MODE=token"
-    if "Authentication required" in text or "no authentication token" in text:
+    if any(part in text for part in NO_TOKEN):
         return f"asks for a token, and none was sent; wanted the cluster's in {places}"
-    if "Authentication failed" in text:
+    if WRONG_TOKEN in text:
         return f"refuses the token, which is not its own; wanted the cluster's in {places}"
     return f"does not answer as a cluster's dashboard does ({text[:200]})"
 
@@ -103,7 +109,7 @@ def submit(client: "JobSubmissionClient", command: str, files: PackageFiles, var
             try:
                 return client.submit_job(entrypoint=command, runtime_env=runtime, submission_id=job_id)
             except RuntimeError as error:
-                if "No available agent" not in str(error):
+                if NO_AGENT not in str(error):
                     raise RunError(f"{dashboard_address()}: refuses the job: {one_line(error)[:500]}") from None
                 if time.monotonic() > deadline:
                     raise RunError(

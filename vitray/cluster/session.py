@@ -29,6 +29,7 @@ RAY_SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's new output ignores verbose=0
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the sweep's logger reports failed trials
 }
 # For a local cluster, which nobody else can reach.
 LOCAL_RAY_SETTINGS = {
@@ -36,8 +37,19 @@ LOCAL_RAY_SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a local machine is not preempted, and the watcher logs an error
     "RAY_raylet_start_wait_time_s": "180",  # Ray's 30 were twice too few on a busy machine
 }
-# Actors of Ray's libraries that may outlive their job, and hold no resources.
-RAY_LIBRARY_ACTORS = {"PlacementGroupCleaner", "_StatsActor", "_AutoscalingCoordinatorActor"}
+# Actors of Ray's libraries that may outlive their job, and request no placement group.
+RAY_LIBRARY_ACTORS = {
+    "ActorLocationTracker",
+    "AutoscalingRequester",
+    "PlacementGroupCleaner",
+    "TrainStateActor",
+    "_AutoscalingCoordinatorActor",
+    "_StatsActor",
+    "_StatsSummaryActor",
+    "_UsageCollectionActor",
+}
+# Part of Ray's error where its own processes do not start in time; it has no class of its own.
+START_TIMED_OUT = "timed out during startup"
 # Seconds between two removals of placement groups that ended jobs have left.
 CLEANUP_INTERVAL = 60.0
 # The most jobs, actors or placement groups that Ray lists.
@@ -202,7 +214,7 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             logging_level=logging.WARNING,
         )
     except Exception as error:
-        if "timed out during startup" not in str(error):
+        if START_TIMED_OUT not in str(error):
             raise
         timeout = os.environ["RAY_raylet_start_wait_time_s"]  # noqa: SIM112 (Ray's spelling)
         raise RunError(

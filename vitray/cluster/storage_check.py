@@ -27,6 +27,8 @@ CHECKSUMS_REFUSED = (
     "refuses uploads with checksums, as some S3-compatible servers do; wanted"
     " AWS_REQUEST_CHECKSUM_CALCULATION=when_required and AWS_RESPONSE_CHECKSUM_VALIDATION=when_required"
 )
+# Parts of the errors that pyarrow raises when a server refuses a trailer: its code, or its status.
+LENGTH_REQUIRED = ("MissingContentLength", "HTTP status 411")
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of the machine"
 
@@ -85,7 +87,7 @@ def _check_pyarrow_upload(target: "_Target", url: str) -> None:
     try:
         storage.write_bytes(url, CONTENT)
     except ConfigError as error:
-        if "MissingContentLength" in str(error) or "HTTP status 411" in str(error):
+        if any(part in str(error) for part in LENGTH_REQUIRED):
             raise ConfigError(f"{target.label}: {CHECKSUMS_REFUSED}") from None
         raise ConfigError(target.clean(str(error))) from None
 
@@ -203,28 +205,34 @@ def _endpoint_hint() -> str:
 
 def _explain_exception(error: "BotoCoreError | ValueError", text: str) -> str:
     """Return the meaning of an error without a response, and its remedy; `text` is the error without secrets."""
-    match type(error).__name__:
-        case "NoCredentialsError":
+    from botocore import exceptions as boto
+
+    match error:
+        case boto.NoCredentialsError():
             return f"no credentials found; wanted {CREDENTIALS}"
-        case "PartialCredentialsError":
+        case boto.PartialCredentialsError():
             return f"half of the credentials is missing ({text}); wanted {CREDENTIALS}"
-        case "ProfileNotFound":
+        case boto.ProfileNotFound():
             return f"{text}; wanted AWS_PROFILE to be one of ~/.aws/config"
-        case "NoRegionError":
+        case boto.NoRegionError():
             return "no region is set; wanted AWS_REGION, as in AWS_REGION=us-east-1"
-        case "EndpointConnectionError" | "ConnectTimeoutError" | "ProxyConnectionError":
+        case boto.EndpointConnectionError() | boto.ConnectTimeoutError() | boto.ProxyConnectionError():
             return f"cannot be reached; wanted {_endpoint_hint()}"
-        case "ReadTimeoutError" | "ConnectionClosedError":
+        case boto.ReadTimeoutError() | boto.ConnectionClosedError():
             return f"accepts connections and does not answer within {READ_TIMEOUT} seconds; wanted {_endpoint_hint()}"
-        case "SSLError":
+        case boto.SSLError():
             return f"its certificate is not trusted, or it does not speak https ({text}); wanted {_endpoint_hint()}"
-        case "ParamValidationError":
+        case boto.ParamValidationError():
             return f"not a valid bucket name: {text}"
-        case "ResponseParserError" | "XMLParseError":
-            return f"does not answer as S3 does; wanted {_endpoint_hint()}"
-    name = type(error).__name__.lower()
-    if "endpoint" in text.lower():
-        return f"not an endpoint; wanted http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
-    if "token" in name or "credential" in name:
-        return f"the credentials cannot be used ({text}); wanted {CREDENTIALS}, or `aws sso login`"
+        case (
+            boto.CredentialRetrievalError()
+            | boto.LoginError()
+            | boto.NoAuthTokenError()
+            | boto.SSOError()
+            | boto.TokenRetrievalError()
+            | boto.UnknownCredentialError()
+        ):
+            return f"the credentials cannot be used ({text}); wanted {CREDENTIALS}, or `aws sso login`"
+        case _ if "endpoint" in text.lower():  # several classes, and ValueError
+            return f"not an endpoint; wanted http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
     return f"{type(error).__name__}: {text}"

@@ -14,8 +14,18 @@ from vitray.training.messages import Note
 WAITS = 15, 60, 240
 # Seconds between two log lines about workers that wait for room.
 LOG_INTERVAL = 60.0
-# Parent of Ray Train's loggers in the installed release.
+# Parent of Ray Train's loggers.
 RAY_TRAIN = "ray.train.v2._internal"
+# Loggers of harmless warnings, thirty lines each: a repeated autoscaling request, and cleanup on dead workers.
+QUIET_LOGGERS = {
+    f"{RAY_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client": logging.ERROR,
+    f"{RAY_TRAIN}.callbacks.backend_setup": logging.ERROR,
+}
+# The logger of each failed attempt to start the workers, and how the names of its errors begin.
+CONTROLLER, START_ERRORS = f"{RAY_TRAIN}.execution.controller.controller", "WorkerGroupStartup"
+# Part of the raylet's message about a worker that it has killed for memory, and the node and the usage in it.
+LOW_MEMORY = "running low on memory"
+MEMORY_USAGE = re.compile(r"\(IP: (\S+), .*?was (\S+) (?:used )?/ (\S+) (?:limit|\()")
 
 
 class StartupRetryFilter(logging.Filter):
@@ -26,7 +36,7 @@ class StartupRetryFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is logged."""
         error = record.exc_info[1] if record.exc_info else None
-        if not type(error).__name__.startswith("WorkerGroupStartup"):
+        if not type(error).__name__.startswith(START_ERRORS):
             return True
         if time.monotonic() < self._next:
             return False
@@ -36,10 +46,9 @@ class StartupRetryFilter(logging.Filter):
         return True
 
 
-# Two loggers of harmless warnings, thirty lines each: a repeated autoscaling request, and cleanup on dead workers.
-for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
-    logging.getLogger(f"{RAY_TRAIN}.{_name}").setLevel(logging.ERROR)
-logging.getLogger(f"{RAY_TRAIN}.execution.controller.controller").addFilter(StartupRetryFilter())
+for _name, _level in QUIET_LOGGERS.items():
+    logging.getLogger(_name).setLevel(_level)
+logging.getLogger(CONTROLLER).addFilter(StartupRetryFilter())
 
 
 class OomBackoff(UserCallback):
@@ -78,8 +87,8 @@ def _wait(mailbox: Any, reason: str, seconds: int) -> None:
 def out_of_memory_reason(errors: Iterable[BaseException]) -> str | None:
     """Return the node that ran out of memory and its usage; None if no worker was killed for memory."""
     for error in errors:
-        if "running low on memory" in (text := str(error)):
-            usage = re.search(r"\(IP: (\S+), .*?was (\S+) used / (\S+) limit", text)
+        if LOW_MEMORY in (text := str(error)):
+            usage = MEMORY_USAGE.search(text)
             node, amount = (f" {usage[1]}", f", {usage[2]} of {usage[3]} taken") if usage else ("", "")
             return f"node{node} ran out of memory{amount}"
     return None

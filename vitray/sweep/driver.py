@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vitray.sweep.trial_store import TrialStore
 
 SWEEP_META = "sweep.json"
+# Tune's log lines about failed and interrupted trials, which the sweep's logger reports.
+QUIET_LOGGERS = {"ray.tune.tune": logging.CRITICAL}
 
 
 def sweep(
@@ -93,8 +95,8 @@ def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
     from vitray.sweep.trial import TrialContext, TrialTrainable
     from vitray.tracking.mlflow_client import tracking_uri
 
-    for module in ("ray.tune.execution.tune_controller", "ray.tune.tune"):
-        logging.getLogger(module).setLevel(logging.CRITICAL)  # the sweep's logger reports failed trials
+    for module, level in QUIET_LOGGERS.items():
+        logging.getLogger(module).setLevel(level)
     environment = {"MLFLOW_TRACKING_URI": tracking_uri()}
     environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
     assert plan.run_plan is not None, "planned before its stages were ready"

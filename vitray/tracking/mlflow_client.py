@@ -1,6 +1,5 @@
 """Access to MLflow: the tracking URI, the import with bounded timeouts, and clients."""
 
-import logging
 import os
 import shutil
 import sqlite3
@@ -73,6 +72,7 @@ def import_mlflow() -> None:
     MLflow's dependencies (torch, pandas) in another thread must do that first.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # MLflow's default of 7 retries of 120 s blocks a thread for 15 minutes, and may create a run twice.
@@ -83,9 +83,6 @@ def import_mlflow() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # MLflow 3.17 uses functions that SQLAlchemy 2.1 deprecates
                 import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
-
-    for name in ("mlflow.store.db.utils", "mlflow.pyfunc", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def open_client(uri: str) -> "MlflowClient":

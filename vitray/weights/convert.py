@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -136,17 +137,23 @@ def read_tensors(url: str) -> State:
 def _read_pickle(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if "weights_only" not in str(error).lower() and "Unsupported" not in str(error):
-            raise ValueError(str(error)) from None
-        named = re.search(r"GLOBAL (\S+)", str(error))
+    except pickle.UnpicklingError:
         raise ValueError(
-            f"it holds {named[1] if named else 'more than tensors'}, which only running code could load; save its"
-            " tensors alone"
+            f"it holds {_unsafe_names(path)}, which only running code could load; save its tensors alone"
         ) from None
+    except Exception as error:  # unreadable bytes raise almost anything
+        raise ValueError(str(error)) from None
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not tensors by name")
     return content
+
+
+def _unsafe_names(path: Path) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except ValueError:  # the format before torch 1.6
+        names = []
+    return ", ".join(sorted(names)) or "more than tensors"
 
 
 def _read_npz(path: Path) -> dict[str, Any]:

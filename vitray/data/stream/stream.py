@@ -25,11 +25,15 @@ from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.data.stream.pieces import Cut, Piece
 from vitray.errors import ConfigError
 
-# Ray Data logs a line per execution, which DataContext cannot turn off.
-logging.getLogger("ray.data._internal.execution.streaming_executor").setLevel(logging.WARNING)
-logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
-# It also warns that two concurrent executions, such as training and evaluation, log to one file.
-logging.getLogger("ray.data._internal.logging").setLevel(logging.ERROR)
+# Ray Data's log lines that DataContext cannot turn off.
+QUIET_LOGGERS = {
+    "ray.data._internal.execution.streaming_executor": logging.WARNING,  # a line per execution
+    "ray.data._internal.progress": logging.ERROR,  # that progress bars are off
+    # Two concurrent executions, such as training and evaluation, log to one file.
+    "ray.data._internal.logging": logging.WARNING,
+}
+for _name, _level in QUIET_LOGGERS.items():
+    logging.getLogger(_name).setLevel(_level)
 
 # Pieces of one execution, which Ray lists before it starts the first; the next execution starts some steps earlier.
 PIECES_AT_ONCE = 8192
