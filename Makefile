@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-full test-apart test-beside lint settings
+.PHONY: help demo ui up tunnel down test test-oldest test-full test-apart test-beside lint settings
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,14 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
 	$(BIN)/python -m pytest
+
+.venv-oldest/.installed: .venv/.installed constraints-oldest.txt
+	@$(PYTHON) -m venv --clear .venv-oldest
+	$(BIN)/uv pip install --quiet --compile-bytecode --python .venv-oldest/bin/python -c constraints-oldest.txt -e '.[dev]'
+	@touch $@
+
+test-oldest: .venv-oldest/.installed  ## run the same tests with the lowest versions that pyproject.toml allows
+	.venv-oldest/bin/python -m pytest
 
 # Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, a browser, ssh.
 PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \

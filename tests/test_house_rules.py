@@ -7,6 +7,7 @@ import sys
 import tomllib
 
 import pytest
+from packaging.version import Version
 from test_layers import ROOT, modules
 
 MAX_MODULE_LINES = 400
@@ -104,18 +105,49 @@ def test_modules_and_verbs_stay_short():
     assert long == {}
 
 
-def test_a_gate_names_no_package_index():
-    pins = (ROOT / "constraints.txt").read_text()
-    assert "://" not in pins
-    assert "nvidia" not in pins
+NEWEST, OLDEST = ROOT / "constraints.txt", ROOT / "constraints-oldest.txt"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_every_dependency_is_pinned():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = {line.partition("==")[0].split("[")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    names = {requirement.partition(">=")[0].partition("[")[0] for requirement in wanted}
-    assert names <= pinned
+def pins(path):
+    """Return {package: version} of a file of pins; of several versions, the first."""
+    lines = [line.partition(" ;")[0] for line in path.read_text().splitlines() if not line.startswith("#")]
+    return dict(line.split("==") for line in reversed(lines))
+
+
+def bounds(requirement):
+    """Return the name, the lowest version and the version below which a requirement stays (or None)."""
+    name, _, versions = requirement.partition(">=")
+    lowest, _, below = versions.partition(",<")
+    return name.partition("[")[0], lowest, below or None
+
+
+@pytest.mark.parametrize("path", [NEWEST, OLDEST], ids=["newest", "oldest"])
+def test_a_gate_names_no_package_index(path):
+    text = path.read_text()
+    assert "://" not in text
+    assert "nvidia" not in text
+
+
+@pytest.mark.parametrize("path", [NEWEST, OLDEST], ids=["newest", "oldest"])
+def test_every_dependency_is_pinned(path):
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    assert {bounds(requirement)[0] for requirement in wanted} <= pins(path).keys()
+
+
+def test_the_lowest_allowed_versions_are_the_oldest_pins():
+    oldest = {name: Version(version) for name, version in pins(OLDEST).items()}
+    lowest = {name: Version(version) for name, version, _ in map(bounds, PROJECT["dependencies"])}
+    assert {name: oldest[name] for name in lowest} == lowest
+
+
+def test_a_platform_is_allowed_up_to_the_minor_release_of_the_newest_pin():
+    newest = {name: Version(version) for name, version in pins(NEWEST).items()}
+    limits = {name: below for name, _, below in map(bounds, PROJECT["dependencies"]) if below and name != "optuna"}
+    assert limits.keys() == {"mlflow", "pyarrow", "ray", "torch", "torchvision"}
+    for name, below in limits.items():
+        next_one = newest[name].major + 1 if name == "pyarrow" else f"{newest[name].major}.{newest[name].minor + 1}"
+        assert Version(below) == Version(str(next_one))
 
 
 @pytest.mark.parametrize("check", [["check"], ["format", "--check"]])
