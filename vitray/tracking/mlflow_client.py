@@ -1,5 +1,6 @@
 """Access to MLflow: the tracking URI, the import with bounded timeouts, and clients."""
 
+import logging
 import os
 import shutil
 import sqlite3
