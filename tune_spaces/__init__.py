@@ -12,5 +12,6 @@ def names() -> list[str]:
 
 def path_of(space: str) -> Path:
     """Return the path of a file or of a built-in space."""
-    brought = HERE / f"{space}.yaml"
-    return brought if brought.exists() and not Path(space).exists() else Path(space)
+    # Names first: a name that is longer than file systems allow makes `exists` raise.
+    is_ours = space in names() and not Path(space).exists()
+    return HERE / f"{space}.yaml" if is_ours else Path(space)

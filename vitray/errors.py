@@ -4,13 +4,29 @@ import difflib
 import re
 from collections.abc import Iterable
 
+LONGEST_MESSAGE = 1400  # characters
+
 
 class ConfigError(ValueError):
-    """Invalid input; the message names the place, the value, the expected value and the nearest match."""
+    """Invalid input; the message names the place, the value, the expected value and the nearest match.
+
+    A long message is cut in the middle: its ends hold the place and the expected value.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut_middle(message, LONGEST_MESSAGE))
 
 
 class RunError(RuntimeError):
     """A valid request that failed while it ran; the message names the cause."""
+
+
+def cut_middle(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with ... in place of the middle of a longer one."""
+    if len(text) <= most:
+        return text
+    tail = (most - 3) // 2
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -12,5 +12,6 @@ def names() -> list[str]:
 
 def path_of(recipe: str) -> Path:
     """A file, or else the recipe of this name."""
-    brought = HERE / f"{recipe}.yaml"
-    return brought if brought.exists() and not Path(recipe).exists() else Path(recipe)
+    # Names first: a name that is longer than file systems allow makes `exists` raise.
+    is_ours = recipe in names() and not Path(recipe).exists()
+    return HERE / f"{recipe}.yaml" if is_ours else Path(recipe)

@@ -7,7 +7,14 @@ from typing import Any
 
 import yaml
 
-from vitray.errors import ConfigError, nearest
+from vitray.errors import ConfigError, cut_middle, nearest
+
+# Bounds of one YAML text. The longest recipe or space of ours has 4,000 characters and 100 values; a grid has at most
+# 10,000 points. PyYAML reads about 20,000 values in a second.
+MOST_CHARACTERS = 200_000
+MOST_VALUES = 20_000
+MOST_DEPTH = 20
+LONGEST_KEY = 200
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -15,12 +22,20 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for override in overrides:
         path, equals, text = override.partition("=")
+        where = place_of(override)
         if not equals or not all(path.split(".")):
-            raise ConfigError(f"override {override!r}: wanted setting=value, for example model.drop_path=0.1")
+            raise ConfigError(f"{where}: wanted setting=value, for example model.drop_path=0.1")
+        if len(path) > LONGEST_KEY or path.count(".") >= MOST_DEPTH:
+            raise ConfigError(f"{where}: got a path of {len(path)} characters, wanted the dotted path of a setting")
         if path in changes:
-            raise ConfigError(f"override {override!r}: {path} is given twice")
-        changes[path] = parse_yaml(text, f"override {override!r}")[0]
+            raise ConfigError(f"{where}: {path} is given twice")
+        changes[path] = parse_yaml(text, where)[0]
     return changes
+
+
+def place_of(override: str) -> str:
+    """Return an override as the place of an error."""
+    return f"override {cut_middle(repr(override), 200)}"
 
 
 class _Yaml(yaml.SafeLoader):
@@ -39,6 +54,7 @@ _Yaml.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$"),
     list("-+.0123456789"),
 )
+_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))
 # SafeLoader reads a leading 0 as octal; here it is decimal.
 _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value)))
 
@@ -46,12 +62,13 @@ _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.valu
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tree of a recipe, and {dotted path: file:line}."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except (FileNotFoundError, NotADirectoryError):
         others = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
         raise ConfigError(f"{path}: no such file{nearest(path.name, (file.name for file in others))}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text: {error}") from None
+    except (OSError, ValueError) as error:  # a name that is too long or holds a null byte, or bytes that are no text
+        raise ConfigError(f"{cut_middle(str(path), 400)}: cannot be read as text: {error}") from None
     tree, places = parse_yaml(text, str(path))
     if not isinstance(tree, dict | None):
         raise ConfigError(f"{path}: got {short(tree)}, wanted settings as `key: value` lines")
@@ -59,36 +76,65 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
-    """Return the value of YAML text, and {dotted path: source:line}."""
+    """Return the value of YAML text, and {dotted path: source:line}; refuse a text beyond the bounds of this module."""
     places: dict[str, str] = {}
+    values = 0
 
-    def build(loader: _Yaml, node: yaml.Node, path: str) -> Any:
-        places[path] = f"{source}:{node.start_mark.line + 1}"
+    def build(node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Any:
+        """Return the value of a node; an alias yields the same node again, so values and depth are counted here too."""
+        nonlocal values
+        values += 1
+        if node in above:
+            raise ConfigError(f"{source}: an alias refers to itself")
+        _check_bounds(values, len(above), source)
+        place = places[path] = f"{source}:{node.start_mark.line + 1}"
+        if node.tag not in _TAGS:
+            raise ConfigError(f"{place}: got the tag {short(node.tag)}, wanted plain text, numbers, lists and mappings")
+        inside = (*above, node)
         if isinstance(node, yaml.SequenceNode):
-            return [build(loader, item, f"{path}[{index}]") for index, item in enumerate(node.value)]
+            return [build(item, f"{path}[{index}]", inside) for index, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             return loader.construct_object(node)
         tree: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            place = f"{source}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > LONGEST_KEY:
+                raise ConfigError(f"{place}: wanted a name of at most {LONGEST_KEY} characters before the colon")
             key = str(key_node.value)
             here = f"{path}.{key}".lstrip(".")
             if key in tree:
-                raise ConfigError(
-                    f"{source}:{key_node.start_mark.line + 1}: {here}: given twice, first at {places[here]}"
-                )
-            tree[key] = build(loader, value_node, here)
+                raise ConfigError(f"{place}: {here}: given twice, first at {places[here]}")
+            tree[key] = build(value_node, here, inside)
         return tree
 
     try:
+        _check_events(text, source)
         loader = _Yaml(text)
         node = loader.get_single_node()
-        return (None if node is None else build(loader, node, "")), places
-    except RecursionError:
-        raise ConfigError(f"{source}: an alias refers to itself") from None
+        return (None if node is None else build(node, "", ())), places
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
+    # Lookups of PyYAML fail for a text with another type's tag, such as `!!bool maybe`.
+    except (yaml.YAMLError, ValueError, LookupError) as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _check_events(text: str, source: str) -> None:
+    """Refuse a text beyond the bounds before its nodes are composed, which recurses."""
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(f"{source}: wanted at most {MOST_CHARACTERS:,} characters")
+    values = depth = 0
+    for event in yaml.parse(text, Loader=_Yaml):
+        values += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        _check_bounds(values, depth, source)
+
+
+def _check_bounds(values: int, depth: int, source: str) -> None:
+    if values > MOST_VALUES:
+        raise ConfigError(f"{source}: wanted at most {MOST_VALUES:,} values, aliases spelled out")
+    if depth > MOST_DEPTH:
+        raise ConfigError(f"{source}: wanted at most {MOST_DEPTH} levels of lists and mappings")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -133,5 +179,4 @@ def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:
 
 def short(value: Any) -> str:
     """Return a value as a message quotes it: at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return cut_middle(repr(value), 80)
