@@ -1,6 +1,7 @@
 """vitray model NAME|WEIGHTS [setting=value ...]: the cost and shape of a network, and its weights in other layouts."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_args(args)
     remote = options.name.startswith(("s3://", "models:/", "runs:/"))
-    is_weights = remote or Path(options.name).suffix != "" or Path(options.name).is_dir()
+    is_weights = remote or Path(options.name).suffix != "" or os.path.isdir(options.name)
     if (options.save or options.export) and not is_weights:
         parser.error(
             f"--save and --export write weights, and {options.name} is a name; wanted a file or folder of weights"

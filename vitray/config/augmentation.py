@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vitray.config.sections import Positive, Section, Size, one_of
+from vitray.config.sections import MOST_COUNT, NotNegative, Positive, Section, one_of
 
 
 def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -16,7 +16,6 @@ def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 Colour = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
 Interpolation = Annotated[
@@ -40,7 +39,7 @@ class SimpleRandomCrop(Section):
     """DeiT III's crop: resize the short side to the output size, pad by reflection, crop a random square."""
 
     kind: Literal["simple_random"] = "simple_random"
-    padding: Annotated[int, Field(ge=0)] = 4
+    padding: Annotated[int, Field(ge=0, le=1000)] = 4
     """Reflected pixels on each side."""
     interpolation: Interpolation = "bicubic"
 
@@ -49,7 +48,7 @@ class CentreCrop(Section):
     """The centre of the image, without randomness, as evaluations use it."""
 
     kind: Literal["centre"] = "centre"
-    crop_ratio: PositiveFraction = 0.875
+    crop_ratio: Annotated[float, Field(ge=0.01, le=1)] = 0.875
     """Output size / length to which the short side is resized: commonly 0.875; 0.95 for A2, 1 for DeiT III."""
     interpolation: Interpolation = "bicubic"
 
@@ -72,7 +71,7 @@ class RandAugment(Section):
     kind: Literal["randaugment"] = "randaugment"
     magnitude: NotNegative = 9.0
     """Strength on timm's scale, whose maximum is 10."""
-    ops: Size = 2
+    ops: Annotated[int, Field(ge=1, le=100)] = 2
     """Operations per image, drawn with replacement from 15."""
     std: NotNegative = 0.5
     """Standard deviation of the magnitude, drawn per operation."""
@@ -98,9 +97,9 @@ class TorchvisionRandAugment(Section):
     kind: Literal["randaugment_torchvision"] = "randaugment_torchvision"
     magnitude: Annotated[int, Field(ge=0)] = 9
     """Strength, from 0 to bins - 1."""
-    ops: Size = 2
+    ops: Annotated[int, Field(ge=1, le=100)] = 2
     """Operations per image, drawn with replacement."""
-    bins: Annotated[int, Field(ge=2)] = 31
+    bins: Annotated[int, Field(ge=2, le=MOST_COUNT)] = 31
     """Number of strengths."""
     fill: Colour = (0, 0, 0)
     """Colour of uncovered areas."""

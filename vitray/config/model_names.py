@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vitray.errors import nearest
+from vitray.errors import cut_middle, nearest
 
 
 class Width(NamedTuple):
@@ -26,6 +26,8 @@ WIDTHS = {
 }
 STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln")
 STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
+# The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
+MOST_PAIRS = 1000
 GRAMMAR = "vit_<width><depth>x<branches>_<patch>[_<stem>], for example vit_b18x2_16 or vit_ti12x1_16_hmlp_bn"
 
 
@@ -66,6 +68,8 @@ class Name:
 
 def parse_name(text: str) -> Name:
     """Return the model that a name spells, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`)."""
+    if len(text) > 100:
+        raise ValueError(f"model name {cut_middle(repr(text), 80)}: wanted at most 100 characters, as in {GRAMMAR}")
     parts = re.split(r"[-_/]", text.strip().lower().replace("×", "x"))
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"([a-z]+?)(\d*)(?:x(\d+))?", body)
@@ -89,6 +93,13 @@ def parse_name(text: str) -> Name:
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
             raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, wanted at least 1")
+    pairs = name.depth * name.branches
+    if pairs > MOST_PAIRS:
+        # 12 D^2 parameters in each pair.
+        raise ValueError(
+            f"model name {text!r}: depth x branches is {pairs:,}, wanted at most {MOST_PAIRS:,} pairs of attention and"
+            f" feedforward; it has {12.0 * pairs * name.size**2:.2g} parameters"
+        )
     _check_patch_suits_stem(text, name)
     return name
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self, assert_never
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from vitray.config.augmentation import Ascending
-from vitray.config.sections import Fraction, Model, Positive, Section, Size, one_of
+from vitray.config.model_names import MOST_PAIRS
+from vitray.config.sections import MOST_PARAMETERS, Fraction, Model, Positive, Section, Size, Text, one_of
 from vitray.config.training import Data
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -93,9 +94,15 @@ DecoderDepth = Annotated[Size, Field(description="Blocks of the decoder.")]
 DecoderHeads = Annotated[Size, Field(description="Attention heads of the decoder.")]
 
 
-def _check_decoder(width: int, heads: int) -> None:
+def _check_decoder(width: int, depth: int, heads: int) -> None:
     if width % heads or width % 4:
         raise ValueError(f"decoder_width: got {width}, wanted a multiple of its {heads} heads, and of 4")
+    parameters = 12 * depth * width**2
+    if depth > MOST_PAIRS or parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"decoder_depth: got {depth} blocks of width {width}, {parameters:.2g} parameters, wanted at most"
+            f" {MOST_PAIRS:,} blocks and {MOST_PARAMETERS:.2g} parameters"
+        )
 
 
 class Mae(Section):
@@ -110,7 +117,7 @@ class Mae(Section):
 
     @model_validator(mode="after")
     def _decoder_divides(self) -> Self:
-        _check_decoder(self.decoder_width, self.decoder_heads)
+        _check_decoder(self.decoder_width, self.decoder_depth, self.decoder_heads)
         return self
 
 
@@ -118,7 +125,7 @@ class Beit(Section):
     """The code of each patch in the vocabulary of a tokenizer trained by vitray."""
 
     kind: Literal["beit"] = "beit"
-    tokenizer: str
+    tokenizer: Text
     """The model folder of a tokenizer run: a path, s3://, runs:/ or models:/name@alias."""
 
 
@@ -178,11 +185,15 @@ class Masked(Section):
         return self
 
 
+MOST_CODES = 2**20
+Level = Annotated[int, Field(ge=2, le=MOST_CODES)]
+
+
 class Tokenizer(Section):
     """A discrete autoencoder: each patch becomes a code of a few rounded numbers, from which it is reconstructed."""
 
     kind: Literal["tokenizer"] = "tokenizer"
-    levels: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(strict=False, min_length=1)] = (8, 8, 8, 4, 4)
+    levels: Annotated[tuple[Level, ...], Field(strict=False, min_length=1, max_length=20)] = (8, 8, 8, 4, 4)
     """Number of levels of each number; the product is the vocabulary size (BeiT: 8192)."""
     decoder_width: DecoderWidth = 384
     decoder_depth: DecoderDepth = 4
@@ -190,9 +201,9 @@ class Tokenizer(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        _check_decoder(self.decoder_width, self.decoder_heads)
-        if self.codes > 2**20:
-            raise ValueError(f"levels: got {self.codes:,} codes, wanted at most {2**20:,}")
+        _check_decoder(self.decoder_width, self.decoder_depth, self.decoder_heads)
+        if self.codes > MOST_CODES:
+            raise ValueError(f"levels: got {self.codes:,} codes, wanted at most {MOST_CODES:,}")
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from vitray.config.run import Run
-from vitray.config.sections import Section
+from vitray.config.sections import MOST_COUNT, MOST_NUMBER, Section
 from vitray.config.validation import sections_in
 
 HEAD = """# Settings
@@ -18,8 +18,10 @@ All settings of a recipe, by their dotted path. Set them in a YAML file or on th
 
 A setting with a `kind` chooses one of several sections: `model.head=mlp` is short for `model.head.kind=mlp`, and each
 kind has settings of its own. A new kind discards the settings of the previous one. Durations are texts such as
-`300 epochs`, `10000 steps` or `10 minutes`.
+`300 epochs`, `10000 steps` or `10 minutes`, at most a billion. Where the table has no upper bound, a count is at most
+10^12 and a number at most 1e30. Texts are one line of at most 1,000 characters.
 """
+GENERAL_BOUNDS = (MOST_COUNT, MOST_NUMBER, 2**63)
 COLUMNS = "| setting | type | default | description |\n|---|---|---|---|\n"
 
 
@@ -99,7 +101,10 @@ def _type_of(annotation: Any) -> str:
 def _bounds(metadata: list[Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     return ", ".join(
-        f"{sign} {getattr(each, name)}" for each in metadata for name, sign in signs.items() if hasattr(each, name)
+        f"{sign} {getattr(each, name)}"
+        for each in metadata
+        for name, sign in signs.items()
+        if hasattr(each, name) and getattr(each, name) not in GENERAL_BOUNDS
     )
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, read_recipe
+from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer, check_task
-from vitray.config.sections import Model, Section, one_of
+from vitray.config.sections import Model, Section, Seed, one_of
 from vitray.config.training import (
     CheckpointSettings,
     Compute,
@@ -28,7 +28,7 @@ Task = SupervisedSettings | Finetune | Masked | Tokenizer
 class Run(Section):
     """All settings of an experiment."""
 
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of the initial weights, the order of images, augmentation and dropout."""
     model: Model = Model()
     task: Annotated[Task, Field(discriminator="kind"), one_of("supervised")] = SupervisedSettings()
@@ -67,7 +67,7 @@ class Run(Section):
 def load_run(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
     """Return the run of a recipe (None: the defaults) with `a.b=c` overrides applied."""
     tree, places = ({}, {}) if path is None else read_recipe(Path(path))
-    given = {override.partition("=")[0]: f"override {override!r}" for override in overrides}
+    given = {override.partition("=")[0]: place_of(override) for override in overrides}
     apply_changes(parse_overrides(overrides), tree)
     # Overrides last: an error of a whole section names the last place that set something in it.
     places = {setting: place for setting, place in places.items() if setting not in given} | given

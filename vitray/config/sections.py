@@ -3,11 +3,13 @@
 Only settings that some code reads are listed. Their docstrings are the text of docs/settings.md.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from vitray.config.model_names import Name, parse_name
+from vitray.config.parsing import short
 
 
 class Section(BaseModel):
@@ -29,9 +31,27 @@ def one_of(default: str) -> BeforeValidator:
     return BeforeValidator(spell_out)
 
 
+def _check_text(text: str) -> str:
+    if not text.strip() or not text.isprintable() or len(text) > LONGEST_TEXT:
+        raise ValueError(f"got {short(text)}, wanted one line of text, at most {LONGEST_TEXT} characters")
+    return text
+
+
+# Products of a few counts stay exact in 64 bits, and such numbers stay finite in float32.
+MOST_COUNT = 10**12
+MOST_NUMBER = 1e30
+LONGEST_TEXT = 1000
+# The largest published ViT has 22 billion; the weights of this many take 400 GB.
+MOST_PARAMETERS = 100 * 10**9
+# The largest image of a patch of 16 is 16,384 x 16,384 pixels.
+MOST_PATCHES = 2**20
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-Size = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, le=MOST_NUMBER)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+Size = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, AfterValidator(_check_text)]
 
 
 class Learned(Section):
@@ -113,6 +133,14 @@ class Model(Section):
         patch = self.shape.patch
         if self.grid == (0, 0) or any(side % patch for side in self.image_shape):
             raise ValueError(f"image_size {self.image_size} is not a multiple of the patch of {self.name}, {patch}")
+        if math.prod(self.grid) > MOST_PATCHES:
+            patches = " x ".join(map(str, self.grid))
+            raise ValueError(f"image_size {self.image_size} has {patches} patches, wanted at most {MOST_PATCHES:,}")
+        if (parameters := self._matrix_parameters) > MOST_PARAMETERS:
+            raise ValueError(
+                f"{self.name} with {self.num_classes} classes at {self.image_size} px has {parameters:.2g} parameters,"
+                f" wanted at most {MOST_PARAMETERS:.2g}"
+            )
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.positions.kind == "sincos2d" and self.shape.size % 4:
@@ -128,6 +156,16 @@ class Model(Section):
     def shape(self) -> Name:
         """Width, depth, branches, patch and stem, parsed from the name."""
         return parse_name(self.name)
+
+    @property
+    def _matrix_parameters(self) -> int:
+        """Parameters of blocks, stem, positions and head without their vectors: the bulk of any network."""
+        shape, classes = self.shape, self.num_classes or 0
+        hidden = (self.head.hidden or shape.size) if isinstance(self.head, MlpHead) else 0
+        head = hidden * (shape.size + classes) if hidden else shape.size * classes
+        blocks = 12 * shape.depth * shape.branches * shape.size**2
+        positions = math.prod(self.grid) * shape.size * (self.positions.kind == "learned")
+        return blocks + 3 * shape.patch**2 * shape.size + positions + (head if classes else 0)
 
     @property
     def image_shape(self) -> tuple[int, int]:

@@ -5,10 +5,15 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, NotNegative, PositiveFraction
-from vitray.config.sections import Fraction, Positive, Section, Size, one_of
+from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.parsing import short
+from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
 
 Unit = Literal["epochs", "steps", "minutes"]
+
+
+# A billion steps a second apart are 30 years.
+LONGEST_DURATION = 10**9
 
 
 class Duration(NamedTuple):
@@ -20,10 +25,13 @@ class Duration(NamedTuple):
 
 def parse_duration(text: str) -> Duration:
     """Return the duration that a text such as `300 epochs`, `10000 steps` or `10 minutes` spells."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(epoch|step|minute)s?", text.strip())
     if match is None:
-        raise ValueError(f"got {text!r}, wanted a number and a unit, as in '300 epochs' or '10000 steps'")
-    return Duration(float(match[1]), f"{match[2]}s")  # type: ignore[arg-type]
+        raise ValueError(f"got {short(text)}, wanted a number and a unit, as in '300 epochs' or '10000 steps'")
+    number = float(match[1])
+    if number > LONGEST_DURATION:
+        raise ValueError(f"got {short(text)}, wanted at most {LONGEST_DURATION:,} {match[2]}s")
+    return Duration(number, f"{match[2]}s")  # type: ignore[arg-type]
 
 
 def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
@@ -32,20 +40,20 @@ def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
     def spell(text: Any) -> str:
         count, unit = parse_duration(str(text))
         if unit not in units:
-            raise ValueError(f"got {text!r}, wanted {' or '.join(units)}")
+            raise ValueError(f"got {short(text)}, wanted {' or '.join(units)}")
         if unit == "steps" and count != int(count):
-            raise ValueError(f"got {text!r}, wanted whole steps")
+            raise ValueError(f"got {short(text)}, wanted whole steps")
         if count < least:
-            raise ValueError(f"got {text!r}, wanted more than nothing")
+            raise ValueError(f"got {short(text)}, wanted more than nothing")
         return f"{count:.15g} {unit if count != 1 else unit[:-1]}"
 
     return BeforeValidator(spell)
 
 
 def _check_workers(workers: int | str) -> int | str:
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(workers))
+    match = re.fullmatch(r"([0-9]{1,6})(?:\.\.([0-9]{1,6}))?", str(workers))
     if workers != "auto" and not (match and 1 <= int(match[1]) <= int(match[2] or match[1])):
-        raise ValueError(f"got {workers!r}, wanted a number from 1 on, a range as in 2..8, or auto")
+        raise ValueError(f"got {short(workers)}, wanted a number from 1 to 999,999, a range as in 2..8, or auto")
     return workers
 
 
@@ -60,11 +68,11 @@ def _read_recompute(recompute: Any) -> Any:
 class Data(Section):
     """The dataset, its augmentation and its normalisation."""
 
-    url: str | None = None
+    url: Text | None = None
     """A dataset written by `vitray shard`: a folder or s3://."""
-    train: str = "train"
+    train: Text = "train"
     """The training split."""
-    val: str | None = "val"
+    val: Text | None = "val"
     """The evaluation split; null: no evaluation."""
     development: Fraction = 0.0
     """Fraction of train to hold out and evaluate in place of val, chosen by a hash of each image's key. Use it to tune
@@ -116,7 +124,7 @@ class Finetune(Section):
     """Classification, trained from given weights, some of which may stay frozen."""
 
     kind: Literal["finetune"] = "finetune"
-    weights: str
+    weights: Text
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     mode: Mode = "full"
     """The parts to train: all; attn or ffn (in every branch) with positions and head; head; or norms and head."""
@@ -244,9 +252,10 @@ class Compute(Section):
     """Number of training workers, an elastic range such as 2..8, or auto: one per GPU, or one CPU worker."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: a GPU if the cluster has one."""
-    cpus: Positive | None = None
+    # Ray counts CPUs and GPUs in ten thousandths.
+    cpus: Annotated[float, Field(ge=0.0001, le=10_000)] | None = None
     """CPUs reserved per worker; null: leave at least one CPU free for decoding."""
-    gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
     local_batch: Size | None = None
     """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation."""
@@ -259,7 +268,7 @@ class Compute(Section):
     recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
-    max_failures: Annotated[int, Field(ge=0)] = 3
+    max_failures: Annotated[int, Field(ge=0, le=1_000_000)] = 3
     """Restarts of lost workers from the last checkpoint before the run fails."""
 
     @model_validator(mode="after")
@@ -316,16 +325,16 @@ class Guard(Section):
     """rewind: return to the last checkpoint and skip the step."""
     max_rewinds: Size = 3
     """Rewinds before the run stops."""
-    spike: Annotated[float, Field(gt=1)] | None = None
+    spike: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = None
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
 
 
 class Tracking(Section):
     """MLflow."""
 
-    experiment: str = "vitray"
+    experiment: Text = "vitray"
     """The run's experiment."""
     every: Annotated[str, duration_in("epochs", "steps")] = "50 steps"
     """Logging interval, in epochs or steps."""
-    register_as: str | None = None
+    register_as: Text | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""
