@@ -1,5 +1,6 @@
 """`Run` as a value, its YAML and overrides, the messages for bad input, and the generated reference of settings."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from test_layers import ROOT
 
 from vitray.config import Model, Run, load_run
+from vitray.config.parsing import place_of
 from vitray.config.reference import settings_page
 from vitray.errors import ConfigError
 
@@ -69,31 +71,61 @@ BAD_OVERRIDES = [
         ["compute.recompute: got 'feedforwards', wanted 'none'", "nearest: feedforward"],
     ),
     ("compute.recompute=1", ["compute.recompute: got 1, wanted 'none', 'feedforward' or 'blocks'"]),
+    ("optim.lr=!!bool~maybe", ["not YAML: 'maybe'"]),
+    ("optim.lr=!!float~''", ["not YAML: "]),
+    ("optim.lr=!!timestamp~x", ["got the tag 'tag:yaml.org,2002:timestamp', wanted plain text, numbers, lists"]),
+    ("optim={?~[a]~:~b}", ["wanted a name of at most 200 characters before the colon"]),
+    (f"seed={'[' * 3000}", ["wanted at most 20 levels of lists and mappings"]),
+    (f"seed={'[1]' * 70_000}", ["wanted at most 200,000 characters"]),
+    (f"seed{'.a' * 2000}=1", ["got a path of 4004 characters, wanted the dotted path of a setting"]),
+    ("data.url=''", ["data.url: got '', wanted one line of text, at most 1000 characters"]),
+    ('tracking.experiment="a\\nb"', ["tracking.experiment: got 'a\\nb', wanted one line of text"]),
+    ("compute.workers=1000000", ["compute.workers: got 1000000, wanted a number from 1 to 999,999"]),
+    ("optim.duration=2000000000~steps", ["optim.duration: got '2000000000 steps', wanted at most 1,000,000,000 steps"]),
+    ("task.kind=tokenizer model.num_classes=null task.decoder_depth=2000", ["decoder_depth: got 2000 blocks of width"]),
     ("seed=1 seed=2", ["override 'seed=2': seed is given twice"]),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), BAD_OVERRIDES, ids=[overrides for overrides, _ in BAD_OVERRIDES])
+def words_of(overrides):
+    """The overrides of a line; ~ stands for a space inside one."""
+    return [word.replace("~", " ") for word in overrides.split(" ")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), BAD_OVERRIDES, ids=[overrides[:80] for overrides, _ in BAD_OVERRIDES]
+)
 def test_a_bad_override_gives_one_message(overrides, message):
     with pytest.raises(ConfigError) as error:
-        load_run(None, overrides.split(" "))
+        load_run(None, words_of(overrides))
     assert len(str(error.value).splitlines()) == 1
-    for part in [*message, f"override '{overrides.split(' ')[-1]}'"]:
+    assert len(str(error.value)) <= 1400
+    for part in [*message, place_of(words_of(overrides)[-1])]:
         assert part in str(error.value)
 
 
+LAUGHS = "".join(
+    f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]\n" for below, name in itertools.pairwise("abcdefghi")
+)
 BAD_FILES = [
     ("model:\n  pool: tokn\n", "recipe.yaml:2: model.pool: got 'tokn'"),
     ("seed: 1\nmodel:\n  pool: mean\n  pool: token\n", "recipe.yaml:4: model.pool: given twice, first at "),
     ("- a\n- b\n", "recipe.yaml: got ['a', 'b'], wanted settings"),
     ("model: {pool: [}\n", "recipe.yaml: not YAML"),
     ("model: &a\n  head: *a\n", "recipe.yaml: an alias refers to itself"),
+    ("a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + LAUGHS, "recipe.yaml: wanted at most 20,000 values, aliases spelled out"),
+    (f"{'{a: ' * 30}1{'}' * 30}\n", "recipe.yaml: wanted at most 20 levels of lists and mappings"),
+    ("a: &a [*a]\n", "recipe.yaml: an alias refers to itself"),
+    (f"a: [{'1, ' * 20_000}]\n", "recipe.yaml: wanted at most 20,000 values"),
+    (f"# {'a' * 200_000}\n", "recipe.yaml: wanted at most 200,000 characters"),
+    (f"{'a' * 201}: 1\n", "recipe.yaml:1: wanted a name of at most 200 characters before the colon"),
+    ("? *a\n: 1\n", "recipe.yaml: not YAML"),
     ("seed: 2026-01-01\n", "recipe.yaml:1: seed: got '2026-01-01', wanted a whole number"),
     ("model: {drop_path: on}\n", "recipe.yaml:1: model.drop_path: got 'on', wanted a number"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), BAD_FILES)
+@pytest.mark.parametrize(("text", "message"), BAD_FILES, ids=[message[:80] for _, message in BAD_FILES])
 def test_an_error_in_a_recipe_names_the_line(tmp_path, text, message):
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:

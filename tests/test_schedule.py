@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
+from vitray.config import load_run
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
-from vitray.training.schedule import in_steps, learning_rate, total_steps
+from vitray.training.schedule import Triggers, in_steps, learning_rate, total_steps
 
 
 def optim(**settings) -> Optim:
@@ -21,6 +22,24 @@ def optim(**settings) -> Optim:
 )
 def test_durations_become_steps(text, steps):
     assert in_steps(text, steps_per_epoch=10) == steps
+
+
+@pytest.mark.parametrize("every", ["1 step", "7 steps", "2 epochs", "40 steps", "1000000000 epochs"])
+def test_an_interval_ends_at_the_last_step(every):
+    run = load_run(None, [f"{section}.every={every}" for section in ("tracking", "evaluate", "checkpoint")])
+    triggers = Triggers(run, steps_per_epoch=10, total=40)
+    wanted = {step for step in range(1, 41) if step % in_steps(every, 10) == 0} | {40}
+    for steps in (triggers.records, triggers.evaluations, triggers):
+        assert {step for step in range(50) if step in steps} == wanted
+    # No list of the steps: a run of a billion steps starts at once.
+    assert 10**9 in Triggers(run, steps_per_epoch=1, total=10**9)
+
+
+def test_an_interval_that_rounds_to_no_step_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^evaluate.every: got '0.01 epochs', which is no step, wanted at least one;"
+    ):
+        Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), steps_per_epoch=10, total=40)
 
 
 def test_minutes_are_not_converted_to_steps():

@@ -17,7 +17,7 @@ from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
-from vitray.training.schedule import in_steps, total_steps
+from vitray.training.schedule import Triggers, in_steps, total_steps
 
 if TYPE_CHECKING:
     from vitray.weights.pretrained import InitialWeights, TokenizerSource
@@ -113,6 +113,8 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     if not is_known:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch = images // run.optim.batch
+    steps = total_steps(run.optim, steps_per_epoch)
+    Triggers(run, steps_per_epoch, steps)  # refuses an interval of no step
     sizes, weights = sizes_of(run.model), start or tokenizer
     plan = Plan(
         model=run.model.name,
@@ -130,7 +132,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         global_batch=run.optim.batch,
         workers=run.compute.workers,
         steps_per_epoch=steps_per_epoch,
-        steps=total_steps(run.optim, steps_per_epoch),
+        steps=steps,
         warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
@@ -245,6 +247,8 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url}")
     if batch > images:
         raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
+    if run.data.copies > images:
+        raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:
         raise ConfigError(f"optim.batch: got {batch}, wanted an even number, as mixup and cutmix pair images")
     highest = (run.compute.worker_range or (1, 1))[1]

@@ -5,6 +5,7 @@ The learning rate is a function of the step alone, so a resumed run continues ex
 
 import math
 import time
+from dataclasses import dataclass
 from typing import assert_never
 
 from vitray.config import Run
@@ -24,6 +25,16 @@ def in_steps(text: str, steps_per_epoch: int) -> int:
             raise ValueError(f"got {text!r}, wanted epochs or steps: minutes do not convert to steps")
         case _:
             assert_never(unit)
+
+
+def interval_steps(setting: str, text: str, steps_per_epoch: int) -> int:
+    """Return an interval in steps; refuse one that rounds to none."""
+    steps = in_steps(text, steps_per_epoch)
+    if steps < 1:
+        raise ConfigError(
+            f"{setting}: got {text!r}, which is no step, wanted at least one; an epoch has {steps_per_epoch} steps"
+        )
+    return steps
 
 
 def total_steps(optim: Optim, steps_per_epoch: int) -> int:
@@ -67,18 +78,30 @@ def learning_rate(optim: Optim, step: int, steps_per_epoch: int) -> float:
             assert_never(optim.schedule)
 
 
+@dataclass(frozen=True)
+class Regular:
+    """Every n-th step, and the last one."""
+
+    interval: int
+    total: int
+
+    def __contains__(self, step: int) -> bool:
+        return step == self.total or (0 < step < self.total and step % self.interval == 0)
+
+
 class Triggers:
     """The steps, counted as steps done, that need more than training."""
 
     def __init__(self, run: Run, steps_per_epoch: int, total: int) -> None:
-        def regular(every: str) -> set[int]:
-            steps = in_steps(every, steps_per_epoch)
-            return {*range(steps, total + 1, steps), total}
+        def regular(setting: str, every: str) -> Regular:
+            return Regular(interval_steps(setting, every, steps_per_epoch), total)
 
-        self.records, self.evaluations = regular(run.tracking.every), regular(run.evaluate.every)
+        self.records = regular("tracking.every", run.tracking.every)
+        self.evaluations = regular("evaluate.every", run.evaluate.every)
         count, unit = parse_duration(run.checkpoint.every)
-        self._minutes = count if unit == "minutes" else None
-        self._checkpoints = {total} if unit == "minutes" else regular(run.checkpoint.every)
+        is_timed = unit == "minutes"
+        self._minutes = count if is_timed else None
+        self._checkpoints = Regular(total, total) if is_timed else regular("checkpoint.every", run.checkpoint.every)
         self._saved = time.monotonic()
 
     def __contains__(self, step: int) -> bool:
