@@ -451,7 +451,47 @@ FAULTY = [
     ),
     ("space:\n  seed: {seeds: 2}\nwhere: [seed == 2]", "space.yaml:3: where: no point satisfies it"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: [seed == 2]\n{RANDOM}", "where: no point satisfies it"),
-    ("space:\n  seed: {seeds: 99999}", "space: got 99,999 combinations, wanted at most 10,000"),
+    ("space:\n  seed: {seeds: 99999}", "space.seed.seeds: got 99999, wanted less than or equal to 10000"),
+    ("space:\n  seed: {seeds: 1e30}", "space.seed.seeds: got 1e+30, wanted"),
+    (
+        "space:\n  seed: {seeds: 9999}\n  optim.lr: {grid: [1, 2]}",
+        "space: got 19,998 combinations, wanted at most 10,000",
+    ),
+    (
+        "space:\n  optim.lr: {uniform: [0.1, 1]}\nsearch: {kind: tpe, trials: 1000000000}",
+        "search.trials: got 1000000000, wanted less than or equal to 10000",
+    ),
+    (
+        "space:\n  optim.lr: {uniform: [0, 1e300]}",
+        "space.optim.lr.uniform: got 1e+300, wanted less than",
+    ),
+    ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.optim.lr.uniform: got inf, wanted"),
+    ("space:\n  optim.lr: {uniform: [true, 2]}", "space.optim.lr.uniform: got True, wanted a whole number or a number"),
+    (
+        "space:\n  optim.lr: {quniform: [0, 1, 1e-300]}",
+        "quniform: got a step of 1e-300, wanted more than 0, with",
+    ),
+    (
+        f"space:\n  optim.batch: {{quniform: [0, 1{'0' * 400}, 1]}}",
+        "space.optim.batch.quniform: got 1000",
+        "wanted less",
+    ),
+    ("space:\n  optim.lr: {grid: [1, .nan]}", "space.optim.lr.grid: got nan, wanted a number within 1e+30"),
+    ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, wanted a number within 1e+30"),
+    (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "wanted a number within 1e+30"),
+    ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', wanted one line of text"),
+    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 200 bytes"),
+    (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'not ' * 200}seed == 1']", "where[0]: 'not not", "at most 50 levels"),
+    (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, wanted"),
+    ("space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]", "where[0]: '1e999 > seed': wanted numbers of at most 1e+30"),
+    (
+        f"space:\n  x: {{grid: [{10**29}, 2]}}\n  seed: '{{x}}'\nwhere: [{'x * ' * 9}x > 3]",
+        "where: 'x * x * x",
+        "cannot be computed for x=1000",
+        "a number is beyond 1e+30",
+    ),
+    ("space:\n  seed: {seeds: 2}\nwhere: [True + seed == 2]", "cannot be computed for seed=0: True is not a number"),
+    ("space:\n  seed: {seeds: 2}\nwhere: [seed < True]", "cannot be computed for seed=0: True is neither a number nor"),
     ("space:\n  model.name: {grid: [ViT-B/16, vit_b12x1_16]}", "space.yaml:2: space: two points are both 12x1"),
     (
         "space:\n  seed: {seeds: 2}\nsearch: gird",
@@ -475,7 +515,7 @@ FAULTY = [
 ]
 
 
-@pytest.mark.parametrize("faulty", FAULTY, ids=[text for text, *_ in FAULTY])
+@pytest.mark.parametrize("faulty", FAULTY, ids=[text[:80] for text, *_ in FAULTY])
 def test_a_faulty_space_gets_one_message_with_its_line(tmp_path, faulty):
     text, *message = faulty
     with pytest.raises(ConfigError) as error:
@@ -483,6 +523,7 @@ def test_a_faulty_space_gets_one_message_with_its_line(tmp_path, faulty):
     for part in message:
         assert part in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 1400
 
 
 @pytest.mark.parametrize(

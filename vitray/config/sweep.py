@@ -5,18 +5,46 @@ import random
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from vitray.config.parsing import short
-from vitray.config.sections import Positive, Section, Size
+from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Positive, Section, Seed, Size, Text
 from vitray.config.training import duration_in
 
-Number = int | float
-Values = Annotated[tuple[Any, ...], Field(strict=False)]
-Range = Annotated[tuple[Number, Number], Field(strict=False)]
+# Each point is drawn, named and checked as a run before a sweep starts, in about a millisecond.
+MOST_POINTS = 10_000
+# Of a range with steps; a finer one is as good as uniform.
+MOST_STEPS = 1_000_000
 DIGITS = 4  # significant digits of a value drawn from a range; names print all of them
+
+
+def _check_values(values: Any) -> Any:
+    """Return values unchanged, or raise for one that a name or a message cannot print."""
+    match values:
+        case bool() | None:
+            pass
+        case int() | float():
+            if not -MOST_NUMBER <= values <= MOST_NUMBER:
+                raise ValueError(f"got {short(values)}, wanted a number within {MOST_NUMBER:g}")
+        case str():
+            if not values.isprintable() or len(values) > LONGEST_TEXT:
+                raise ValueError(f"got {short(values)}, wanted one line of text, at most {LONGEST_TEXT} characters")
+        case Mapping():
+            for key, value in values.items():
+                _check_values(key)
+                _check_values(value)
+        case _:
+            for value in values:
+                _check_values(value)
+    return values
+
+
+Number = Annotated[int | float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
+Values = Annotated[tuple[Any, ...], Field(strict=False, max_length=MOST_POINTS), AfterValidator(_check_values)]
+Range = Annotated[tuple[Number, Number], Field(strict=False)]
 
 
 def slug(value: Any) -> str:
@@ -58,9 +86,9 @@ class Distribution(Section):
     """[low, high], uniform in the logarithm."""
     quniform: Annotated[tuple[Number, Number, Number], Field(strict=False)] | None = None
     """[low, high, step]: low, low + step, and so on."""
-    seeds: Size | None = None
+    seeds: Annotated[int, Field(ge=1, le=MOST_POINTS)] | None = None
     """Number of seeds, from 0 on."""
-    cases: dict[str, dict[str, Any]] | None = None
+    cases: Annotated[dict[str, dict[str, Any]], AfterValidator(_check_values)] | None = None
     """{name: {dotted setting: value or text}}: named groups of settings."""
     text: str | None = None
     """A text with {variable}, filled in and read as YAML. `name: text` is short for `name: {text: text}`."""
@@ -86,8 +114,11 @@ class Distribution(Section):
         if self.bounds and not least < self.bounds[0] < self.bounds[1] < math.inf:
             wanted = f"low < high{', both above 0' if least == 0 else ''}"
             raise ValueError(f"{self.kind}: got {list(self.bounds)}, wanted {wanted}")
-        if self.quniform and not 0 < self.quniform[2] < math.inf:
-            raise ValueError(f"quniform: got a step of {self.quniform[2]}, wanted more than 0")
+        if self.quniform:
+            low, high, step = self.quniform
+            if not (step > 0 and high - low <= MOST_STEPS * step):
+                wanted = f"more than 0, with at most {MOST_STEPS:,} steps from {low} to {high}"
+                raise ValueError(f"quniform: got a step of {step}, wanted {wanted}")
         return self
 
     @model_serializer
@@ -141,28 +172,32 @@ class Distribution(Section):
 
     def label(self, value: Any) -> str:
         """Return a value for a name: its kind, or the last part of a path, if that is unique."""
+        return _short_slug(value) if self._has_short_labels else slug(value)
+
+    @cached_property
+    def _has_short_labels(self) -> bool:
+        """Whether the short names of all values differ."""
         others = self.values or ()
-        return _short_slug(value) if len(set(map(_short_slug, others))) == len(others) else slug(value)
+        return len(set(map(_short_slug, others))) == len(others)
 
 
 class StageSettings(Section):
     """A run before the trials: the text `{name}` in a trial's settings stands for its model folder."""
 
-    recipe: str
+    recipe: Text
     """A YAML file, or one that vitray brings."""
-    settings: dict[str, Any] = Field(default={})
+    settings: Annotated[dict[str, Any], AfterValidator(_check_values)] = Field(default={})
     """{dotted setting: value or text}, overrides of the recipe. Texts may hold {variables} and earlier stages."""
 
 
-Trials = Annotated[Size, Field(description="How many points are tried.")]
-Seed = Annotated[int, Field(ge=0)]
+Trials = Annotated[int, Field(ge=1, le=MOST_POINTS, description="How many points are tried.")]
 Cost = Literal["params", "gflops", "device_seconds", "latency_ms", "peak_memory_bytes"]
 
 
 class Goal(Section):
     """The metric to maximise or minimise."""
 
-    metric: str = "val/top1"
+    metric: Text = "val/top1"
     mode: Literal["max", "min"] = "max"
 
 
@@ -195,7 +230,7 @@ class Nsga2(Section):
 
     kind: Literal["nsga2"] = "nsga2"
     trials: Trials
-    population: Annotated[int, Field(ge=2)] = 20
+    population: Annotated[int, Field(ge=2, le=MOST_POINTS)] = 20
     """Points per generation; the first generation is random."""
     against: Cost = "gflops"
     """The cost to minimise."""
@@ -219,7 +254,7 @@ class Asha(Section):
 
     kind: Literal["asha"] = "asha"
     grace: Grace = "1 epoch"
-    reduction: Annotated[int, Field(ge=2)] = 4
+    reduction: Annotated[int, Field(ge=2, le=1000)] = 4
 
 
 class Median(Section):

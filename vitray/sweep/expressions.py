@@ -7,9 +7,12 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
+from vitray.config.parsing import short
+from vitray.config.sections import MOST_NUMBER
 from vitray.errors import ConfigError
 
 LANGUAGE = "numbers, 'texts', lists, names, + - * / // %, comparisons, in, and, or, not"
+LONGEST, DEEPEST = 1000, 50  # characters and levels of an expression; evaluation recurses
 ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -21,10 +24,10 @@ ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+    ast.Lt: lambda left, right: operator.lt(_ordered(left), _ordered(right)),
+    ast.LtE: lambda left, right: operator.le(_ordered(left), _ordered(right)),
+    ast.Gt: lambda left, right: operator.gt(_ordered(left), _ordered(right)),
+    ast.GtE: lambda left, right: operator.ge(_ordered(left), _ordered(right)),
     ast.In: lambda part, whole: part in whole,
     ast.NotIn: lambda part, whole: part not in whole,
 }
@@ -42,24 +45,33 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> bool:
     try:
         result = _value(_parsed(expression), values)
     except (TypeError, ArithmeticError, RecursionError) as error:
-        given = " ".join(f"{name}={value}" for name, value in values.items())
-        raise ConfigError(f"{expression!r}: cannot be computed for {given}: {error}") from None
+        given = " ".join(f"{name}={short(value)}" for name, value in values.items())
+        raise ConfigError(f"{short(expression)}: cannot be computed for {given}: {error}") from None
     if not isinstance(result, bool):
-        raise ConfigError(f"{expression!r}: is {result!r}, wanted a comparison, which is true or false")
+        raise ConfigError(f"{short(expression)}: is {short(result)}, wanted a comparison, which is true or false")
     return result
 
 
 @cache
 def _parsed(expression: str) -> ast.expr:
+    if len(expression) > LONGEST:
+        raise ConfigError(f"{short(expression)}: got {len(expression):,} characters, wanted at most {LONGEST:,}")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ConfigError(f"{expression!r}: not an expression, wanted {LANGUAGE}") from None
+        raise ConfigError(f"{short(expression)}: not an expression, wanted {LANGUAGE}") from None
+    level, depth = [tree], 0
+    while level:
+        level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
+        if depth > DEEPEST:
+            raise ConfigError(f"{short(expression)}: wanted at most {DEEPEST} levels of operators and brackets")
     for node in ast.walk(tree):
         legal = isinstance(node, (*PARTS, *SIGNS, *ARITHMETIC, *COMPARISONS))
         if not legal or (isinstance(node, ast.Constant) and not isinstance(node.value, str | int | float | None)):
             got = type(node).__name__.lower()
-            raise ConfigError(f"{expression!r}: {got} is not part of the language, wanted {LANGUAGE}")
+            raise ConfigError(f"{short(expression)}: {got} is not part of the language, wanted {LANGUAGE}")
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > MOST_NUMBER:
+            raise ConfigError(f"{short(expression)}: wanted numbers of at most {MOST_NUMBER:g}")
     return tree
 
 
@@ -80,7 +92,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.UnaryOp():
             return -_number(value_of(node.operand))
         case ast.BinOp():
-            return ARITHMETIC[type(node.op)](_number(value_of(node.left)), _number(value_of(node.right)))
+            return _number(ARITHMETIC[type(node.op)](_number(value_of(node.left)), _number(value_of(node.right))))
         case ast.Compare():
             sides = pairwise(value_of(side) for side in (node.left, *node.comparators))
             return all(COMPARISONS[type(op)](*pair) for op, pair in zip(node.ops, sides, strict=True))
@@ -89,13 +101,21 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    # * and % on texts and lists could fill the memory.
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
+    # * and % on texts and lists could fill the memory, and so could products without end.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{short(value)} is not a number")
+    if not -MOST_NUMBER <= value <= MOST_NUMBER:
+        raise ArithmeticError(f"a number is beyond {MOST_NUMBER:g}")
+    return value
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, bool | list):
+        raise TypeError(f"{short(value)} is neither a number nor a text")
     return value
 
 
 def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is not true or false")
+        raise TypeError(f"{short(value)} is not true or false")
     return value

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides, read_recipe, short
-from vitray.config.sweep import slug
+from vitray.config.sweep import MOST_POINTS, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space.points import (
-    MOST_POINTS,
+    LONGEST_NAME,
     PLACEHOLDER,
     SETTINGS,
     Space,
@@ -51,7 +51,7 @@ def extend_space(space: Space, additions: Sequence[str]) -> Space:
     """Return the space with more listed values, such as `optim.lr=1e-2`."""
     for addition in additions:
         ((name, value),) = parse_overrides([addition]).items()
-        where = f"--add {addition!r}"
+        where = f"--add {short(addition)}"
         listing = {name: distribution for name, distribution in space.drawn.items() if distribution.values is not None}
         if name not in listing:
             raise ConfigError(f"{where}: the space lists no values of {name}{nearest(name, listing)}")
@@ -249,9 +249,12 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
         points = grid_points(space) if is_grid else random_points(space, 1)
         named: dict[str, SweepPoint] = {}
         for point in points:
-            other = named.setdefault(name_of(point, space), point)
+            name = name_of(point, space)
+            if len(name.encode()) > LONGEST_NAME:
+                yield "space", f"the point {name}: wanted a name of at most {LONGEST_NAME} bytes; cases have names"
+            other = named.setdefault(name, point)
             if other is not point:
-                yield "space", f"two points are both {name_of(point, space)}: {other.drawn} and {point.drawn}"
+                yield "space", f"two points are both {name}: {other.drawn} and {point.drawn}"
     except ConfigError as error:
         yield "where", str(error)
         return

@@ -22,18 +22,19 @@ from vitray.config.validation import sections_in
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
-MOST_POINTS = 10_000  # combinations of a grid
+MOST_ATTEMPTS = 100_000  # draws of random points, which take seconds
+LONGEST_NAME = 200  # bytes; file systems allow 255 for a folder
 PLACEHOLDER = re.compile(r"{(\w+)}")
 
 
 class Space(Section):
     """The search space of a sweep, with its search, scheduler, budget and goal."""
 
-    space: dict[str, Distribution]
+    space: Annotated[dict[str, Distribution], Field(max_length=100)]
     """{dotted setting or variable: distribution}."""
-    where: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    where: Annotated[tuple[str, ...], Field(strict=False, max_length=100)] = ()
     """Constraints on every point, over variables: `depth * branches == 36`."""
-    before: dict[str, StageSettings] = Field(default={})
+    before: dict[str, StageSettings] = Field(default={}, max_length=10)
     """{name: run} of the stages: runs before the trials, for the trials that name them."""
     search: Annotated[Search, Field(discriminator="kind"), one_of("grid")] = Grid()
     scheduler: Annotated[NoScheduler | Asha | Median, Field(discriminator="kind"), one_of("none")] = NoScheduler()
@@ -126,7 +127,7 @@ def draw_point(space: Space, values: Mapping[str, Any]) -> SweepPoint | None:
 def random_points(space: Space, number: int, seed: int = 0) -> list[SweepPoint]:
     """Return different random points; fewer where that many are hard to find."""
     generator, points = random.Random(seed), dict[str, SweepPoint]()
-    for _ in range(100 * number):
+    for _ in range(min(100 * number, MOST_ATTEMPTS)):
         point = draw_point(space, {name: each.sample(generator) for name, each in space.drawn.items()})
         if point:
             points.setdefault(name_of(point, space), point)

@@ -1,0 +1,205 @@
+"""Every setting with bad values: refused with one short message that names its path, or good enough for a dry run."""
+
+import hashlib
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipelines import model, sweep, train
+from pipelines.__main__ import run_verb
+from vitray.config import Run, load_run
+from vitray.config.parsing import apply_changes, dump_yaml, parse_overrides
+from vitray.config.validation import sections_in
+from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.errors import ConfigError
+from vitray.models.tokenizer import VisualTokenizer
+from vitray.models.vit import ViT
+from vitray.runs.plan import make_plan, plan_text
+from vitray.sweep.space import Space, check_space, read_space
+from vitray.weights import save_model
+from vitray.weights.folder import save_tokenizer
+
+TINY = ["model.name=vit_u1x1_8", "model.image_size=32", "model.num_classes=3", "optim.batch=16"]
+TINY += ["optim.duration=3 epochs", "optim.warmup=1 epoch", "data.mix={mixup: 0.1}"]
+NEEDS = {
+    "task.kind=finetune": ["task.weights=base"],
+    "task.kind=masked": ["data.mix={}", "model.num_classes=null"],
+    "task.kind=tokenizer": ["data.mix={}", "model.num_classes=null"],
+    "task.objective.kind=beit": ["task.objective.tokenizer=codes"],
+}
+DIGITS = "0" * 400
+VALUES = [
+    "0", "-1", "1e-300", "1e300", f"1{DIGITS[:40]}", f"1{DIGITS}", ".nan", "-.inf", "''", "[]", "{}", "null",
+    "[.nan, 0, 1e300]", "0 epochs", "0.001 epochs", "1000000000 steps", f"1{DIGITS} steps", "0.5 steps", "0 minutes",
+    '"a\\n0"', '"\\ud800"', "x" * 300, "x" * 5000, f"1..1{DIGITS}", "vit_b999999x999999_16",
+]  # fmt: skip
+
+
+def paths(section, above="", kinds=()):
+    """Yield (dotted path, the kinds of sections it lies in) of every setting."""
+    for name, field in section.model_fields.items():
+        path = f"{above}{name}"
+        if name != "kind":
+            yield path, kinds
+        for kind, below in sections_in(field.annotation).items():
+            yield from paths(below, f"{path}.", (*kinds, f"{path}.kind={kind}") if kind else kinds)
+
+
+def is_named(path, value, message):
+    """Whether a message names the setting: by its path, by its section and name, or by the address that it holds."""
+    parts = path.split(".")
+    sections = [(".".join(parts[:at]), ".".join(parts[at:])) for at in range(1, len(parts))]
+    by_section = any(f"{section}: " in message and name in message for section, name in sections)
+    return path in message or by_section or (path == "data.url" and value.strip("'")[:40] in message)
+
+
+def write_dataset(folder):
+    """Write a dataset of 100 rows in one shard, which no one decodes."""
+    folder.mkdir()
+    columns = {"image": [b""] * 100, "label": [0] * 100, "key": [f"key {row}" for row in range(100)]}
+    pq.write_table(pa.table(columns), folder / "all.parquet")
+    content = (folder / "all.parquet").read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    shard = Shard(name="all.parquet", rows=100, bytes=len(content), sha256=sha256, row_groups=(100,))
+    split = Split(shards=(shard,), class_counts=(100, 0, 0))
+    dataset = Dataset(
+        splits={"train": split, "val": split},
+        classes=("a", "b", "c"),
+        mean=(0.5,) * 3,
+        std=(0.2,) * 3,
+        source="test",
+        seed=0,
+        settings={},
+        rejects=Rejects(count=0, reasons={}),
+        duplicates=Duplicates(within={}, across=0, removed=0),
+        url=str(folder),
+    )
+    save_dataset(dataset)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The current folder: a dataset `data`, a model folder `base` and a tokenizer `codes`."""
+    folder = tmp_path_factory.mktemp("bad")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
+        write_dataset(folder / "data")
+        torch.manual_seed(0)
+        run = load_run(None, TINY)
+        save_model("base", run, ViT(run.model), ["a", "b", "c"])
+        tokens = ["task.kind=tokenizer", *NEEDS["task.kind=tokenizer"]]
+        tokens += ["task.levels=[4]", "task.decoder_width=8", "task.decoder_depth=1", "task.decoder_heads=1"]
+        save_tokenizer("codes", VisualTokenizer(load_run(None, _merged(TINY, tokens))))
+        yield folder
+
+
+def _merged(*groups):
+    """The overrides of all groups, of which a later one of the same setting counts."""
+    return list({each.partition("=")[0]: each for group in groups for each in group}.values())
+
+
+def test_every_bad_value_of_every_setting_is_refused_by_its_path_or_survives_a_dry_run(place):
+    dataset, wrong, outcomes = open_dataset("data"), [], {"refused": 0, "planned": 0}
+    for path, kinds in paths(Run):
+        given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds))
+        base = load_run(None, given)
+        for value in VALUES:
+            override = f"{path}={value}"
+            try:
+                plan_text(make_plan(base.replace(parse_overrides([override])), dataset))
+                outcomes["planned"] += 1
+            except ConfigError as error:
+                outcomes["refused"] += 1
+                message = str(error)
+                if not is_named(path, value, message) or "\n" in message or len(message) > 1400:
+                    wrong.append(f"{override[:80]}: {message[:200]}")
+            except Exception as error:
+                wrong.append(f"{override[:80]}: {type(error).__name__}: {error}")
+    assert wrong == []
+    assert outcomes["refused"] > 2000
+    assert outcomes["planned"] > 100
+
+
+def test_every_bad_value_of_every_part_of_a_space_is_refused_or_has_points(tmp_path):
+    trees = []
+    random = {"kind": "random", "trials": 3}
+    for value in (parse_overrides([f"x={text}"])["x"] for text in VALUES):
+        for path, kinds in paths(Space):
+            tree = {"space": {"optim.lr": {"uniform": [0.1, 1.0]}}, "search": dict(random)}
+            chosen = {kind.partition("=")[0]: kind.partition("=")[2] for kind in kinds}
+            apply_changes(chosen | ({"search.trials": 3} if "search.kind" in chosen else {}), tree)
+            apply_changes({path: value}, tree)
+            trees.append(tree)
+        for kind, given in (
+            ("grid", [value, 1]), ("choice", value), ("seeds", value), ("text", value),
+            ("cases", {"a": {"seed": value}}), ("uniform", [value, 1]), ("uniform", [0.1, value]),
+            ("loguniform", [0.1, value]), ("quniform", [0.1, 1, value]), ("quniform", [value, 1, 0.1]),
+        ):  # fmt: skip
+            trees.append({"space": {"seed" if kind == "seeds" else "optim.lr": {kind: given}}, "search": random})
+    wrong, accepted = [], 0
+    for tree in trees:
+        (tmp_path / "space.yaml").write_text(dump_yaml(tree), encoding="utf-8", errors="surrogateescape")
+        try:
+            accepted += len(check_space(read_space(tmp_path / "space.yaml"), Run())) > 0
+        except ConfigError as error:
+            message = str(error)
+            if "\n" in message or len(message) > 1400:
+                wrong.append(f"{str(tree)[:200]}: {message[:200]}")
+        except Exception as error:
+            wrong.append(f"{str(tree)[:200]}: {type(error).__name__}: {error}")
+    assert wrong == []
+    assert len(trees) > 700
+    assert accepted > 20
+
+
+def bad_input(capsys, verb, *args):
+    """The message of a verb that ends with exit 2."""
+    assert run_verb(verb.main, args) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert len(message) < 1500
+    return message
+
+
+def test_an_interval_that_rounds_to_no_step_ends_a_dry_run(place, capsys):
+    (place / "tiny.yaml").write_text(load_run(None, [*TINY, "data.url=data"]).to_yaml())
+    assert run_verb(train.main, ["tiny.yaml", "--dry-run"]) == 0
+    capsys.readouterr()
+    for setting in ("evaluate.every", "checkpoint.every", "tracking.every"):
+        message = bad_input(capsys, train, "tiny.yaml", "--dry-run", f"{setting}=0.01 epochs")
+        assert message == (
+            f"vitray: {setting}: got '0.01 epochs', which is no step, wanted at least one; an epoch has 6 steps\n"
+        )
+    assert "6 steps" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "optim.duration=0.01 epochs")
+    assert "wanted at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")
+
+
+def test_a_name_of_300_characters_is_one_message(place, capsys):
+    long = "x" * 300
+    assert "cannot be read as text" in bad_input(capsys, train, long, "--dry-run")
+    assert "cannot be read as text" in bad_input(capsys, sweep, "demo", long, "--dry-run")
+    assert "cannot be read as text" in bad_input(capsys, sweep, long, "demo_lr", "--dry-run")
+    assert "wanted at most 100 characters" in bad_input(capsys, model, long)
+    assert "yaml" in bad_input(capsys, train, f"{long}/a.yaml", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["vit_b999999x999999_16"],
+            "wanted at most 1,000 pairs of attention and feedforward; it has 7.1e+18 param",
+        ),
+        (["vit_u1000000x1_16"], "depth x branches is 1,000,000"),
+        (["vit_h12x1_16000", "image_size=16000"], "has 9.8e+11 parameters, wanted at most 1e+11"),
+        (["vit_b12x1_16", "num_classes=999999999"], "has 7.7e+11 parameters"),
+        (["vit_b12x1_16", "head={kind: mlp, hidden: 999999999}"], "has 1.8e+12 parameters"),
+        (["vit_b12x1_1", "image_size=100000"], "has 100000 x 100000 patches, wanted at most 1,048,576"),
+        (["vit_b" + "9" * 60], "depth x branches is 999,999"),
+    ],
+)
+def test_a_network_beyond_the_bounds_is_refused_before_it_is_built(capsys, args, message):
+    assert message in bad_input(capsys, model, *args)
