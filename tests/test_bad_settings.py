@@ -177,6 +177,24 @@ def test_an_interval_that_rounds_to_no_step_ends_a_dry_run(place, capsys):
     assert "wanted at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")
 
 
+def test_an_interval_that_rounds_to_no_step_ends_the_dry_run_of_a_sweep(place, capsys, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (place / "tiny.yaml").write_text(load_run(None, [*TINY, "data.url=data"]).to_yaml())
+    for setting, value, message in (
+        (
+            "evaluate.every",
+            "0.01 epochs",
+            "got '0.01 epochs', which is no step, wanted at least one; an epoch has 6 steps",
+        ),
+        ("optim.duration", "0.01 epochs", "got '0.01 epochs', wanted at least one step"),
+        ("optim.batch", 102, "got 102, wanted at most the 100 images of train"),
+    ):
+        good = 50 if setting == "optim.batch" else "2 epochs"
+        space = {"space": {setting: {"grid": [good, value]}}, "goal": {"metric": "val/loss", "mode": "min"}}
+        (place / "space.yaml").write_text(dump_yaml(space))
+        assert f"{setting}: {message}" in bad_input(capsys, sweep, "tiny.yaml", "space.yaml", "--dry-run")
+
+
 def test_a_name_of_300_characters_is_one_message(place, capsys):
     long = "x" * 300
     assert "cannot be read as text" in bad_input(capsys, train, long, "--dry-run")

@@ -112,9 +112,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     _check_settings(run, dataset, images)
     if not is_known:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
-    steps_per_epoch = images // run.optim.batch
-    steps = total_steps(run.optim, steps_per_epoch)
-    Triggers(run, steps_per_epoch, steps)  # refuses an interval of no step
+    steps_per_epoch, steps = check_schedule(run, images)
     sizes, weights = sizes_of(run.model), start or tokenizer
     plan = Plan(
         model=run.model.name,
@@ -138,6 +136,17 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         record_every=in_steps(run.tracking.every, steps_per_epoch),
     )
     return PlannedRun(run, plan, dataset, mask, start, tokenizer)
+
+
+def check_schedule(run: Run, images: int) -> tuple[int, int]:
+    """Return the steps of an epoch and of the run; refuse a duration or an interval without a step."""
+    batch = run.optim.batch
+    if batch > images:
+        raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
+    steps_per_epoch = images // batch
+    steps = total_steps(run.optim, steps_per_epoch)
+    Triggers(run, steps_per_epoch, steps)  # refuses an interval of no step
+    return steps_per_epoch, steps
 
 
 def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":
@@ -245,8 +254,6 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     is_label_free = classes is None and run.task.kind in ("masked", "tokenizer")
     if not is_label_free and classes != len(dataset.classes):
         raise ConfigError(f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url}")
-    if batch > images:
-        raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
     if run.data.copies > images:
         raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:

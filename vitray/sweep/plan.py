@@ -12,7 +12,7 @@ from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import evaluation_gpus
-from vitray.runs.plan import Plan, make_plan
+from vitray.runs.plan import Plan, PlannedRun, check_schedule, make_plan
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
 from vitray.sweep.space import Space, SweepPoint, check_space, name_of, run_of, stage_space
 
@@ -100,6 +100,9 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         _check_goal(run, space)
     startable = [run for run, point in zip(runs, points.values(), strict=True) if ready or not point.before]
     first = make_plan(startable[0]) if startable else None
+    if first:
+        for name, run in zip(points, runs, strict=True):
+            _check_schedule(name, run, first)
     return SweepPlan(
         base=base,
         points=points,
@@ -125,6 +128,16 @@ def _check_goal(run: Run, space: Space) -> None:
             f"evaluate.where: got {run.evaluate.where}, wanted workers: scheduler {space.scheduler.kind} decides after"
             " each score"
         )
+
+
+def _check_schedule(name: str, run: Run, first: PlannedRun) -> None:
+    """Refuse a trial whose durations do not suit its data, if these are the data of the first trial."""
+    data = first.run.data
+    if (run.data.url, run.data.train, run.data.development) == (data.url, data.train, data.development):
+        try:
+            check_schedule(run, first.plan.images)
+        except ConfigError as error:
+            raise ConfigError(f"the point {name}: {error}") from None
 
 
 def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
