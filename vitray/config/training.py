@@ -299,7 +299,7 @@ class Evaluate(Section):
     """Images per step over all workers; null: the training batch."""
     where: Literal["workers", "cpu", "gpu"] = "workers"
     """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
-    gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
 
     @model_validator(mode="after")
