@@ -43,6 +43,12 @@ def test_any_text_is_a_name_or_refused_with_a_reason(text):
         ("vit_b_16", "vit_b12x1_16"),
         ("vit_ti12x1_16_hmlp", "vit_ti12x1_16_hmlp_bn"),
         ("ViT-B12/16-conv-bn", "vit_b12x1_16_conv"),
+        ("M/16", "vit_m12x1_16"),
+        ("vit_w832d12x1_16", "vit_w832d12x1_16"),
+        ("ViT-W832d18x2/14", "vit_w832d18x2_14"),
+        ("vit_w512d12x1_16", "vit_m12x1_16"),  # the letter, because its heads are the same
+        ("vit_w1280d12x1_16", "vit_w1280d12x1_16"),  # h has 16 heads, not 20
+        ("vit_w64d12x1_16", "vit_w64d12x1_16"),  # u has 2 heads, not 1
     ],
 )
 def test_the_papers_spellings_give_the_same_name(spelling, name):
@@ -52,6 +58,7 @@ def test_the_papers_spellings_give_the_same_name(spelling, name):
 def test_a_name_has_a_shape():
     assert parse_name("vit_b18x2_16_hmlp_ln") == Name("b", 18, 2, 16, "hmlp_ln")
     assert (parse_name("L/16").size, parse_name("L/16").heads) == (1024, 16)
+    assert (parse_name("vit_w832d12x1_16").size, parse_name("vit_w832d12x1_16").heads) == (832, 13)
     assert parse_name("vit_ti12x1_16").paper_spelling == "ViT-Ti12x1/16"
 
 
@@ -60,6 +67,9 @@ def test_a_name_has_a_shape():
     [
         ("vit_q12x1_16", "width 'q' is not one of u (64), ti (192)"),
         ("vit_tu12x1_16", "nearest: u"),
+        ("vit_w800d12x1_16", "nor w<channels>d with a multiple of 64"),
+        ("vit_w832x1_16", "width 'w' is not one of"),
+        ("vit_w9999936d12x1_16", "width 'w9999936d' is not one of"),
         ("vit_b0x1_16", "depth is 0, wanted at least 1"),
         ("vit_b12x0_16", "branches is 0"),
         ("vit_b12x1_0", "patch is 0"),

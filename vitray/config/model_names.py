@@ -1,4 +1,7 @@
-"""The model name grammar `vit_<width><depth>x<branches>_<patch>[_<stem>]`, and the papers' spellings."""
+"""The model name grammar `vit_<width><depth>x<branches>_<patch>[_<stem>]`, and the papers' spellings.
+
+A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x1_16` has width 832, depth 12.
+"""
 
 import re
 from dataclasses import dataclass
@@ -15,11 +18,12 @@ class Width(NamedTuple):
     depth: int
 
 
-# "Three things", Table 1, and ViT paper, Table 1; `u` is ours, for tests and demos.
+# "Three things", Table 1, and ViT paper, Table 1; `m` is DeiT III's; `u` is ours, for tests and demos.
 WIDTHS = {
     "u": Width(64, 2, 12),
     "ti": Width(192, 3, 12),
     "s": Width(384, 6, 12),
+    "m": Width(512, 8, 12),
     "b": Width(768, 12, 12),
     "l": Width(1024, 16, 24),
     "h": Width(1280, 16, 32),
@@ -29,6 +33,26 @@ STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
 # The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
 MOST_PAIRS = 1000
 GRAMMAR = "vit_<width><depth>x<branches>_<patch>[_<stem>], for example vit_b18x2_16 or vit_ti12x1_16_hmlp_bn"
+HEAD_SIZE = 64
+"""Channels of an attention head of a width without a letter."""
+
+
+def width_of(key: str) -> Width | None:
+    """Return the width of a letter of `WIDTHS`, or of `w<channels>d`; None for anything else."""
+    if key in WIDTHS:
+        return WIDTHS[key]
+    channels = re.fullmatch(r"w([1-9]\d{1,5})d", key)
+    if channels is None or int(channels[1]) % HEAD_SIZE:
+        return None
+    return Width(int(channels[1]), int(channels[1]) // HEAD_SIZE, 12)
+
+
+def width_key(size: int, heads: int | None = None) -> str | None:
+    """Return the shortest key of a width, one with this number of heads if there is one; None if there is no name."""
+    numbered = f"w{size}d"
+    keys = [*(key for key, width in WIDTHS.items() if width.size == size), *([numbered] if width_of(numbered) else [])]
+    fitting = [key for key in keys if (width := width_of(key)) and width.heads == heads]
+    return next(iter(fitting + keys), None)
 
 
 @dataclass(frozen=True)
@@ -48,12 +72,12 @@ class Name:
     @property
     def size(self) -> int:
         """The length of a token's vector."""
-        return WIDTHS[self.width].size
+        return _known_width(self.width).size
 
     @property
     def heads(self) -> int:
-        """The number of attention heads of a branch."""
-        return WIDTHS[self.width].heads
+        """The number of attention heads of a branch; `model.heads` may set another."""
+        return _known_width(self.width).heads
 
     @property
     def mixes_patches(self) -> bool:
@@ -72,15 +96,18 @@ def parse_name(text: str) -> Name:
         raise ValueError(f"model name {cut_middle(repr(text), 80)}: wanted at most 100 characters, as in {GRAMMAR}")
     parts = re.split(r"[-_/]", text.strip().lower().replace("×", "x"))
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
-    shape = re.fullmatch(r"([a-z]+?)(\d*)(?:x(\d+))?", body)
+    shape = re.fullmatch(r"(w\d+d|[a-z]+?)(\d*)(?:x(\d+))?", body)
     if shape is None:
         raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
     width, depth, branches = shape.groups()
-    if width not in WIDTHS:
+    known_width = width_of(width)
+    if known_width is None:
         known = ", ".join(f"{key} ({value.size})" for key, value in WIDTHS.items())
         raise ValueError(
-            f"model name {text!r}: width {width!r} is not one of {known}{nearest(width, WIDTHS)}; wanted {GRAMMAR}"
+            f"model name {text!r}: width {width!r} is not one of {known}{nearest(width, WIDTHS)}, nor w<channels>d with"
+            f" a multiple of {HEAD_SIZE}, as in vit_w832d12x1_16; wanted {GRAMMAR}"
         )
+    width = width_key(*known_width[:2]) or width
     patch = rest.pop(0) if rest and not rest[0].isalpha() else "16"
     if not patch.isdecimal():
         raise ValueError(f"model name {text!r}: patch {patch!r} is not a whole number of pixels, as in {GRAMMAR}")
@@ -89,7 +116,7 @@ def parse_name(text: str) -> Name:
     if stem not in STEMS:
         known = ", ".join(STEMS)
         raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {known}{nearest(spelling, STEMS)}")
-    name = Name(width, int(depth or WIDTHS[width].depth), int(branches or 1), int(patch), stem)
+    name = Name(width, int(depth or known_width.depth), int(branches or 1), int(patch), stem)
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
             raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, wanted at least 1")
@@ -102,6 +129,13 @@ def parse_name(text: str) -> Name:
         )
     _check_patch_suits_stem(text, name)
     return name
+
+
+def _known_width(key: str) -> Width:
+    width = width_of(key)
+    if width is None:
+        raise ValueError(f"width {key!r} is neither one of {', '.join(WIDTHS)} nor w<channels>d")
+    return width
 
 
 def _check_patch_suits_stem(text: str, name: Name) -> None:

@@ -121,6 +121,8 @@ class Model(Section):
     last."""
     dropout: Fraction = 0.0
     """Dropout after position embeddings and every dense layer except query, key and value (ViT paper, B.1)."""
+    heads: Size | None = None
+    """Attention heads of each branch; null: those of the name, 64 channels each but for u (32) and h (80)."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """gelu_tanh is the tanh approximation, which Google's weights use."""
     norm_eps: Positive = 1e-6
@@ -145,6 +147,8 @@ class Model(Section):
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.positions.kind == "sincos2d" and self.shape.size % 4:
             raise ValueError(f"sincos2d positions need a width divisible by 4, {self.name} has {self.shape.size}")
+        if self.shape.size % self.num_heads:
+            raise ValueError(f"heads {self.heads} do not divide the width of {self.name}, {self.shape.size}")
         if self.execution == "fused" and self.dropout:
             raise ValueError(
                 f"execution fused is not exact with dropout {self.dropout}, which acts between the products that fusing"
@@ -156,6 +160,11 @@ class Model(Section):
     def shape(self) -> Name:
         """Width, depth, branches, patch and stem, parsed from the name."""
         return parse_name(self.name)
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of each branch."""
+        return self.heads or self.shape.heads
 
     @property
     def _matrix_parameters(self) -> int:

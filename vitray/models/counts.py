@@ -55,7 +55,7 @@ def diagram(model: Model, counts: Counts) -> str:
 
     stem = " > ".join(_layer(layer) for layer in vit.stem.proj)
     scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
-    inner = {"attn": f"{shape.heads} heads", "ffn": f"{shape.size} > {4 * shape.size} > {shape.size}"}
+    inner = {"attn": f"{model.num_heads} heads", "ffn": f"{shape.size} > {4 * shape.size} > {shape.size}"}
     block: list[tuple[str, str]] = []
     for part, text in inner.items():
         for branch in range(1, shape.branches + 1):

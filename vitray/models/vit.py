@@ -25,7 +25,7 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
         spec = BlockSpec(
             shape.size,
-            shape.heads,
+            model.num_heads,
             shape.branches,
             layerscale=model.layerscale,
             dropout=model.dropout,
