@@ -16,8 +16,8 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray model",
         description="Parameters, GFLOPs (as the papers count them) and training memory from shapes, or "
         "of a model folder, or a weights file of timm, torchvision, Hugging Face, DeiT (.pth) or Google.",
-        epilog="examples: vitray model ViT-B18x2/16 image_size=384 layerscale=1e-4 --json; "
-        "vitray model deit_b.pth --save models/deit_b; vitray model models/deit_b --export hf models/deit_b_hf",
+        epilog="examples: vitray model ViT-B18x2/16 image_size=384 layerscale=1e-4 --json; vitray model "
+        "deit_b.pth heads=12 --save models/deit_b; vitray model models/deit_b --export hf models/deit_b_hf",
     )
     parser.add_argument("name", help="vit_<width><depth>x<branches>_<patch>[_<stem>], the papers' spelling, or weights")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="any `model.` setting of a recipe")
@@ -46,7 +46,7 @@ def main(args: list[str]) -> dict[str, Any]:
             print(f"wrote the model folder {options.save}", file=sys.stderr)
         if options.export:
             layout, url = options.export
-            print(f"wrote {url}; load it by {write_export(vit, layout, url, classes)}", file=sys.stderr)
+            print(f"wrote {url}; load it by\n{write_export(vit, layout, url, classes)}", file=sys.stderr)
     counts = count(run.model)
     print(diagram(run.model, counts))
     return {"name": run.model.name, **counts._asdict()}

@@ -16,6 +16,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
+from vitray.models.positions import sincos2d
 from vitray.models.vit import ViT
 from vitray.weights import export_weights, import_weights, load_model, save_model
 
@@ -40,9 +41,14 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def imported(path: object, **settings) -> tuple[Run, ViT]:
+    """Import a file, which does not show its two heads."""
+    return import_weights(str(path), settings={"heads": 2} | settings)
+
+
 def timm_vit(size: int = 32, **settings) -> VisionTransformer:
     sizes = {"img_size": size, "patch_size": PATCH, "embed_dim": WIDTH, "depth": 3, "num_heads": 2}
-    return VisionTransformer(**sizes, num_classes=CLASSES, **settings)
+    return VisionTransformer(**sizes | {"num_classes": CLASSES} | settings)
 
 
 class DeitAttention(nn.Module):
@@ -134,7 +140,7 @@ def test_timm(tmp_path, settings, name):
     if "num_classes_" in settings:
         theirs.reset_classifier(0)
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    run, ours = import_weights(str(tmp_path / "w.safetensors"))
+    run, ours = imported(tmp_path / "w.safetensors")
     assert run.model.name == name
     assert run.model.positions.resample == "timm"
     assert agree(ours(images()), theirs(images()))
@@ -143,7 +149,7 @@ def test_timm(tmp_path, settings, name):
 def test_timm_at_another_resolution(tmp_path):
     theirs = scrambled(timm_vit(dynamic_img_size=True))
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    _, ours = import_weights(str(tmp_path / "w.safetensors"))
+    _, ours = imported(tmp_path / "w.safetensors")
     assert agree(ours(images(48)), theirs(images(48)))
 
 
@@ -153,7 +159,7 @@ def test_torchvision(tmp_path, hidden):
     build = torchvision.models.VisionTransformer
     theirs = scrambled(build(image_size=32, patch_size=PATCH, representation_size=hidden, **sizes))
     torch.save(theirs.state_dict(), tmp_path / "w.pth")
-    run, ours = import_weights(str(tmp_path / "w.pth"))
+    run, ours = imported(tmp_path / "w.pth")
     assert run.model.head.kind == ("mlp" if hidden else "linear")
     assert agree(ours(images()), theirs(images()))
     larger = build(image_size=48, patch_size=PATCH, representation_size=hidden, **sizes).eval()
@@ -180,7 +186,7 @@ def test_hugging_face(tmp_path):
 def test_hugging_face_names_in_memory(tmp_path):
     theirs = hugging_face()
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    _, ours = import_weights(str(tmp_path / "w.safetensors"))
+    _, ours = imported(tmp_path / "w.safetensors", activation="gelu", norm_eps=1e-12)
     assert agree(ours(images()), theirs(images()).logits)
 
 
@@ -189,7 +195,7 @@ def test_hugging_face_names_in_memory(tmp_path):
 def test_deit(tmp_path, branches, scaled):
     theirs = scrambled(Deit(branches, scaled))
     torch.save({"model": theirs.state_dict(), "epoch": 3}, tmp_path / "w.pth")
-    run, ours = import_weights(str(tmp_path / "w.pth"))
+    run, ours = imported(tmp_path / "w.pth", positions="learned")
     assert run.model.name == f"vit_u3x{branches}_8"
     assert (run.model.layerscale is not None) == scaled
     assert run.model.positions.resample == "deit"
@@ -200,7 +206,7 @@ def test_deit(tmp_path, branches, scaled):
 def test_deit_with_hmlp_stem(tmp_path):
     theirs = scrambled(Deit(hmlp=True))
     torch.save({"model": theirs.state_dict()}, tmp_path / "w.pth")
-    run, ours = import_weights(str(tmp_path / "w.pth"))
+    run, ours = imported(tmp_path / "w.pth")
     assert run.model.name == "vit_u3x1_8_hmlp_bn"
     assert agree(ours(images()), theirs(images()))
 
@@ -208,6 +214,7 @@ def test_deit_with_hmlp_stem(tmp_path):
 def google_arrays(vit: VisionTransformer, big_vision: bool = False) -> dict[str, np.ndarray]:
     """The weights of a timm network in flax's layout."""
     state = {key: value.numpy() for key, value in vit.state_dict().items()}
+    number = vit.blocks[0].attn.num_heads
     attention, norm, mlp = ("_0", "_1", "_0") if big_vision else ("_1", "_2", "_3")
     arrays = {
         "cls": state["cls_token"],
@@ -229,9 +236,9 @@ def google_arrays(vit: VisionTransformer, big_vision: bool = False) -> dict[str,
         heads = f"{theirs}MultiHeadDotProductAttention{attention}"
         for index, part in enumerate(("query", "key", "value")):
             rows = slice(index * WIDTH, (index + 1) * WIDTH)
-            arrays[f"{heads}/{part}/kernel"] = state[f"{ours}attn.qkv.weight"][rows].T.reshape(WIDTH, 2, WIDTH // 2)
-            arrays[f"{heads}/{part}/bias"] = state[f"{ours}attn.qkv.bias"][rows].reshape(2, WIDTH // 2)
-        arrays[f"{heads}/out/kernel"] = state[f"{ours}attn.proj.weight"].T.reshape(2, WIDTH // 2, WIDTH)
+            arrays[f"{heads}/{part}/kernel"] = state[f"{ours}attn.qkv.weight"][rows].T.reshape(WIDTH, number, -1)
+            arrays[f"{heads}/{part}/bias"] = state[f"{ours}attn.qkv.bias"][rows].reshape(number, -1)
+        arrays[f"{heads}/out/kernel"] = state[f"{ours}attn.proj.weight"].T.reshape(number, -1, WIDTH)
         arrays[f"{heads}/out/bias"] = state[f"{ours}attn.proj.bias"]
     return arrays
 
@@ -249,6 +256,23 @@ def test_google(tmp_path, big_vision, prefix):
         theirs = timm_vit(act_layer="gelu_tanh").eval()
         theirs.load_pretrained(str(tmp_path / "w.npz"))
         assert agree(ours(images()), theirs(images()))
+
+
+def test_google_shows_its_heads_and_not_its_fixed_positions(tmp_path):
+    source = scrambled(timm_vit(num_heads=8, act_layer="gelu_tanh"))
+    arrays = google_arrays(source, big_vision=True)
+    np.savez(tmp_path / "w.npz", **arrays)
+    run, ours = import_weights(str(tmp_path / "w.npz"))
+    assert run.model.num_heads == 8
+    assert agree(ours(images()), source(images()))
+    del arrays["pos_embedding"]  # big_vision computes sin-cos positions
+    np.savez(tmp_path / "w.npz", **arrays)
+    with pytest.raises(ConfigError, match=r"do not show positions \(none or sincos2d; rope is refused\)"):
+        import_weights(str(tmp_path / "w.npz"))
+    source.pos_embed.data.copy_(F.pad(sincos2d((4, 4), WIDTH, "big_vision"), (0, 0, 1, 0)))
+    fixed = {"kind": "sincos2d", "frequencies": "big_vision"}
+    _, ours = import_weights(str(tmp_path / "w.npz"), settings={"positions": fixed, "image_size": 32})
+    assert agree(ours(images()), source(images()))
 
 
 def test_google_resizes_bilinearly_with_corners_aligned(tmp_path):
@@ -311,10 +335,11 @@ def test_export_to_hugging_face_loads_from_a_folder(tmp_path):
 def test_an_export_is_imported_bit_for_bit(tmp_path):
     for layout, settings in (("timm", {"name": "vit_u3x2_8"}), ("torchvision", {}), ("hf", {})):
         ours = our_vit(**settings)
+        lacking = {"activation": "gelu", "norm_eps": 1e-6} if layout == "hf" else {}
         save_file(export_weights(ours, layout), tmp_path / f"{layout}.safetensors")
-        _, imported = import_weights(str(tmp_path / f"{layout}.safetensors"))
+        _, back = imported(tmp_path / f"{layout}.safetensors", **lacking)
         for key, tensor in ours.state_dict().items():
-            assert torch.equal(imported.state_dict()[key], tensor), (layout, key)
+            assert torch.equal(back.state_dict()[key], tensor), (layout, key)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +387,7 @@ def test_files_that_do_not_fit_name_the_tensors(tmp_path):
     for message, tensors in cases.items():
         save_file(tensors, path)
         with pytest.raises(ConfigError, match=message):
-            import_weights(path)
+            imported(path)
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pth"])
@@ -411,7 +436,7 @@ def test_settings_that_shapes_cannot_show_are_given(tmp_path):
     source = our_vit(image_size=[16, 64])
     save_file(export_weights(source, "timm"), tmp_path / "w.safetensors")
     cropped = images(64)[:, :, :16]
-    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"image_size": [16, 64]})
+    _, ours = imported(tmp_path / "w.safetensors", image_size=[16, 64])
     assert agree(ours(cropped), source(cropped))
 
 

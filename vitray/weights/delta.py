@@ -23,7 +23,8 @@ from vitray.config.sections import Section
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
 from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
-from vitray.weights.convert import State, import_weights
+from vitray.weights.convert import import_state
+from vitray.weights.files import State
 
 WEIGHTS, DELTA, CLASSES, RUN = "model.safetensors", "delta.json", "classes.json", "run.yaml"
 FORMAT = 1
@@ -144,7 +145,7 @@ def read_state(url: str) -> State:
     """Return the tensors, under our names, of a model folder, a delta or a weights file of another library."""
     links, root = read_chain(resolve_uri(url))
     has_run = storage.exists(storage.join(root, RUN))
-    return compose(links, _read_own(root) if has_run else _aligned(import_weights(root)[1].state_dict()))
+    return compose(links, _read_own(root) if has_run else _aligned(import_state(root)))
 
 
 def _read_own(location: str) -> State:

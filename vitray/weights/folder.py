@@ -18,7 +18,7 @@ from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
 from vitray.tracking.model_uri import resolve_uri
-from vitray.weights.convert import State, import_weights
+from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
     CLASSES,
     DELTA,
@@ -31,6 +31,7 @@ from vitray.weights.delta import (
     read_chain,
     read_state,
 )
+from vitray.weights.files import State
 
 
 class LoadedModel(NamedTuple):
@@ -133,14 +134,19 @@ def flatten_model(url: str, target: str) -> SavedModel:
     return save_model(target, run, vit, classes)
 
 
-def open_weights(url: str, settings: Mapping[str, Any] | None = None) -> LoadedModel:
-    """Return the network at an address: a model folder, or a weights file of another library."""
+def open_weights(
+    url: str, settings: Mapping[str, Any] | None = None, *, fallback: Mapping[str, Any] | None = None
+) -> LoadedModel:
+    """Return the network at an address: a model folder, or a weights file of another library.
+
+    `settings` complete a weights file; of `fallback`, only those that it lacks.
+    """
     location = resolve_uri(url)
     if storage.exists(storage.join(location, RUN)):
         if settings:
             raise ConfigError(f"{url}: a model folder has its own settings; got {', '.join(settings)}, wanted none")
         return load_model(location)
-    run, vit = import_weights(location, settings=settings)
+    run, vit = import_weights(location, settings=settings, fallback=fallback)
     return LoadedModel(run, vit, None)
 
 

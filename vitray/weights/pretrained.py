@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weight
 from vitray.weights.freezing import Audit, audit, freeze, part_of
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.
-FIXED = ("name", "class_token", "pool", "positions", "layerscale", "activation", "norm_eps")
+FIXED = ("name", "class_token", "pool", "positions", "heads", "layerscale", "activation", "norm_eps")
 
 
 class InitialWeights(NamedTuple):
@@ -46,7 +46,7 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     """Return the run, completed with the settings of its initial weights, and those weights."""
     try:
         url = pin_uri(task.weights)
-        loaded = open_weights(url)
+        loaded = open_weights(url, fallback=_stated(run))
     except ConfigError as error:
         raise ConfigError(f"task.weights: {error}") from None
     # Without class names, an equal number of classes counts as the same classes.
@@ -59,6 +59,13 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     freeze(vit, task)
     identity = identity_of(loaded.vit.state_dict())
     return run, InitialWeights(url, identity, state, audit(vit), _describe_adaptation(loaded.vit, run, state))
+
+
+def _stated(run: Run) -> dict[str, Any]:
+    """The run's own settings that another library's file may lack."""
+    stated = run.model.model_fields_set
+    settings = run.model.model_dump(mode="json", include=stated & {"positions", "activation", "norm_eps"})
+    return settings | ({"heads": run.model.num_heads} if stated & {"name", "heads"} else {})
 
 
 def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: bool) -> Run:
@@ -111,6 +118,7 @@ def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str
 
 def _other_settings(old: Model, new: Model) -> list[str]:
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    before["heads"], after["heads"] = old.num_heads, new.num_heads
     for settings in (before, after):
         settings["positions"].pop("resample", None)
     if old.layerscale and new.layerscale:

@@ -1,0 +1,109 @@
+"""Weights files of other libraries: tensors by name, and the description of the network beside them."""
+
+import argparse
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vitray import storage
+from vitray.errors import ConfigError
+
+State = dict[str, Tensor]
+# Training scripts save {"model": ...}; flax prefixes names with the path of the tree.
+WRAPPERS = ("model", "state_dict")
+PREFIXES = ("opt/target/", "params/img/", "params/", "module.")
+
+
+class WeightsFile(NamedTuple):
+    """The content of a weights file."""
+
+    tensors: State
+    config: dict[str, Any]
+    """The config.json of its folder; empty without one."""
+    network: str | None
+    """The library's name of the network, from config.json or the arguments of the training script."""
+
+
+def read_weights(url: str) -> WeightsFile:
+    """Return the tensors of a weights file, and its description; reading cannot run code."""
+    if storage.exists(storage.join(url, "model.safetensors")):  # a folder, as Hugging Face writes it
+        url = storage.join(url, "model.safetensors")
+    with storage.local_copy(url) as path:
+        try:
+            content = _READERS.get(path.suffix, _read_pickle)(path)
+        except (SafetensorError, BadZipFile, OSError, ValueError, RuntimeError, EOFError) as error:
+            raise ConfigError(f"{url}: not a {path.suffix} weights file: {str(error).splitlines()[0]}") from None
+    config = _read_config(url)
+    names = (config.get("architecture"), content.get("arch"), getattr(content.get("args"), "model", None))
+    # timm's config.json has the first; checkpoints of timm, DeiT, MAE and torchvision have the others.
+    network = next((name for name in names if isinstance(name, str)), None)
+    for wrapper in WRAPPERS:
+        if isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    prefix = next((prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in content)), "")
+    state = {key.removeprefix(prefix): value for key, value in content.items() if isinstance(value, Tensor)}
+    if not state:
+        raise ConfigError(f"{url}: holds no tensors")
+    return WeightsFile(state, config, network)
+
+
+def _read_config(url: str) -> dict[str, Any]:
+    """The config.json beside a model.safetensors, which describes that file only."""
+    folder, _, name = url.rpartition("/")
+    place = storage.join(folder or ".", "config.json")
+    if name != "model.safetensors" or not storage.exists(place):
+        return {}
+    try:
+        config = json.loads(storage.read_bytes(place))
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{place}: holds a {type(config).__name__}, wanted settings by name")
+    return config
+
+
+def _read_pickle(path: Path) -> dict[str, Any]:
+    # The training scripts of DeiT, MAE, timm and torchvision save their arguments, a Namespace, which only holds
+    # attributes.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise ValueError(
+                f"it holds {_unsafe_names(path)}, which only running code could load; save its tensors alone"
+            ) from None
+        except Exception as error:  # unreadable bytes raise almost anything
+            raise ValueError(str(error)) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not tensors by name")
+    return content
+
+
+def _unsafe_names(path: Path) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except ValueError:  # the format before torch 1.6
+        names = []
+    return ", ".join(sorted(names)) or "more than tensors"
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return {key: torch.from_numpy(np.asarray(arrays[key], dtype=np.float32)) for key in arrays.files}
+
+
+_READERS = {".safetensors": load_file, ".npz": _read_npz}
+
+
+def few(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first six names, and the number of the others."""
+    return separator.join(names[:6]) + (f"{separator}and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,239 @@
+"""The `model.` settings of another library's weights: from names, shapes, config.json and the name of the network.
+
+A setting that decides the function of the network and appears in none of them is demanded, never assumed.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from vitray.config.model_names import WIDTHS, width_key, width_of
+from vitray.errors import ConfigError
+from vitray.weights.files import State, WeightsFile, few
+from vitray.weights.layouts import LAYOUTS, WeightLayout
+
+# Networks of timm, DeiT and MAE whose width and heads are those of the letter, and whose positions are learned.
+_NETWORK = re.compile(
+    r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_patch\d+)?(?:_\d+(?:x\d+)?|_LS)*"
+)
+_TORCHVISION = re.compile(r"vit_([blh])_\d+")
+_LETTERS = {"tiny": "ti", "small": "s", "medium": "m", "base": "b", "large": "l", "huge": "h"}
+# Hugging Face's names of the two activations.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Arguments of timm that leave the function as the tensors have it.
+_TIMM_ARGUMENTS = {"img_size", "num_classes", "dynamic_img_size", "dynamic_img_pad", "num_heads", "global_pool"}
+_DEMANDS = {
+    "heads": "heads (attention heads; {usual})",
+    "activation": "activation (gelu or gelu_tanh)",
+    "norm_eps": "norm_eps (epsilon of the norms)",
+    "positions": "positions ({positions}; rope is refused)",
+}
+
+
+class Shapes(NamedTuple):
+    """The facts in the tensors' names and shapes."""
+
+    size: int
+    depth: int
+    branches: int
+    patch: int
+    stem: str
+    heads: int | None
+    """Attention heads; None in a file with fused heads."""
+    has_table: bool
+    """Whether the file has a table of positions."""
+    maybe_rope: bool
+    """Whether a network with rope in its attention has the same names and shapes."""
+    settings: dict[str, Any]
+    """The other settings."""
+
+
+def detect_layout(state: State, url: str) -> str:
+    """Return the layout of a weights file."""
+    if any(".attn1." in key or key.endswith("gamma_1") or ".proj.0." in key for key in state):
+        return "deit"
+    known = [name for name, layout in LAYOUTS.items() if layout.marker in state]
+    if "timm" in known and Path(url).suffix in (".pth", ".pt"):
+        # timm and DeiT share all names except LayerScale's; DeiT ships .pth files, timm ships safetensors.
+        return "deit"
+    if not known:
+        raise ConfigError(f"{url}: a layout we do not know, with {few(sorted(state))}; known: {', '.join(LAYOUTS)}")
+    return known[0]
+
+
+def settings_of(
+    file: WeightsFile, layout: str, url: str, given: Mapping[str, Any], fallback: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the `model.` settings of a weights file, completed by `given`; for the tensors alone, `fallback` is None.
+
+    A setting that the file lacks and `given` too is that of `fallback`, or an error.
+    """
+    shapes = _read_shapes(file.tensors, LAYOUTS[layout], url)
+    stated = _stated_settings(file, layout, shapes, url) | ({"heads": shapes.heads} if shapes.heads else {})
+    for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions"}):
+        if stated[setting] != given[setting]:
+            raise ConfigError(
+                f"{url}: {setting}: got {given[setting]}, and the network of the file has {stated[setting]}"
+            )
+    demanded = {"heads"} | ({"activation", "norm_eps"} if layout in ("hf", "hf5") else set())
+    if not shapes.settings["class_token"] and LAYOUTS[layout].activation == "gelu":
+        demanded.add("activation")  # among timm's SigLIP are both
+    if not shapes.has_table or shapes.maybe_rope:
+        demanded.add("positions")
+    lacking = demanded - stated.keys() - given.keys()
+    if fallback is not None and (missing := lacking - fallback.keys()):
+        raise ConfigError(_demand(sorted(missing), shapes, file.network, url))
+    settings = shapes.settings | stated | dict(given) | {name: fallback[name] for name in lacking if fallback}
+    positions = settings["positions"]
+    positions = {"kind": positions} if isinstance(positions, str) else positions
+    if isinstance(positions, dict) and positions.get("kind", "learned") == "learned":
+        positions = {"kind": "learned", "resample": LAYOUTS[layout].resample} | positions
+    heads = settings.get("heads")
+    key = width_key(shapes.size, heads)
+    if key is None:
+        known = ", ".join(f"{key} {width.size}" for key, width in WIDTHS.items())
+        raise ConfigError(f"{url}: width {shapes.size} is none of {known}, nor a multiple of 64")
+    name = f"vit_{key}{shapes.depth}x{shapes.branches}_{shapes.patch}_{shapes.stem}"
+    named = width_of(key)
+    heads = None if named and named.heads == heads else heads
+    return {"name": name} | settings | {"positions": positions, "heads": heads}
+
+
+def _demand(missing: list[str], shapes: Shapes, network: str | None, url: str) -> str:
+    usual = [f"{width.heads} in ViT-{key.capitalize()}" for key, width in WIDTHS.items() if width.size == shapes.size]
+    facts = {
+        "usual": ", ".join(usual) or f"{shapes.size} channels in all",
+        "positions": "learned, if the table of the file is all it has" if shapes.has_table else "none or sincos2d",
+    }
+    origin = f" of {network}" if network else ""
+    return (
+        f"{url}: the weights{origin} do not show {', '.join(_DEMANDS[name].format(**facts) for name in missing)}; add"
+        f" model.{missing[0]}=... to the run, or save a model folder once: vitray model {url}"
+        f" {' '.join(f'{name}=...' for name in missing)} --save FOLDER"
+    )
+
+
+# ---- names and shapes ------------------------------------------------------------------------------------------------
+
+
+def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
+    names, weight = layout.names, layout.leaves[0]
+
+    def first(part: str, level: int = 0, branch: int = 0) -> Tensor | None:
+        tensors = layout.tensors(part, "weight", level, branch)
+        return state.get(tensors[0]) if tensors else None
+
+    def count(has: Callable[[int], bool]) -> int:
+        return next(number for number in range(len(state) + 1) if not has(number))
+
+    norm = first("norm") if first("pooled_norm") is None else first("pooled_norm")
+    depth = count(lambda level: first("attn.norm", level) is not None)
+    has_branches = "{b}" in names["attn.norm"] or "{s}" in names["attn.norm"]
+    branches = count(lambda branch: first("attn.norm", 0, branch) is not None) if has_branches else 1
+    if norm is None or not depth:
+        raise ConfigError(f"{url}: no {names['norm']} or no {names['attn.norm']} among {few(sorted(state))}")
+    stem, patch = _infer_stem(state, first("stem"), names["stem"], weight, url)
+    has_token, scaled = first("class_token") is not None, first("attn.scale") is not None
+    settings: dict[str, Any] = {
+        "class_token": has_token,
+        "pool": "mean_then_norm" if first("pooled_norm") is not None else "token" if has_token else "mean",
+        "activation": layout.activation,
+        "norm_eps": layout.norm_eps,
+        "positions": "none",
+        "num_classes": None,
+    }
+    if scaled:
+        settings["layerscale"] = 1e-4  # the file lacks the initial value; this is DeiT III's
+    if (table := first("positions")) is not None:
+        patches = table.shape[-2] if table.ndim > 1 else 0
+        side = math.isqrt(patches)
+        if has_token and side * side != patches:
+            side = math.isqrt(patches - 1)
+        settings |= {"positions": "learned", "image_size": side * patch}
+    if (head := first("head")) is not None:
+        settings["num_classes"] = head.shape[1 if weight == "kernel" else 0]
+        if (hidden := first("hidden")) is not None:
+            settings["head"] = {"kind": "mlp", "hidden": hidden.shape[1 if weight == "kernel" else 0]}
+    # Flax keeps heads apart: (width, heads, channels).
+    query = first("attn.qkv")
+    heads = query.shape[1] if weight == "kernel" and query is not None and query.ndim == 3 else None
+    # timm's networks with axial rope and DeiT III's have equal names: the angles of rope are in no file.
+    maybe_rope = layout.marker == LAYOUTS["deit"].marker and scaled and branches == 1 and stem == "linear"
+    return Shapes(norm.numel(), depth, branches, patch, stem, heads, table is not None, maybe_rope, settings)
+
+
+def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:
+    """The kind of stem and the patch size."""
+    if linear is not None and linear.ndim == 4:
+        return "linear", linear.shape[0 if weight == "kernel" else 2]
+    layers = [key for key in state if re.fullmatch(re.escape(name.removesuffix("{p}")) + r"\d+\.weight", key)]
+    convolutions = [key for key in layers if state[key].ndim == 4]
+    if not convolutions:
+        raise ConfigError(f"{url}: no stem named {name.format(p=weight)} among {few(sorted(state))}")
+    normed = "bn" if any(key.endswith("running_mean") for key in state) else "ln"
+    return f"hmlp_{normed}", 4 * 2 ** (len(convolutions) - 1)
+
+
+# ---- the description beside the tensors ------------------------------------------------------------------------------
+
+
+def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -> dict[str, Any]:
+    """The settings in config.json, and those that follow from the network's name."""
+    if layout in ("hf", "hf5"):
+        return _of_hugging_face(file.config, url) if file.config else {}
+    stated: dict[str, Any] = {}
+    if file.network and (key := known_width(file.network)) and WIDTHS[key].size == shapes.size:
+        stated = {"heads": WIDTHS[key].heads} | ({"positions": "learned"} if shapes.has_table else {})
+    return stated | (_of_timm(file.config, shapes, url) if "architecture" in file.config else {})
+
+
+def known_width(network: str) -> str | None:
+    """Return the letter of the width of a network of timm, DeiT, MAE or torchvision; None for others."""
+    name = network.partition(".")[0]  # timm adds the weights: vit_base_patch16_224.augreg_in1k
+    if named := _NETWORK.fullmatch(name):
+        return _LETTERS[named[1]]
+    named = _TORCHVISION.fullmatch(name)
+    return named[1] if named else None
+
+
+def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, Any]:
+    arguments = config.get("model_args") or {}
+    if other := sorted(set(arguments) - _TIMM_ARGUMENTS):
+        raise ConfigError(f"{url}: config.json: model_args has {few(other)}, for which vitray has no network")
+    stated = {"heads": arguments["num_heads"]} if "num_heads" in arguments else {}
+    match arguments.get("global_pool", config.get("global_pool")):
+        case None:
+            return stated
+        case "token" if shapes.settings["pool"] == "token":
+            return stated
+        case "avg":
+            return stated | {"pool": "mean" if shapes.settings["pool"] == "token" else shapes.settings["pool"]}
+        case other:
+            raise ConfigError(
+                f"{url}: config.json: global_pool {other} does not fit a pool of {shapes.settings['pool']}"
+            )
+
+
+def _of_hugging_face(config: Mapping[str, Any], url: str) -> dict[str, Any]:
+    # The fallbacks are the library's own.
+    kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
+    if kind != "vit":
+        raise ConfigError(f"{url}: config.json: model_type {kind}, wanted vit")
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"{url}: config.json: hidden_act {activation}, wanted one of {', '.join(_ACTIVATIONS)}")
+    size = config.get("image_size", 224)
+    return {
+        "heads": config.get("num_attention_heads", 12),
+        "activation": _ACTIVATIONS[activation],
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "image_size": size,
+    }
