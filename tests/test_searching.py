@@ -37,28 +37,33 @@ def base(tmp_path_factory):
     return load_run(None, overrides)
 
 
-def open_sweep(folder, base, text, *additions):
+def open_sweep(folder, base, text, *additions, places=lambda: 1000):
     """Plan, trial store and searcher of a sweep in a folder, as after a restart."""
     (folder / "space.yaml").write_text(text)
     space = extend_space(read_space(folder / "space.yaml"), additions)
     plan = plan_sweep(base, space, [Node(cpus=4)])
     store = TrialStore(str(folder / "home"), plan.base, plan.points, space.learns)
-    return plan, store, TrialSearcher(plan, store, space)
+    return plan, store, TrialSearcher(plan, store, space, places)
 
 
 def suggest_all(searcher):
     """The names of all remaining trials."""
     names = []
-    while (config := searcher.suggest("")) != Searcher.FINISHED:
+    while (config := searcher.suggest(str(len(names)))) != Searcher.FINISHED:
         names.append(config["name"])
     return names
 
 
 def end(store, name, state="finished", score=0.5, seconds=None):
+    """End a trial as its own process does: on disk, and by its last results."""
     if seconds is not None:
         content = json.dumps({"device_seconds": seconds}).encode()
         storage.write_bytes(f"{store.run_dir(name)}/outcome.json", content)
     write_record(store.run_dir(name), TrialRecord(state, ((4, score),) if state != "failed" else (), "broke"))
+    if state != "failed":
+        store.update(name, {"step": 4, "steps": 4, "goal": score})
+    costs = {} if seconds is None else {"device_seconds": seconds}
+    store.update(name, {"step": 4, "steps": 4, "goal": score, "state": state, "reason": "broke"} | costs)
 
 
 def test_a_restarted_grid_leaves_out_ended_trials(tmp_path, base):
@@ -112,21 +117,75 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
         names.append(config["name"])
         end(store, names[-1], score=len(names))
     assert len(set(names)) == 5
-    for completed in (1, 3):
-        folder = tmp_path / f"cut{completed}"
+    for completed, is_written in ((1, True), (3, True), (3, False)):
+        folder = tmp_path / f"cut{completed}{is_written}"
         folder.mkdir()
         _, first, searcher = open_sweep(folder, base, TPE)
         for number in range(completed):
             end(first, searcher.suggest("")["name"], score=number + 1)
+        first.close()
+        points = storage.read_bytes(f"{first.sweep_dir}/points.json")
         searcher.suggest("")  # started, then lost with the driver
+        first.close()
+        if not is_written:  # lost before the thread wrote its point
+            storage.write_bytes(f"{first.sweep_dir}/points.json", points)
         _, second, searcher = open_sweep(folder, base, TPE)
         resumed = []
         while (config := searcher.suggest("")) != Searcher.FINISHED:
             resumed.append(config["name"])
             end(second, resumed[-1], score=completed + len(resumed))
         assert names == [*names[:completed], *resumed]
+    store.close()
     assert list(read_entries(store.sweep_dir)) == names
     assert read_entries(store.sweep_dir)[names[0]].asked is not None
+
+
+def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch):
+    """Nodes come and go between two trials: new ones are used, and no trial starts in the place of a lost one."""
+    places = [1]
+    searcher = open_sweep(tmp_path, base, GRID, places=lambda: places[0])[2]
+    monkeypatch.setattr("vitray.sweep.searcher.NODES_INTERVAL", 0.0)
+    assert searcher.suggest("a")["name"] == "lr=1e-3"
+    assert searcher.suggest("b") is None
+    places[0] = 3
+    assert searcher.suggest("b")["name"] == "lr=0.01"
+    assert searcher.suggest("c")["name"] == "lr=0.1"
+    places[0] = 1
+    searcher.on_trial_complete("a")
+    searcher.on_trial_complete("b")
+    assert searcher.suggest("d") is None  # one runs, and one fits
+    places[0] = 0
+    searcher.on_trial_complete("c")
+    assert searcher.suggest("d")["name"] == "lr=0.2"  # waits for its nodes: Tune asks in vain only while others run
+    searcher.on_trial_complete("d")
+    assert searcher.suggest("e") == Searcher.FINISHED
+
+
+def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    names = list(store.entries)
+    for name in names:
+        store.start(name)
+        store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
+        store.update(name, {"step": 2, "steps": 4, "goal": 0.25})  # repeated by a trial whose process had died
+    store.update(names[0], {"step": 4, "steps": 4, "goal": 0.5, "state": "finished", "device_seconds": 9.0})
+    store.stop(names[0], "stopped early")  # called at every end
+    store.stop(names[1], "stopped early")
+    store.stop(names[2], "failed", "its process failed")
+    states = [record.state for record in store.records().values()]
+    assert states == ["finished", "stopped early", "failed", "running"]
+    assert store.record(names[0]).scores == ((2, 0.25),)
+    assert store.record(names[0]).steps == 4
+    assert store.cost(names[0], "device_seconds") == 9.0
+    assert store.cost(names[1], "device_seconds") is None
+    store.read_outcomes()
+    assert store.cost(names[1], "device_seconds") is None  # its run is still ending
+    storage.write_bytes(f"{store.run_dir(names[1])}/outcome.json", b'{"device_seconds": 3.0, "curves": {}}')
+    store.read_outcomes()
+    assert store.cost(names[1], "device_seconds") == 3.0
+    write_record(store.run_dir(names[3]), TrialRecord("finished", ((4, 0.5),)))  # its last result got lost
+    store.close()
+    assert store.record(names[3]).best("max") == 0.5
 
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
@@ -154,13 +213,17 @@ def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, ended
     assert len(suggest_all(open_sweep(tmp_path, base, GRID + budget)[2])) == remaining
 
 
-def test_points_are_on_disk_before_a_trial_starts(tmp_path, base):
+def test_a_trial_gets_its_settings_and_its_point_is_written(tmp_path, base):
     _, store, searcher = open_sweep(tmp_path, base, TPE)
-    name = searcher.suggest("")["name"]
-    assert read_entries(store.sweep_dir)[name].point == store.entries[name].point
-    assert store.run(name).optim.lr == store.entries[name].point.settings["optim.lr"]
+    config = searcher.suggest("")
+    name = config["name"]
+    assert config == {"name": name, "optim.lr": store.entries[name].point.settings["optim.lr"]}
+    assert json.loads(json.dumps(config)) == config
+    assert store.run(name).optim.lr == config["optim.lr"]
     store.add("more", TrialEntry(SweepPoint({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
+    store.close()
     assert list(read_entries(store.sweep_dir)) == [name, "more"]
+    assert read_entries(store.sweep_dir)[name].point == store.entries[name].point
 
 
 def test_the_sizes_of_a_fine_tuning_come_from_its_weights(tmp_path, base):
@@ -171,7 +234,10 @@ def test_the_sizes_of_a_fine_tuning_come_from_its_weights(tmp_path, base):
     started = base.replace({"task": task, "model.name": "vit_u3x2_8"})  # settings of a started fine-tuning
     storage.write_bytes(f"{store.run_dir(name)}/{SETTINGS}", started.to_yaml().encode())
     storage.write_bytes(f"{store.run_dir(name)}/{RUN_META}", b"{}")
-    assert store.cost(name, "params") == sizes_of(started.model).params
+    assert store.sizes(name) == sizes_of(started.model)
+    end(store, name)
+    ended = TrialStore(str(tmp_path), store.base, {name: point}, False)
+    assert ended.cost(name, "params") == sizes_of(started.model).params
     assert TrialStore(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
 
 

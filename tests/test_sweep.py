@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import mlflow
 import psutil
 import pytest
 import ray
+from ray import tune
 from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
+from vitray import storage
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream import forget_decoded
@@ -24,7 +27,7 @@ from vitray.models.vit import ViT
 from vitray.sweep.driver import sweep
 from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
-from vitray.sweep.trial_store import read_entries
+from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, write_record
 from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray
@@ -333,3 +336,76 @@ def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
     (record,) = [json.loads(path.read_text()) for path in Path(outcome.home).glob("*/trial.json")]
     assert record["state"] == "failed"
     assert "its process failed, at last with" in record["reason"]
+
+
+def stand_in():
+    """A trainable that keeps its trial's record as a training run does, and trains nothing.
+
+    A local class, so that Ray sends it by value.
+    """
+
+    class StandIn(tune.Trainable):
+        def setup(self, config, context=None):
+            self.context = context
+            self.reset_config(config)
+
+        def reset_config(self, new_config):
+            self.run_dir = f"{self.context.sweep_dir}/{new_config['name']}"
+            self.score = -abs(new_config["optim.lr"] - 0.01)
+            self.record = TrialRecord("running", began=time.time(), steps=3)
+            return True
+
+        def step(self):
+            step = len(self.record.scores) + 1
+            result = {"step": step, "steps": 3, "share": step, "goal": self.score, "done": step == 3}
+            self.record = self.record._replace(scores=(*self.record.scores, (step, self.score)))
+            if step == 3:
+                outcome = {"device_seconds": 1.0, "curves": {}, "state": "finished"}
+                storage.write_bytes(f"{self.run_dir}/outcome.json", json.dumps(outcome).encode())
+                self.record = self.record._replace(state="finished")
+                result |= {"state": "finished", "device_seconds": 1.0}
+            write_record(self.run_dir, self.record)
+            return result
+
+    return StandIn
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tunes_loop_never_waits_for_storage(folder, monkeypatch):
+    """Each result of a trial waits for the loop: requests, drawing and uploads belong to other threads."""
+    requests, is_looping = [], []
+
+    def filesystem(url, called=storage.filesystem):
+        if is_looping:
+            requests.append((threading.current_thread() is threading.main_thread(), url))
+        return called(url)
+
+    def start(store, name, called=TrialStore.start):
+        is_looping.append(True)
+        called(store, name)
+
+    def close(store, called=TrialStore.close):
+        is_looping.clear()
+        called(store)
+
+    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable", stand_in())
+    monkeypatch.setattr("vitray.sweep.sweep_logger.REPORT_INTERVAL", 1.0)
+    monkeypatch.setattr(storage, "filesystem", filesystem)
+    monkeypatch.setattr(TrialStore, "start", start)
+    monkeypatch.setattr(TrialStore, "close", close)
+    (folder / "drawn.yaml").write_text(
+        "space: {optim.lr: {loguniform: [1.0e-3, 0.1]}}\nsearch: {kind: tpe, trials: 12, first: 4}\n"
+        "budget: {device_hours: 1}\ngoal: {metric: val/loss, mode: max}\n"
+    )
+    outcome = begin(folder, "requests", space="drawn.yaml")
+    assert (outcome.trials, outcome.finished) == (12, 12)
+    assert [url for is_main, url in requests if is_main] == []
+    others = [url for is_main, url in requests if not is_main]
+    assert sum(url.endswith("points.json") for url in others) <= 12
+    assert any(url.endswith("outcome.json") for url in others)
+    for name in {url for url in others if url.endswith(("trial.json", "outcome.json"))}:
+        assert others.count(name) <= 2  # once to look for it, once to read it
+    entries = read_entries(outcome.home)
+    assert len(entries) == 12
+    assert outcome.best == min(entries, key=lambda name: abs(entries[name].point.settings["optim.lr"] - 0.01))

@@ -23,7 +23,6 @@ from vitray.sweep.space import STAGES_DIR, Space
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 
 if TYPE_CHECKING:
-    from vitray.sweep.sweep_logger import SweepLogger
     from vitray.sweep.trial_store import TrialStore
 
 SWEEP_META = "sweep.json"
@@ -58,7 +57,7 @@ def sweep(
         store = TrialStore(sweep_dir, plan.base, plan.points, space.learns)
         with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, began)) as logger:
             if any(not record.is_over for record in store.records().values()) or len(store.entries) < plan.trials:
-                _tune(plan, store, logger)
+                _tune(plan, store, logger.info)
             return logger.finish()
 
 
@@ -84,14 +83,15 @@ def _run_from(text: str) -> Run:
         return load_run(path)
 
 
-def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
+def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
     """Run the trials on Ray Tune."""
     from ray import tune
 
+    from vitray.sweep.capacity import fit_trials
     from vitray.sweep.interruption import interruptible
+    from vitray.sweep.listener import InterruptionStopper, TrialListener
     from vitray.sweep.schedulers import build_scheduler
     from vitray.sweep.searcher import TrialSearcher
-    from vitray.sweep.sweep_logger import SweepListener
     from vitray.sweep.trial import TrialContext, TrialTrainable
     from vitray.tracking.mlflow_client import tracking_uri
 
@@ -101,15 +101,16 @@ def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
     environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
     assert plan.run_plan is not None, "planned before its stages were ready"
     assert plan.dataset is not None, "planned before its stages were ready"
-    space = logger.info.space
+    space, resources = info.space, plan.capacity.resources
     context = TrialContext(
         base=plan.base,
         dataset=plan.dataset,
         sweep_dir=store.sweep_dir,
-        parent_uid=logger.info.uid,
+        parent_uid=info.uid,
         metric=space.goal.metric,
         has_scheduler=space.scheduler.kind != "none",
-        concurrent_trials=min(plan.capacity.concurrent, plan.trials),
+        trials=plan.trials,
+        resources=resources,
         environment=environment,
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
@@ -122,18 +123,21 @@ def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
             tune_config=tune.TuneConfig(
                 metric="goal",
                 mode=space.goal.mode,
-                search_alg=TrialSearcher(plan, store, space),
+                search_alg=TrialSearcher(
+                    plan, store, space, lambda: fit_trials(cluster_nodes(), resources, plan.trials).concurrent
+                ),
                 num_samples=-1,
                 scheduler=build_scheduler(plan.run_plan, space),
-                max_concurrent_trials=plan.capacity.concurrent,
+                max_concurrent_trials=plan.trials,  # the searcher follows the cluster
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
             run_config=tune.RunConfig(
-                name=logger.info.uid,
+                name=info.uid,
                 storage_path=scratch,
                 verbose=0,
-                stop=SweepListener(logger, interruption),
+                stop=InterruptionStopper(interruption),
+                callbacks=[TrialListener(store)],
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs write their own checkpoints
                 # A trial whose process has died starts again, from the last checkpoint of its run.
                 failure_config=tune.FailureConfig(max_failures=plan.base.compute.max_failures),
@@ -141,6 +145,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", logger: "SweepLogger") -> None:
         )
         results = tuner.fit()
     if not interruption.signal:
+        store.close()
         for result in results:
             if result.error and result.config:
                 store.fail(result.config["name"], f"its process failed, at last with {one_line(result.error)}")

@@ -17,10 +17,13 @@ class Interruption:
     def __init__(self, sweep_dir: str) -> None:
         self.signal: int | None = None
         self.marker = storage.join(sweep_dir, INTERRUPTED)
+        self._is_marked = False
 
     def mark(self) -> None:
-        """Write the marker."""
-        storage.write_bytes(self.marker, b"the sweep was interrupted\n")
+        """Write the marker, once."""
+        if not self._is_marked:
+            storage.write_bytes(self.marker, b"the sweep was interrupted\n")
+        self._is_marked = True
 
 
 def is_interrupted(sweep_dir: str) -> bool:

@@ -1,7 +1,9 @@
 """The searcher: hands Ray Tune the next trial."""
 
+import math
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -10,14 +12,22 @@ from vitray.sweep.plan import SweepPlan
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
 
+# Seconds between two looks at the nodes of the cluster.
+NODES_INTERVAL = 5.0
+
 
 class TrialSearcher(Searcher):
     """Suggests the stored trials that are not over, then the new points of a search that learns."""
 
-    def __init__(self, plan: SweepPlan, store: TrialStore, space: Space) -> None:
-        """Queue the stored trials; under a scheduler also the ended ones, which it replays after a restart."""
+    def __init__(self, plan: SweepPlan, store: TrialStore, space: Space, count_places: Callable[[], int]) -> None:
+        """Queue the stored trials; under a scheduler also the ended ones, which it replays after a restart.
+
+        `count_places` returns the number of trials that fit the cluster as it is now.
+        """
         super().__init__()
         self._plan, self._store, self._space = plan, store, space
+        self._count_places, self._places, self._counted = count_places, 0, -math.inf
+        self._live: set[str] = set()
         self._started = time.monotonic()
         replays = space.scheduler.kind != "none"
         waiting = [name for name, record in store.records().items() if replays or not record.is_over]
@@ -27,20 +37,39 @@ class TrialSearcher(Searcher):
         # Ended trials come first, so that running ones are compared with them.
         self._waiting = sorted(waiting, key=lambda name: not store.record(name).is_over)
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the name of the next trial, or FINISHED."""
-        if self._waiting and (self._store.record(self._waiting[0]).is_over or not self.is_spent()):
-            return {"name": self._waiting.pop(0)}
-        if self._waiting or not self._space.learns or len(self._store.entries) >= self._plan.trials:
-            return Searcher.FINISHED
-        name = None if self.is_spent() else self._draw()
-        return {"name": name} if name else Searcher.FINISHED
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its arguments to resume by itself, which is not used.
+        return {}
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Do nothing: the trial's record has its result."""
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the name and the settings of the next trial, FINISHED, or None while no further trial fits."""
+        if not self._has_place():
+            return None
+        if (name := self._next()) is None:
+            return Searcher.FINISHED
+        self._live.add(trial_id)
+        return {"name": name} | self._store.settings(name)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:  # noqa: ARG002
+        """Free the trial's place; the trial store has its result."""
+        self._live.discard(trial_id)
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing: the trial store is on disk."""
+        """Do nothing: the trials are on disk."""
+
+    def _has_place(self) -> bool:
+        """Whether a further trial fits the cluster; the first one always waits for its nodes in its own process."""
+        if time.monotonic() - self._counted >= NODES_INTERVAL:
+            self._places, self._counted = self._count_places(), time.monotonic()
+        return len(self._live) < max(1, self._places)
+
+    def _next(self) -> str | None:
+        """Return the name of the next trial; None where no further one starts."""
+        if self._waiting and (self._store.record(self._waiting[0]).is_over or not self.is_spent()):
+            return self._waiting.pop(0)
+        if self._waiting or not self._space.learns or len(self._store.entries) >= self._plan.trials:
+            return None
+        return None if self.is_spent() else self._draw()
 
     def is_spent(self) -> bool:
         """Whether the budget is spent or too many trials have failed."""
@@ -52,7 +81,7 @@ class TrialSearcher(Searcher):
             return True
         if budget.device_hours is None:
             return False
-        spent = sum(self._store.outcome(name).device_seconds or 0.0 for name in records)
+        spent = sum(self._store.cost(name, "device_seconds") or 0.0 for name in records)
         return spent >= 3600 * budget.device_hours
 
     def _draw(self) -> str | None:

@@ -1,20 +1,19 @@
-"""Logging of a sweep to MLflow, to the console and to the report while its trials run."""
+"""Logging of a sweep to MLflow, to the console and to the report while its trials run, in a thread of the driver."""
 
 import json
 import shlex
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
 from vitray import storage
+from vitray.errors import one_line
 from vitray.runs.run_dir import RUN_META
 from vitray.sweep.console import SweepConsole
-from vitray.sweep.interruption import Interruption
 from vitray.sweep.plan import SweepPlan
 from vitray.sweep.report import SweepResult, TrialResult, is_imagenet, paper_result, write_report
 from vitray.sweep.space import resolve_stages
@@ -24,6 +23,10 @@ from vitray.tracking import system_info
 from vitray.tracking.mlflow_client import import_mlflow
 from vitray.tracking.tracker import TrackedRun, Tracker
 
+# Seconds between two looks at the trials.
+UPDATE_INTERVAL = 0.5
+# Seconds that an interrupted sweep waits for a report that is being drawn.
+STOP_TIMEOUT = 5.0
 # Seconds between two reports, each of which takes seconds to draw. The last report is always written.
 REPORT_INTERVAL = 30.0
 # Rows of the table in MLflow's description, which holds 8000 characters.
@@ -37,6 +40,8 @@ class SweepLogger:
         self.plan, self.store, self.info, base = plan, store, info, info.recipe.run
         self._console = SweepConsole(plan.trials, info.space.goal, store.records())
         self._reported, self._reported_over = 0.0, -1
+        self._stopped, self._fault = threading.Event(), ""
+        self._thread = threading.Thread(target=self._watch, name="sweep-logger", daemon=True)
         run_plan = plan.run_plan
         self._on_imagenet = run_plan and is_imagenet(run_plan.images, run_plan.val_images, run_plan.classes)
         with suppress(Exception):  # the tracker reports it
@@ -54,9 +59,12 @@ class SweepLogger:
     def __enter__(self) -> "SweepLogger":
         self._tracker.__enter__()
         self.report()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._stopped.set()
+        self._thread.join(STOP_TIMEOUT)
         if error[0] is not None:
             self._console.line(f"  stopped; the same command resumes it: {self.info.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
@@ -65,6 +73,8 @@ class SweepLogger:
 
     def finish(self) -> SweepOutcome:
         """Write the last report, register the best trial's model, print the end block and return the outcome."""
+        self._stopped.set()
+        self._thread.join()
         trials, goal = self.report(), self.info.space.goal
         scored = [trial for trial in trials if trial.goal is not None and trial.state != "failed"]
         best = (max if goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
@@ -100,10 +110,22 @@ class SweepLogger:
         )
         return outcome
 
+    def _watch(self) -> None:
+        """Update until the end of the sweep; an error, such as an unreachable storage, is a note."""
+        while not self._stopped.wait(UPDATE_INTERVAL):
+            try:
+                self.update()
+                self._fault = ""
+            except Exception as error:
+                if self._fault != (fault := one_line(error)):
+                    self._console.line(f"  the report waits: {fault}")
+                self._fault = fault
+
     def update(self) -> None:
         """Show the progress, and write a report if a trial has ended and the last report is old enough."""
         records = self.store.records()
         self._console.show(records)
+        self.store.read_outcomes()
         over = sum(record.is_over for record in records.values())
         if over != self._reported_over and time.monotonic() - self._reported > REPORT_INTERVAL:
             self.report()
@@ -196,28 +218,3 @@ def _row(*cells: str) -> str:
 def _spell(value: Any) -> str:
     """Return a value as the command line takes it: YAML, of which JSON is a part."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-class SweepListener(tune.Stopper):
-    """Updates the logger whenever a trial reports, and stops an interrupted sweep."""
-
-    def __init__(self, logger: SweepLogger, interruption: Interruption) -> None:
-        self._logger, self._interruption = logger, interruption
-
-    def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return False
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "SweepListener":
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tune pickles its arguments to resume by itself, which is not used.
-        return {}
-
-    def stop_all(self) -> bool:
-        """Whether the sweep stops now."""
-        if self._interruption.signal:
-            self._interruption.mark()
-            return True
-        self._logger.update()
-        return False

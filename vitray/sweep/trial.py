@@ -17,12 +17,22 @@ from vitray import storage
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, RunError
+from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
 from vitray.runs.plan import TrialHook
+from vitray.sweep.capacity import TrialResources, fit_trials
 from vitray.sweep.interruption import is_interrupted
+from vitray.sweep.plan import cluster_nodes
 from vitray.sweep.schedulers import TIME, progress
-from vitray.sweep.space import run_of
-from vitray.sweep.trial_store import TrialRecord, read_entries, read_record, write_record
+from vitray.sweep.trial_store import (
+    TrialOutcome,
+    TrialRecord,
+    costs_of,
+    read_outcome,
+    read_record,
+    read_sizes,
+    write_record,
+)
 
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0
@@ -40,7 +50,9 @@ class TrialContext(NamedTuple):
     metric: str
     has_scheduler: bool
     """Whether a scheduler may stop a trial early."""
-    concurrent_trials: int
+    trials: int
+    resources: TrialResources
+    """Of one trial."""
     environment: dict[str, str]
     """Variables of the driver's environment, which may be missing in a trial's process. Never written to disk."""
 
@@ -49,11 +61,11 @@ class TrialTrainable(tune.Trainable):
     """A training run as Tune's trainable: each step is one score."""
 
     def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:  # type: ignore[override]
-        """Start the trial of this name."""
+        """Start the trial of this name and these settings."""
         assert context is not None
         os.environ |= context.environment
         self._context = context
-        self._start(config["name"])
+        self._start(config)
 
     def step(self) -> dict[str, Any]:
         """Return the next score, or the end. Being called means that the scheduler continues the trial."""
@@ -68,7 +80,7 @@ class TrialTrainable(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Run another trial in the same process, which has everything imported."""
         self.cleanup()
-        self._start(new_config["name"])
+        self._start(new_config)
         return not self._thread_hangs
 
     def cleanup(self) -> None:
@@ -85,21 +97,22 @@ class TrialTrainable(tune.Trainable):
 
     # ---- the run, in its thread --------------------------------------------------------------------------------------
 
-    def _start(self, name: str) -> None:
+    def _start(self, config: dict[str, Any]) -> None:
         self._results: queue.Queue[Any] = queue.Queue()
         self._decisions: queue.Queue[bool] = queue.Queue()
         self._stop_requested = threading.Event()
         self._waits_for_decision = self._thread_hangs = False
-        self._thread = threading.Thread(target=self._work, args=(name,), name="trial", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(config,), name="trial", daemon=True)
         self._thread.start()
 
-    def _work(self, name: str) -> None:
+    def _work(self, config: dict[str, Any]) -> None:
         try:
-            self._run(name)
+            settings = dict(config)
+            self._run(settings.pop("name"), settings)
         except BaseException as error:  # the next step raises it in Tune
             self._results.put(error)
 
-    def _run(self, name: str) -> None:
+    def _run(self, name: str, settings: Mapping[str, Any]) -> None:
         run_dir = storage.join(self._context.sweep_dir, name)
         record = read_record(run_dir)
         for step, value in record.scores:
@@ -107,14 +120,17 @@ class TrialTrainable(tune.Trainable):
                 if not record.is_over:
                     write_record(run_dir, record._replace(state="stopped early"))
                 return
+        results: dict[str, Any] = {}
         if not record.is_over:
-            record = self._train(name, run_dir, record)
+            record, results = self._train(name, settings, record)
         # A failed run is no error here: Tune would restart it, as it restarts a trial whose process dies.
         step, value = record.scores[-1] if record.scores and record.state != "failed" else (0, float("nan"))
-        self._results.put({"step": step, TIME: progress(step, record.steps), "goal": value, "done": True})
+        end = {"state": record.state, "done": True} | ({"reason": record.reason} if record.reason else {})
+        self._results.put(_score(step, record.steps, value) | end | results)
 
-    def _train(self, name: str, run_dir: str, record: TrialRecord) -> TrialRecord:
-        context = self._context
+    def _train(self, name: str, settings: Mapping[str, Any], record: TrialRecord) -> tuple[TrialRecord, dict[str, Any]]:
+        """Run the training; return the trial's last record, and the results of its run for Tune."""
+        context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
         write_record(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
         def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
@@ -127,24 +143,37 @@ class TrialTrainable(tune.Trainable):
             return self._should_stop(step, steps, values[context.metric])
 
         try:
-            run = run_of(context.base, read_entries(context.sweep_dir)[name].point, context.sweep_dir)
+            run = context.base.replace(settings)
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
                 waits_for_decision=context.has_scheduler,
                 dataset=context.dataset,
-                concurrent_trials=context.concurrent_trials,
+                # Of the cluster as it is now: nodes come and go during a sweep.
+                concurrent_trials=max(1, fit_trials(cluster_nodes(), context.resources, context.trials).concurrent),
                 stop_requested=self._stop_requested,
             )
-            outcome = train(run, name, context.sweep_dir, hook=hook)
+            state = train(run, name, context.sweep_dir, hook=hook).state
         except (RunError, ConfigError) as error:
             record = record._replace(state="failed", reason=str(error), ended=time.time())
             write_record(run_dir, record)
-            return record
-        write_record(run_dir, record := record._replace(state=outcome.state, ended=time.time()))
-        return record
+            return record, {}
+        write_record(run_dir, record := record._replace(state=state, ended=time.time()))
+        with contextlib.suppress(ConfigError):  # unreachable storage costs the search these numbers, not the trial
+            return record, _results(read_outcome(run_dir), read_sizes(run, run_dir))
+        return record, {}
 
     def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
         """Report a score to Tune and wait for the scheduler's decision."""
-        self._results.put({"step": step, TIME: progress(step, steps), "goal": value, "done": False})
+        self._results.put(_score(step, steps, value) | {"done": False})
         return self._decisions.get()
+
+
+def _score(step: int, steps: int | None, value: float) -> dict[str, Any]:
+    return {"step": step, "steps": steps, TIME: progress(step, steps), "goal": value}
+
+
+def _results(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, Any]:
+    """Return the costs and the model of an ended run; its curves would be much for Tune."""
+    values = {"model": outcome and outcome.model, "val_top1": outcome and outcome.val_top1}
+    return costs_of(outcome, sizes) | {name: value for name, value in values.items() if value is not None}

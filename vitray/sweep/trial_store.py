@@ -1,19 +1,23 @@
-"""Trials of a sweep on disk: their points, in order, and the record and outcome of each."""
+"""Trials of a sweep: their points, in order, and the record and outcome of each, on disk and in the driver's memory."""
 
 import json
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, get_args
 
 from vitray import storage
 from vitray.config import Run
+from vitray.config.sweep import Cost
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run
-from vitray.sweep.space import SweepPoint, run_of
+from vitray.sweep.space import SweepPoint, resolve_stages, run_of
 
 POINTS, RECORD = "points.json", "trial.json"
+# Threads that read records at the start: a request to a distant storage takes tens of milliseconds.
+READERS = 32
 RecordState = Literal["waiting", "running", "finished", "stopped early", "failed"]
 
 
@@ -78,6 +82,29 @@ def write_record(run_dir: str, record: TrialRecord) -> None:
     storage.write_bytes(storage.join(run_dir, RECORD), json.dumps(record._asdict()).encode())
 
 
+def read_outcome(run_dir: str) -> TrialOutcome | None:
+    """Return the outcome of the run in a folder; None without one."""
+    if not storage.exists(path := storage.join(run_dir, OUTCOME)):
+        return None
+    content = json.loads(storage.read_bytes(path))
+    return TrialOutcome(*(content.get(field) for field in TrialOutcome._fields))
+
+
+def read_sizes(run: Run, run_dir: str) -> Sizes | None:
+    """Return the sizes of a trial's network; None before a fine-tuning has read its weights."""
+    if isinstance(run.task, Finetune):
+        if not storage.exists(storage.join(run_dir, RUN_META)):
+            return None
+        run = stored_run(run_dir)
+    return sizes_of(run.model)
+
+
+def costs_of(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, float]:
+    """Return {name in the space: value} of the known costs of an ended trial."""
+    values = {name: getattr(outcome, name, getattr(sizes, name, None)) for name in get_args(Cost)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
     """Return {name: trial} of the sweep in a folder."""
     path = storage.join(sweep_dir, POINTS)
@@ -86,14 +113,23 @@ def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
 
 
 class TrialStore:
-    """The trials of a sweep; each is on disk before it starts."""
+    """The trials of a sweep in the driver's memory, and their points on disk.
+
+    Each trial's process writes its own record. The driver reads the records at its start; then it follows the results
+    that Tune receives, so that Tune's loop never waits for storage.
+    """
 
     def __init__(self, sweep_dir: str, base: Run, points: Mapping[str, SweepPoint], learns: bool) -> None:
         """Open the store with these points; a search that learns resumes with the stored ones."""
         self.sweep_dir, self.base = sweep_dir, base
         self._runs: dict[str, Run] = {}
         self._sizes: dict[str, Sizes] = {}
-        self._ended: dict[str, tuple[TrialRecord, TrialOutcome]] = {}
+        self._records: dict[str, TrialRecord] = {}
+        self._outcomes: dict[str, TrialOutcome] = {}
+        # Of the trials whose end is known from their own process; a stopped trial ends later than Tune's decision.
+        self._costs: dict[str, dict[str, float]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trial-store")
+        self._written: Future[None] | None = None
         stored = read_entries(sweep_dir)
         # Through JSON, so that tuples compare equal to stored lists.
         given = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
@@ -107,22 +143,62 @@ class TrialStore:
         self.entries = stored if learns else given
         # Points that the space has lost stay on disk: the space may get them back.
         self._lost = {name: entry for name, entry in stored.items() if name not in self.entries}
-        self._write()
+        self._write(self._content())
+        self._read([name for name in self.entries if name in stored])
 
     def add(self, name: str, entry: TrialEntry) -> None:
-        """Add a trial."""
+        """Add a trial; a thread writes its point."""
         self.entries[name] = entry
-        self._write()
+        self._written = self._writer.submit(self._write, self._content())
 
-    def fail(self, name: str, reason: str) -> None:
-        """Record that a trial has failed, unless it has ended by itself."""
+    def close(self) -> None:
+        """Wait until the points are on disk, and read the trials again whose end Tune has not reported."""
+        if self._written is not None and self._written.exception() is not None:
+            self._write(self._content())
+        self._written = None
+        self._read([name for name in self.entries if name not in self._costs])
+
+    # ---- the events of Tune's loop -----------------------------------------------------------------------------------
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return {dotted setting: value} of a trial, with the model folders of its stages."""
+        point = self.entries[name].point
+        return resolve_stages(point.settings, point.before, self.sweep_dir)
+
+    def start(self, name: str) -> None:
+        """Record that a trial has started, unless it only repeats its scores."""
+        if not (record := self.record(name)).is_over:
+            self._records[name] = record._replace(state="running", began=time.time())
+
+    def update(self, name: str, result: Mapping[str, Any]) -> None:
+        """Record a result of a trial: a score, or its end, which has a state."""
         record = self.record(name)
-        if not record.is_over:
-            write_record(self.run_dir(name), record._replace(state="failed", reason=reason, ended=time.time()))
+        if record.is_over:
+            return
+        record = record._replace(steps=result["steps"])
+        if "state" in result:
+            record = record._replace(state=result["state"], reason=result.get("reason"), ended=time.time())
+            self._costs[name] = {cost: result[cost] for cost in get_args(Cost) if cost in result}
+        elif all(step < result["step"] for step, _ in record.scores):
+            record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
+        self._records[name] = record
 
-    def run_dir(self, name: str) -> str:
-        """Return the run folder of a trial."""
-        return storage.join(self.sweep_dir, name)
+    def stop(self, name: str, state: Literal["stopped early", "failed"], reason: str | None = None) -> None:
+        """Record that Tune has ended a trial, unless it has ended by itself."""
+        if not (record := self.record(name)).is_over:
+            self._records[name] = record._replace(state=state, reason=reason, ended=time.time())
+
+    def record(self, name: str) -> TrialRecord:
+        """Return the record of a trial."""
+        return self._records.get(name, TrialRecord())
+
+    def records(self) -> dict[str, TrialRecord]:
+        """Return the records of all trials, in order."""
+        return {name: self.record(name) for name in list(self.entries)}
+
+    def cost(self, name: str, field: str) -> float | None:
+        """Return a cost of a trial, by its name in the space; None before its end."""
+        return self._costs.get(name, {}).get(field)
 
     def run(self, name: str) -> Run:
         """Return the run of a trial."""
@@ -130,48 +206,70 @@ class TrialStore:
             self._runs[name] = run_of(self.base, self.entries[name].point, self.sweep_dir)
         return self._runs[name]
 
-    def record(self, name: str) -> TrialRecord:
-        """Return the record of a trial."""
-        return self._read(name)[0]
+    # ---- reads and writes of storage ---------------------------------------------------------------------------------
 
-    def records(self) -> dict[str, TrialRecord]:
-        """Return the records of all trials, in order."""
-        return {name: self.record(name) for name in self.entries}
+    def run_dir(self, name: str) -> str:
+        """Return the run folder of a trial."""
+        return storage.join(self.sweep_dir, name)
 
     def outcome(self, name: str) -> TrialOutcome:
         """Return the outcome of a trial; an empty one before its end."""
-        return self._read(name)[1]
-
-    def cost(self, name: str, field: str) -> float | None:
-        """Return a cost of a trial, by its name in the space; None while unknown."""
-        return getattr(self.sizes(name) if field in ("params", "gflops") else self.outcome(name), field, None)
+        record = self.record(name)
+        if name not in self._outcomes and record.is_over:
+            outcome = read_outcome(self.run_dir(name))
+            if outcome is None and record.state == "stopped early":  # its run is still ending
+                return TrialOutcome()
+            self._outcomes[name] = outcome or TrialOutcome()
+        return self._outcomes.get(name, TrialOutcome())
 
     def sizes(self, name: str) -> Sizes | None:
         """Return the sizes of a trial's network; None before a fine-tuning has read its weights."""
-        if name not in self._sizes:
-            run, run_dir = self.run(name), self.run_dir(name)
-            if isinstance(run.task, Finetune):
-                if not storage.exists(storage.join(run_dir, RUN_META)):
-                    return None
-                run = stored_run(run_dir)
-            self._sizes[name] = sizes_of(run.model)
-        return self._sizes[name]
+        if name not in self._sizes and (sizes := read_sizes(self.run(name), self.run_dir(name))):
+            self._sizes[name] = sizes
+        return self._sizes.get(name)
 
-    def _read(self, name: str) -> tuple[TrialRecord, TrialOutcome]:
-        if name in self._ended:
-            return self._ended[name]
-        record, outcome = read_record(self.run_dir(name)), TrialOutcome()
+    def read_outcomes(self) -> None:
+        """Read the outcomes of the trials that have ended; a trial that a scheduler stops ends some seconds later."""
+
+        def read(name: str) -> None:
+            outcome = self.outcome(name)
+            if name in self._outcomes and name not in self._costs:
+                self._costs[name] = costs_of(outcome, self.sizes(name))
+
+        names = [name for name, record in self.records().items() if record.is_over and name not in self._outcomes]
+        _for_each(read, names)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Write that a trial has failed, unless its process has written its end."""
+        record = read_record(self.run_dir(name))
         if not record.is_over:
-            return record, outcome
-        if storage.exists(path := storage.join(self.run_dir(name), OUTCOME)):
-            content = json.loads(storage.read_bytes(path))
-            outcome = TrialOutcome(*(content.get(field) for field in TrialOutcome._fields))
-        self._ended[name] = record, outcome
-        return record, outcome
+            record = record._replace(state="failed", reason=reason, ended=time.time())
+            write_record(self.run_dir(name), record)
+        self._records[name] = record
 
-    def _write(self) -> None:
+    def _read(self, names: Collection[str]) -> None:
+        """Read the records of these trials, and the outcomes of the ended ones."""
+
+        def read(name: str) -> None:
+            self._records[name] = record = read_record(self.run_dir(name))
+            if record.is_over:
+                self._costs[name] = costs_of(self.outcome(name), self.sizes(name))
+
+        _for_each(read, names)
+
+    def _content(self) -> bytes:
         entries = {
             name: {"point": entry.point._asdict(), "asked": entry.asked}
             for name, entry in (self._lost | self.entries).items()
         }
-        storage.write_bytes(storage.join(self.sweep_dir, POINTS), json.dumps(entries).encode())
+        return json.dumps(entries).encode()
+
+    def _write(self, content: bytes) -> None:
+        storage.write_bytes(storage.join(self.sweep_dir, POINTS), content)
+
+
+def _for_each(read: Callable[[str], None], names: Collection[str]) -> None:
+    """Call a function for each name, many at a time."""
+    if names:
+        with ThreadPoolExecutor(READERS) as readers:
+            list(readers.map(read, names))

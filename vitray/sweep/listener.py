@@ -1,0 +1,67 @@
+"""The driver's view of a sweep, from the events of Ray Tune's loop.
+
+Nothing here waits: Tune handles one event at a time, and a trial waits for its next one.
+"""
+
+from typing import Any
+
+from ray import tune
+from ray.tune.experiment import Trial
+
+from vitray.sweep.interruption import Interruption
+from vitray.sweep.trial_store import TrialStore
+
+
+class TrialListener(tune.Callback):
+    """Keeps the trial store up to date."""
+
+    def __init__(self, store: TrialStore) -> None:
+        self._store = store
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its arguments to resume by itself, which is not used.
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Record the start of a trial."""
+        self._store.start(trial.config["name"])
+
+    def on_trial_result(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        iteration: int,  # noqa: ARG002
+        trials: list[Trial],  # noqa: ARG002
+        trial: Trial,
+        result: dict[str, Any],
+    ) -> None:
+        """Record a score or the end of a trial."""
+        self._store.update(trial.config["name"], result)
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Record that the scheduler has stopped a trial, unless it has ended by itself."""
+        self._store.stop(trial.config["name"], "stopped early")
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Record that the process of a trial has failed for the last time."""
+        self._store.stop(trial.config["name"], "failed", "its process failed")
+
+
+class InterruptionStopper(tune.Stopper):
+    """Stops an interrupted sweep."""
+
+    def __init__(self, interruption: Interruption) -> None:
+        self._interruption = interruption
+
+    def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return False
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "InterruptionStopper":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def stop_all(self) -> bool:
+        """Whether the sweep stops now."""
+        if self._interruption.signal:
+            self._interruption.mark()
+        return self._interruption.signal is not None
