@@ -183,6 +183,7 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     storage.write_bytes(f"{store.run_dir(names[1])}/outcome.json", b'{"device_seconds": 3.0, "curves": {}}')
     store.read_outcomes()
     assert store.cost(names[1], "device_seconds") == 3.0
+    assert store.outcome(names[1]).device_seconds == 3.0
     write_record(store.run_dir(names[3]), TrialRecord("finished", ((4, 0.5),)))  # its last result got lost
     store.close()
     assert store.record(names[3]).best("max") == 0.5

@@ -18,6 +18,8 @@ from vitray.sweep.space import SweepPoint, resolve_stages, run_of
 POINTS, RECORD = "points.json", "trial.json"
 # Threads that read records at the start: a request to a distant storage takes tens of milliseconds.
 READERS = 32
+# Seconds in which the run of a stopped trial writes its outcome.
+ENDING_SECONDS = 600.0
 RecordState = Literal["waiting", "running", "finished", "stopped early", "failed"]
 
 
@@ -217,7 +219,8 @@ class TrialStore:
         record = self.record(name)
         if name not in self._outcomes and record.is_over:
             outcome = read_outcome(self.run_dir(name))
-            if outcome is None and record.state == "stopped early":  # its run is still ending
+            is_ending = record.state == "stopped early" and time.time() - (record.ended or 0.0) < ENDING_SECONDS
+            if outcome is None and is_ending:
                 return TrialOutcome()
             self._outcomes[name] = outcome or TrialOutcome()
         return self._outcomes.get(name, TrialOutcome())
