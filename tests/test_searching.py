@@ -54,12 +54,17 @@ def suggest_all(searcher):
     return names
 
 
-def end(store, name, state="finished", score=0.5, seconds=None):
-    """End a trial as its own process does: on disk, and by its last results."""
+def end_on_disk(store, name, state="finished", score=0.5, seconds=None):
+    """End a trial as its own process does."""
     if seconds is not None:
         content = json.dumps({"device_seconds": seconds}).encode()
         storage.write_bytes(f"{store.run_dir(name)}/outcome.json", content)
     write_record(store.run_dir(name), TrialRecord(state, ((4, score),) if state != "failed" else (), "broke"))
+
+
+def end(store, name, state="finished", score=0.5, seconds=None):
+    """End a trial on disk and by its last results."""
+    end_on_disk(store, name, state, score, seconds)
     if state != "failed":
         store.update(name, {"step": 4, "steps": 4, "goal": score})
     costs = {} if seconds is None else {"device_seconds": seconds}
@@ -169,24 +174,36 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})  # repeated by a trial whose process had died
     store.update(names[0], {"step": 4, "steps": 4, "goal": 0.5, "state": "finished", "device_seconds": 9.0})
-    store.stop(names[0], "stopped early")  # called at every end
-    store.stop(names[1], "stopped early")
-    store.stop(names[2], "failed", "its process failed")
+    for name in names[:3]:
+        store.stop(name)  # called at every end
+    store.lose(names[3])
     states = [record.state for record in store.records().values()]
-    assert states == ["finished", "stopped early", "failed", "running"]
+    assert states == ["finished", "stopped early", "stopped early", "failed"]
     assert store.record(names[0]).scores == ((2, 0.25),)
     assert store.record(names[0]).steps == 4
     assert store.cost(names[0], "device_seconds") == 9.0
-    assert store.cost(names[1], "device_seconds") is None
-    store.read_outcomes()
+    store.read_ends()
     assert store.cost(names[1], "device_seconds") is None  # its run is still ending
-    storage.write_bytes(f"{store.run_dir(names[1])}/outcome.json", b'{"device_seconds": 3.0, "curves": {}}')
-    store.read_outcomes()
+    end_on_disk(store, names[1], "stopped early", seconds=3)
+    store.read_ends()
     assert store.cost(names[1], "device_seconds") == 3.0
     assert store.outcome(names[1]).device_seconds == 3.0
-    write_record(store.run_dir(names[3]), TrialRecord("finished", ((4, 0.5),)))  # its last result got lost
+    end_on_disk(store, names[2])  # finished between the last look and the end of the sweep
     store.close()
-    assert store.record(names[3]).best("max") == 0.5
+    assert store.record(names[2]).best("max") == 0.5
+    assert [record.state for record in store.records().values()] == ["finished", "stopped early", "finished", "waiting"]
+
+
+def test_a_trial_that_tune_stops_at_its_last_score_has_finished(tmp_path, base):
+    """A scheduler ends a trial at its last score, which is not an early stop."""
+    _, store, _ = opened(tmp_path, base, GRID)
+    name = "lr=0.1"
+    store.update(name, {"step": 4, "steps": 4, "goal": 0.25})
+    store.stop(name)
+    assert store.record(name).state == "finished"
+    end_on_disk(store, name, "failed")  # as its model could not be saved
+    store.read_ends()
+    assert store.record(name).state == "failed"
 
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):

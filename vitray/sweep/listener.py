@@ -37,12 +37,12 @@ class TrialListener(tune.Callback):
         self._store.update(trial.config["name"], result)
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Record that the scheduler has stopped a trial, unless it has ended by itself."""
-        self._store.stop(trial.config["name"], "stopped early")
+        """Record that Tune has stopped a trial, unless it has ended by itself."""
+        self._store.stop(trial.config["name"])
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """Record that the process of a trial has failed for the last time."""
-        self._store.stop(trial.config["name"], "failed", "its process failed")
+        self._store.lose(trial.config["name"])
 
 
 class InterruptionStopper(tune.Stopper):

@@ -18,7 +18,7 @@ from vitray.sweep.space import SweepPoint, resolve_stages, run_of
 POINTS, RECORD = "points.json", "trial.json"
 # Threads that read records at the start: a request to a distant storage takes tens of milliseconds.
 READERS = 32
-# Seconds in which the run of a stopped trial writes its outcome.
+# Seconds in which the run of a stopped trial ends.
 ENDING_SECONDS = 600.0
 RecordState = Literal["waiting", "running", "finished", "stopped early", "failed"]
 
@@ -185,10 +185,15 @@ class TrialStore:
             record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
         self._records[name] = record
 
-    def stop(self, name: str, state: Literal["stopped early", "failed"], reason: str | None = None) -> None:
-        """Record that Tune has ended a trial, unless it has ended by itself."""
-        if not (record := self.record(name)).is_over:
-            self._records[name] = record._replace(state=state, reason=reason, ended=time.time())
+    def stop(self, name: str) -> None:
+        """Record that Tune has stopped a trial, unless it has ended by itself; at its last score it still finishes."""
+        record = self.record(name)
+        is_whole = bool(record.scores) and record.scores[-1][0] == record.steps
+        self._end(name, "finished" if is_whole else "stopped early")
+
+    def lose(self, name: str) -> None:
+        """Record that the process of a trial has failed for the last time."""
+        self._end(name, "failed", "its process failed")
 
     def record(self, name: str) -> TrialRecord:
         """Return the record of a trial."""
@@ -216,13 +221,8 @@ class TrialStore:
 
     def outcome(self, name: str) -> TrialOutcome:
         """Return the outcome of a trial; an empty one before its end."""
-        record = self.record(name)
-        if name not in self._outcomes and record.is_over:
-            outcome = read_outcome(self.run_dir(name))
-            is_ending = record.state == "stopped early" and time.time() - (record.ended or 0.0) < ENDING_SECONDS
-            if outcome is None and is_ending:
-                return TrialOutcome()
-            self._outcomes[name] = outcome or TrialOutcome()
+        if name not in self._outcomes and self.record(name).is_over:
+            self._read_end(name)
         return self._outcomes.get(name, TrialOutcome())
 
     def sizes(self, name: str) -> Sizes | None:
@@ -231,16 +231,10 @@ class TrialStore:
             self._sizes[name] = sizes
         return self._sizes.get(name)
 
-    def read_outcomes(self) -> None:
-        """Read the outcomes of the trials that have ended; a trial that a scheduler stops ends some seconds later."""
-
-        def read(name: str) -> None:
-            outcome = self.outcome(name)
-            if name in self._outcomes and name not in self._costs:
-                self._costs[name] = costs_of(outcome, self.sizes(name))
-
-        names = [name for name, record in self.records().items() if record.is_over and name not in self._outcomes]
-        _for_each(read, names)
+    def read_ends(self) -> None:
+        """Read the rest of the trials that have ended; the run of a trial that Tune stops ends some seconds later."""
+        records = self.records()
+        _for_each(self._read_end, [name for name in records if records[name].is_over and name not in self._outcomes])
 
     def fail(self, name: str, reason: str) -> None:
         """Write that a trial has failed, unless its process has written its end."""
@@ -256,9 +250,28 @@ class TrialStore:
         def read(name: str) -> None:
             self._records[name] = record = read_record(self.run_dir(name))
             if record.is_over:
-                self._costs[name] = costs_of(self.outcome(name), self.sizes(name))
+                self._outcomes[name] = read_outcome(self.run_dir(name)) or TrialOutcome()
+                self._costs[name] = costs_of(self._outcomes[name], self.sizes(name))
 
         _for_each(read, names)
+
+    def _read_end(self, name: str) -> None:
+        """Read the outcome of an ended trial, after its record if Tune has stopped it."""
+        known = self.record(name)
+        if name not in self._costs:
+            record = read_record(self.run_dir(name))
+            if record.is_over:
+                self._records[name] = record
+            elif known.state != "failed" and time.time() - (known.ended or 0.0) < ENDING_SECONDS:
+                return
+        outcome = read_outcome(self.run_dir(name)) or TrialOutcome()
+        if self.record(name) is not known:
+            self._costs[name] = costs_of(outcome, self.sizes(name))
+        self._outcomes[name] = outcome
+
+    def _end(self, name: str, state: RecordState, reason: str | None = None) -> None:
+        if not (record := self.record(name)).is_over:
+            self._records[name] = record._replace(state=state, reason=reason, ended=time.time())
 
     def _content(self) -> bytes:
         entries = {
