@@ -196,7 +196,7 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
 
 def test_a_trial_that_tune_stops_at_its_last_score_has_finished(tmp_path, base):
     """A scheduler ends a trial at its last score, which is not an early stop."""
-    _, store, _ = opened(tmp_path, base, GRID)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
     name = "lr=0.1"
     store.update(name, {"step": 4, "steps": 4, "goal": 0.25})
     store.stop(name)
