@@ -258,6 +258,8 @@ def test_other_networks_of_hugging_face_are_refused(tmp_path):
     assert "do not show activation (gelu or gelu_tanh), heads " in refusal(tmp_path / "relu")
     (tmp_path / "plain" / "config.json").write_text("{")
     assert "config.json: not JSON" in refusal(tmp_path / "plain")
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "vit", "num_attention_heads": null}')
+    assert "do not show heads " in refusal(tmp_path / "plain")
     (tmp_path / "plain" / "config.json").write_text('{"model_type": "vit_msn"}')
     assert "model_type vit_msn, wanted vit" in refusal(tmp_path / "plain")
 
@@ -277,12 +279,14 @@ def test_a_timm_folder_names_its_network(tmp_path):
         ("named", narrow(), {}),
         ("heads", narrow(num_heads=12), {"architecture": "vit_mine", "model_args": {"num_heads": 12}}),
         ("pool", narrow(global_pool="avg", fc_norm=False), {"global_pool": "avg"}),
+        ("wide", narrow(img_size=(16, 64)), {"model_args": {"img_size": [16, 64]}}),
     ):
-        _, ours = import_weights(timm_folder(tmp_path / folder, theirs, config | changes))
-        assert difference(ours, theirs, 32) < EXACT, folder
+        run, ours = import_weights(timm_folder(tmp_path / folder, theirs, config | changes))
+        assert difference(ours, theirs, *run.model.image_shape) < EXACT, folder
     for folder, changes, reason in (
         ("unnamed", {"architecture": "vit_base_patch16_gap_224"}, "of vit_base_patch16_gap_224 do not show heads"),
         ("wider", {"architecture": "vit_small_patch8_224"}, "of vit_small_patch8_224 do not show heads"),
+        ("rope", {"architecture": "vit_tiny_patch8_rope_ape_32"}, "vitray has no network with rope"),
         ("map", {"global_pool": "map"}, "config.json: global_pool map"),
         ("other", {"model_args": {"act_layer": "relu"}}, "config.json: model_args has act_layer"),
     ):

@@ -79,6 +79,7 @@ def settings_of(
     """
     shapes = _read_shapes(file.tensors, LAYOUTS[layout], url)
     stated = _stated_settings(file, layout, shapes, url) | ({"heads": shapes.heads} if shapes.heads else {})
+    stated = {name: value for name, value in stated.items() if value is not None}
     for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions"}):
         if stated[setting] != given[setting]:
             raise ConfigError(
@@ -191,6 +192,8 @@ def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -
     if layout in ("hf", "hf5"):
         return _of_hugging_face(file.config, url) if file.config else {}
     stated: dict[str, Any] = {}
+    if "rope" in (file.network or ""):
+        raise ConfigError(f"{url}: it is {file.network}, and vitray has no network with rope")
     if file.network and (key := known_width(file.network)) and WIDTHS[key].size == shapes.size:
         stated = {"heads": WIDTHS[key].heads} | ({"positions": "learned"} if shapes.has_table else {})
     return stated | (_of_timm(file.config, shapes, url) if "architecture" in file.config else {})
@@ -209,7 +212,8 @@ def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, A
     arguments = config.get("model_args") or {}
     if other := sorted(set(arguments) - _TIMM_ARGUMENTS):
         raise ConfigError(f"{url}: config.json: model_args has {few(other)}, for which vitray has no network")
-    stated = {"heads": arguments["num_heads"]} if "num_heads" in arguments else {}
+    same = {"num_heads": "heads", "img_size": "image_size"}
+    stated = {same[name]: value for name, value in arguments.items() if name in same}
     match arguments.get("global_pool", config.get("global_pool")):
         case None:
             return stated
