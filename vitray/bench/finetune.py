@@ -147,7 +147,9 @@ def allocated(call: Callable[[], object], device: torch.device) -> tuple[int, in
         return most - before, left - before
     # Torch has no such counter for a CPU, but its profiler records every allocation.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # hides the profiler's own messages
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    # torch 2.11 warns of its default for acc_events, even in a single cycle.
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profiler:
         result = call()
     del result
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
