@@ -7,16 +7,22 @@ the platform that has it, and the test fails where the installed release has non
 import ast
 import functools
 import importlib.util
+import io
 import logging
 import re
+import threading
 from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from ray.exceptions import OutOfMemoryError
 
-from vitray.cluster import jobs, session
+from vitray import plotting
+from vitray.cluster import doctor, jobs, session
 from vitray.data.stream import stream
+from vitray.errors import ConfigError
 from vitray.runs import oom_backoff
 from vitray.sweep import driver
 
@@ -235,6 +241,30 @@ def test_rays_listings_have_the_fields(listing):
     from ray.util.state import common
 
     assert STATE[listing] <= set(getattr(common, listing).list_columns(detail=True))
+
+
+def test_mlflows_client_names_the_status_of_a_refusal(monkeypatch):
+    class Refusal(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        with pytest.raises(ConfigError, match=doctor.UNAUTHORIZED):
+            doctor._check_tracking(f"http://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+
+
+def test_matplotlib_warns_of_a_letter_that_the_font_lacks():
+    figure = Figure()
+    figure.text(0.5, 0.5, "中")
+    with pytest.warns(UserWarning, match=plotting.MISSING_GLYPH):
+        figure.savefig(io.BytesIO(), format="png")
+    assert plotting.to_png(figure)
 
 
 def test_botocore_logs_the_source_of_credentials(monkeypatch, caplog):

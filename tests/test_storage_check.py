@@ -10,6 +10,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import boto3
+import botocore.exceptions
 import pytest
 
 from vitray import storage
@@ -96,6 +98,25 @@ def test_no_message_contains_a_secret_of_the_environment(s3_server, monkeypatch)
     monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET[::-1])
     for url in ("s3://bucket/runs", "s3://mistyped/runs"):
         assert SECRET[::-1] not in rejection(url)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        botocore.exceptions.CredentialRetrievalError(provider="process", error_msg="no such program"),
+        botocore.exceptions.LoginRefreshRequired(),
+        botocore.exceptions.NoAuthTokenError(),
+        botocore.exceptions.TokenRetrievalError(provider="sso", error_msg="no such token"),
+        botocore.exceptions.UnauthorizedSSOTokenError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_unusable_credentials_are_explained(s3_server, monkeypatch, error):
+    def client(*_, **__):
+        raise error
+
+    monkeypatch.setattr(boto3.Session, "client", client)
+    assert "the credentials cannot be used (" in rejection("s3://bucket/runs")
 
 
 # ---- faults that the real server cannot produce, from a fake one -----------------------------------------------------

@@ -366,9 +366,10 @@ class Harmful:
         return (print, ("ran",))
 
 
-def test_a_pickle_cannot_run_code(tmp_path, capsys):
-    torch.save({"model": {"x": Harmful()}}, tmp_path / "w.pth")
-    with pytest.raises(ConfigError, match="print, which only running code could load"):
+@pytest.mark.parametrize(("is_zip", "named"), [(True, "builtins.print"), (False, "more than tensors")])
+def test_a_pickle_cannot_run_code(tmp_path, capsys, is_zip, named):
+    torch.save({"model": {"x": Harmful()}}, tmp_path / "w.pth", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ConfigError, match=f"{named}, which only running code could load"):
         import_weights(str(tmp_path / "w.pth"))
     assert "ran" not in capsys.readouterr().out
 

@@ -13,6 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+# Matplotlib's warning of a letter that the font lacks, which has no class of its own.
+MISSING_GLYPH = "Glyph .* missing from font"
+
 
 class Theme(NamedTuple):
     """The colours of a page and of its pictures."""
@@ -104,5 +107,5 @@ def to_png(figure: Figure) -> bytes:
 def missing_glyphs() -> Iterator[None]:
     """Silence Matplotlib's warning of each letter that the font lacks; a box stands in its place."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        warnings.filterwarnings("ignore", MISSING_GLYPH)
         yield

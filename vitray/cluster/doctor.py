@@ -30,6 +30,8 @@ MAX_DISK_SHARE = 0.9
 MIN_OBJECT_STORE = 1e9
 # Files and connections of a raylet, as Ray's own guide recommends.
 MIN_OPEN_FILES = 4096
+# Part of the error of MLflow's client where a server asks for a password.
+UNAUTHORIZED = "error code 401"
 
 
 class NodeProbe(NamedTuple):
@@ -204,7 +206,7 @@ def _own_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
         yield f"results: {node.storage}", "see the message"
     if node.tracking:
         credentials = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD there, or ~/.mlflow/credentials"
-        yield f"MLflow: {node.tracking}", credentials if "401" in node.tracking else "see the message"
+        yield f"MLflow: {node.tracking}", credentials if UNAUTHORIZED in node.tracking else "see the message"
 
 
 def _check_all_reduce(nodes: Sequence[tuple[NodeProbe, Any]]) -> list[Finding]:
