@@ -183,12 +183,24 @@ def request_group(**settings):
 @pytest.mark.ray
 def test_a_job_releases_its_own_placement_groups(ray_cluster):
     import ray
+    from ray.util.state import list_actors
 
     detached, own = request_group(lifetime="detached", name="kept"), request_group()
     assert {detached, own} <= groups()
     session.remove_stale_groups()  # removes only the groups of ended jobs
     assert {detached, own} <= groups()
-    session.release_resources("Trial")
+
+    class Trial:  # its name in Ray has this function's, as those of Tune's classes have tune.with_resources
+        def ping(self):
+            pass
+
+    actor = ray.remote(Trial).options(num_cpus=0).remote()
+    ray.get(actor.ping.remote())
+    named = [("class_name", "=", Trial.__qualname__)]
+    assert [each.state for each in list_actors(filters=named, **session._list_options())] == ["ALIVE"]
+    ray.kill(actor)
+    session.release_resources(Trial.__qualname__)
+    assert [each.state for each in list_actors(filters=named, **session._list_options())] == ["DEAD"]
     assert groups() & {detached, own} == {detached}
     ray.util.remove_placement_group(ray.util.get_placement_group("kept"))
 
