@@ -356,6 +356,7 @@ def stand_in():
             return True
 
         def step(self):
+            time.sleep(0.2)  # so that the driver's other threads have work while the loop runs
             step = len(self.record.scores) + 1
             result = {"step": step, "steps": 3, "share": step, "goal": self.score, "done": step == 3}
             self.record = self.record._replace(scores=(*self.record.scores, (step, self.score)))
