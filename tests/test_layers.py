@@ -27,7 +27,7 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    "ray.data": {"vitray.data", "vitray.bench.scaling"},  # the benchmark compares with Ray Data's own reader
+    "ray.data": {"vitray.data", "vitray.bench.scaling_pipelines"},  # the benchmark compares with Ray Data's own reader
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.job_submission": {"vitray.cluster.jobs"},

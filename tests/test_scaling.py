@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from pipelines.__main__ import main
+from vitray.bench.process_tree import highest_usage, tree_usage
+from vitray.bench.scaling_pipelines import tasks_in_flight
 
 
 @pytest.mark.ray
@@ -32,3 +35,31 @@ def test_the_scaling_benchmark_starts_its_own_nodes(monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert main(["bench", "scaling", "data/demo"]) == 2
     assert "this benchmark starts nodes of its own" in capsys.readouterr().err
+
+
+def test_nodes_get_the_same_number_of_cpus(capsys):
+    assert main(["bench", "scaling", "data/demo", "--nodes", "4"]) == 2
+    assert "--cpus 6: wanted a multiple of --nodes 4" in capsys.readouterr().err
+
+
+def test_tasks_in_flight_overlap_in_time(tmp_path):
+    # Each task decodes from its first image to its last: 0 to 4, 1 to 3 and 5 to 6; the last pass began at 10.
+    (tmp_path / "one").write_text("a 0 1\na 3 4\nc 5 6\nd 10 11\n")
+    (tmp_path / "two").write_text("b 1 2\nb 2 3\n")
+    assert tasks_in_flight(tmp_path, 0, 7) == (2, 1.0)
+    assert tasks_in_flight(tmp_path, 10, 14) == (1, 0.25)
+
+
+def test_the_highest_usage_counts_threads_that_have_ended():
+    before, ends = tree_usage(), threading.Event()
+    threads = [threading.Thread(target=ends.wait) for _ in range(20)]
+    with highest_usage(0.01) as highest:
+        for thread in threads:
+            thread.start()
+        while highest[1] < before.threads + 20:
+            pass
+        ends.set()
+        for thread in threads:
+            thread.join()
+    assert highest[1] >= before.threads + 20
+    assert highest[0] > 10**7

@@ -7,17 +7,17 @@ processes in each epoch counts, as it does in training.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import ray
 import torch
 
 from vitray.bench.charts import draw_bars, write_results
 from vitray.bench.loaders import Decode, loader, loop, ours, pil, torchvision_v2
+from vitray.bench.process_tree import cpu_seconds_since, tree_cpu_seconds
 from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.shards import open_dataset
@@ -108,9 +108,7 @@ def _timed(batches: Iterator[int], images: int) -> Timing:
     count += sum(batches)
     assert count == images, f"got {count} images, wanted {images}"
     wall = time.perf_counter() - start
-    # Summed by process: an idle Ray worker that exits meanwhile takes its earlier CPU time with it.
-    cpu = sum(seconds - before.get(pid, 0.0) for pid, seconds in tree_cpu_seconds().items())
-    return Timing(first, wall / images, cpu / images)
+    return Timing(first, wall / images, cpu_seconds_since(before) / images)
 
 
 def _report(settings: IngestSettings, timings: dict[str, list[Timing]], images: int) -> dict[str, Any]:
@@ -130,13 +128,3 @@ def _report(settings: IngestSettings, timings: dict[str, list[Timing]], images: 
         rows.append(row | first.columns("first_batch", 4) | ratio.columns("cpu_ratio", 4))
     chart = draw_bars({row["pipeline"]: row["cpu_us"] for row in rows}, "CPU us per image", f"{where}\n{about}")
     return {"circumstances": where, "about": about} | write_results(settings.out, "ingest", rows, chart)
-
-
-def tree_cpu_seconds() -> dict[int, float]:
-    """Return the CPU time of this process and of each living descendant, each with that of the children it reaped."""
-    processes = [this := psutil.Process(), *this.children(recursive=True)]
-    seconds = {}
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it exited a moment ago, and its parent has its time
-            seconds[process.pid] = sum(process.cpu_times()[:4])
-    return seconds

@@ -1,36 +1,36 @@
 """One execution for many consumers on several nodes, against Ray Data's own reader and split.
 
-The nodes are logical ones of one CPU on this machine, so a decoded image sleeps for some milliseconds: the machine then
-has CPUs to spare, and the pipelines differ by how well they use the nodes. Consumers are threads of this process.
+The nodes are logical ones on this machine, so a decoded image sleeps for some milliseconds: the machine then has CPUs
+to spare, and the pipelines differ by how well they use the nodes. Consumers are threads of this process.
 """
 
+import gc
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Barrier
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-import ray.data
 import torch
 from ray.cluster_utils import Cluster
 
 from vitray.bench.charts import draw_bars, write_results
-from vitray.bench.ingest import CROP, tree_cpu_seconds
+from vitray.bench.process_tree import Usage, cpu_seconds_since, highest_usage, tree_cpu_seconds, tree_usage
 from vitray.bench.rounds import Spread, circumstances, progress, ratio_of, rotated, spread_of
-from vitray.data.augment.image import augment_image
-from vitray.data.augment.keyed_random import generator
-from vitray.data.shards import open_dataset
-from vitray.data.stream import Share, Stream, StreamSpec, decoding
+from vitray.bench.scaling_pipelines import DECODE_MS, TASK_LOG, Epoch, slow_decoding, stock, stream, tasks_in_flight
 from vitray.errors import ConfigError
 
-NODE_STORE = 200 * 10**6
-DECODE_MS = "VITRAY_BENCH_DECODE_MS"
+# Object store of all nodes together, and of the driver's.
+STORE, DRIVER_STORE = 1200 * 10**6, 200 * 10**6
+# Reading the memory of a process tree takes a tenth of a second.
+SAMPLE_SECONDS = 3.0
+PIPELINES = {"stream": stream, "stock": stock}
 
 
 class ScalingSettings(NamedTuple):
@@ -40,6 +40,8 @@ class ScalingSettings(NamedTuple):
     image_size: int
     batch: int
     nodes: int
+    cpus: int
+    """Of all nodes together."""
     consumers: list[int]
     images: int
     decode_ms: float
@@ -52,156 +54,124 @@ class Reading(NamedTuple):
 
     images_per_second: float
     """From the start to the last batch of any consumer."""
+    cpu_us: float
+    """CPU time of the process tree, per image."""
     first_batch: float
     """Seconds until each consumer has one."""
+    tasks_highest: float
+    """The most tasks that decode at the same time."""
+    tasks_mean: float
+    """The mean number of tasks that decode, from the start to the last batch."""
+    memory_mb: float
+    """Memory of the process tree above that of the idle cluster, per consumer."""
+    threads: float
+    """Threads of the process tree above those of the idle cluster, per consumer."""
     slowest_batches: float
     """99th percentile of the time between two batches of a consumer, in seconds."""
     fairness: float
     """Time of the slowest consumer over that of the fastest, for equal shares."""
-    cpu_us: float
-    """CPU time of the process tree, per image."""
 
 
-# Starts a pass and returns the iterators of the consumers, which yield the number of images of their batches.
-Pipeline = Callable[[int, int], list[Iterator[int]]]
+HEADINGS = {
+    "images_per_second": "images/s",
+    "ratio": "over stock",
+    "cpu_us": "CPU us/image",
+    "first_batch": "first batch, s",
+    "tasks_highest": "most tasks",
+    "tasks_mean": "mean tasks",
+    "memory_mb": "MB/consumer",
+    "threads": "threads/consumer",
+    "slowest_batches": "99 % between batches, s",
+    "fairness": "slowest/fastest",
+}
 
 
 def measure_scaling(settings: ScalingSettings) -> dict[str, Any]:
     """Measure both pipelines for each number of consumers, print and save the table, and return its rows."""
     if ray.is_initialized() or "RAY_ADDRESS" in os.environ:
         raise ConfigError("RAY_ADDRESS: is set; this benchmark starts nodes of its own, wanted no cluster")
-    os.environ |= {DECODE_MS: str(settings.decode_ms), "RAY_worker_niceness": "0"}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": NODE_STORE})
+    if settings.cpus % settings.nodes:
+        raise ConfigError(f"--cpus {settings.cpus}: wanted a multiple of --nodes {settings.nodes}")
+    os.environ |= {"RAY_worker_niceness": "0"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": DRIVER_STORE})
     try:
         for _ in range(settings.nodes):
-            cluster.add_node(num_cpus=1, object_store_memory=NODE_STORE)
-        hook = {"worker_process_setup_hook": slow_decoding, "env_vars": {DECODE_MS: str(settings.decode_ms)}}
-        with ray.init(cluster.address, runtime_env=hook, logging_level=logging.WARNING):
-            return _report(settings, _measure(settings))
+            cluster.add_node(num_cpus=settings.cpus // settings.nodes, object_store_memory=STORE // settings.nodes)
+        with tempfile.TemporaryDirectory(prefix="vitray-") as log:
+            variables = {DECODE_MS: str(settings.decode_ms), TASK_LOG: log}
+            hook = {"worker_process_setup_hook": slow_decoding, "env_vars": variables}
+            with ray.init(cluster.address, runtime_env=hook, logging_level=logging.WARNING):
+                return _report(settings, _measure(settings, Path(log)))
     finally:
         cluster.shutdown()
 
 
-def slow_decoding() -> None:
-    """Let each decoded image of this process take longer, without using a CPU."""
-    decode, seconds = decoding.decode_image, float(os.environ[DECODE_MS]) / 1000
-
-    def decode_slowly(content: bytes) -> np.ndarray:
-        time.sleep(seconds)
-        return decode(content)
-
-    decoding.decode_image = decode_slowly
-
-
-def _measure(settings: ScalingSettings) -> dict[tuple[str, int], list[Reading]]:
-    pipelines: dict[str, Pipeline] = {"stream": partial(_streams, settings), "stock": partial(_stock, settings)}
+def _measure(settings: ScalingSettings, log: Path) -> dict[tuple[str, int], list[Reading]]:
+    idle = tree_usage()
+    # The first turn starts the worker processes.
+    turns = [(0, max(settings.consumers))]
+    turns += [(turn, consumers) for turn in range(1, settings.rounds + 1) for consumers in settings.consumers]
     readings: dict[tuple[str, int], list[Reading]] = {}
-    for turn in range(settings.rounds + 1):
-        for consumers in settings.consumers:
-            for name in rotated(list(pipelines), turn):
-                reading = _read(pipelines[name](consumers, turn))
-                if turn:  # the first turn starts the worker processes
-                    readings.setdefault((name, consumers), []).append(reading)
-                progress(f"round {turn} of {settings.rounds}: {name}, {consumers} consumers: {reading}")
+    for turn, consumers in turns:
+        for name in rotated(list(PIPELINES), turn):
+            epoch = Epoch(settings.url, settings.image_size, settings.batch, settings.images, turn)
+            reading = _read(partial(PIPELINES[name], epoch, consumers), log, idle)
+            if turn:
+                readings.setdefault((name, consumers), []).append(reading)
+            progress(f"round {turn} of {settings.rounds}: {name}, {consumers} consumers: {reading}")
+            gc.collect()  # ends the execution before the next begins
     return readings
 
 
-def _streams(settings: ScalingSettings, consumers: int, turn: int) -> list[Iterator[int]]:
-    spec = StreamSpec("train", settings.batch, (settings.image_size, settings.image_size), CROP, seed=turn)
-    broadcast = _Broadcast(consumers)
-    dataset, steps = open_dataset(settings.url), settings.images // settings.batch
-    streams = [Stream(dataset, spec).train(0, steps, Share(rank, consumers, broadcast)) for rank in range(consumers)]
-    return [(len(batch.images) for batch in stream) for stream in streams]
-
-
-class _Broadcast:
-    """The first thread's value for all threads."""
-
-    def __init__(self, threads: int) -> None:
-        self._barrier, self._value = Barrier(threads), None
-
-    def __call__(self, value: Any) -> Any:
-        self._value = value or self._value
-        self._barrier.wait()
-        value = self._value
-        self._barrier.wait()
-        return value
-
-
-def _stock(settings: ScalingSettings, consumers: int, turn: int) -> list[Iterator[int]]:
-    """Return the pipeline of Ray's documentation, with a task for each row group."""
-    rows = decoding.locate_rows(open_dataset(settings.url), "train")
-    groups = np.arange(len(rows.groups))[np.cumsum(rows.groups) <= settings.images]
-    items = ray.data.from_items([{"group": int(group)} for group in groups], override_num_blocks=len(groups))
-    decode = partial(_decode_group, rows=rows, size=(settings.image_size, settings.image_size), seed=turn)
-    images = items.map_batches(decode, batch_size=1)  # pyright: ignore[reportArgumentType]
-    images.context.enable_progress_bars = images.context.print_on_execution_start = False
-
-    def batches(split: ray.data.DataIterator) -> Iterator[int]:
-        for batch in split.iter_batches(batch_size=settings.batch // consumers, batch_format="numpy"):
-            yield len(batch["image"])
-
-    return [batches(split) for split in images.streaming_split(consumers, equal=True)]
-
-
-def _decode_group(
-    item: dict[str, np.ndarray], rows: decoding.SplitRows, size: tuple[int, int], seed: int
-) -> dict[str, np.ndarray]:
-    torch.set_num_threads(1)
-    group = int(item["group"][0])
-    stored = decoding.read_rows(np.arange(rows.starts[group], rows.starts[group + 1]), rows)
-    images = [
-        augment_image(decoding.decode_image(data), CROP, size, generator(seed, 0, key))
-        for data, _, key in stored.values()
-    ]
-    return {"image": np.stack(images), "label": np.array([label for _, label, _ in stored.values()])}
-
-
-def _read(iterators: list[Iterator[int]]) -> Reading:
+def _read(pipeline: Callable[[], list[Iterator[int]]], log: Path, idle: Usage) -> Reading:
     def consume(batches: Iterator[int]) -> tuple[int, list[float]]:
         count, times = 0, []
         for size in batches:
             count += size
-            times.append(time.perf_counter())
+            times.append(time.monotonic())
         return count, times
 
-    before, start = tree_cpu_seconds(), time.perf_counter()
-    with ThreadPoolExecutor(len(iterators)) as pool:
+    before, start = tree_cpu_seconds(), time.monotonic()
+    iterators = pipeline()
+    with highest_usage(SAMPLE_SECONDS) as highest, ThreadPoolExecutor(len(iterators)) as pool:
         counts, times = zip(*pool.map(consume, iterators), strict=True)
-    cpu = sum(seconds - before.get(pid, 0.0) for pid, seconds in tree_cpu_seconds().items())
+    cpu = cpu_seconds_since(before)
     first, last = max(each[0] for each in times), max(each[-1] for each in times)
     gaps = np.concatenate([np.diff(each) for each in times])
     ends = [each[-1] - start for each in times]
+    most, mean = tasks_in_flight(log, start, last)
     return Reading(
         images_per_second=sum(counts) / (last - start),
+        cpu_us=1e6 * cpu / sum(counts),
         first_batch=first - start,
+        tasks_highest=most,
+        tasks_mean=mean,
+        memory_mb=(highest[0] - idle.memory) / 1e6 / len(iterators),
+        threads=(highest[1] - idle.threads) / len(iterators),
         slowest_batches=float(np.percentile(gaps, 99)) if len(gaps) else 0.0,
         fairness=max(ends) / min(ends),
-        cpu_us=1e6 * cpu / sum(counts),
     )
 
 
 def _report(settings: ScalingSettings, readings: dict[tuple[str, int], list[Reading]]) -> dict[str, Any]:
     where = circumstances(torch.device("cpu"))
-    ideal = settings.nodes / settings.decode_ms * 1000
+    ideal = settings.cpus / settings.decode_ms * 1000
     about = (
-        f"{settings.images} images to {settings.image_size} px, batches of {settings.batch}, {settings.nodes} nodes"
-        f" of one CPU, {settings.decode_ms:g} ms an image (at most {ideal:.0f} images/s)"
+        f"{settings.images} images to {settings.image_size} px, batches of {settings.batch}, {settings.cpus} CPUs on"
+        f" {settings.nodes} nodes, {settings.decode_ms:g} ms an image (at most {ideal:.0f} images/s)"
     )
     print(f"{where}\n{about}; {settings.rounds} interleaved rounds, median ± half the interquartile range\n")
-    columns = list(Reading._fields)
-    print(f"{'pipeline':<10}{'consumers':>10}" + "".join(f"{name:>22}" for name in [*columns, "ratio"]))
+    headings = ["pipeline", "consumers", *HEADINGS.values()]
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     rows: list[dict[str, Any]] = []
     for (name, consumers), rounds in readings.items():
-        spreads: dict[str, Spread] = {
-            column: spread_of([getattr(reading, column) for reading in rounds]) for column in columns
-        }
         speeds = [[reading.images_per_second for reading in readings[each, consumers]] for each in (name, "stock")]
-        spreads["ratio"] = ratio_of(*speeds)
-        print(f"{name:<10}{consumers:>10}" + "".join(f"{spread!s:>22}" for spread in spreads.values()))
-        row: dict[str, Any] = {"pipeline": name, "consumers": consumers}
-        for column, spread in spreads.items():
-            row |= spread.columns(column, 4)
+        spreads: dict[str, Spread] = {"ratio": ratio_of(*speeds)}
+        spreads |= {column: spread_of([getattr(each, column) for each in rounds]) for column in Reading._fields}
+        print(f"| {name} | {consumers} | {' | '.join(str(spreads[column]) for column in HEADINGS)} |")
+        row: dict[str, Any] = {"pipeline": name, "nodes": settings.nodes, "consumers": consumers}
+        for column in HEADINGS:
+            row |= spreads[column].columns(column, 4)
         rows.append(row)
     bars = {f"{row['pipeline']}, {row['consumers']} consumers": row["images_per_second"] for row in rows}
     chart = draw_bars(bars, "images per second", f"{where}\n{about}")
