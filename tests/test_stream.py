@@ -3,7 +3,8 @@
 import hashlib
 import io
 import json
-import threading
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -17,13 +18,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipelines.__main__ import main
+from vitray import storage
+from vitray.bench.scaling_pipelines import ThreadBroadcast
 from vitray.config.augmentation import Augment, CentreCrop
+from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
-from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, forget_decoded
+from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
+from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import locate_rows
+from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
+from vitray.data.stream.stream import starts_next
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
@@ -108,6 +114,22 @@ def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies
         assert not copy_numbers.any()
 
 
+@pytest.mark.parametrize(
+    ("elapsed", "done", "left", "wanted"),
+    [
+        (0.0, 0, 4, True),  # steps are left in which to start it, even if they are short
+        (0.0, 0, 5, False),
+        (0.1, 100, 1000, False),  # the first steps find their blocks waiting: too early to tell the pace
+        (31.0, 1000, 1000, False),
+        (31.0, 1000, 900, True),
+        (3600.0, 100, 5, False),  # slow steps
+        (3600.0, 100_000, 800, True),
+    ],
+)
+def test_the_next_execution_starts_seconds_before_it_is_needed(elapsed, done, left, wanted):
+    assert starts_next(elapsed, done, left) is wanted
+
+
 def test_a_worker_without_an_image_is_rejected():
     with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
         positions_of(0, 3, 1, 4)
@@ -163,6 +185,12 @@ def test_neighbours_in_an_epoch_come_from_distant_rows():
     assert sorted(DEAL) == list(range(LANES))
 
 
+def test_the_modules_of_the_coordinator_load_no_torch():
+    code = "import sys, vitray.data.stream.stream; print({'torch', 'torchvision', 'mlflow'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 # ---- on Ray ----------------------------------------------------------------------------------------------------------
 
 
@@ -209,23 +237,9 @@ def train_stream(dataset, **kind) -> Stream:
     )
 
 
-class Broadcast:
-    """Broadcasts the first worker's value to all workers, which are threads."""
-
-    def __init__(self, workers: int) -> None:
-        self.barrier, self.value = threading.Barrier(workers, timeout=60), None
-
-    def __call__(self, value):
-        self.value = value or self.value
-        self.barrier.wait()
-        value = self.value
-        self.barrier.wait()
-        return value
-
-
 def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
     """Return the batches of each worker; workers are concurrent threads, each with its own stream."""
-    broadcast = Broadcast(workers)
+    broadcast = ThreadBroadcast(workers)
 
     def work(rank: int) -> list[HostBatch]:
         own = Stream(stream.dataset, stream.spec)
@@ -268,6 +282,24 @@ def test_the_stream_follows_the_planned_order(dataset, one_worker):
 @pytest.mark.parametrize("workers", [2, 4, 3, 5])
 def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers):
     assert images_of_epoch(train_stream(dataset), workers) == one_worker
+
+
+@pytest.mark.ray
+def test_only_decoding_processes_load_torch(dataset, ray_cluster):
+    broadcast = ThreadBroadcast(2)
+    streams = [train_stream(dataset).train(0, 50, Share(rank, 2, broadcast)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(next, streams))
+    children = psutil.Process().children(recursive=True)
+    coordinators = [child for child in children if "SplitCoordinator" in " ".join(child.cmdline())]
+    assert coordinators
+    assert not any("libtorch" in library.path for child in coordinators for library in child.memory_maps())
+
+
+@pytest.mark.ray
+def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch):
+    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
+    assert images_of_epoch(train_stream(dataset), 2) == one_worker
 
 
 @pytest.mark.ray
@@ -430,7 +462,7 @@ def test_a_split_that_decodes_to_more_than_half_the_object_store_is_rejected(tmp
 @pytest.mark.ray
 @pytest.mark.timeout(120)  # without the large buffer the streams would deadlock
 def test_an_idle_stream_releases_its_cpu(dataset, ray_cluster):
-    broadcast = Broadcast(6)
+    broadcast = ThreadBroadcast(6)
     # Six blocks a task, and a limit that the first tasks reach.
     streams = [train_stream(dataset, size=(224, 224), memory=100 * 10**6) for _ in range(6)]
     unread = [stream.train(0, stream.steps, Share(rank, 6, broadcast)) for rank, stream in enumerate(streams)]
@@ -474,6 +506,29 @@ def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster)
     with pytest.raises(SystemExit) as exited:
         main(["bench", "ingest", dataset.url, "--rounds", "0"])
     assert exited.value.code == 2
+
+
+def test_a_process_opens_a_remote_shard_once(tmp_path, s3_server, monkeypatch):
+    write(s3_server / "bucket/many", [jpeg(index) for index in range(40)], per_shard=2, row_group=1)
+    rows = locate_rows(open_dataset("s3://bucket/many"), "train")
+    opened, filesystem = [], storage.filesystem
+    monkeypatch.setattr(storage, "filesystem", lambda url: opened.append(url) or filesystem(url))
+    for start in (0, 1):
+        stored = read_rows(np.arange(start, 40, 2), rows)
+        assert [label for _, label, _ in stored.values()] == [row % 7 for row in range(start, 40, 2)]
+    assert len(opened) == len(set(opened)) == 20
+
+
+def test_a_task_permutes_the_row_groups_once_and_draws_each_region_once(dataset, monkeypatch):
+    stream, drawn = train_stream(dataset), []
+    monkeypatch.setattr(
+        epoch_order, "raw_draws", lambda *key, **skip: drawn.append((key, skip)) or raw_draws(*key, **skip)
+    )
+    # Four members of a team, whose positions lie in both regions.
+    parts = [np.arange(2000 + member, 2100, 4) for member in range(4)]
+    blocks = list(decode_positions(parts, stream.rows, stream.order(0), stream.view(0)))
+    assert [block["position"].tolist() for block in blocks] == [part.tolist() for part in parts]
+    assert len(drawn) == 3
 
 
 def test_a_missing_split_names_the_nearest(dataset):

@@ -1,6 +1,7 @@
 """The work of a Ray Data task: read rows of a split from its shards, decode and augment them, in order.
 
-The result depends on neither process nor time: a task that is retried gives the same pixels.
+The result depends on neither process nor time: a task that is retried gives the same pixels. torch takes seconds and
+hundreds of MB, so only functions that need it import it: Ray Data's coordinator loads this module and decodes nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-import torch
 
 from vitray import storage
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import augment_image, crop_centre
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards.manifest import Columns, Dataset
 from vitray.data.stream.epoch_order import EpochOrder
@@ -25,6 +24,8 @@ from vitray.errors import ConfigError, nearest
 
 # Concurrent reads from an object store: one by one, 16 row groups at 50 ms a request take longer than their decoding.
 READS_AT_ONCE = 8
+# Remote shards whose size and footer (13 KB) a process remembers; 525 shards of 256 MiB hold ImageNet.
+REMOTE_SHARDS = 2048
 
 # Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt.
 Images = dict[str, np.ndarray]
@@ -96,13 +97,16 @@ def decode_positions(
 
     The next image of the order replaces one that cannot be decoded; `corrupt` is then the row of the latter, else -1.
     """
+    import torch
+
     torch.set_num_threads(1)  # tasks share the cores with each other and with training
-    stored = _fetch_rows(order.at(np.concatenate(parts))[0], rows)
-    for positions in parts:
+    ends = np.cumsum([len(positions) for positions in parts])[:-1]
+    planned, copies = order.at(np.concatenate(parts))
+    stored = _fetch_rows(planned, rows)
+    for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
         images = empty_images(view.size, len(positions)) | {"position": positions}
-        wanted, copies = order.at(positions)
         for index, position in enumerate(positions.tolist()):
-            keyed = partial(_make_view, view=view, copy=int(copies[index]))
+            keyed = partial(_make_view, view=view, copy=int(numbers[index]))
             candidates = _candidates(int(wanted[index]), position, order)
             images["row"][index], images["image"][index], images["label"][index] = _first_valid(
                 candidates, keyed, stored, rows
@@ -134,6 +138,8 @@ def _first_valid(
 
 
 def _make_view(image_HWC: np.ndarray, key: str, view: ViewSettings, copy: int) -> np.ndarray:
+    from vitray.data.augment.image import augment_image, crop_centre
+
     if isinstance(view.crop, CentreCrop):
         return crop_centre(image_HWC, view.crop, view.size)
     return augment_image(image_HWC, view.crop, view.size, generator(view.seed, view.epoch, key, copy))
@@ -172,7 +178,7 @@ def _read_group(rows: SplitRows, part: tuple[int, np.ndarray]) -> EncodedRows:
     shard = int(rows.shard_of_group[group])
     names = rows.columns
     columns = [names.image, names.label, *([names.key] if names.key else [])]
-    table = _reader(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
+    table = open_shard(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
     # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
     table = table.take(numbers - rows.starts[group]).flatten()
     images = [image.as_buffer().to_pybytes() for image in table.column(names.image)]
@@ -181,23 +187,26 @@ def _read_group(rows: SplitRows, part: tuple[int, np.ndarray]) -> EncodedRows:
     return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
 
 
-def _reader(url: str) -> pq.ParquetFile:
-    """Return a reader of a shard for one thread: threads may share an open file, but not its Parquet reader."""
-    if storage.is_remote(url):
-        return pq.ParquetFile(_remote_file(url), metadata=open_shard(url).metadata, pre_buffer=True)
-    return open_shard(url)
-
-
-@lru_cache(maxsize=16)
 def open_shard(url: str) -> pq.ParquetFile:
-    """Return an open shard, cached in this process together with its footer."""
+    """Return a reader of a shard for one thread: threads may share a remote file, but not its Parquet reader."""
     if storage.is_remote(url):
-        return pq.ParquetFile(_remote_file(url), pre_buffer=True)
+        return pq.ParquetFile(_remote_file(url), metadata=_remote_footer(url), pre_buffer=True)
+    return _local_shard(url)
+
+
+@lru_cache(maxsize=16)  # each keeps a file open
+def _local_shard(url: str) -> pq.ParquetFile:
     # A mapped file needs no read-ahead buffer, and concurrent threads would corrupt one.
     return pq.ParquetFile(storage.filesystem(url)[1], memory_map=True, pre_buffer=False)
 
 
-@lru_cache(maxsize=16)
+# A task reads a row group of many shards: each request for a file's size or footer would be repeated by every task.
+@lru_cache(maxsize=REMOTE_SHARDS)
+def _remote_footer(url: str) -> pq.FileMetaData:
+    return pq.ParquetFile(_remote_file(url)).metadata
+
+
+@lru_cache(maxsize=REMOTE_SHARDS)
 def _remote_file(url: str) -> pa.NativeFile:
     files, path = storage.filesystem(url)
     return files.open_input_file(path)

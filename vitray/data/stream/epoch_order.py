@@ -10,6 +10,7 @@ workers does not divide the pairs, as in elastic training, some workers take one
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -60,25 +61,33 @@ class EpochOrder:
 
     def _region(self, region: int) -> np.ndarray:
         if self._last[0] != region:
-            assert self.shuffle is not None
-            self._last = region, shuffled_region(self.groups, *self.shuffle, region)
+            self._last = region, self._shuffle_region(region)
         return self._last[1]
 
+    def _shuffle_region(self, region: int) -> np.ndarray:
+        ends, shifts = self._permuted_groups
+        places = np.arange(region * REGION, min((region + 1) * REGION, self.images))
+        rows = places + shifts[np.searchsorted(ends, places, side="right")]
+        draws = raw_draws(f"rows {self._key}", len(places), skip=region * REGION)
+        if len(places) < REGION:
+            return rows[np.argsort(draws, kind="stable")]
+        draws = draws.reshape(LANES, -1)
+        lanes = np.take_along_axis(rows.reshape(LANES, -1), np.argsort(draws, kind="stable"), axis=1)
+        return lanes[DEAL].reshape(LANES, -1, PAIR).swapaxes(0, 1).ravel()
 
-def shuffled_region(groups: np.ndarray, identity: str, seed: int, epoch: int, region: int) -> np.ndarray:
-    """Return the rows of one region of an epoch; `groups` are the sizes of the row groups."""
-    key = f"{identity} {seed} {epoch}"
-    # A stable sort of raw draws: numpy keeps the bits of a generator stable across versions, but not its permutations.
-    permuted = np.argsort(raw_draws(f"groups {key}", len(groups)), kind="stable")
-    ends = np.cumsum(groups[permuted])
-    places = np.arange(region * REGION, min((region + 1) * REGION, int(ends[-1])))
-    group = np.searchsorted(ends, places, side="right")
-    rows = places - ends[group] + np.cumsum(groups)[permuted[group]]
-    draws = raw_draws(f"rows {key}", len(places), skip=region * REGION)
-    if len(places) < REGION:
-        return rows[np.argsort(draws, kind="stable")]
-    lanes = np.take_along_axis(rows.reshape(LANES, -1), np.argsort(draws.reshape(LANES, -1), kind="stable"), axis=1)
-    return lanes[DEAL].reshape(LANES, -1, PAIR).swapaxes(0, 1).ravel()
+    @cached_property
+    def _permuted_groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """The end of each row group in the permuted order, and the distance of its rows from their stored places."""
+        # A stable sort of raw draws: numpy keeps the bits of a generator across versions, but not its permutations.
+        permuted = np.argsort(raw_draws(f"groups {self._key}", len(self.groups)), kind="stable")
+        ends = np.cumsum(self.groups[permuted])
+        return ends, np.cumsum(self.groups)[permuted] - ends
+
+    @property
+    def _key(self) -> str:
+        assert self.shuffle is not None
+        identity, seed, epoch = self.shuffle
+        return f"{identity} {seed} {epoch}"
 
 
 def positions_of(step: int, batch: int, rank: int, workers: int) -> np.ndarray:

@@ -5,6 +5,7 @@ pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals t
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,8 +36,9 @@ QUIET_LOGGERS = {
 for _name, _level in QUIET_LOGGERS.items():
     logging.getLogger(_name).setLevel(_level)
 
-# Pieces of one execution, which Ray lists before it starts the first; the next execution starts some steps earlier.
+# Pieces of one execution. Ray lists them before it starts the first, so the next execution starts some time earlier.
 PIECES_AT_ONCE = 8192
+SECONDS_AHEAD = 30
 STEPS_AHEAD = 4
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
@@ -144,9 +146,10 @@ class Stream:
             for first in starts:
                 last = min(first + at_once, end)
                 blocks = following.result() if following else self._open_training(first, last, cut, share)
-                reader = BlockReader(blocks, self.spec.size)
+                reader, following, began = BlockReader(blocks, self.spec.size), None, time.monotonic()
                 for step in range(first, last):
-                    if step == max(first, last - STEPS_AHEAD) and last < end:
+                    is_due = starts_next(time.monotonic() - began, step - first, last - step)
+                    if is_due and following is None and last < end:
                         following = opener.submit(self._open_training, last, min(last + at_once, end), cut, share)
                     epoch, within = divmod(step, self.steps)
                     positions = positions_of(within, self.spec.batch, share.rank, share.workers)
@@ -291,6 +294,12 @@ def _joined(parts: list[Images]) -> Images:
             joined[name][places[at : at + count]] = column
         at += count
     return joined
+
+
+def starts_next(elapsed: float, done: int, left: int) -> bool:
+    """Return whether to start the next execution, after some seconds and steps of this one, with some steps left."""
+    # The first steps find blocks that wait for them, so their pace says little.
+    return left <= STEPS_AHEAD or (elapsed > SECONDS_AHEAD and elapsed * left < SECONDS_AHEAD * done)
 
 
 def unused_options() -> ray.data.ExecutionOptions:
