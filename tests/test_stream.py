@@ -29,7 +29,6 @@ from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
-from vitray.data.stream.stream import starts_next
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
@@ -112,22 +111,6 @@ def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies
     if copies == 1:
         assert np.array_equal(rows, order)
         assert not copy_numbers.any()
-
-
-@pytest.mark.parametrize(
-    ("elapsed", "done", "left", "wanted"),
-    [
-        (0.0, 0, 4, True),  # steps are left in which to start it, even if they are short
-        (0.0, 0, 5, False),
-        (0.1, 100, 1000, False),  # the first steps find their blocks waiting: too early to tell the pace
-        (31.0, 1000, 1000, False),
-        (31.0, 1000, 900, True),
-        (3600.0, 100, 5, False),  # slow steps
-        (3600.0, 100_000, 800, True),
-    ],
-)
-def test_the_next_execution_starts_seconds_before_it_is_needed(elapsed, done, left, wanted):
-    assert starts_next(elapsed, done, left) is wanted
 
 
 def test_a_worker_without_an_image_is_rejected():
@@ -297,8 +280,10 @@ def test_only_decoding_processes_load_torch(dataset, ray_cluster):
 
 
 @pytest.mark.ray
-def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch, ahead):
     monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
+    monkeypatch.setattr(stream_module, "PIECES_AHEAD", ahead)
     assert images_of_epoch(train_stream(dataset), 2) == one_worker
 
 

@@ -93,7 +93,8 @@ def measure_scaling(settings: ScalingSettings) -> dict[str, Any]:
     if settings.cpus % settings.nodes:
         raise ConfigError(f"--cpus {settings.cpus}: wanted a multiple of --nodes {settings.nodes}")
     os.environ |= {"RAY_worker_niceness": "0"}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": DRIVER_STORE})
+    head = {"num_cpus": 0, "object_store_memory": DRIVER_STORE, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(settings.nodes):
             cluster.add_node(num_cpus=settings.cpus // settings.nodes, object_store_memory=STORE // settings.nodes)
@@ -160,7 +161,8 @@ def _report(settings: ScalingSettings, readings: dict[tuple[str, int], list[Read
         f"{settings.images} images to {settings.image_size} px, batches of {settings.batch}, {settings.cpus} CPUs on"
         f" {settings.nodes} nodes, {settings.decode_ms:g} ms an image (at most {ideal:.0f} images/s)"
     )
-    print(f"{where}\n{about}; {settings.rounds} interleaved rounds, median ± half the interquartile range\n")
+    spread = "one round" if settings.rounds == 1 else f"{settings.rounds} interleaved rounds, median ± half the IQR"
+    print(f"{where}\n{about}; {spread}\n")
     headings = ["pipeline", "consumers", *HEADINGS.values()]
     print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     rows: list[dict[str, Any]] = []
@@ -168,7 +170,10 @@ def _report(settings: ScalingSettings, readings: dict[tuple[str, int], list[Read
         speeds = [[reading.images_per_second for reading in readings[each, consumers]] for each in (name, "stock")]
         spreads: dict[str, Spread] = {"ratio": ratio_of(*speeds)}
         spreads |= {column: spread_of([getattr(each, column) for each in rounds]) for column in Reading._fields}
-        print(f"| {name} | {consumers} | {' | '.join(str(spreads[column]) for column in HEADINGS)} |")
+        cells = [str(spreads[column]) for column in HEADINGS]
+        if settings.rounds == 1:
+            cells = [cell.removesuffix(" ± 0") for cell in cells]
+        print(f"| {' | '.join([name, str(consumers), *cells])} |")
         row: dict[str, Any] = {"pipeline": name, "nodes": settings.nodes, "consumers": consumers}
         for column in HEADINGS:
             row |= spreads[column].columns(column, 4)

@@ -5,7 +5,6 @@ pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals t
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,10 +35,9 @@ QUIET_LOGGERS = {
 for _name, _level in QUIET_LOGGERS.items():
     logging.getLogger(_name).setLevel(_level)
 
-# Pieces of one execution. Ray lists them before it starts the first, so the next execution starts some time earlier.
-PIECES_AT_ONCE = 8192
-SECONDS_AHEAD = 30
-STEPS_AHEAD = 4
+# Pieces of one execution. Ray lists them before it starts the first, so the next execution starts some of them earlier:
+# after the same step on all workers, which wait for each other. It holds its first blocks until then.
+PIECES_AT_ONCE, PIECES_AHEAD = 8192, 1024
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
 
@@ -138,7 +136,7 @@ class Stream:
         # The first worker's, since the cluster may grow or shrink while the others ask for its memory.
         cut = share.broadcast(self._cut(share.workers, self.spec.copies))
         # Steps of one execution: Ray lists its pieces beforehand.
-        at_once = max(1, PIECES_AT_ONCE * cut.rows // self.spec.batch)
+        at_once, ahead = (max(1, pieces * cut.rows // self.spec.batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
         starts = range(start, end, at_once)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
         with ThreadPoolExecutor(1) as opener:
@@ -146,10 +144,9 @@ class Stream:
             for first in starts:
                 last = min(first + at_once, end)
                 blocks = following.result() if following else self._open_training(first, last, cut, share)
-                reader, following, began = BlockReader(blocks, self.spec.size), None, time.monotonic()
+                reader = BlockReader(blocks, self.spec.size)
                 for step in range(first, last):
-                    is_due = starts_next(time.monotonic() - began, step - first, last - step)
-                    if is_due and following is None and last < end:
+                    if step == max(first, last - ahead) and last < end:
                         following = opener.submit(self._open_training, last, min(last + at_once, end), cut, share)
                     epoch, within = divmod(step, self.steps)
                     positions = positions_of(within, self.spec.batch, share.rank, share.workers)
@@ -294,12 +291,6 @@ def _joined(parts: list[Images]) -> Images:
             joined[name][places[at : at + count]] = column
         at += count
     return joined
-
-
-def starts_next(elapsed: float, done: int, left: int) -> bool:
-    """Return whether to start the next execution, after some seconds and steps of this one, with some steps left."""
-    # The first steps find blocks that wait for them, so their pace says little.
-    return left <= STEPS_AHEAD or (elapsed > SECONDS_AHEAD and elapsed * left < SECONDS_AHEAD * done)
 
 
 def unused_options() -> ray.data.ExecutionOptions:
