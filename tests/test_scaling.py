@@ -2,9 +2,11 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,7 @@ def test_more_consumers_than_cpus_of_a_node_keep_up_with_rays_own_split(tmp_path
     run = [sys.executable, "-m"]
     shard = ["pipelines.shard", "demo", str(tmp_path / "data"), "images=13000", "image_size=32", "val_share=0"]
     subprocess.run([*run, *shard], env=environment, check=True, stdout=sys.stderr)
-    settings = ["--consumers", "8", "--image-size", "32", "--images", "12288", "--decode-ms", "4", "--rounds", "2"]
+    settings = ["--consumers", "8", "--image-size", "32", "--images", "12288", "--decode-ms", "6", "--rounds", "3"]
     bench = ["pipelines.bench", "scaling", str(tmp_path / "data"), *settings, "--out", str(tmp_path), "--json"]
     done = subprocess.run([*run, *bench], env=environment, check=True, stdout=subprocess.PIPE, text=True)
     rows = {row["pipeline"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
@@ -40,6 +42,12 @@ def test_the_scaling_benchmark_starts_its_own_nodes(monkeypatch, capsys):
 def test_nodes_get_the_same_number_of_cpus(capsys):
     assert main(["bench", "scaling", "data/demo", "--nodes", "4"]) == 2
     assert "--cpus 6: wanted a multiple of --nodes 4" in capsys.readouterr().err
+
+
+def test_the_estimate_of_the_documentation_is_that_of_the_plan(capsys):
+    root = Path(__file__).parents[1]
+    runpy.run_path(str(root / "docs/estimate_scaling.py"))["main"]()
+    assert capsys.readouterr().out in (root / "docs/scaling.md").read_text()
 
 
 def test_tasks_in_flight_overlap_in_time(tmp_path):
