@@ -310,7 +310,7 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_
     trials = [
         process
         for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and "TrialTrainable" in " ".join(process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE and "ResourceTrainable" in " ".join(process.cmdline())
     ]
     assert trials
     for process in trials:
@@ -331,7 +331,12 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_
 def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
     """Each process dies before its run starts: the trial is retried, then marked as failed with the reason."""
     (folder / "one.yaml").write_text("space: {seed: {seeds: 1}}\n")
-    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable.setup", lambda *_, **__: os._exit(1))
+
+    class Dying(tune.Trainable):  # local, so that Ray sends it by value
+        def setup(self, config, context=None):
+            os._exit(1)
+
+    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable", Dying)
     outcome = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})
     assert (outcome.trials, outcome.finished, outcome.failed) == (1, 0, 1)
     (record,) = [json.loads(path.read_text()) for path in Path(outcome.home).glob("*/trial.json")]
