@@ -310,7 +310,7 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_
     trials = [
         process
         for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and "ResourceTrainable" in " ".join(process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE and "Trainable" in " ".join(process.cmdline())
     ]
     assert trials
     for process in trials:
