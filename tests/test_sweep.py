@@ -315,7 +315,7 @@ def test_a_trial_whose_process_is_killed_runs_again(folder, finished_sweep, ray_
     assert trials
     for process in trials:
         process.kill()
-    driver.wait(timeout=600)
+    driver.communicate(timeout=600)
     assert driver.returncode == 0
     records = {
         path.parent.name: json.loads(path.read_text())
