@@ -37,7 +37,7 @@ def test_an_interval_ends_at_the_last_step(every):
 
 def test_an_interval_that_rounds_to_no_step_is_refused():
     with pytest.raises(
-        ConfigError, match=r"^evaluate.every: got '0.01 epochs', which is no step, wanted at least one;"
+        ConfigError, match=r"^evaluate.every: got '0.01 epochs', which rounds to 0 steps, wanted at least one;"
     ):
         Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), steps_per_epoch=10, total=40)
 

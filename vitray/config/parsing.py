@@ -132,7 +132,7 @@ def _check_events(text: str, source: str) -> None:
 
 def _check_bounds(values: int, depth: int, source: str) -> None:
     if values > MOST_VALUES:
-        raise ConfigError(f"{source}: wanted at most {MOST_VALUES:,} values, aliases spelled out")
+        raise ConfigError(f"{source}: wanted at most {MOST_VALUES:,} values, each use of an alias counted")
     if depth > MOST_DEPTH:
         raise ConfigError(f"{source}: wanted at most {MOST_DEPTH} levels of lists and mappings")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.augmentation import Normalise
-from vitray.data.augment.batch import DeviceBatch, normalised
+from vitray.data.augment.batch import DeviceBatch, normalised, to_device
 from vitray.models.tokenizer import VisualTokenizer
 
 MAX_MISTAKES = 16
@@ -183,7 +183,7 @@ def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch) -> None:
     probability_B, predicted_B = logits_BK.softmax(1).max(1)
     index_B = labels_B * num_classes + predicted_B
     sums.confusion.scatter_add_(0, index_B, torch.ones_like(index_B))  # bincount would wait for the device
-    row_B = torch.tensor(batch.rows).to(labels_B.device, non_blocking=True)
+    row_B = to_device(torch.tensor(batch.rows), labels_B.device)
     mistakes_B4 = torch.stack([probability_B.double(), row_B.double(), labels_B.double(), predicted_B.double()], dim=1)
     mistakes_B4 = torch.where((predicted_B != labels_B)[:, None], mistakes_B4, -1.0)
     sums.mistakes.copy_(most_confident(torch.cat([sums.mistakes, mistakes_B4])))

@@ -54,6 +54,8 @@ def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[i
     if not beats:
         return None
     latest, _ = min(beats, key=lambda beat: beat[1])
+    if latest.workers == 1:
+        return None
     group = [(beat, age) for beat, age in beats if beat.rank < latest.workers]  # without those of a larger group before
     has_failed = {beat.rank for beat, _ in group if beat.has_failed or beat.rank in failed}
     silent = [(beat, age) for beat, age in group if age > SILENT_SECONDS]

@@ -18,7 +18,15 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.plan import check_storage, difference
-from vitray.sweep.plan import DRIVER_CPUS, Recipe, SweepPlan, cluster_nodes, plan_stages, plan_sweep
+from vitray.sweep.plan import (
+    DRIVER_CPUS,
+    Recipe,
+    SweepPlan,
+    cluster_nodes,
+    nodes_of_workers,
+    plan_stages,
+    plan_sweep,
+)
 from vitray.sweep.space import STAGES_DIR, Space
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 
@@ -114,6 +122,12 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
         environment=environment,
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
+    searcher = TrialSearcher(
+        plan,
+        store,
+        space,
+        lambda: fit_trials(nodes_of_workers(plan.base, cluster_nodes()), resources, plan.trials).concurrent,
+    )
     with (
         tempfile.TemporaryDirectory(prefix="vitray-") as scratch,  # Tune requires a folder, which nothing reads
         interruptible(store.sweep_dir) as interruption,
@@ -123,9 +137,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
             tune_config=tune.TuneConfig(
                 metric="goal",
                 mode=space.goal.mode,
-                search_alg=TrialSearcher(
-                    plan, store, space, lambda: fit_trials(cluster_nodes(), resources, plan.trials).concurrent
-                ),
+                search_alg=searcher,
                 num_samples=-1,
                 scheduler=build_scheduler(plan.run_plan, space),
                 max_concurrent_trials=plan.trials,  # the searcher follows the cluster
@@ -144,11 +156,13 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
             ),
         )
         results = tuner.fit()
+        store.finish_points()
     if not interruption.signal:
         store.close()
         for result in results:
-            if result.error and result.config:
-                store.fail(result.config["name"], f"its process failed, at last with {one_line(result.error)}")
+            if result.error:
+                name = searcher.names[Path(result.path).name]  # a trial without a result has no config here
+                store.fail(name, f"its process failed, at last with {one_line(result.error)}")
     if interruption.signal:
         session.release_resources(trainable.__qualname__)  # the actor's class name in Ray
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)

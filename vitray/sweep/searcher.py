@@ -27,6 +27,8 @@ class TrialSearcher(Searcher):
         super().__init__()
         self._plan, self._store, self._space = plan, store, space
         self._count_places, self._places, self._counted = count_places, 0, -math.inf
+        self.names: dict[str, str] = {}
+        """{Tune's id: name} of all trials so far."""
         self._live: set[str] = set()
         self._started = time.monotonic()
         replays = space.scheduler.kind != "none"
@@ -48,6 +50,7 @@ class TrialSearcher(Searcher):
         if (name := self._next()) is None:
             return Searcher.FINISHED
         self._live.add(trial_id)
+        self.names[trial_id] = name
         return {"name": name} | self._store.settings(name)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:  # noqa: ARG002

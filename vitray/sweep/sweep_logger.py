@@ -125,6 +125,7 @@ class SweepLogger:
         """Show the progress, and write a report if a trial has ended and the last report is old enough."""
         records = self.store.records()
         self._console.show(records)
+        self.store.retry_points()
         self.store.read_ends()
         over = sum(record.is_over for record in records.values())
         if over != self._reported_over and time.monotonic() - self._reported > REPORT_INTERVAL:

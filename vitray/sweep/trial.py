@@ -22,7 +22,7 @@ from vitray.runs.driver import train
 from vitray.runs.plan import TrialHook
 from vitray.sweep.capacity import TrialResources, fit_trials
 from vitray.sweep.interruption import is_interrupted
-from vitray.sweep.plan import cluster_nodes
+from vitray.sweep.plan import cluster_nodes, nodes_of_workers
 from vitray.sweep.schedulers import TIME, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
@@ -116,7 +116,8 @@ class TrialTrainable(tune.Trainable):
         run_dir = storage.join(self._context.sweep_dir, name)
         record = read_record(run_dir)
         for step, value in record.scores:
-            if self._should_stop(step, record.steps, value):
+            is_ending = not record.is_over and step == record.steps  # its model may not be saved yet
+            if self._should_stop(step, record.steps, value) and not is_ending:
                 if not record.is_over:
                     write_record(run_dir, record._replace(state="stopped early"))
                 return
@@ -143,14 +144,14 @@ class TrialTrainable(tune.Trainable):
             return self._should_stop(step, steps, values[context.metric])
 
         try:
-            run = context.base.replace(settings)
+            run, nodes = context.base.replace(settings), nodes_of_workers(context.base, cluster_nodes())
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
                 waits_for_decision=context.has_scheduler,
                 dataset=context.dataset,
                 # Of the cluster as it is now: nodes come and go during a sweep.
-                concurrent_trials=max(1, fit_trials(cluster_nodes(), context.resources, context.trials).concurrent),
+                concurrent_trials=max(1, fit_trials(nodes, context.resources, context.trials).concurrent),
                 stop_requested=self._stop_requested,
             )
             state = train(run, name, context.sweep_dir, hook=hook).state
@@ -159,9 +160,13 @@ class TrialTrainable(tune.Trainable):
             write_record(run_dir, record)
             return record, {}
         write_record(run_dir, record := record._replace(state=state, ended=time.time()))
-        with contextlib.suppress(ConfigError):  # unreachable storage costs the search these numbers, not the trial
-            return record, _results(read_outcome(run_dir), read_sizes(run, run_dir))
-        return record, {}
+        outcome = None
+        with contextlib.suppress(ConfigError):  # the driver reads it later
+            outcome = read_outcome(run_dir)
+        sizes = None
+        with contextlib.suppress(ConfigError):
+            sizes = read_sizes(run, run_dir)
+        return record, _results(outcome, sizes)
 
     def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
         """Report a score to Tune and wait for the scheduler's decision."""

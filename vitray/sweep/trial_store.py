@@ -1,6 +1,7 @@
 """Trials of a sweep: their points, in order, and the record and outcome of each, on disk and in the driver's memory."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -132,6 +133,7 @@ class TrialStore:
         self._costs: dict[str, dict[str, float]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trial-store")
         self._written: Future[None] | None = None
+        self._submitting = threading.Lock()
         stored = read_entries(sweep_dir)
         # Through JSON, so that tuples compare equal to stored lists.
         given = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
@@ -151,13 +153,22 @@ class TrialStore:
     def add(self, name: str, entry: TrialEntry) -> None:
         """Add a trial; a thread writes its point."""
         self.entries[name] = entry
-        self._written = self._writer.submit(self._write, self._content())
+        self._submit_points()
 
-    def close(self) -> None:
-        """Wait until the points are on disk, and read the trials again whose end Tune has not reported."""
+    def retry_points(self) -> None:
+        """Write the points again if the last try has failed."""
+        if self._written is not None and self._written.done() and self._written.exception() is not None:
+            self._submit_points()
+
+    def finish_points(self) -> None:
+        """Wait until the points are on disk."""
         if self._written is not None and self._written.exception() is not None:
             self._write(self._content())
         self._written = None
+
+    def close(self) -> None:
+        """Wait until the points are on disk, and read the trials again whose end Tune has not reported."""
+        self.finish_points()
         self._read([name for name in self.entries if name not in self._costs])
 
     # ---- the events of Tune's loop -----------------------------------------------------------------------------------
@@ -265,13 +276,17 @@ class TrialStore:
             elif known.state != "failed" and time.time() - (known.ended or 0.0) < ENDING_SECONDS:
                 return
         outcome = read_outcome(self.run_dir(name)) or TrialOutcome()
-        if self.record(name) is not known:
+        if self.record(name) is not known or "device_seconds" not in self._costs.get(name, {}):
             self._costs[name] = costs_of(outcome, self.sizes(name))
         self._outcomes[name] = outcome
 
     def _end(self, name: str, state: RecordState, reason: str | None = None) -> None:
         if not (record := self.record(name)).is_over:
             self._records[name] = record._replace(state=state, reason=reason, ended=time.time())
+
+    def _submit_points(self) -> None:
+        with self._submitting:  # the newest points are written last
+            self._written = self._writer.submit(self._write, self._content())
 
     def _content(self) -> bytes:
         entries = {

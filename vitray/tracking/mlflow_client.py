@@ -1,5 +1,6 @@
 """Access to MLflow: the tracking URI, the import with bounded timeouts, and clients."""
 
+import fcntl
 import logging
 import os
 import shutil
@@ -92,10 +93,8 @@ def open_client(uri: str) -> "MlflowClient":
 
     file = database_file(uri)
     with _PROCESS_LOCK:
-        if file and file.exists() and _is_abandoned(file):
-            aside = file.with_name(f"{file.name}.incomplete-{uuid.uuid4().hex[:8]}")
-            file.rename(aside)
-            LOG.warning("tracking: %s is incomplete and holds no run; it is now %s, and a new one is made", file, aside)
+        if file and file.exists() and _is_unusable(file):
+            _set_aside(file)
         if file and not file.exists():
             _create_database(file)
         return MlflowClient(uri)
@@ -107,19 +106,37 @@ def _create_database(file: Path) -> None:
 
     with _scratch_name(file) as scratch:
         MlflowClient(f"sqlite:///{scratch}")
-        with suppress(FileExistsError):  # another process was faster
+        try:
             os.link(scratch, file)
+        except FileExistsError:  # another process was faster
+            pass
+        except OSError:  # a file system without links
+            scratch.rename(file)
 
 
-def _is_abandoned(file: Path) -> bool:
-    """Whether a database holds no run, nothing has written to it for some seconds, and MLflow cannot open it."""
+def _set_aside(file: Path) -> None:
+    """Rename a database that holds nothing and cannot be opened; of several processes, one does."""
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # until the block ends
+        if os.fstat(opened.fileno()).st_ino == file.stat().st_ino and _is_unusable(file):
+            aside = file.with_name(f"{file.name}.incomplete-{uuid.uuid4().hex[:8]}")
+            file.rename(aside)
+            LOG.warning(
+                "tracking: %s cannot be opened and holds no run; it is now %s, and a new one is made", file, aside
+            )
+
+
+def _is_unusable(file: Path) -> bool:
+    """Whether MLflow cannot open a database that holds nothing and to which nothing has written for some seconds."""
     from mlflow import MlflowClient
 
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
             tables = {name for (name,) in database.execute("select name from sqlite_master")}
-            if "runs" in tables and database.execute("select 1 from runs limit 1").fetchone():
-                return False
+            # A new store has one experiment.
+            for table, usual in (("runs", 0), ("registered_models", 0), ("experiments", 1)):
+                if table in tables and database.execute(f"select count(*) from {table}").fetchone()[0] > usual:
+                    return False
     except sqlite3.Error:  # busy, or not a database
         return False
     if time.time() - file.stat().st_mtime < ABANDONED_SECONDS:

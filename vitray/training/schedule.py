@@ -32,7 +32,8 @@ def interval_steps(setting: str, text: str, steps_per_epoch: int) -> int:
     steps = in_steps(text, steps_per_epoch)
     if steps < 1:
         raise ConfigError(
-            f"{setting}: got {text!r}, which is no step, wanted at least one; an epoch has {steps_per_epoch} steps"
+            f"{setting}: got {text!r}, which rounds to 0 steps, wanted at least one; an epoch has {steps_per_epoch}"
+            " steps"
         )
     return steps
 

@@ -251,7 +251,8 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
         for point in points:
             name = name_of(point, space)
             if len(name.encode()) > LONGEST_NAME:
-                yield "space", f"the point {name}: wanted a name of at most {LONGEST_NAME} bytes; cases have names"
+                wanted = f"a name of at most {LONGEST_NAME} bytes; `cases` give a combination a short name"
+                yield "space", f"the point {name}: wanted {wanted}"
             other = named.setdefault(name, point)
             if other is not point:
                 yield "space", f"two points are both {name}: {other.drawn} and {point.drawn}"

@@ -22,8 +22,7 @@ from vitray.config.validation import sections_in
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
-MOST_ATTEMPTS = 100_000  # draws of random points, which take seconds
-LONGEST_NAME = 200  # bytes; file systems allow 255 for a folder
+LONGEST_NAME = 240  # bytes; file systems allow 255 for a folder
 PLACEHOLDER = re.compile(r"{(\w+)}")
 
 
@@ -127,7 +126,7 @@ def draw_point(space: Space, values: Mapping[str, Any]) -> SweepPoint | None:
 def random_points(space: Space, number: int, seed: int = 0) -> list[SweepPoint]:
     """Return different random points; fewer where that many are hard to find."""
     generator, points = random.Random(seed), dict[str, SweepPoint]()
-    for _ in range(min(100 * number, MOST_ATTEMPTS)):
+    for _ in range(100 * number):
         point = draw_point(space, {name: each.sample(generator) for name, each in space.drawn.items()})
         if point:
             points.setdefault(name_of(point, space), point)
