@@ -171,7 +171,8 @@ def test_an_interval_that_rounds_to_no_step_ends_a_dry_run(place, capsys):
     for setting in ("evaluate.every", "checkpoint.every", "tracking.every"):
         message = bad_input(capsys, train, "tiny.yaml", "--dry-run", f"{setting}=0.01 epochs")
         assert message == (
-            f"vitray: {setting}: got '0.01 epochs', which rounds to 0 steps, wanted at least one; an epoch has 6 steps\n"
+            f"vitray: {setting}: got '0.01 epochs', which rounds to 0 steps, wanted at least one;"
+            " an epoch has 6 steps\n"
         )
     assert "6 steps" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "optim.duration=0.01 epochs")
     assert "wanted at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")

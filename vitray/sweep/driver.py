@@ -23,9 +23,9 @@ from vitray.sweep.plan import (
     Recipe,
     SweepPlan,
     cluster_nodes,
-    nodes_of_workers,
     plan_stages,
     plan_sweep,
+    trials_that_fit,
 )
 from vitray.sweep.space import STAGES_DIR, Space
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
@@ -95,7 +95,6 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
     """Run the trials on Ray Tune."""
     from ray import tune
 
-    from vitray.sweep.capacity import fit_trials
     from vitray.sweep.interruption import interruptible
     from vitray.sweep.listener import InterruptionStopper, TrialListener
     from vitray.sweep.schedulers import build_scheduler
@@ -122,12 +121,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
         environment=environment,
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
-    searcher = TrialSearcher(
-        plan,
-        store,
-        space,
-        lambda: fit_trials(nodes_of_workers(plan.base, cluster_nodes()), resources, plan.trials).concurrent,
-    )
+    searcher = TrialSearcher(plan, store, space, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
         tempfile.TemporaryDirectory(prefix="vitray-") as scratch,  # Tune requires a folder, which nothing reads
         interruptible(store.sweep_dir) as interruption,

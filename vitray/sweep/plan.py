@@ -154,6 +154,11 @@ def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
     return TrialResources(workers=workers, cpus=cpus, gpus=gpus, data_cpus=data_cpus, driver_cpus=DRIVER_CPUS)
 
 
+def trials_that_fit(base: Run, resources: TrialResources, trials: int) -> int:
+    """Return how many of the trials fit the cluster as it is now; its nodes come and go during a sweep."""
+    return fit_trials(nodes_of_workers(base, cluster_nodes()), resources, trials).concurrent
+
+
 def nodes_of_workers(base: Run, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes without the GPU on which the evaluations of all trials take turns, if they need one."""
     largest = max(range(len(nodes)), key=lambda index: nodes[index].gpus, default=0)

@@ -20,9 +20,9 @@ from vitray.errors import ConfigError, RunError
 from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
 from vitray.runs.plan import TrialHook
-from vitray.sweep.capacity import TrialResources, fit_trials
+from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
-from vitray.sweep.plan import cluster_nodes, nodes_of_workers
+from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.schedulers import TIME, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
@@ -144,14 +144,13 @@ class TrialTrainable(tune.Trainable):
             return self._should_stop(step, steps, values[context.metric])
 
         try:
-            run, nodes = context.base.replace(settings), nodes_of_workers(context.base, cluster_nodes())
+            run = context.base.replace(settings)
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
                 waits_for_decision=context.has_scheduler,
                 dataset=context.dataset,
-                # Of the cluster as it is now: nodes come and go during a sweep.
-                concurrent_trials=max(1, fit_trials(nodes, context.resources, context.trials).concurrent),
+                concurrent_trials=max(1, trials_that_fit(context.base, context.resources, context.trials)),
                 stop_requested=self._stop_requested,
             )
             state = train(run, name, context.sweep_dir, hook=hook).state

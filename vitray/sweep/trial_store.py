@@ -276,7 +276,8 @@ class TrialStore:
             elif known.state != "failed" and time.time() - (known.ended or 0.0) < ENDING_SECONDS:
                 return
         outcome = read_outcome(self.run_dir(name)) or TrialOutcome()
-        if self.record(name) is not known or "device_seconds" not in self._costs.get(name, {}):
+        was_incomplete = "device_seconds" not in self._costs.get(name, {"device_seconds": 0.0})
+        if self.record(name) is not known or was_incomplete:
             self._costs[name] = costs_of(outcome, self.sizes(name))
         self._outcomes[name] = outcome
 
