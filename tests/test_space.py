@@ -480,7 +480,7 @@ FAULTY = [
     ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, wanted a number within 1e+30"),
     (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "wanted a number within 1e+30"),
     ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', wanted one line of text"),
-    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 200 bytes"),
+    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 240 bytes"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'not ' * 200}seed == 1']", "where[0]: 'not not", "at most 50 levels"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, wanted"),
     ("space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]", "where[0]: '1e999 > seed': wanted numbers of at most 1e+30"),
