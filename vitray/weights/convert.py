@@ -34,7 +34,7 @@ def import_weights(
 
 
 def import_state(url: str) -> State:
-    """Return the tensors of another library's weights file under our names, whatever settings it lacks."""
+    """Return the tensors of another library's weights file under our names, even without some settings."""
     file = read_weights(url)
     layout = _layout_of(file.tensors, None, url)
     return _build(file, layout, settings_of(file, layout, url, {}, None), url)[1].state_dict()
