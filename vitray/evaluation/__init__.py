@@ -1,1 +1,1 @@
-"""Scores of a split: arrays in, values out."""
+"""Scores of a split, their uncertainty, and probes of features: arrays in, values out."""

@@ -1,0 +1,84 @@
+"""Checked inputs of scores and probes: logits, labels, hits, features.
+
+Shapes: N images, K classes, F features.
+"""
+
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitray.errors import ConfigError
+
+
+class Labelled(NamedTuple):
+    """Features of images and their labels."""
+
+    features: np.ndarray
+    """N x F."""
+    labels: np.ndarray
+    """N classes, from 0."""
+
+
+def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
+    """Return `values` as a finite matrix of numbers with at least one row and one column."""
+    matrix = np.asarray(values)
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ConfigError(f"{name}: the shape is {matrix.shape}; wanted images x {columns}, at least one of each")
+    if matrix.dtype.kind not in "fiu":
+        raise ConfigError(f"{name}: the type is {matrix.dtype}; wanted numbers")
+    if not np.isfinite(matrix).all():
+        row = int(np.flatnonzero(~np.isfinite(matrix).all(1))[0])
+        raise ConfigError(f"{name}: row {row} holds {matrix[row][~np.isfinite(matrix[row])][0]}; wanted finite numbers")
+    return matrix
+
+
+def check_labels(labels: Any, images: int, num_classes: int, name: str = "labels") -> np.ndarray:
+    """Return N labels as int64, each of them one of the classes."""
+    values = np.asarray(labels)
+    if values.shape != (images,):
+        raise ConfigError(f"{name}: the shape is {values.shape}; wanted ({images},), one label for each image")
+    if values.dtype.kind not in "iu":
+        raise ConfigError(f"{name}: the type is {values.dtype}; wanted integers")
+    wrong = np.flatnonzero((values < 0) | (values >= num_classes))
+    if len(wrong):
+        raise ConfigError(f"{name}: row {wrong[0]} has class {values[wrong[0]]}; wanted 0 to {num_classes - 1}")
+    return values.astype(np.int64)
+
+
+def check_logits(logits: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return N x K logits and their N labels."""
+    logits_NK = check_matrix("logits", logits, "classes")
+    return logits_NK, check_labels(labels, *logits_NK.shape)
+
+
+def check_features(split: str, data: Labelled, num_classes: int) -> Labelled:
+    """Return the features of a split and their labels."""
+    features_NF = check_matrix(f"{split} features", data.features, "features")
+    return Labelled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
+
+
+def check_probe(train: Labelled, test: Labelled, num_classes: int) -> tuple[Labelled, Labelled]:
+    """Return the features of both splits of a probe; they have the same number of columns."""
+    train, test = check_features("train", train, num_classes), check_features("test", test, num_classes)
+    wanted, got = train.features.shape[1], test.features.shape[1]
+    if got != wanted:
+        raise ConfigError(f"test features: {got} columns; wanted {wanted}, as many as the train features have")
+    return train, test
+
+
+def draw_part(count: int, part: int, seed: int, keys: Any = None) -> np.ndarray:
+    """Return N flags, `part` of them True: by a hash of each image's key, or else by a permutation of the rows.
+
+    By keys, the images of the part are the same in any order of the rows.
+    """
+    if keys is None:
+        order_N = np.random.default_rng(seed).permutation(count)
+    elif len(keys) != count:
+        raise ConfigError(f"keys: {len(keys)} of them; wanted {count}, one for each image")
+    else:
+        digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
+        order_N = np.array(sorted(range(count), key=digests.__getitem__), dtype=np.int64)
+    mask_N = np.zeros(count, dtype=bool)
+    mask_N[order_N[:part]] = True
+    return mask_N
