@@ -1,0 +1,136 @@
+"""Intervals and comparisons: equal to scipy and to slow resampling, and plain about differences near zero."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from vitray.errors import ConfigError
+from vitray.evaluation import intervals
+from vitray.evaluation.intervals import agreement, bootstrap, compare_hits, mcnemar, paired_difference, wilson
+
+
+@given(st.integers(1, 100_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.5, 0.999))
+@settings(max_examples=60, deadline=None)
+def test_wilson_equals_scipy(counts, level):
+    hits, n = counts
+    wanted = stats.binomtest(hits, n).proportion_ci(level, "wilson")
+    interval = wilson(hits, n, level)
+    assert (interval.low, interval.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+    assert 0 <= interval.low <= interval.estimate <= interval.high <= 1
+
+
+def test_wilson_of_no_hit_and_of_only_hits():
+    assert wilson(0, 1)[:2] == (0.0, 0.0)
+    assert wilson(1, 1)[0::2] == (1.0, 1.0)
+    assert wilson(50_000, 50_000).low > 0.9999
+
+
+def test_the_bootstrap_of_a_mean_equals_scipy():
+    values = np.random.default_rng(0).gamma(2.0, size=300)
+    wanted = stats.bootstrap((values,), np.mean, n_resamples=10_000, method="percentile", rng=1).confidence_interval
+    interval = bootstrap(values)
+    assert interval.estimate == pytest.approx(values.mean(), rel=1e-12)
+    assert (interval.low, interval.high) == pytest.approx((wanted.low, wanted.high), abs=0.01)
+
+
+def test_counts_of_few_values_are_drawn_as_rows_are():
+    values = np.repeat([0.0, 0.25, 1.0], [40, 25, 35])
+    fast, slow = bootstrap(values, draws=20_000), bootstrap(values, lambda sample_DN: sample_DN.mean(1), draws=20_000)
+    assert fast == pytest.approx(slow, abs=0.006)
+    assert fast.estimate == pytest.approx(values.mean())
+
+
+def test_a_statistic_of_rows_is_drawn_in_chunks(monkeypatch):
+    rows, sizes = np.random.default_rng(0).normal(size=(50, 2)), []
+
+    def statistic(sample_DN2):
+        sizes.append(len(sample_DN2))
+        return np.median(sample_DN2[..., 0] * sample_DN2[..., 1], axis=1)
+
+    whole = bootstrap(rows, statistic, draws=300)
+    monkeypatch.setattr(intervals, "CHUNK_VALUES", 100 * 70)
+    parts = bootstrap(rows, statistic, draws=300)
+    assert sizes == [1, 300, 1, 70, 70, 70, 70, 20]
+    assert whole == parts
+    assert whole.estimate == np.median(rows[:, 0] * rows[:, 1])
+    assert bootstrap(rows, statistic, draws=300, seed=1) != whole
+
+
+def test_the_interval_holds_the_mean_as_often_as_its_level():
+    rng, inside = np.random.default_rng(0), 0
+    for seed in range(400):
+        interval = bootstrap(rng.random(60) < 0.3, draws=400, seed=seed, level=0.9)
+        inside += interval.low <= 0.3 <= interval.high
+    assert 0.84 < inside / 400 < 0.96
+
+
+def test_one_image_has_an_interval_without_width():
+    assert bootstrap([0.4], draws=10)[:3] == pytest.approx((0.4, 0.4, 0.4))
+
+
+def test_pairs_are_drawn_together():
+    rng = np.random.default_rng(0)
+    a = rng.random(2000) < 0.8
+    b = np.where(rng.random(2000) < 0.02, ~a, a)
+    paired = paired_difference(a, b)
+    assert paired.difference == pytest.approx(a.mean() - b.mean(), abs=1e-12)
+    assert paired.high - paired.low < 0.4 * (bootstrap(a).high - bootstrap(a).low)
+    reverse = paired_difference(b, a)
+    assert (reverse.low, reverse.high) == pytest.approx((-paired.high, -paired.low), abs=1e-3)
+    losses = rng.normal(size=(2, 100))
+    assert paired_difference(*losses).difference == pytest.approx((losses[0] - losses[1]).mean())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_mcnemar_equals_scipys_binomial_test(pairs):
+    a, b = np.array(pairs).T
+    test = mcnemar(a, b)
+    assert (test.only_a, test.only_b) == (int((a & ~b).sum()), int((b & ~a).sum()))
+    discordant = test.only_a + test.only_b
+    assert test.p_value == pytest.approx(stats.binomtest(test.only_a, discordant).pvalue if discordant else 1.0)
+    assert mcnemar(b, a).p_value == test.p_value
+
+
+def test_a_comparison_says_plainly_whether_the_difference_can_be_told_from_zero():
+    same = compare_hits(np.ones(100), np.ones(100))
+    assert not same.distinguishable
+    assert same.difference[:3] == (0.0, 0.0, 0.0)
+    assert "cannot be told from zero" in same.sentence()
+    clear = compare_hits(np.ones(100), np.r_[np.zeros(20), np.ones(80)])
+    assert clear.distinguishable
+    assert "+20.00 points on 100 images can be told from zero (95 % interval +1" in clear.sentence()
+    assert "20 images right only for the first, 0 only for the second, p = 1.9e-06" in clear.sentence()
+
+
+def test_few_images_are_not_enough_for_a_bootstrap_alone():
+    few = compare_hits(np.ones(3), np.zeros(3))
+    assert few.difference.excludes_zero
+    assert few.mcnemar.p_value == 0.25
+    assert not few.distinguishable
+
+
+def test_agreement_is_the_share_of_equal_predictions():
+    shares = agreement([[0, 1, 2, 3], [0, 1, 2, 0], [3, 1, 0, 0]])
+    assert shares.tolist() == [[1.0, 0.75, 0.25], [0.75, 1.0, 0.5], [0.25, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: wilson(3, 2), "3 hits of 2 images"),
+        (lambda: wilson(0, 0), "0 hits of 0 images"),
+        (lambda: wilson(1, 2, 95), "level: got 95; wanted a number between 0 and 1"),
+        (lambda: bootstrap([]), r"values of shape \(0,\)"),
+        (lambda: bootstrap([1.0], draws=0), "0 draws"),
+        (lambda: bootstrap([1.0, np.nan]), "not finite"),
+        (lambda: paired_difference([1], [1, 0]), r"\(1,\) and \(2,\)"),
+        (lambda: mcnemar([0.5], [1]), "hits_a: a value is neither 0 nor 1"),
+        (lambda: agreement([0, 1]), r"predictions: the shape is \(2,\)"),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
