@@ -1,0 +1,146 @@
+"""Calibration: equal to loops over bins, to scikit-learn and to scipy; a temperature is measured on the other half."""
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+from sklearn.metrics import brier_score_loss, log_loss
+
+from vitray.errors import ConfigError
+from vitray.evaluation import calibration
+from vitray.evaluation.calibration import adaptive_ece, best_temperature, brier, ece, fit_temperature, nll, reliability
+from vitray.evaluation.intervals import bootstrap
+
+
+def random_logits(images=500, num_classes=6, seed=0, scale=3.0):
+    """Logits whose probabilities are right, multiplied by `scale`."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(images, num_classes))
+    labels = np.array([rng.choice(num_classes, p=each) for each in softmax(logits, 1)])
+    return (scale * logits).astype(np.float32), labels
+
+
+def slow_ece(confidences, hits, groups):
+    return sum(len(rows) * abs(hits[rows].mean() - confidences[rows].mean()) for rows in groups) / len(hits)
+
+
+def test_ece_equals_a_loop_over_bins():
+    logits, labels = random_logits()
+    confidences, hits = softmax(logits.astype(float), 1).max(1), logits.argmax(1) == labels
+    groups = []
+    for index in range(15):
+        rows = np.flatnonzero((confidences > index / 15) & (confidences <= (index + 1) / 15))
+        groups += [rows] * (len(rows) > 0)
+    assert ece(logits, labels) == pytest.approx(slow_ece(confidences, hits, groups), abs=1e-12)
+    assert ece(logits, labels) > 0.1
+
+
+def test_adaptive_ece_has_bins_of_equal_mass():
+    logits, labels = random_logits(510)
+    confidences, hits = softmax(logits.astype(float), 1).max(1), logits.argmax(1) == labels
+    groups = np.split(np.argsort(confidences), 15)
+    assert adaptive_ece(logits, labels) == pytest.approx(slow_ece(confidences, hits, groups), abs=1e-12)
+    assert {each.images for each in reliability(logits[:500], labels[:500], equal_mass=True)} == {33, 34}
+
+
+def test_equal_confidences_share_a_bin():
+    logits, labels = np.zeros((20, 2)), np.arange(20) % 2
+    [only] = reliability(logits, labels, equal_mass=True)
+    assert only == (0.5, 0.5, 20, 10, 0.5, 0.5)
+    assert adaptive_ece(logits, labels) == ece(logits, labels) == 0
+
+
+def test_bins_of_a_diagram_contain_their_upper_bound():
+    bins = reliability([[0.0, 0.0], [9.0, 0.0]], [0, 1], bins=4)
+    assert [(each.low, each.high, each.images, each.hits) for each in bins] == [
+        (0.0, 0.25, 0, 0),
+        (0.25, 0.5, 1, 1),
+        (0.5, 0.75, 0, 0),
+        (0.75, 1.0, 1, 0),
+    ]
+    assert (bins[0].accuracy, bins[0].confidence, bins[1].confidence, bins[3].accuracy) == (None, None, 0.5, 0.0)
+
+
+def test_brier_and_nll_equal_scikit_learn():
+    logits, labels = random_logits()
+    probabilities = softmax(logits.astype(float), 1)
+    wanted = brier_score_loss(labels, probabilities, labels=np.arange(6), scale_by_half=False)
+    assert brier(logits, labels) == pytest.approx(wanted, rel=1e-12)
+    assert nll(logits, labels) == pytest.approx(log_loss(labels, probabilities), rel=1e-12)
+    cooler = softmax(logits.astype(float) / 2.5, 1)
+    assert nll(logits, labels, 2.5) == pytest.approx(log_loss(labels, cooler), rel=1e-12)
+    assert brier(np.eye(3) * 100, [0, 1, 2]) == pytest.approx(0)
+    assert brier(np.eye(3) * 100, [1, 2, 0]) == pytest.approx(2)
+
+
+def test_the_best_temperature_equals_a_search():
+    logits, labels = random_logits()
+
+    def loss(log_temperature):
+        values = log_softmax(logits.astype(float) / np.exp(log_temperature), 1)
+        return -values[np.arange(len(labels)), labels].mean()
+
+    wanted = np.exp(minimize_scalar(loss, bounds=(-2, 3), method="bounded", options={"xatol": 1e-10}).x)
+    assert best_temperature(logits, labels) == pytest.approx(wanted, rel=1e-6)
+    assert 2.5 < wanted < 3.6  # the logits are 3 times too large
+
+
+def test_a_temperature_is_fitted_on_one_half_and_measured_on_the_other():
+    logits, labels = random_logits()
+    keys = [f"image {row}" for row in range(500)]
+    fitted = fit_temperature(logits, labels, keys)
+    half = calibration.draw_part(500, 250, 0, keys)
+    assert half.sum() == fitted.fitted == fitted.before.images == fitted.after.images == 250
+    assert fitted.temperature == best_temperature(logits[half], labels[half])
+    assert fitted.before == calibration.calibration_scores(logits[~half], labels[~half])
+    assert fitted.after.nll == pytest.approx(nll(logits[~half], labels[~half], fitted.temperature))
+    assert fitted.after.ece < fitted.before.ece
+    assert not fitted.at_bound
+
+
+def test_the_half_follows_the_keys_in_any_order():
+    logits, labels = random_logits(100)
+    keys = np.array([f"image {row}" for row in range(100)])
+    order = np.random.default_rng(3).permutation(100)
+    one = fit_temperature(logits, labels, keys.tolist())
+    other = fit_temperature(logits[order], labels[order], keys[order].tolist())
+    assert other.temperature == pytest.approx(one.temperature, rel=1e-9)
+    assert other.after == pytest.approx(one.after, rel=1e-9)
+    assert fit_temperature(logits, labels, keys.tolist(), seed=1).temperature != one.temperature
+    assert fit_temperature(logits, labels, seed=1) == fit_temperature(logits, labels, seed=1)
+
+
+def test_a_temperature_without_a_minimum_is_at_a_bound():
+    logits = 3 * np.eye(4)
+    assert fit_temperature(logits, [0, 1, 2, 3])[:2] == (calibration.COLDEST, True)
+    assert fit_temperature(logits, [1, 2, 3, 0])[:2] == (calibration.HOTTEST, True)
+
+
+def test_the_order_of_images_changes_no_score():
+    logits, labels = random_logits()
+    order = np.random.default_rng(1).permutation(500)
+    one, other = (calibration.calibration_scores(*each) for each in ((logits, labels), (logits[order], labels[order])))
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+def test_one_image_and_one_class():
+    assert calibration.calibration_scores([[0.3]], [0]) == (1, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_bootstrap_draws_the_ece():
+    logits, labels = random_logits(200)
+    rows = np.stack([softmax(logits.astype(float), 1).max(1), logits.argmax(1) == labels], axis=1)
+    interval = bootstrap(rows, calibration.ece_of, draws=400)
+    assert interval.estimate == pytest.approx(ece(logits, labels), abs=1e-12)
+    assert interval.low < interval.estimate < interval.high
+
+
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ConfigError, match="temperature: 1 image; wanted at least 2"):
+        fit_temperature([[0.0, 1.0]], [0])
+    with pytest.raises(ConfigError, match="keys: 1 of them; wanted 2"):
+        fit_temperature(np.zeros((2, 2)), [0, 1], ["a"])
+    with pytest.raises(ConfigError, match="bins: got 0"):
+        ece([[0.0, 1.0]], [0], bins=0)
+    with pytest.raises(ConfigError, match="labels: row 0 has class 2"):
+        nll([[0.0, 1.0]], [2])
