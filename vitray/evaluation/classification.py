@@ -1,7 +1,6 @@
 """Scores of a classifier from its logits: exact counts, per-class scores, confusion, most confident mistakes.
 
-Of equal logits, the lower class comes first: the prediction is then the one of training's evaluation (`scores`), whose
-top 5 leaves the order of equal logits to torch.
+Of equal logits, the lower class comes first, as in training's evaluation (`scores`).
 
 Shapes: N images, K classes, D draws of a bootstrap.
 """

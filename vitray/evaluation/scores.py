@@ -177,16 +177,29 @@ def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch) -> None:
     real = len(batch.rows)  # the padding is at the end
     logits_BK, labels_B = logits_BK[:real].float(), batch.labels[:real].long()
     num_classes = logits_BK.shape[1]
-    hit_B5 = logits_BK.topk(min(5, num_classes), dim=1).indices == labels_B[:, None]
+    rank_B = label_ranks(logits_BK, labels_B)
     loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
-    sums.totals.add_(torch.stack([loss.double(), hit_B5[:, 0].sum().double(), hit_B5.any(1).sum().double()]))
-    probability_B, predicted_B = logits_BK.softmax(1).max(1)
+    sums.totals.add_(
+        torch.stack([loss.double(), (rank_B == 0).sum().double(), (rank_B < min(5, num_classes)).sum().double()])
+    )
+    probability_B, predicted_B = logits_BK.softmax(1).amax(1), logits_BK.argmax(1)
     index_B = labels_B * num_classes + predicted_B
     sums.confusion.scatter_add_(0, index_B, torch.ones_like(index_B))  # bincount would wait for the device
     row_B = to_device(torch.tensor(batch.rows), labels_B.device)
     mistakes_B4 = torch.stack([probability_B.double(), row_B.double(), labels_B.double(), predicted_B.double()], dim=1)
     mistakes_B4 = torch.where((predicted_B != labels_B)[:, None], mistakes_B4, -1.0)
     sums.mistakes.copy_(most_confident(torch.cat([sums.mistakes, mistakes_B4])))
+
+
+def label_ranks(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """Return the number of classes before each label: higher logits, and equal ones of lower classes.
+
+    `topk` leaves the order of equal logits open, and those of bfloat16 are often equal. A logit that is no number
+    comes before all others.
+    """
+    own_B1, classes_K = logits_BK.gather(1, labels_B[:, None]), torch.arange(logits_BK.shape[1], device=labels_B.device)
+    behind_BK = (logits_BK < own_B1) | ((logits_BK == own_B1) & (classes_K >= labels_B[:, None]))
+    return logits_BK.shape[1] - behind_BK.sum(1)
 
 
 def most_confident(mistakes_N4: Tensor) -> Tensor:
