@@ -20,6 +20,22 @@ class Labelled(NamedTuple):
     """N classes, from 0."""
 
 
+class ProbeScore(NamedTuple):
+    """The hits of a probe on the images of its test split."""
+
+    images: int
+    hits: int
+    top1: float
+    predictions: np.ndarray
+    """N classes."""
+
+
+def score_predictions(predictions_N: np.ndarray, labels_N: np.ndarray) -> ProbeScore:
+    """Return the score of N predicted classes."""
+    hits = int((predictions_N == labels_N).sum())
+    return ProbeScore(len(labels_N), hits, hits / len(labels_N), predictions_N)
+
+
 def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
     """Return `values` as a finite matrix of numbers with at least one row and one column."""
     matrix = np.asarray(values)
@@ -50,6 +66,12 @@ def check_logits(logits: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return N x K logits and their N labels."""
     logits_NK = check_matrix("logits", logits, "classes")
     return logits_NK, check_labels(labels, *logits_NK.shape)
+
+
+def unit_rows(features_NF: np.ndarray) -> np.ndarray:
+    """Return the rows divided by their length; a row of zeros stays."""
+    features_NF = features_NF.astype(np.result_type(features_NF.dtype, np.float32))
+    return features_NF / np.maximum(np.linalg.norm(features_NF, axis=1, keepdims=True), 1e-12)
 
 
 def check_features(split: str, data: Labelled, num_classes: int) -> Labelled:

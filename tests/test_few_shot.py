@@ -1,0 +1,100 @@
+"""Few-shot accuracy: the ViT paper's algebra in both of its forms, its draws of images, and its constants."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import Ridge
+
+from vitray.errors import ConfigError
+from vitray.evaluation import few_shot
+from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.few_shot import FewShotMean, fit_least_squares, mean_of_seeds, probe_few_shot, shot_order
+
+
+def clusters(images, seed=0, num_classes=5, width=20, spread=2.0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, num_classes, images)
+    means = np.random.default_rng(99).normal(size=(num_classes, width))
+    return Labelled((means[labels] + spread * rng.normal(size=(images, width))).astype(np.float32), labels)
+
+
+def reference_targets(x, y, x_test, num_classes):
+    """The published algebra, step by step: one eigendecomposition of X'X or of XX'."""
+    mean, std = x.mean(0, keepdims=True), x.std(0, keepdims=True) + 1e-5
+    x, x_test = (np.c_[(each - mean) / std, np.full(len(each), 100.0)] for each in (x, x_test))
+    targets = 2.0 * np.eye(num_classes)[y] - 1.0
+    if len(x) >= x.shape[1]:
+        eigs, q = np.linalg.eigh(x.T @ x)
+        left, right = q, q.T @ (x.T @ targets)
+    else:
+        eigs, q = np.linalg.eigh(x @ x.T)
+        left, right = x.T @ q, q.T @ targets
+    return x_test @ ((left / (eigs + 1024.0)) @ right)
+
+
+@pytest.mark.parametrize("images", [7, 20, 21, 22, 200])
+def test_the_fit_equals_the_published_algebra_and_scikit_learn(images):
+    train, test = clusters(images), clusters(50, 1)
+    x, x_test = train.features.astype(float), test.features.astype(float)
+    model = fit_least_squares(train.features, train.labels, 5)
+    wanted = reference_targets(x, train.labels, x_test, 5)
+    assert np.allclose(model.scores(test.features), wanted, atol=1e-6)
+    mean, std = x.mean(0), x.std(0) + 1e-5
+    padded = np.c_[(x - mean) / std, np.full(images, 100.0)]
+    ridge = Ridge(alpha=1024.0, fit_intercept=False, solver="svd").fit(padded, 2.0 * np.eye(5)[train.labels] - 1.0)
+    assert np.allclose(model.weights, ridge.coef_.T, atol=1e-6)
+
+
+def test_shots_are_drawn_as_in_the_published_code():
+    train = clusters(300)
+    rng = np.random.default_rng(2)
+    wanted = [rng.permutation(np.where(train.labels == label)[0]) for label in range(5)]
+    for own, other in zip(shot_order(train.labels, 5, 2), wanted, strict=True):
+        assert np.array_equal(own, other)
+
+
+def test_scores_equal_a_loop_over_seeds_and_shots():
+    train, test = clusters(300), clusters(80, 1)
+    scores = probe_few_shot(train, test, 5)
+    assert [(each.seed, each.shots) for each in scores] == [(s, k) for s in (0, 1, 2) for k in (1, 5, 10, 25)]
+    for each in scores:
+        rng = np.random.default_rng(each.seed)
+        rows = np.concatenate([rng.permutation(np.where(train.labels == k)[0])[: each.shots] for k in range(5)])
+        targets = reference_targets(train.features[rows].astype(float), train.labels[rows], test.features, 5)
+        assert each.images == 5 * each.shots
+        assert np.array_equal(each.score.predictions, targets.argmax(1))
+        assert each.score.hits == (targets.argmax(1) == test.labels).sum() == round(each.score.top1 * 80)
+    means = mean_of_seeds(scores)
+    assert means[25].top1 > means[1].top1
+    values = [each.score.top1 for each in scores if each.shots == 5]
+    assert means[5] == FewShotMean(pytest.approx(np.mean(values)), pytest.approx(np.std(values, ddof=1)), 3)
+
+
+def test_the_constants_are_the_published_ones():
+    assert (few_shot.L2, few_shot.BIAS, few_shot.SHOTS, few_shot.SEEDS) == (1024, 100, (1, 5, 10, 25), (0, 1, 2))
+
+
+def test_the_order_of_test_images_changes_nothing():
+    train, test = clusters(100), clusters(40, 1)
+    order = np.random.default_rng(1).permutation(40)
+    one = probe_few_shot(train, test, 5)
+    other = probe_few_shot(train, Labelled(test.features[order], test.labels[order]), 5)
+    assert [each.score.hits for each in one] == [each.score.hits for each in other]
+
+
+def test_absent_classes_small_classes_and_constant_features():
+    train = Labelled(np.ones((3, 2)), np.array([0, 0, 2]))
+    [score] = probe_few_shot(train, Labelled(np.ones((2, 2)), np.array([0, 2])), 4, shots=[2], seeds=[0])
+    assert (score.images, score.score.top1) == (3, 0.5)
+    assert mean_of_seeds([score]) == {2: (0.5, None, 1)}
+    one = Labelled(np.ones((1, 1)), np.zeros(1, int))
+    assert probe_few_shot(one, one, 1)[0].score.top1 == 1.0
+
+
+def test_bad_input_is_refused_by_name():
+    train, test = clusters(10), clusters(10, 1)
+    with pytest.raises(ConfigError, match=r"got shots \[0\]"):
+        probe_few_shot(train, test, 5, shots=[0])
+    with pytest.raises(ConfigError, match="test features: 19 columns; wanted 20"):
+        probe_few_shot(train, Labelled(test.features[:, 1:], test.labels), 5)
+    with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; wanted 0 to 3"):
+        probe_few_shot(train, test, 4)
