@@ -1,0 +1,79 @@
+"""Nearest neighbours: equal to a loop over the published rule and to scikit-learn; ties go to the first."""
+
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+from test_few_shot import clusters
+
+from vitray.errors import ConfigError
+from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.knn import nearest_rows, probe_knn
+
+
+def test_votes_equal_a_loop_over_the_published_rule():
+    train, test = clusters(200), clusters(60, 1)
+    found = probe_knn(train, test, 5, [1, 10, 20], 0.2)
+    rows = train.features / np.linalg.norm(train.features, axis=1, keepdims=True)
+    for index, image in enumerate(test.features):
+        similar = rows @ (image / np.linalg.norm(image))
+        order = np.argsort(-similar, kind="stable")[:20]
+        weights = np.exp(similar[order] / 0.2) / np.exp(similar[order] / 0.2).sum()
+        for k, score in found.items():
+            votes = np.zeros(5)
+            np.add.at(votes, train.labels[order[:k]], weights[:k])
+            assert score.predictions[index] == votes.argmax()
+    assert all(score.hits == (score.predictions == test.labels).sum() for score in found.values())
+    assert found[20].top1 == found[20].hits / 60 > 0.4
+
+
+@pytest.mark.parametrize("k", [10, 20])
+def test_predictions_equal_scikit_learn(k):
+    train, test = clusters(300), clusters(80, 1)
+    reference = KNeighborsClassifier(k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    wanted = reference.fit(train.features, train.labels).predict(test.features)
+    assert np.array_equal(probe_knn(train, test, 5)[k].predictions, wanted)
+
+
+def test_of_equal_similarities_the_first_rows_are_nearest():
+    similar = np.array([[1, 3, 2, 2, 2, 0], [0, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0]])
+    assert nearest_rows(similar, 3).tolist() == [[1, 2, 3], [0, 1, 2], [0, 1, 2]]
+    rng = np.random.default_rng(0)
+    similar = rng.integers(0, 4, (50, 30)).astype(float)
+    for count in (1, 7, 30):
+        wanted = np.argsort(-similar, axis=1, kind="stable")[:, :count]
+        assert np.array_equal(nearest_rows(similar, count), wanted)
+
+
+def test_of_equal_votes_the_lower_class_wins():
+    same = Labelled(np.ones((4, 3)), np.array([2, 1, 1, 2]))
+    assert probe_knn(same, Labelled(np.ones((1, 3)), np.array([1])), 3, [4])[4].predictions.tolist() == [1]
+
+
+def test_chunks_and_the_order_of_images_change_nothing(monkeypatch):
+    train, test = clusters(120), clusters(50, 1)
+    whole = probe_knn(train, test, 5)
+    rng = np.random.default_rng(1)
+    first, second = rng.permutation(120), rng.permutation(50)
+    shuffled = [Labelled(each.features[order], each.labels[order]) for each, order in ((train, first), (test, second))]
+    assert {k: each.hits for k, each in probe_knn(*shuffled, 5).items()} == {k: s.hits for k, s in whole.items()}
+    monkeypatch.setattr("vitray.evaluation.knn.CHUNK_VALUES", 900)
+    for k, score in probe_knn(train, test, 5).items():
+        assert np.array_equal(score.predictions, whole[k].predictions)
+
+
+def test_one_image_zero_features_and_half_precision():
+    one = Labelled(np.zeros((1, 2), np.float16), np.array([0]))
+    assert probe_knn(one, one, 1, [1])[1].top1 == 1.0
+    train = clusters(60)
+    half = Labelled(train.features.astype(np.float16), train.labels)
+    assert probe_knn(half, half, 5, [1])[1].top1 == 1.0
+
+
+def test_bad_input_is_refused_by_name():
+    train = clusters(9)
+    with pytest.raises(ConfigError, match=r"knn: got k \[10, 20\]; wanted 1 to 9, the training images"):
+        probe_knn(train, train, 5)
+    with pytest.raises(ConfigError, match="knn: got temperature 0"):
+        probe_knn(train, train, 5, [1], 0)
+    with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); wanted \(9,\)"):
+        probe_knn(train, Labelled(train.features, train.labels[1:]), 5)

@@ -1,0 +1,66 @@
+"""Weighted nearest neighbours of frozen features, as in DINOv2's evaluation.
+
+Similarity is the cosine. The weights of an image are the softmax of its largest similarities divided by a temperature;
+k neighbours vote with the first k weights. Of equal similarities the lower training row comes first, of equal votes the
+lower class.
+
+Shapes: N training images, B test images of a chunk, F features, K classes, T the largest k.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vitray.errors import ConfigError
+from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, score_predictions, unit_rows
+
+NEIGHBOURS = (10, 20)
+TEMPERATURE = 0.07
+CHUNK_VALUES = 2**24
+
+
+def probe_knn(
+    train: Labelled,
+    test: Labelled,
+    num_classes: int,
+    neighbours: Sequence[int] = NEIGHBOURS,
+    temperature: float = TEMPERATURE,
+) -> dict[int, ProbeScore]:
+    """Return {k: score}."""
+    train, test = check_probe(train, test, num_classes)
+    most = max(neighbours, default=0)
+    if not neighbours or min(neighbours) < 1 or most > len(train.labels):
+        raise ConfigError(f"knn: got k {list(neighbours)}; wanted 1 to {len(train.labels)}, the training images")
+    if not temperature > 0:
+        raise ConfigError(f"knn: got temperature {temperature}; wanted a positive number")
+    predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbours}
+    train_NF, size = unit_rows(train.features), max(1, CHUNK_VALUES // len(train.labels))
+    for start in range(0, len(test.labels), size):
+        similar_BN = unit_rows(test.features[start : start + size]) @ train_NF.T
+        rows_BT = nearest_rows(similar_BN, most)
+        logits_BT = np.take_along_axis(similar_BN, rows_BT, 1).astype(np.float64) / temperature
+        weights_BT = np.exp(logits_BT - logits_BT[:, :1])
+        weights_BT /= weights_BT.sum(1, keepdims=True)
+        labels_BT = train.labels[rows_BT]
+        for k, predictions_N in predictions_kN.items():
+            predictions_N[start : start + size] = _vote(labels_BT[:, :k], weights_BT[:, :k], num_classes)
+    return {k: score_predictions(predictions_N, test.labels) for k, predictions_N in predictions_kN.items()}
+
+
+def nearest_rows(similar_BN: np.ndarray, count: int) -> np.ndarray:
+    """Return the columns of the largest values of each row, in order; equal values by column."""
+    least_B1 = np.partition(similar_BN, -count, axis=1)[:, -count, None]
+    first_BT = np.empty((len(similar_BN), count), np.int64)
+    # More columns than `count` may equal the least value: the columns above it come first, then the lowest others.
+    above_BN, equal_BN = similar_BN > least_B1, similar_BN == least_B1
+    chosen_BN = above_BN | (equal_BN & (equal_BN.cumsum(1) <= count - above_BN.sum(1, keepdims=True)))
+    first_BT[:] = np.nonzero(chosen_BN)[1].reshape(first_BT.shape)
+    order_BT = np.argsort(-np.take_along_axis(similar_BN, first_BT, 1), axis=1, kind="stable")
+    return np.take_along_axis(first_BT, order_BT, 1)
+
+
+def _vote(labels_BT: np.ndarray, weights_BT: np.ndarray, num_classes: int) -> np.ndarray:
+    """Return the class with the largest sum of weights."""
+    cells_BT = labels_BT + num_classes * np.arange(len(labels_BT))[:, None]
+    votes = np.bincount(cells_BT.ravel(), weights_BT.ravel(), len(labels_BT) * num_classes)
+    return votes.reshape(-1, num_classes).argmax(1)
