@@ -1,0 +1,127 @@
+"""Linear probe: equal to scikit-learn's logistic regression, SGD to torch's; the L2 is chosen on training images."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from test_few_shot import clusters
+
+from vitray.errors import ConfigError
+from vitray.evaluation.arrays import Labelled, draw_part
+from vitray.evaluation.linear_probe import SgdOptions, fit_head, fit_head_sgd, probe_linear, score_head
+
+
+@pytest.mark.parametrize("l2", [1e-3, 1e-1])
+def test_the_fit_equals_scikit_learn(l2):
+    train, test = clusters(150), clusters(50, 1)
+    head, converged = fit_head(train, 5, l2)
+    x = train.features.astype(float)
+    reference = LogisticRegression(C=1 / (l2 * 150), solver="newton-cg", tol=1e-12, max_iter=1000)
+    reference.fit((x - x.mean(0)) / (x.std(0) + 1e-5), train.labels)
+    assert converged
+    assert np.allclose(head.weights, reference.coef_.T, atol=1e-6)
+    assert np.allclose(head.bias - head.bias.mean(), reference.intercept_ - reference.intercept_.mean(), atol=1e-6)
+    wanted = reference.predict((test.features - head.mean) / head.std)
+    assert np.array_equal(score_head(head, test).predictions, wanted)
+
+
+def test_a_warm_start_ends_in_the_same_place():
+    train = clusters(150)
+    far = fit_head(train, 5, 10.0)[0]
+    assert np.allclose(fit_head(train, 5, 1e-2, far)[0].weights, fit_head(train, 5, 1e-2)[0].weights, atol=1e-5)
+
+
+def test_the_l2_is_chosen_on_a_tenth_of_the_training_images():
+    train, test = clusters(200), clusters(60, 1)
+    keys = [f"image {row}" for row in range(200)]
+    probe = probe_linear(train, test, 5, keys=keys)
+    development = draw_part(200, 20, 0, keys)
+    part = Labelled(train.features[~development], train.labels[~development])
+    held = Labelled(train.features[development], train.labels[development])
+    assert probe.development == 20
+    assert [point.l2 for point in probe.grid] == sorted([10.0**power for power in range(-6, 2)], reverse=True)
+    for point in probe.grid[:5]:
+        assert point.hits == score_head(fit_head(part, 5, point.l2)[0], held).hits
+    best = max(point.hits for point in probe.grid)
+    assert probe.l2 == max(point.l2 for point in probe.grid if point.hits == best)
+    assert np.allclose(probe.head.weights, fit_head(train, 5, probe.l2)[0].weights)
+    assert probe.score.hits == score_head(probe.head, test).hits
+    assert probe.score.top1 > 0.5
+
+
+def test_the_order_of_images_changes_nothing_with_keys():
+    train, test = clusters(100), clusters(40, 1)
+    keys, order = np.array([f"image {row}" for row in range(100)]), np.random.default_rng(1).permutation(100)
+    one = probe_linear(train, test, 5, [1e-2, 1.0], keys.tolist())
+    shuffled = Labelled(train.features[order], train.labels[order])
+    other = probe_linear(shuffled, test, 5, [1e-2, 1.0], keys[order].tolist())
+    assert [each.hits for each in one.grid] == [each.hits for each in other.grid]
+    assert np.allclose(one.head.weights, other.head.weights, atol=1e-6)
+
+
+def test_absent_classes_one_class_and_constant_features():
+    train = Labelled(np.c_[np.arange(20.0) % 2, np.ones(20)], np.arange(20) % 2)
+    assert probe_linear(train, train, 4, [1e-3]).score.top1 == 1.0
+    same = Labelled(np.ones((2, 3)), np.zeros(2, int))
+    assert probe_linear(same, same, 1, [1e-3]).score.top1 == 1.0
+
+
+# ---- features that do not fit memory ---------------------------------------------------------------------------------
+
+
+def parts(data, size):
+    return lambda: (
+        Labelled(data.features[start : start + size], data.labels[start : start + size])
+        for start in range(0, len(data.labels), size)
+    )
+
+
+def test_sgd_equals_torch():
+    train, options = clusters(130), SgdOptions(epochs=3, batch=16, lr=0.05, l2=1e-2, seed=4)
+    head = fit_head_sgd(parts(train, 50), 5, options)
+    x = torch.from_numpy(train.features).double()
+    x = (x - x.mean(0)) / (x.std(0, unbiased=False) + 1e-5)
+    layer = torch.nn.Linear(20, 5).double()
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    groups = [{"params": [layer.weight], "weight_decay": 1e-2}, {"params": [layer.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * 10)  # 4 + 4 + 2 batches an epoch
+    for epoch in range(3):
+        for index, start in enumerate((0, 50, 100)):
+            size = min(50, 130 - start)
+            order = np.random.default_rng((4, epoch, index)).permutation(size) + start
+            for rows in np.split(order, range(16, size, 16)):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(layer(x[rows]), torch.from_numpy(train.labels[rows])).backward()
+                optimizer.step()
+                schedule.step()
+    assert np.allclose(head.weights, layer.weight.detach().numpy().T, atol=1e-8)
+    assert np.allclose(head.bias, layer.bias.detach().numpy(), atol=1e-8)
+
+
+def test_sgd_scores_nearly_as_lbfgs_does():
+    train, test = clusters(600), clusters(200, 1)
+    head = fit_head_sgd(parts(train, 77), 5)
+    assert score_head(head, test).top1 == pytest.approx(score_head(fit_head(train, 5, 1e-3)[0], test).top1, abs=0.03)
+    assert np.allclose(head.mean, train.features.astype(float).mean(0))
+    assert np.allclose(head.std, train.features.astype(float).std(0) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: probe_linear(clusters(1), clusters(1), 5), "1 training image; wanted at least 2"),
+        (lambda: probe_linear(clusters(9), clusters(9), 5, [0.0]), r"got L2 \[0.0\]; wanted positive"),
+        (lambda: fit_head_sgd(list, 5), "no chunk"),
+        (lambda: fit_head_sgd(parts(clusters(9), 9), 5, SgdOptions(epochs=0)), "wanted epochs and batch"),
+        (lambda: fit_head_sgd(parts(clusters(9), 9), 2), "train labels: row"),
+        (
+            lambda: fit_head_sgd(lambda: [clusters(9), clusters(9, width=3)], 5),
+            "a chunk has 3 columns; wanted 20",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
