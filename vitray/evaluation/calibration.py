@@ -17,6 +17,7 @@ from vitray.evaluation.classification import log_probability_chunks
 BINS = 15
 COLDEST, HOTTEST = 1e-3, 1e3
 """The bounds of a fitted temperature."""
+MAX_STEPS = 100
 
 
 class Bin(NamedTuple):
@@ -125,36 +126,52 @@ def fit_temperature(logits_NK: Any, labels_N: Any, keys: Sequence[str] | None = 
 
 
 def best_temperature(logits_NK: Any, labels_N: Any) -> float:
-    """Return the temperature with the lowest NLL, within the bounds."""
-    from scipy.optimize import brentq  # loads slowly
+    """Return the temperature with the lowest NLL, within the bounds.
 
+    The NLL is convex in the inverse temperature: Newton's steps, and bisection where one leaves the bracket.
+    """
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
+    low, high, inverse = 1 / HOTTEST, 1 / COLDEST, 1.0
+    for bound, sign, temperature in ((high, -1, COLDEST), (low, 1, HOTTEST)):
+        if sign * _slope(logits_NK, labels_N, bound)[0] >= 0:
+            return temperature
+    for _ in range(MAX_STEPS):
+        slope, curvature = _slope(logits_NK, labels_N, inverse)
+        low, high = (low, inverse) if slope > 0 else (inverse, high)
+        step = inverse - slope / curvature if curvature > 0 else high
+        step = step if low < step < high else (low * high) ** 0.5
+        if abs(step - inverse) <= 1e-10 * inverse:
+            break
+        inverse = step
+    return 1 / inverse
 
-    def slope(log_temperature: float) -> float:
-        """The derivative of the NLL by the inverse temperature: the NLL is convex in it."""
-        total = 0.0
-        for rows, log_BK in log_probability_chunks(logits_NK, np.exp(log_temperature)):
-            values_BK = logits_NK[rows].astype(np.float64)
-            total += float((np.exp(log_BK) * values_BK).sum())
-            total -= float(np.take_along_axis(values_BK, labels_N[rows, None], 1).sum())
-        return total / len(labels_N)
 
-    low, high = float(np.log(COLDEST)), float(np.log(HOTTEST))
-    if slope(low) <= 0:
-        return COLDEST
-    if slope(high) >= 0:
-        return HOTTEST
-    root = brentq(slope, low, high, xtol=1e-12)
-    assert isinstance(root, float)
-    return float(np.exp(root))
+def ece_rows(logits_NK: Any, labels_N: Any, bins: int = BINS) -> np.ndarray:
+    """Return N rows (bin, hit - confidence), which `ece_of` turns into the ECE of a bootstrap's draws."""
+    confidences_N, hits_N = _confidences(*check_logits(logits_NK, labels_N))
+    return np.stack([_equal_width(confidences_N, bins), hits_N - confidences_N], axis=1)
 
 
 def ece_of(sample_DN2: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Return the ECE of each draw of rows (confidence, hit): a statistic of the bootstrap."""
+    """Return the ECE of each draw of rows of `ece_rows`: a statistic of the bootstrap."""
     draws, images = sample_DN2.shape[:2]
-    cells_DN = _equal_width(sample_DN2[..., 0], bins) + bins * np.arange(draws)[:, None]
-    gaps = np.bincount(cells_DN.ravel(), (sample_DN2[..., 1] - sample_DN2[..., 0]).ravel(), draws * bins)
+    cells_DN = sample_DN2[..., 0].astype(np.int64) + bins * np.arange(draws)[:, None]
+    gaps = np.bincount(cells_DN.ravel(), sample_DN2[..., 1].ravel(), draws * bins)
     return np.abs(gaps.reshape(draws, bins)).sum(1) / images
+
+
+def _slope(logits_NK: np.ndarray, labels_N: np.ndarray, inverse: float) -> tuple[float, float]:
+    """Return the first and second derivative of the NLL by the inverse temperature."""
+    slope = curvature = 0.0
+    for rows, log_BK in log_probability_chunks(logits_NK, 1 / inverse):
+        # Logits less the highest of a row: their products with probabilities stay exact for large ones.
+        values_BK = logits_NK[rows].astype(np.float64)
+        values_BK -= values_BK.max(1, keepdims=True)
+        shares_BK = np.exp(log_BK)
+        means_B = np.einsum("bk,bk->b", shares_BK, values_BK)
+        slope += float((means_B - np.take_along_axis(values_BK, labels_N[rows, None], 1)[:, 0]).sum())
+        curvature += float((np.einsum("bk,bk,bk->b", shares_BK, values_BK, values_BK) - means_B**2).sum())
+    return slope / len(labels_N), curvature / len(labels_N)
 
 
 def _confidences(

@@ -119,7 +119,7 @@ def bootstrap(
     drawn_D = np.empty(draws)
     for start in range(0, draws, size):
         stop = min(start + size, draws)
-        sample = array[rng.integers(0, images, (stop - start, images))]
+        sample = array.take(rng.integers(0, images, (stop - start, images), dtype=np.uint32), axis=0)
         drawn_D[start:stop] = sample.mean(1) if statistic is None else statistic(sample)
     return _percentiles(estimate, drawn_D, level)
 
