@@ -49,6 +49,13 @@ def test_the_l2_is_chosen_on_a_tenth_of_the_training_images():
     assert probe.score.top1 > 0.5
 
 
+def test_of_equal_hits_the_larger_l2_is_chosen():
+    train = clusters(60, spread=0.01)
+    probe = probe_linear(train, train, 5, [1e-3, 1e-1, 1e-2])
+    assert [point.hits for point in probe.grid] == [6, 6, 6]
+    assert probe.l2 == 1e-1
+
+
 def test_the_order_of_images_changes_nothing_with_keys():
     train, test = clusters(100), clusters(40, 1)
     keys, order = np.array([f"image {row}" for row in range(100)]), np.random.default_rng(1).permutation(100)

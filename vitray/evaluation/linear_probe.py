@@ -25,6 +25,8 @@ L2_GRID = tuple(10.0**power for power in range(-6, 2))
 DEVELOPMENT = 0.1
 EPSILON = 1e-5
 MAX_ITERATIONS = 1000
+COARSE, FINE = 1e-5, 1e-8
+"""The largest gradient at which a fit ends: of the grid, and of the head that is scored."""
 
 
 class LinearHead(NamedTuple):
@@ -95,7 +97,7 @@ def probe_linear(
     part = Labelled(train.features[~development_N], train.labels[~development_N])
     grid, head = [], None
     for l2 in sorted(l2_grid, reverse=True):  # each fit starts from a stronger regularisation
-        head, converged = fit_head(part, num_classes, l2, head)
+        head, converged = fit_head(part, num_classes, l2, head, COARSE)
         predictions_M = head.logits(train.features[development_N]).argmax(1)
         grid.append(GridPoint(l2, int((predictions_M == train.labels[development_N]).sum()), converged))
     best = max(grid, key=lambda point: (point.hits, point.l2))
@@ -115,7 +117,9 @@ def score_head(head: LinearHead, test: Labelled) -> ProbeScore:
     return score_predictions(head.logits(test.features).argmax(1), test.labels)
 
 
-def fit_head(train: Labelled, num_classes: int, l2: float, start: LinearHead | None = None) -> tuple[LinearHead, bool]:
+def fit_head(
+    train: Labelled, num_classes: int, l2: float, start: LinearHead | None = None, tolerance: float = FINE
+) -> tuple[LinearHead, bool]:
     """Return the head with the lowest loss, and whether L-BFGS converged."""
     from scipy.optimize import minimize  # loads slowly
 
@@ -132,7 +136,7 @@ def fit_head(train: Labelled, num_classes: int, l2: float, start: LinearHead | N
     flat = np.zeros((num_features + 1) * num_classes)
     if start is not None:
         flat = np.r_[start.weights.ravel(), start.bias]
-    options = {"maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS, "ftol": 1e-14, "gtol": 1e-8}
+    options = {"maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS, "ftol": 1e-6 * tolerance, "gtol": tolerance}
     done = minimize(loss, flat, jac=True, method="L-BFGS-B", options=options)
     weights_FK = done.x[:-num_classes].reshape(num_features, num_classes)
     return LinearHead(weights_FK, done.x[-num_classes:], mean_F, std_F), bool(done.success)
