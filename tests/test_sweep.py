@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from vitray.sweep.driver import sweep
 from vitray.sweep.interruption import INTERRUPTED
 from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
-from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, write_record
+from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
 from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray
@@ -417,3 +418,43 @@ def test_tunes_loop_never_waits_for_storage(folder, monkeypatch):
     entries = read_entries(outcome.home)
     assert len(entries) == 12
     assert outcome.best == min(entries, key=lambda name: abs(entries[name].point.settings["optim.lr"] - 0.01))
+
+
+def test_checkpoints_of_a_population_belong_to_evaluations(folder):
+    (folder / "population.yaml").write_text(
+        "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3]}}\nscheduler: {kind: population, every: 2 steps}\n"
+    )
+    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, wanted 2 steps as in evaluate.every"):
+        begin(folder, "apart", space="population.yaml", **{"checkpoint.every": "3 steps"})
+    with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, wanted at most [12]"):
+        begin(folder, "crowd", space="population.yaml", **{"compute.cpus": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_worst_trial_continues_from_the_best_one(folder):
+    (folder / "two.yaml").write_text(
+        "space: {optim.lr: {grid: [1.0e-12, 0.01]}}\n"
+        "scheduler: {kind: population, every: 2 steps, share: 0.5, resample: 0}\n"
+        "goal: {metric: val/loss, mode: min}\n"
+    )
+    outcome = begin(folder, "population", space="two.yaml", **{"optim.duration": "60 steps"})
+    entries = read_entries(outcome.home)
+    continued = {name: entry for name, entry in entries.items() if entry.continues}
+    assert continued
+    assert (outcome.trials, outcome.failed) == (len(entries), 0)
+    records = {name: read_record(str(Path(outcome.home) / name)) for name in entries}
+    # Two trials are trained to the end; each of the others has been replaced.
+    assert sorted(record.state for record in records.values()) == ["finished"] * 2 + ["stopped early"] * len(continued)
+    for name in continued:
+        assert re.search(r"^lr=\S+ continuation=\d+$", name)
+        first, _ = records[name].scores[0]
+        steps_of_source = [step for step, _ in records[continued[name].continues].scores]
+        assert first - 2 in steps_of_source  # the score after the one that it continues from
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    children = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{outcome.mlflow_run}'")
+    assert {child.info.run_name for child in children} == set(entries)
+    assert "RUNNING" not in {child.info.status for child in children}
+    assert is_idle()
+    assert not (Path(outcome.home) / "population").exists()
+    assert begin(folder, "population", space="two.yaml", **{"optim.duration": "60 steps"}) == outcome

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from vitray.config.parsing import short
-from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Positive, Section, Seed, Size, Text
+from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Fraction, Positive, Section, Seed, Size, Text
 from vitray.config.training import duration_in
 
 # Each point is drawn, named and checked as a run before a sweep starts, in about a millisecond.
@@ -262,6 +262,18 @@ class Median(Section):
 
     kind: Literal["median"] = "median"
     grace: Grace = "1 epoch"
+
+
+class Population(Section):
+    """Population-based training: the worst trials continue from checkpoints of the best, with other settings."""
+
+    kind: Literal["population"] = "population"
+    every: Annotated[str, duration_in("epochs", "steps", least=0)]
+    """Training between two comparisons of a trial; the next evaluation after it decides."""
+    share: Annotated[float, Field(gt=0, le=0.5)] = 0.25
+    """Share of the trials that count as the worst, and as the best."""
+    resample: Fraction = 0.25
+    """Probability that a changed setting is drawn anew, not multiplied by 0.8 or 1.2."""
 
 
 class Budget(Section):

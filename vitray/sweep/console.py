@@ -75,7 +75,7 @@ class SweepConsole:
         over = [record for record in records.values() if record.is_over]
         states = {state: sum(record.state == state for record in over) for state in ("stopped early", "failed")}
         details = ", ".join(f"{count} {state}" for state, count in states.items() if count)
-        return f"{len(over)}/{self._trials} over{f' ({details})' if details else ''}"
+        return f"{len(over)}/{max(self._trials, len(records))} over{f' ({details})' if details else ''}"
 
     def _best(self, records: Mapping[str, TrialRecord]) -> str | None:
         scores = {

@@ -8,13 +8,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
+from vitray.config.sweep import Population
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.plan import check_storage, difference
@@ -91,12 +93,26 @@ def _run_from(text: str) -> Run:
         return load_run(path)
 
 
+@contextmanager
+def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]]:
+    """Yield file system and path of Tune's folder: a local one that nothing reads, or one to pass checkpoints on."""
+    if is_shared:
+        url = storage.join(sweep_dir, "population")
+        storage.remove(url)
+        yield storage.filesystem(url)
+        storage.remove(url)
+    else:
+        with tempfile.TemporaryDirectory(prefix="vitray-") as scratch:
+            yield storage.filesystem(scratch)
+
+
 def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
     """Run the trials on Ray Tune."""
     from ray import tune
 
     from vitray.sweep.interruption import interruptible
     from vitray.sweep.listener import InterruptionStopper, TrialListener
+    from vitray.sweep.population import build_population, param_space
     from vitray.sweep.schedulers import build_scheduler
     from vitray.sweep.searcher import TrialSearcher
     from vitray.sweep.trial import TrialContext, TrialTrainable
@@ -116,34 +132,42 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
         parent_uid=info.uid,
         metric=space.goal.metric,
         has_scheduler=space.scheduler.kind != "none",
+        is_population=space.is_population,
         trials=plan.trials,
         resources=resources,
         environment=environment,
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
-    searcher = TrialSearcher(plan, store, space, lambda: trials_that_fit(plan.base, resources, plan.trials))
+    listener, searcher = TrialListener(store), None
+    if isinstance(space.scheduler, Population):  # it accepts no searcher
+        scheduler = build_population(space.scheduler, plan.run_plan, space, store)
+    else:
+        scheduler = build_scheduler(plan.run_plan, space)
+        searcher = TrialSearcher(plan, store, space, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
-        tempfile.TemporaryDirectory(prefix="vitray-") as scratch,  # Tune requires a folder, which nothing reads
+        _tune_folder(store.sweep_dir, is_shared=space.is_population) as (files, folder),
         interruptible(store.sweep_dir) as interruption,
     ):
         tuner = tune.Tuner(
             trainable,
+            param_space=None if searcher else param_space(store),
             tune_config=tune.TuneConfig(
                 metric="goal",
                 mode=space.goal.mode,
                 search_alg=searcher,
-                num_samples=-1,
-                scheduler=build_scheduler(plan.run_plan, space),
-                max_concurrent_trials=plan.trials,  # the searcher follows the cluster
+                num_samples=-1 if searcher else 1,
+                scheduler=scheduler,
+                max_concurrent_trials=plan.trials,  # a searcher follows the cluster
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
             run_config=tune.RunConfig(
                 name=info.uid,
-                storage_path=scratch,
+                storage_filesystem=files,
+                storage_path=folder,
                 verbose=0,
                 stop=InterruptionStopper(interruption),
-                callbacks=[TrialListener(store)],
+                callbacks=[listener],
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs write their own checkpoints
                 # A trial whose process has died starts again, from the last checkpoint of its run.
                 failure_config=tune.FailureConfig(max_failures=plan.base.compute.max_failures),
@@ -155,7 +179,8 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
         store.close()
         for result in results:
             if result.error:
-                name = searcher.names[Path(result.path).name]  # a trial without a result has no config here
+                names = searcher.names if searcher else listener.names
+                name = names[Path(result.path).name]  # a trial without a result has no config here
                 store.fail(name, f"its process failed, at last with {one_line(result.error)}")
     if interruption.signal:
         session.release_resources(trainable.__qualname__)  # the actor's class name in Ray

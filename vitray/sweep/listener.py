@@ -17,14 +17,21 @@ class TrialListener(tune.Callback):
 
     def __init__(self, store: TrialStore) -> None:
         self._store = store
+        self.names: dict[str, str] = {}
+        """{Tune's id: name} of all trials so far."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles its arguments to resume by itself, which is not used.
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Record the start of a trial."""
-        self._store.start(trial.config["name"])
+        """Record the start of a trial, and the end of the one that it takes the place of."""
+        name = trial.config["name"]
+        earlier = self.names.get(trial.trial_id)
+        if earlier is not None and earlier != name:
+            self._store.stop(earlier)
+        self.names[trial.trial_id] = name
+        self._store.start(name)
 
     def on_trial_result(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

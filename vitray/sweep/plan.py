@@ -94,6 +94,9 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         besides = ", besides the one for evaluations" if evaluation_gpus(base) else ""
         raise ConfigError(f"compute.workers: {capacity.limit}{besides}")
     reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
+    if space.is_population and capacity.concurrent < trials:
+        wanted = "whose trials run at the same time; give them fewer CPUs or workers, or the cluster more"
+        raise ConfigError(f"scheduler: got a population of {trials}, wanted at most {capacity.concurrent}, {wanted}")
     base = base.replace({"compute.workers": resources.workers, "tracking.register_as": None} | reserved)
     runs = [run_of(base, point, sweep_dir) for point in points.values()]
     for run in runs:
@@ -123,6 +126,11 @@ def _check_goal(run: Run, space: Space) -> None:
         raise ConfigError(f"goal.metric: got {metric!r}, wanted one of {', '.join(known)}{nearest(metric, known)}")
     if run.data.evaluated is None:
         raise ConfigError("data.val: got null, wanted a split to score the trials on")
+    if space.is_population and run.checkpoint.every != run.evaluate.every:
+        raise ConfigError(
+            f"checkpoint.every: got {run.checkpoint.every}, wanted {run.evaluate.every} as in evaluate.every: a trial"
+            " of a population continues from the checkpoint of an evaluation"
+        )
     if space.scheduler.kind != "none" and run.evaluate.where != "workers":
         raise ConfigError(
             f"evaluate.where: got {run.evaluate.where}, wanted workers: scheduler {space.scheduler.kind} decides after"

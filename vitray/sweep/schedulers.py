@@ -34,14 +34,15 @@ def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
-                time_attr=TIME, max_t=WHOLE, grace_period=_share(grace, plan), reduction_factor=reduction
+                time_attr=TIME, max_t=WHOLE, grace_period=share_of(grace, plan), reduction_factor=reduction
             )
         case Median(grace=grace):
-            return _Median(time_attr=TIME, grace_period=_share(grace, plan))
+            return _Median(time_attr=TIME, grace_period=share_of(grace, plan))
         case _:
             return FIFOScheduler()
 
 
-def _share(duration: str, plan: Plan) -> int:
+def share_of(duration: str, plan: Plan) -> int:
+    """Return a duration as a share of the plan's run."""
     # Rounded down, so that a run which is there by its steps is there by its share.
     return max(1, min(WHOLE, WHOLE * in_steps(duration, plan.steps_per_epoch) // plan.steps))

@@ -99,7 +99,7 @@ class SweepLogger:
             mlflow_run=self._tracker.run_id,
         )
         not_started = "not started: the budget is spent, too many failed, or no new point is left"
-        counts[not_started] = self.plan.trials - sum(counts.values())
+        counts[not_started] = max(0, self.plan.trials - sum(counts.values()))  # a population has more trials
         self._console.end(
             {
                 "best": f"{outcome.best}: {goal.metric} {outcome.best_goal}" if best else "none",

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
@@ -23,6 +24,7 @@ from vitray.runs.plan import TrialHook
 from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
+from vitray.sweep.population import continue_from, copy_checkpoint_to
 from vitray.sweep.schedulers import TIME, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
@@ -50,6 +52,8 @@ class TrialContext(NamedTuple):
     metric: str
     has_scheduler: bool
     """Whether a scheduler may stop a trial early."""
+    is_population: bool
+    """Whether trials continue from each other's checkpoints."""
     trials: int
     resources: TrialResources
     """Of one trial."""
@@ -61,7 +65,7 @@ class TrialTrainable(tune.Trainable):
     """A training run as Tune's trainable: each step is one score."""
 
     def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:  # type: ignore[override]
-        """Start the trial of this name and these settings."""
+        """Prepare the trial of this name and these settings."""
         assert context is not None
         os.environ |= context.environment
         self._context = context
@@ -69,12 +73,14 @@ class TrialTrainable(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         """Return the next score, or the end. Being called means that the scheduler continues the trial."""
+        if self._thread.ident is None:
+            self._thread.start()
         if self._waits_for_decision:
             self._decisions.put(False)
         result = self._results.get()
         if isinstance(result, BaseException):
             raise RuntimeError(str(result)) from None
-        self._waits_for_decision = not result["done"]
+        self._waits_for_decision, self._last_step = not result["done"], result["step"]
         return result
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -92,8 +98,17 @@ class TrialTrainable(tune.Trainable):
         if resumes:
             self._stop_requested.set()
         self._decisions.put(not resumes)
-        self._thread.join(STOP_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
         self._thread_hangs = self._thread.is_alive()
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Copy the checkpoint of the last score, for a trial that continues from it."""
+        copy_checkpoint_to(Path(checkpoint_dir), self._run_dir, self._last_step)
+
+    def load_checkpoint(self, checkpoint: str) -> None:  # type: ignore[override]
+        """Continue from a copied checkpoint."""
+        continue_from(Path(checkpoint), self._run_dir)
 
     # ---- the run, in its thread --------------------------------------------------------------------------------------
 
@@ -102,8 +117,9 @@ class TrialTrainable(tune.Trainable):
         self._decisions: queue.Queue[bool] = queue.Queue()
         self._stop_requested = threading.Event()
         self._waits_for_decision = self._thread_hangs = False
+        self._run_dir, self._last_step = storage.join(self._context.sweep_dir, config["name"]), 0
+        # Started by the first step: a trial that continues another one first loads its checkpoint.
         self._thread = threading.Thread(target=self._work, args=(config,), name="trial", daemon=True)
-        self._thread.start()
 
     def _work(self, config: dict[str, Any]) -> None:
         try:
@@ -115,7 +131,7 @@ class TrialTrainable(tune.Trainable):
     def _run(self, name: str, settings: Mapping[str, Any]) -> None:
         run_dir = storage.join(self._context.sweep_dir, name)
         record = read_record(run_dir)
-        for step, value in record.scores:
+        for step, value in () if self._context.is_population else record.scores:
             is_ending = not record.is_over and step == record.steps  # its model may not be saved yet
             if self._should_stop(step, record.steps, value) and not is_ending:
                 if not record.is_over:

@@ -67,6 +67,8 @@ class TrialEntry(NamedTuple):
     point: SweepPoint
     asked: dict[str, Any] | None = None
     """The sampler's own parameters and notes of a point that it drew."""
+    continues: str | None = None
+    """In a population, the trial from whose checkpoint this one continues."""
 
 
 def read_record(run_dir: str) -> TrialRecord:
@@ -112,7 +114,10 @@ def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
     """Return {name: trial} of the sweep in a folder."""
     path = storage.join(sweep_dir, POINTS)
     content = json.loads(storage.read_bytes(path)) if storage.exists(path) else {}
-    return {name: TrialEntry(SweepPoint(**entry["point"]), entry["asked"]) for name, entry in content.items()}
+    return {
+        name: TrialEntry(SweepPoint(**entry["point"]), entry["asked"], entry.get("continues"))
+        for name, entry in content.items()
+    }
 
 
 class TrialStore:
@@ -123,7 +128,10 @@ class TrialStore:
     """
 
     def __init__(self, sweep_dir: str, base: Run, points: Mapping[str, SweepPoint], learns: bool) -> None:
-        """Open the store with these points; a search that learns resumes with the stored ones."""
+        """Open the store with these points; a search that learns resumes with the stored ones.
+
+        A population has the stored trials that continue others besides.
+        """
         self.sweep_dir, self.base = sweep_dir, base
         self._runs: dict[str, Run] = {}
         self._sizes: dict[str, Sizes] = {}
@@ -144,7 +152,8 @@ class TrialStore:
                     f"{sweep_dir}: the space now gives trial {name} {new.settings}, it started with {old.settings};"
                     " choose another --name"
                 )
-        self.entries = stored if learns else given
+        continuations = {name: entry for name, entry in stored.items() if entry.continues}
+        self.entries = stored if learns else given | continuations
         # Points that the space has lost stay on disk: the space may get them back.
         self._lost = {name: entry for name, entry in stored.items() if name not in self.entries}
         self._write(self._content())
@@ -291,7 +300,7 @@ class TrialStore:
 
     def _content(self) -> bytes:
         entries = {
-            name: {"point": entry.point._asdict(), "asked": entry.asked}
+            name: entry._asdict() | {"point": entry.point._asdict()}
             for name, entry in (self._lost | self.entries).items()
         }
         return json.dumps(entries).encode()

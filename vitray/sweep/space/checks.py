@@ -16,6 +16,7 @@ from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space.points import (
+    CHANGEABLE,
     LONGEST_NAME,
     PLACEHOLDER,
     SETTINGS,
@@ -120,7 +121,8 @@ def check_space(space: Space, base: Run) -> list[SweepPoint]:
 
 def _check(space: Space, places: Mapping[str, str], source: str) -> None:
     """Refuse a space with an unknown, unused or impossible part."""
-    faults = (_text_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults, _point_faults)
+    faults = (_text_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults)
+    faults += (_population_faults, _point_faults)
     for part, fault in itertools.chain.from_iterable(find(space) for find in faults):
         raise ConfigError(f"{places.get(part, source)}: {part}: {fault}")
 
@@ -235,6 +237,21 @@ def _where_faults(space: Space) -> Iterator[tuple[str, str]]:
             return
         if wrong:
             yield f"where[{index}]", f"no variable {wrong[0]!r} is drawn{nearest(wrong[0], space.drawn)}"
+
+
+def _population_faults(space: Space) -> Iterator[tuple[str, str]]:
+    if not space.is_population:
+        return
+    if space.learns:
+        yield "scheduler", f"got a population with search {space.search.kind}, wanted search grid or random"
+    if not space.changeable:
+        known = ", ".join(f"{name}*" if name.endswith(".") else name for name in CHANGEABLE)
+        yield "scheduler", f"got a population without a drawn setting that may change during training: {known}"
+    if space.budget.minutes or space.budget.device_hours:
+        yield "budget", "got a limit, wanted none: all trials of a population start at once"
+    for name, distribution in space.space.items():
+        if distribution.cases:
+            yield f"space.{name}", "got cases, wanted another distribution for a population"
 
 
 def _point_faults(space: Space) -> Iterator[tuple[str, str]]:

@@ -17,12 +17,27 @@ from vitray.config import Run
 from vitray.config.model_names import Name, parse_name
 from vitray.config.parsing import dump_yaml, parse_yaml
 from vitray.config.sections import Section, one_of
-from vitray.config.sweep import Asha, Budget, Distribution, Goal, Grid, Median, NoScheduler, Search, StageSettings, slug
+from vitray.config.sweep import (
+    Asha,
+    Budget,
+    Distribution,
+    Goal,
+    Grid,
+    Median,
+    NoScheduler,
+    Population,
+    Search,
+    StageSettings,
+    slug,
+)
 from vitray.config.validation import sections_in
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
 LONGEST_NAME = 240  # bytes; file systems allow 255 for a folder
+Scheduler = NoScheduler | Asha | Median | Population
+# Settings that a checkpoint of a run does not depend on; with a final dot, all settings of a section.
+CHANGEABLE = ("optim.lr", "data.augment.", "data.mix.")
 PLACEHOLDER = re.compile(r"{(\w+)}")
 
 
@@ -36,7 +51,7 @@ class Space(Section):
     before: dict[str, StageSettings] = Field(default={}, max_length=10)
     """{name: run} of the stages: runs before the trials, for the trials that name them."""
     search: Annotated[Search, Field(discriminator="kind"), one_of("grid")] = Grid()
-    scheduler: Annotated[NoScheduler | Asha | Median, Field(discriminator="kind"), one_of("none")] = NoScheduler()
+    scheduler: Annotated[Scheduler, Field(discriminator="kind"), one_of("none")] = NoScheduler()
     budget: Budget = Budget()
     goal: Goal = Goal()
     failures: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -50,6 +65,16 @@ class Space(Section):
     def learns(self) -> bool:
         """Whether a point depends on the scores of earlier ones."""
         return self.search.kind in ("tpe", "nsga2")
+
+    @property
+    def is_population(self) -> bool:
+        """Whether trials continue from each other's checkpoints."""
+        return self.scheduler.kind == "population"
+
+    @property
+    def changeable(self) -> list[str]:
+        """The drawn settings that may change while a population trains."""
+        return [name for name in self.drawn if name.startswith(CHANGEABLE)]
 
     @property
     def drawn(self) -> dict[str, Distribution]:

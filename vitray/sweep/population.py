@@ -1,0 +1,123 @@
+"""Population-based training: a trial continues from the checkpoint of a better one, with other settings.
+
+Ray Tune's scheduler decides; each continuation is a new trial of the store, with a run folder of its own.
+"""
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
+
+from vitray import storage
+from vitray.config.sweep import Distribution, Population
+from vitray.errors import RunError
+from vitray.runs.plan import Plan
+from vitray.sweep.schedulers import TIME, WHOLE, share_of
+from vitray.sweep.space import Space, draw_point, name_of
+from vitray.sweep.trial_store import TrialEntry, TrialStore
+
+# Seconds in which a run writes the checkpoint of its last evaluation.
+CHECKPOINT_SECONDS = 600.0
+
+
+class Continuations:
+    """Makes the trial that continues another one."""
+
+    def __init__(self, space: Space, store: TrialStore) -> None:
+        self._space, self._store = space, store
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tune pickles its arguments to resume by itself, which is not used.
+        return {}
+
+    def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the name and the settings of a new trial for the changed settings of the trial to continue."""
+        space, source = self._space, config["name"]
+        point = self._store.entries[source].point
+        drawn = point.drawn | {name: config[name] for name in space.changeable}
+        point = draw_point(space, drawn) or point  # where a constraint forbids the change
+        name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
+        self._store.add(name, TrialEntry(point, continues=source))
+        return {"name": name} | self._store.settings(name)
+
+
+class _Scheduler(PopulationBasedTraining):
+    """Tune's scheduler without pauses, which would end a training run, and without a decision at the end of a run."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result[TIME] >= WHOLE:
+            return TrialScheduler.CONTINUE
+        decision = super().on_trial_result(tune_controller, trial, result)
+        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
+
+
+def build_population(settings: Population, plan: Plan, space: Space, store: TrialStore) -> TrialScheduler:
+    """Return the scheduler of a population."""
+    return _Scheduler(
+        time_attr=TIME,
+        perturbation_interval=share_of(settings.every, plan),
+        hyperparam_mutations={name: _draws(space.space[name]) for name in space.changeable},
+        quantile_fraction=settings.share,
+        resample_probability=settings.resample,
+        custom_explore_fn=Continuations(space, store),
+        log_config=False,
+    )
+
+
+def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
+    """Return the listed values, of which Tune takes neighbours, or a function that draws from a range."""
+    if distribution.values is not None:
+        return list(distribution.values)
+    return lambda: distribution.snap(distribution.sample(random.Random()))
+
+
+def param_space(store: TrialStore) -> dict[str, Any]:
+    """Return the trials that are not over for Tune, which accepts no searcher beside its scheduler."""
+    configs = {name: store.settings(name) for name, record in store.records().items() if not record.is_over}
+    paths = dict.fromkeys(path for settings in configs.values() for path in settings)
+
+    def setting(path: str) -> Any:
+        return tune.sample_from(lambda spec: configs[spec["config"]["name"]][path])
+
+    return {"name": tune.grid_search(list(configs))} | {path: setting(path) for path in paths}
+
+
+# ---- checkpoints that Tune carries from trial to trial ---------------------------------------------------------------
+
+
+def copy_checkpoint_to(folder: Path, run_dir: str, step: int) -> None:
+    """Copy the checkpoint of an evaluated step to a local folder; the run may still be writing it."""
+    from vitray.training import checkpoints
+
+    deadline = time.monotonic() + CHECKPOINT_SECONDS
+    while step not in checkpoints.complete_steps(run_dir):
+        if time.monotonic() > deadline:
+            raise RunError(f"{run_dir}: the checkpoint of step {step} is not complete after {CHECKPOINT_SECONDS:.0f} s")
+        time.sleep(0.2)
+    source = checkpoints.folder_of(run_dir, step)
+    for name in storage.list_files(source):
+        with storage.local_copy(storage.join(source, name)) as path:
+            shutil.copyfile(path, folder / name)
+
+
+def continue_from(folder: Path, run_dir: str) -> None:
+    """Make the checkpoint in a local folder the first one of a run, unless the run has one already."""
+    from vitray.training import checkpoints
+
+    if checkpoints.complete_steps(run_dir):  # the same trial, started again
+        return
+    meta = folder / checkpoints.META
+    content = json.loads(meta.read_text())
+    # The time and the metrics before this step belong to the other run.
+    content["state"]["train_state"] |= {"seconds": 0.0, "records": [], "pending": []}
+    target = checkpoints.folder_of(run_dir, content["step"])
+    for path in folder.iterdir():
+        if path.name in content["files"]:
+            storage.upload(path, storage.join(target, path.name))
+    storage.write_bytes(storage.join(target, meta.name), json.dumps(content).encode())
