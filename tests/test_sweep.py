@@ -420,25 +420,31 @@ def test_tunes_loop_never_waits_for_storage(folder, monkeypatch):
     assert outcome.best == min(entries, key=lambda name: abs(entries[name].point.settings["optim.lr"] - 0.01))
 
 
-def test_checkpoints_of_a_population_belong_to_evaluations(folder):
-    (folder / "population.yaml").write_text(
+def write_populations(folder):
+    (folder / "four.yaml").write_text(
         "space: {optim.lr: {grid: [1.0e-3, 2.0e-3, 3.0e-3, 4.0e-3]}}\nscheduler: {kind: population, every: 2 steps}\n"
     )
-    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, wanted 2 steps as in evaluate.every"):
-        begin(folder, "apart", space="population.yaml", **{"checkpoint.every": "3 steps"})
-    with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, wanted at most [12]"):
-        begin(folder, "crowd", space="population.yaml", **{"compute.cpus": 1})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_worst_trial_continues_from_the_best_one(folder):
     (folder / "two.yaml").write_text(
         "space: {optim.lr: {grid: [1.0e-12, 0.01]}}\n"
         "scheduler: {kind: population, every: 2 steps, share: 0.5, resample: 0}\n"
         "goal: {metric: val/loss, mode: min}\n"
     )
-    outcome = begin(folder, "population", space="two.yaml", **{"optim.duration": "60 steps"})
+
+
+def test_checkpoints_of_a_population_belong_to_evaluations(folder):
+    write_populations(folder)
+    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, wanted 2 steps as in evaluate.every"):
+        begin(folder, "apart", space="two.yaml", **{"checkpoint.every": "3 steps", "compute.cpus": 0.25})
+    with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, wanted at most 1"):
+        begin(folder, "crowd", space="four.yaml", **{"compute.cpus": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_worst_trial_continues_from_the_best_one(folder):
+    write_populations(folder)
+    settings = {"optim.duration": "60 steps", "compute.cpus": 0.25}
+    outcome = begin(folder, "population", space="two.yaml", **settings)
     entries = read_entries(outcome.home)
     continued = {name: entry for name, entry in entries.items() if entry.continues}
     assert continued
@@ -457,4 +463,4 @@ def test_the_worst_trial_continues_from_the_best_one(folder):
     assert "RUNNING" not in {child.info.status for child in children}
     assert is_idle()
     assert not (Path(outcome.home) / "population").exists()
-    assert begin(folder, "population", space="two.yaml", **{"optim.duration": "60 steps"}) == outcome
+    assert begin(folder, "population", space="two.yaml", **settings) == outcome
