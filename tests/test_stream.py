@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
@@ -13,6 +14,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -57,8 +59,10 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     others = [shuffle_rows(groups, 0, 0, "b"), shuffle_rows(groups, 1, 0, "a"), shuffle_rows(groups, 0, 1, "a")]
     assert all((order != other).mean() > 0.99 for other in others)
     # Pinned, so that a later version of vitray or numpy resumes a run with the same images.
-    assert order[:4].tolist() == [4511, 4567, 5888, 5879]
-    assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "c4cdc2c68dc7bade"
+    assert order[:4].tolist() == [4825, 2871, 5842, 3037]
+    assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "be8f5d2e53c3d509"
+    copied = EpochOrder(groups, None, ("a", 0, 0), copies=3).at(np.arange(6000))[0]
+    assert hashlib.sha256(copied.tobytes()).hexdigest()[:16] == "f4fa62e8a37b7691"
 
 
 @given(shared=SHARED, step=st.integers(0, 9))
@@ -98,19 +102,135 @@ def test_equal_shares_are_dealt_in_turn(divided, step):
         assert np.array_equal(positions_of(step, batch, rank, workers), dealt[:, rank].ravel())
 
 
+# ---- pairs, which mixup and cutmix mix -------------------------------------------------------------------------------
+
+
+def pairs_of(groups, epoch=0, copies=1) -> np.ndarray:
+    """Return the rows of the pairs of an epoch, in order."""
+    rows = EpochOrder(groups, None, ("", 0, epoch), copies).at(np.arange(groups.sum()))[0]
+    return rows[: len(rows) // 2 * 2].reshape(-1, 2)
+
+
+def groups_of(rows, groups) -> np.ndarray:
+    return np.searchsorted(np.cumsum(groups), rows, side="right")
+
+
+def cifar_groups(size) -> np.ndarray:
+    """Return the row groups of 50,000 images."""
+    return np.diff([*range(0, 50_000, size), 50_000])
+
+
+@given(groups=st.lists(st.integers(0, 128), min_size=1, max_size=60).map(np.array), copies=st.integers(1, 4))
+def test_no_pair_shares_a_row_group_unless_the_rest_of_an_epoch_has_too_few(groups, copies):
+    # With copies, the epoch ends before the rest of the images.
+    order = EpochOrder(groups, None, ("", 0, 0), copies)
+    positions = np.arange(groups.sum() // 2 * 2 * copies)
+    pairs = order.at(positions)[0].reshape(-1, 2)
+    group_pairs, copy_numbers = groups_of(pairs, groups), order.at(positions)[1][::2]
+    for copy in range(copies):
+        is_same = (group_pairs[:, 0] == group_pairs[:, 1])[copy_numbers == copy]
+        whole, rest = np.split(is_same, [len(is_same) * 2 // REGION * REGION // 2])
+        assert not whole.any()
+        rest_groups = group_pairs[copy_numbers == copy][len(whole) :]
+        largest = np.bincount(rest_groups.ravel()).max() if len(rest) else 0
+        # The rows of a group that has more than half of all rows meet each other.
+        assert rest.sum() <= max(0, largest - len(rest))
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_pairs_are_as_random_as_if_drawn_from_the_whole_split(size):
+    groups, watched = cifar_groups(size), np.arange(0, 50_000, 13)
+    met, same = [], []
+    for epoch in range(100):
+        pairs = pairs_of(groups, epoch)
+        partner = np.empty(50_000, np.int64)
+        partner[pairs] = pairs[:, ::-1]
+        met.append(partner[watched])
+        group_pairs = groups_of(pairs[epoch::100], groups)
+        same.append((group_pairs[:, 0] == group_pairs[:, 1]).mean())
+    assert np.mean(same) <= 1.5 * (groups * (groups - 1)).sum() / 50_000 / 49_999
+    met = np.sort(np.stack(met, axis=1))
+    distinct = 1 + (np.diff(met) > 0).sum(axis=1)
+    assert distinct.mean() > 99.5  # as of random pairs: 99.9
+    assert distinct.min() >= 95
+    # A partner is as likely from any part of the split.
+    distance = (met - watched[:, np.newaxis]) % 50_000
+    assert np.histogram(distance, 8, (0, 50_000))[0] == pytest.approx(distance.size / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("groups", [[101], [20, 20, 1], [30, 60]], ids=str)
+def test_every_two_images_of_a_small_split_meet_and_any_is_left_out(groups):
+    groups = np.array(groups)
+    images = int(groups.sum())
+    met, alone = np.eye(images, dtype=bool), set()
+    for epoch in range(1500):
+        pairs = pairs_of(groups, epoch)
+        met[pairs[:, 0], pairs[:, 1]] = met[pairs[:, 1], pairs[:, 0]] = True
+        alone |= {*range(images)} - {*pairs.ravel().tolist()}
+    assert len(alone) == (images if images % 2 else 0)
+    number = groups_of(np.arange(images), groups)
+    may_meet = (number[:, np.newaxis] != number) | (groups[number] > images // 2)
+    assert np.array_equal(met, may_meet | np.eye(images, dtype=bool))
+
+
+@pytest.mark.parametrize(("size", "most"), [(150, 0.0), (500, 0.0042), (1000, 0.0084)])
+def test_larger_row_groups_of_other_writers_are_paired_with_each_other(size, most):
+    pairs = pairs_of(np.full(120_000 // size, size)) // size
+    assert (pairs[:, 0] == pairs[:, 1]).mean() <= 1.5 * most
+
+
 @given(groups=GROUPS, copies=st.integers(1, 4))
-def test_repeated_augmentation_repeats_pairs_and_keeps_the_length(groups, copies):
+def test_repeated_augmentation_repeats_first_images_and_exchanges_second_ones(groups, copies):
     order = shuffle_rows(groups, 0, 0)
     rows, copy_numbers = EpochOrder(groups, None, ("", 0, 0), copies).at(np.arange(len(order)))
     assert len(rows) == len(order)
     assert len({*zip(rows.tolist(), copy_numbers.tolist(), strict=True)}) == len(rows)
-    pairs = rows[: len(rows) // 2 * 2].reshape(-1, 2)
+    pairs = pairs_of(groups, copies=copies)
     assert (pairs[:, 0] != pairs[:, 1]).all()
-    for number, pair in enumerate(pairs):
-        assert pair.tolist() == order[number // copies * 2 :][:2].tolist()
+    once = pairs_of(groups)[np.arange(len(pairs)) // copies]
+    assert np.array_equal(pairs[:, 0], once[:, 0])
+    first = copy_numbers[: 2 * len(pairs) : 2] == 0
+    assert np.array_equal(pairs[first], once[first])
     if copies == 1:
         assert np.array_equal(rows, order)
-        assert not copy_numbers.any()
+
+
+@pytest.mark.parametrize("size", [16, 109, 128])
+def test_copies_of_an_image_have_other_partners_and_mostly_the_same_step(size):
+    groups, copies, batch = np.full(20 * REGION // size, size), 3, 2048
+    images = len(groups) * size // REGION * REGION
+    order = EpochOrder(groups, None, ("", 0, 0), copies)
+    rows, copy_numbers = order.at(np.arange(images * copies))
+    by_copy = [rows[copy_numbers == copy].reshape(-1, 2) for copy in range(copies)]
+    partner = np.empty((copies, rows.max() + 1), np.int64)
+    for copy, pairs in enumerate(by_copy):
+        assert np.array_equal(np.sort(pairs.ravel()), np.sort(by_copy[0].ravel()))  # each image once in each copy
+        partner[copy, pairs] = pairs[:, ::-1]
+        assert not (pairs[:, 0] // size == pairs[:, 1] // size).any()
+    partner = np.sort(partner[:, by_copy[0].ravel()], axis=0)
+    # Unless a lane's group has one or two rows in its second half.
+    assert (partner[1:] != partner[:-1]).all(axis=0).mean() > 0.998
+    steps = np.empty((copies, rows.max() + 1), np.int64)
+    steps[copy_numbers, rows] = np.arange(len(rows)) // batch
+    used = steps[:, by_copy[0].ravel()]
+    assert (used == used[0]).all(axis=0).mean() > 0.93
+
+
+def test_the_copies_of_a_large_number_need_no_more_memory():
+    order = EpochOrder(np.full(100, 100), None, ("", 0, 0), copies=10_000)
+    tracemalloc.start()
+    _, copy_numbers = order.at(np.arange(0, 10_000, 7))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert copy_numbers.max() > 4990
+    assert peak < 5 * 10**6
+
+
+def test_each_place_of_an_epoch_is_as_likely_for_an_image():
+    groups = np.full(50, 60)  # a whole region and a part of one
+    places = np.array([np.argsort(shuffle_rows(groups, 0, epoch))[[0, 59, 1500]] for epoch in range(500)])
+    assert scipy.stats.kstest(places.ravel() / 3000, "uniform").pvalue > 1e-3
+    assert scipy.stats.binomtest(int((places % 2).sum()), places.size).pvalue > 1e-3
 
 
 def test_a_worker_without_an_image_is_rejected():
@@ -315,7 +435,8 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
     images = images_of_epoch(stream, 2)
     assert images == images_of_epoch(stream, 1)
     rows = [images[at][0] for at in range(len(images))]
-    assert rows[0:2] == rows[2:4] == rows[4:6] != rows[6:8]
+    assert rows[0] == rows[2] == rows[4] != rows[6]
+    assert len({rows[1], rows[3], rows[5]}) == 3
     assert len({images[at][2] for at in (0, 2, 4)}) == 3
 
 

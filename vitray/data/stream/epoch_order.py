@@ -1,24 +1,55 @@
 """The order of images as a function of (dataset, seed, epoch), and its division among workers. Arithmetic only.
 
 An epoch's order: the row groups of the split are permuted; their rows, one group after another, are cut into regions of
-2048; a region is cut into 16 lanes of neighbouring rows; each lane is shuffled; the lanes are dealt out two images at a
-time. So an image's neighbours come from 16 or more groups far apart, while neighbouring lanes share row groups.
+2048; a region is cut into 8 lanes. A lane has neighbouring rows, in two halves of 128: a random row of each is a pair,
+and no pair shares a row group. The pairs of a lane are shuffled, and the lanes are dealt out one pair at a time. So
+neighbouring pairs come from row groups far apart, while a lane has rows of few groups.
+
+Other writers' groups may be larger than half a lane. Then the halves of a lane are half a region apart, so that only
+groups of about a thousand rows or more are paired with themselves; a lane has up to twice as many groups.
 
 A position counts the images of an epoch. Step k of a global batch of B takes positions k * B to (k + 1) * B, and each
-worker takes every n-th pair of them: pairs stay together because mixup and cutmix pair neighbours. Where the number of
-workers does not divide the pairs, as in elastic training, some workers take one pair more than others.
+worker takes every n-th pair of them: pairs stay together because mixup and cutmix mix their two images. Where the
+number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others.
+Shapes: L lanes, 2 halves of a lane, P pairs of a lane.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from vitray.data.augment.keyed_random import raw_draws
 
-REGION, LANES, PAIR = 2048, 16, 2
-# Bit-reversed: the lanes of every second, fourth or eighth pair are neighbours, which share row groups.
-DEAL = [int(f"{lane:04b}"[::-1], 2) for lane in range(LANES)]
+REGION, LANES, PAIR = 2048, 8, 2
+# Bit-reversed: the lanes of every second or fourth pair are neighbours, which share row groups.
+DEAL = [int(f"{lane:03b}"[::-1], 2) for lane in range(LANES)]
+
+
+class Region(NamedTuple):
+    """Some images of an epoch by place."""
+
+    rows: np.ndarray
+    rings: np.ndarray
+    """The ring of each pair. In each copy, the pairs of a ring exchange their second images."""
+
+    def rows_of(self, places: np.ndarray, copies: np.ndarray) -> np.ndarray:
+        """Return the rows at some places of some copies; copy 0 is `rows`.
+
+        A pair takes the second image of one of the next pairs of its ring, so that most copies of an image are in the
+        same step.
+        """
+        places = places.copy()
+        moved = np.flatnonzero((places % PAIR == 1) & (copies > 0))
+        if len(moved):
+            pairs = places[moved] // PAIR
+            in_rings = np.argsort(self.rings, kind="stable")
+            sizes = np.bincount(self.rings)
+            start, size = (np.cumsum(sizes) - sizes)[self.rings[pairs]], sizes[self.rings[pairs]]
+            turn = np.argsort(in_rings)[pairs] - start + copies[moved]
+            places[moved] = in_rings[start + turn % size] * PAIR + 1
+        return self.rows[places]
 
 
 @dataclass
@@ -35,7 +66,7 @@ class EpochOrder:
     """Views of each image per epoch (repeated augmentation)."""
 
     def __post_init__(self) -> None:
-        self._last = -1, np.empty(0, np.int64)
+        self._last = -1, Region(np.empty(0, np.int64), np.empty(0, np.int64))
 
     @property
     def images(self) -> int:
@@ -45,35 +76,58 @@ class EpochOrder:
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows at some positions, and their copy numbers.
 
-        With copies, the epoch keeps its length and holds its first pairs `copies` times each. Pairs are repeated, not
-        images: neighbours are mixed with each other, and an image must not be mixed with itself.
+        With copies, the epoch keeps its length and holds its first pairs `copies` times each, one after another. The
+        copies of a pair have the same first image; its second image has another partner in each copy.
         """
         pairs, place = np.divmod(positions, PAIR)
-        places = np.minimum(pairs // self.copies * PAIR + place, self.images - 1)
+        pairs, copies = np.divmod(pairs, self.copies)
+        places = pairs * PAIR + place
         rows = places
         if self.shuffle is not None:
             rows = np.empty_like(places)
             regions = places // REGION
             for region in np.unique(regions):
-                at = regions == region
-                rows[at] = self._region(int(region))[places[at] - region * REGION]
-        return rows if self.used is None else self.used[rows], pairs % self.copies
+                at = np.flatnonzero(regions == region)
+                rows[at] = self._region(int(region)).rows_of(places[at] - region * REGION, copies[at])
+        return rows if self.used is None else self.used[rows], copies
 
-    def _region(self, region: int) -> np.ndarray:
+    def _region(self, region: int) -> Region:
         if self._last[0] != region:
             self._last = region, self._shuffle_region(region)
         return self._last[1]
 
-    def _shuffle_region(self, region: int) -> np.ndarray:
+    def _shuffle_region(self, region: int) -> Region:
         ends, shifts = self._permuted_groups
         places = np.arange(region * REGION, min((region + 1) * REGION, self.images))
-        rows = places + shifts[np.searchsorted(ends, places, side="right")]
-        draws = raw_draws(f"rows {self._key}", len(places), skip=region * REGION)
-        if len(places) < REGION:
-            return rows[np.argsort(draws, kind="stable")]
-        draws = draws.reshape(LANES, -1)
-        lanes = np.take_along_axis(rows.reshape(LANES, -1), np.argsort(draws, kind="stable"), axis=1)
-        return lanes[DEAL].reshape(LANES, -1, PAIR).swapaxes(0, 1).ravel()
+        groups = np.searchsorted(ends, places, side="right")
+        lanes, pairs = LANES if len(places) == REGION else 1, len(places) // PAIR
+        draws = raw_draws(f"rows {self._key}", len(places) + pairs, skip=region * (REGION + REGION // PAIR))
+        draws, pair_draws = np.split(draws, [len(places)])
+
+        # Which rows of a group lie in which lane and half is random.
+        shuffled = _order_by(groups, draws)
+        if self._has_large_groups:
+            halves_L2P = shuffled[: pairs * PAIR].reshape(PAIR, lanes, -1).swapaxes(0, 1)
+        else:
+            halves_L2P = shuffled[: pairs * PAIR].reshape(lanes, PAIR, -1)
+
+        # One group at most is in both halves. Its rows are paired last in the first half and first in the second, so
+        # that they do not meet. All else is random.
+        middle_L11 = groups[halves_L2P][:, :1, -1:]
+        is_last_L2P = (groups[halves_L2P] == middle_L11) ^ np.array([[False], [True]])
+        paired_L2P = np.take_along_axis(halves_L2P, _order_by(is_last_L2P, draws[halves_L2P]), axis=-1)
+        order_LP = np.argsort(pair_draws.reshape(lanes, -1), kind="stable")
+        first_LP, second_LP = np.take_along_axis(paired_L2P, order_LP[:, np.newaxis], axis=-1).swapaxes(0, 1)
+
+        dealt = shuffled  # the last row of an odd number stays alone
+        dealt[: pairs * PAIR] = np.stack([first_LP, second_LP], axis=-1)[DEAL[:lanes]].swapaxes(0, 1).ravel()
+        lane = np.resize(DEAL[:lanes], pairs)
+        is_middle = groups[dealt[1::2]] == middle_L11.ravel()[lane]
+        return Region((places + shifts[groups])[dealt], 2 * lane + is_middle)
+
+    @cached_property
+    def _has_large_groups(self) -> bool:
+        return int(self.groups.max()) > REGION // LANES // PAIR
 
     @cached_property
     def _permuted_groups(self) -> tuple[np.ndarray, np.ndarray]:
@@ -88,6 +142,12 @@ class EpochOrder:
         assert self.shuffle is not None
         identity, seed, epoch = self.shuffle
         return f"{identity} {seed} {epoch}"
+
+
+def _order_by(numbers: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Return the indices that sort small numbers along the last axis, equal ones at random."""
+    keys = (numbers.astype(np.uint64) << np.uint64(32)) | (draws >> np.uint64(32))
+    return np.argsort(keys, axis=-1, kind="stable")  # faster than `lexsort`
 
 
 def positions_of(step: int, batch: int, rank: int, workers: int) -> np.ndarray:

@@ -17,8 +17,6 @@ from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, dealt_unit
 # About a second of decoding: long beside the start of a task, short enough to balance.
 ROWS = 1024
 PIECE_BYTES = 208 * 2**20
-# A piece has two lanes or more: rows of a single lane would be less than half of those in the row groups it touches.
-MOST_TEAMS = LANES // 2
 
 
 class Piece(NamedTuple):
@@ -63,7 +61,7 @@ class Cut(NamedTuple):
         """The number of teams; worker r is in team r % teams."""
         if self.is_narrow or self.copies > 1 or self.batch % PAIR or dealt_unit(self.batch, self.workers) < PAIR:
             return 1
-        return gcd(self.workers, self.batch // PAIR, MOST_TEAMS)
+        return gcd(self.workers, self.batch // PAIR, LANES)
 
     @property
     def members(self) -> int:
@@ -83,7 +81,7 @@ class Cut(NamedTuple):
         region = REGION * self.copies
         rows = region // self.teams  # of a team in a region
         parts = 1
-        while rows // parts > self.rows and self.teams * parts < MOST_TEAMS:
+        while rows // parts > self.rows and self.teams * parts < LANES:
             parts *= 2
         span = region * max(1, min(self.rows * parts // rows, self.held // region))
         lanes = LANES // self.teams // parts
