@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter, ImageOps
 from pydantic import ValidationError
 from timm.data.random_erasing import RandomErasing
+from timm.loss import BinaryCrossEntropy
 from torchvision.transforms import autoaugment as torchvision_auto
 
 from vitray.config.augmentation import (
@@ -39,11 +40,11 @@ from vitray.data.augment.batch import (
     BatchRows,
     BatchSettings,
     Mixing,
-    cut_box,
+    cut_boxes,
     draw_erased_boxes,
     draw_mixing,
     fill_boxes,
-    mix_images,
+    mix_rows,
     normalised,
     one_hot,
     partners,
@@ -53,8 +54,9 @@ from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import augment_image, crop_centre, draw_box, resize
 from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
-from vitray.data.stream.epoch_order import positions_of
+from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
+from vitray.tasks.supervised import binary_cross_entropy
 
 PIL_MODES = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 POLICIES = {
@@ -604,14 +606,6 @@ def test_images_normalised_after_an_inference_are_trained_on():
     torch.testing.assert_close(kernel.grad, ours.sum((0, 2, 3)))
 
 
-def test_mixed_targets_equal_timms():
-    labels = torch.tensor([1, 4, 4, 9])
-    soft = one_hot(labels, 10)
-    reverse = torch.tensor([3, 2, 1, 0])
-    ours = torch.lerp(soft[reverse], soft, 0.3)
-    torch.testing.assert_close(ours, timm_mixup.mixup_target(labels, 10, 0.3))
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0, 1), st.integers(1, 40), st.integers(1, 40), st.data())
 def test_the_cutmix_box_equals_timms(share, height, width, draw):
@@ -620,21 +614,42 @@ def test_the_cutmix_box_equals_timms(share, height, width, draw):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np.random, "randint", lambda *_, **__: next(given_centre))
         theirs = timm_mixup.rand_bbox((3, height, width), share)
-    assert cut_box(share, centre, height, width) == tuple(int(edge) for edge in theirs)
+    ours = cut_boxes(np.array([share]), np.array([centre]), (height, width))
+    assert ours.tolist() == [[int(edge) for edge in theirs]]
 
 
-def test_blending_equals_timms():
-    images = normalised(batch(6)[0], Normalise())
-    reverse = torch.arange(5, -1, -1)
-    theirs = images.clone()
-    theirs.mul_(0.3).add_(images.flip(0).mul(0.7))
-    ours = mix_images(images.clone(), Mixing(0.3), reverse)
-    torch.testing.assert_close(ours, theirs)
+def mixed_by_timm(images, labels, mixing: Mixing, draw: int):
+    """Return a pair of images and their targets, mixed by timm with one of our draws."""
+    share, (top, bottom, left, right) = float(mixing.shares[draw]), mixing.boxes[draw]
+    mixup, images = timm_mixup.Mixup(num_classes=10, label_smoothing=0.0), images.clone()
+    is_cut = mixing.inside[draw] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixup, "_params_per_batch", lambda: (share, is_cut))
+        patch.setattr(timm_mixup, "cutmix_bbox_and_lam", lambda *_, **__: ((top, bottom, left, right), share))
+        return mixup(images, labels)
+
+
+@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0, chance=0.8)])
+@pytest.mark.parametrize("per", ["pair", 4, 6, "batch"])
+def test_mixed_images_and_targets_equal_timms(mix, per):
+    mix = mix.model_copy(update={"per": per})
+    images, labels = batch(24)
+    plain = normalised(images, Normalise())
+    for step in range(10):
+        ours, targets = prepared(images, labels, mix, step)
+        draws = mix.draws(24)
+        assert draws == {"pair": 12, 4: 6, 6: 4, "batch": 1}[per]
+        mixing = draw_mixing(mix, draws, (32, 32), step_generator(3, step, "mix"))
+        for pair in range(12):
+            rows = slice(2 * pair, 2 * pair + 2)
+            theirs, their_targets = mixed_by_timm(plain[rows], labels[rows], mixing, pair % draws)
+            torch.testing.assert_close(ours[rows], theirs, rtol=1e-5, atol=1e-6, check_stride=False)
+            assert torch.equal(targets[rows], their_targets)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.sampled_from([Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0), Mix()]),
+    st.sampled_from([Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.1, cutmix=1.0, per="pair"), Mix()]),
     st.integers(1, 9),
     st.integers(0, 1000),
 )
@@ -649,7 +664,7 @@ def test_targets_match_the_mixed_images(mix, count, step):
     torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ colours, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(mixup=0.8, cutmix=1.0)])
+@pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0, per="batch"), Mix(mixup=0.8, cutmix=1.0, per=4)])
 @pytest.mark.parametrize("workers", [2, 4, 12])
 def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
     images, labels = batch(24)
@@ -657,9 +672,10 @@ def test_a_row_does_not_depend_on_the_number_of_workers(mix, workers):
         one_worker = prepared(images, labels, mix, step, erase=0.5)
         for rank in range(workers):
             places = positions_of(0, 24, rank, workers)
-            part = prepared(images[places], labels[places], mix, step, BatchRows(places, 24), erase=0.5)
-            for ours, expected in zip(part, one_worker, strict=True):
-                assert torch.equal(ours, expected[places])
+            for part in np.split(places, [len(places) // 4 * 2]):  # gradient accumulation
+                prepared_part = prepared(images[part], labels[part], mix, step, BatchRows(part, 24), erase=0.5)
+                for ours, expected in zip(prepared_part, one_worker, strict=True):
+                    assert torch.equal(ours, expected[part])
         assert one_worker[0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -688,18 +704,77 @@ def test_a_share_that_separates_a_pair_is_rejected(places, total):
     prepared(*batch(count), Mix(), rows=rows, erase=0.5)
 
 
+def shares_of(mix: Mix, count: int, step: int = 0) -> np.ndarray:
+    """Return the share that each image of a batch keeps of its own label."""
+    labels = torch.arange(count)
+    settings = BatchSettings(Augment(), mix, Normalise(), num_classes=count)
+    _, targets = prepare_batch(torch.zeros(count, 8, 8, 3, dtype=torch.uint8), labels, settings, seed=0, step=step)
+    return targets[labels, labels].numpy()
+
+
+@pytest.mark.parametrize(
+    ("count", "per", "draws"),
+    [(512, 256, 2), (500, 256, 2), (512, "batch", 1), (200, 256, 1), (200, "pair", 100), (48, 16, 3), (50, 16, 4)],
+)
+def test_a_batch_has_a_draw_for_each_number_of_images(count, per, draws):
+    mix = Mix(mixup=1.0) if per == 256 else Mix(mixup=1.0, per=per)
+    shares = shares_of(mix, count)
+    _, images = np.unique(shares, return_counts=True)
+    assert len(images) == draws
+    assert max(images) <= {"pair": 2, "batch": count}.get(per, per)
+    assert (shares[0::2] == shares[1::2]).all()
+    # Neighbouring pairs may be copies of each other.
+    assert draws == 1 or (shares[2::2] != shares[:-2:2]).all()
+
+
+def test_copies_of_an_image_see_different_draws():
+    groups, copies, batch = np.full(40, 128), 3, 2048
+    order = EpochOrder(groups, None, ("", 0, 0), copies)
+    shares = shares_of(Mix(mixup=1.0), batch)
+    rows = order.at(np.arange(batch))[0]
+    seen = {(row, share) for row, share in zip(rows.tolist(), shares.tolist(), strict=True)}
+    assert len(seen) == batch
+
+
 def test_mixing_draws_are_distributed_as_timms():
     mix = Mix(mixup=0.8, cutmix=1.0, switch=0.3, chance=0.9)
-    mixings = [draw_mixing(mix, 64, 64, step_generator(0, step, "mix")) for step in range(3000)]
-    blended = [mixing.share for mixing in mixings if mixing.box is None and mixing.share < 1]
-    boxes = [mixing for mixing in mixings if mixing.box is not None]
-    assert scipy.stats.kstest(blended, "beta", args=(0.8, 0.8)).pvalue > 1e-3
-    assert len(boxes) / 3000 == pytest.approx(0.9 * 0.3, abs=0.03)
-    assert sum(mixing == (1.0, None) for mixing in mixings) / 3000 == pytest.approx(0.1, abs=0.02)
-    np.random.seed(0)
-    theirs = timm_mixup.Mixup(0.0, 1.0)
-    expected = [timm_mixup.cutmix_bbox_and_lam((3, 64, 64), theirs._params_per_batch()[0])[1] for _ in range(3000)]
-    assert scipy.stats.ks_2samp([mixing.share for mixing in boxes], expected).pvalue > 1e-3
+    # Over steps and within a batch.
+    mixings = [draw_mixing(mix, 3, (64, 64), step_generator(0, step, "mix")) for step in range(1000)]
+    mixings += [draw_mixing(mix, 3000, (64, 64), step_generator(1, 0, "mix"))]
+    share, inside = (np.concatenate([mixing[at] for mixing in mixings]) for at in (2, 1))
+    for part in (slice(3000), slice(3000, None)):
+        is_cut, is_mixed = inside[part] == 0, share[part] < 1
+        assert is_mixed.mean() == pytest.approx(0.9, abs=0.02)
+        assert (is_cut & is_mixed).mean() == pytest.approx(0.9 * 0.3, abs=0.03)
+        blended = share[part][~is_cut & is_mixed]
+        assert scipy.stats.kstest(blended, "beta", args=(0.8, 0.8)).pvalue > 1e-3
+        np.random.seed(0)
+        theirs = timm_mixup.Mixup(0.0, 1.0)
+        expected = [timm_mixup.cutmix_bbox_and_lam((3, 64, 64), theirs._params_per_batch()[0])[1] for _ in range(3000)]
+        assert scipy.stats.ks_2samp(share[part][is_cut & is_mixed], expected).pvalue > 1e-3
+
+
+def test_a_class_with_any_share_of_a_mixed_image_is_present():
+    # A2 blends with Beta(0.1, 0.1), whose shares are often far below float32's epsilon, on either side.
+    mix, count, labels = Mix(mixup=0.1, cutmix=1.0, per="pair"), 40_000, torch.arange(40_000) % 10
+    mixing = draw_mixing(mix, mix.draws(count), (4, 4), step_generator(0, 0, "mix"))
+    drawn = Mixing(*(values.repeat(2, axis=0) for values in mixing))
+    partner = partners(BatchRows(np.arange(count), count))
+    _, targets = mix_rows(torch.zeros(count, 1, 4, 4), one_hot(labels, 10), drawn, partner)
+    theirs = torch.cat(
+        [
+            timm_mixup.mixup_target(labels[at : at + 2], 10, share)
+            for at, share in zip(range(0, count, 2), mixing[2], strict=True)
+        ]
+    )
+    assert torch.equal(targets, theirs)
+    assert torch.equal((targets > 0).sum(1) == 2, torch.from_numpy((drawn.shares > 0) & (drawn.shares < 1)))
+    logits = torch.randn(count, 10, generator=torch.Generator().manual_seed(0))
+    expected = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)(logits, theirs)
+    torch.testing.assert_close(binary_cross_entropy(logits, targets, 0.0), expected)
+    # Targets of one rounded share would miss some classes.
+    rounded = torch.lerp(one_hot(labels, 10)[partner], one_hot(labels, 10), torch.tensor(drawn.shares).float()[:, None])
+    assert 0.03 < ((rounded > 0) != (theirs > 0)).any(1).float().mean() < 0.05
 
 
 def test_erased_rectangles_are_distributed_as_timms():

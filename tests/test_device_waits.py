@@ -81,7 +81,7 @@ MIXING = {"data.mix.mixup": 0.8, "data.mix.cutmix": 1.0, "data.augment.erase": 0
 UNLABELLED = {"model.num_classes": None, "model.name": "vit_u1x1_8"}
 RUNS = {
     "adamw": MIXING,
-    "sgd": MIXING | {"optim.rule": "sgd", "task.loss": "bce"},
+    "sgd": MIXING | {"optim.rule": "sgd", "task.loss": "bce", "data.mix.per": "pair"},
     "lamb": MIXING | {"optim.rule": "lamb"},
     "mae": UNLABELLED | {"task": {"kind": "masked", "objective": {"kind": "mae", "decoder_depth": 1}}},
     "mean_colour": UNLABELLED | {"task": {"kind": "masked", "objective": "mean_colour"}},

@@ -16,6 +16,7 @@ def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
 
 Chance = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+EvenCount = Annotated[int, Field(ge=2, le=MOST_COUNT, multiple_of=2)]
 Byte = Annotated[int, Field(ge=0, le=255)]
 Colour = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
 Interpolation = Annotated[
@@ -131,7 +132,7 @@ class Augment(Section):
 
 
 class Mix(Section):
-    """Mixing of a training batch on the device, by timm's rules: one draw per batch."""
+    """Mixing of pairs of training images on the device, by timm's rules."""
 
     mixup: NotNegative = 0.0
     """Alpha of mixup's Beta distribution; 0: off."""
@@ -140,12 +141,20 @@ class Mix(Section):
     switch: Chance = 0.5
     """Probability of CutMix instead of mixup, if both are on."""
     chance: Chance = 1.0
-    """Probability that a batch is mixed."""
+    """Probability that a draw mixes."""
+    per: EvenCount | Literal["pair", "batch"] = 256
+    """Images of the global batch that share a draw of mixup or CutMix, its share and its box: an even number, `pair` or
+    `batch`. timm and DeiT draw once for each device's batch."""
 
     @property
     def is_mixing(self) -> bool:
         """Whether images may be mixed."""
         return self.chance > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+    def draws(self, batch: int) -> int:
+        """Return the number of draws for a global batch."""
+        images = {"pair": 2, "batch": batch}[self.per] if isinstance(self.per, str) else self.per
+        return -(-batch // images)
 
 
 class Normalise(Section):

@@ -3,8 +3,10 @@
 A worker holds some rows of the global batch (`BatchRows`). All draws are made for the whole global batch from a
 generator keyed by (seed, step), and rows 2i and 2i + 1 are partners; the last row of an odd batch takes the row before
 it. The result for a row is therefore a function of (seed, step, place), and a worker that holds whole pairs needs no
-other rows. timm pairs rows by reversing each worker's batch; in a shuffled order both pairings are random.
-Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch.
+other rows. timm pairs rows by reversing each worker's batch; here the order of the epoch makes the pairs random, of
+different row groups. The pairs of a batch take the draws of mixing in turn, so that neighbours, such as the copies of
+a pair, differ in their draws.
+Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch, D draws of mixing.
 """
 
 import functools
@@ -17,8 +19,6 @@ from torch import Tensor
 
 from vitray.config.augmentation import Augment, Mix, Normalise
 from vitray.data.augment.keyed_random import step_generator
-
-Box = tuple[int, int, int, int]  # top, bottom, left, right
 
 # The defaults of timm: share of the area, and height / width, of an erased rectangle.
 ERASED_AREA = (0.02, 1 / 3)
@@ -53,10 +53,14 @@ class BatchRows(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """How a batch is mixed: the share of each image that remains, and the pasted box, or None for a blend."""
+    """Draws of mixing: inside its box, an image keeps a share of itself, and takes the rest from its partner."""
 
-    share: float
-    box: Box | None = None
+    boxes: np.ndarray
+    """Top, bottom, left and right of each draw (D4): the whole image for mixup."""
+    inside: np.ndarray
+    """The share that remains inside the box (D): 0 for cutmix."""
+    shares: np.ndarray
+    """The share that remains of the whole image, and so of its label (D)."""
 
 
 def prepare_batch(
@@ -70,11 +74,11 @@ def prepare_batch(
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
     if mix.is_mixing:
-        partner_B = to_device(partners(rows), images_BHWC.device)
+        partner_B = partners(rows)
         height, width = images_BCHW.shape[2:]
-        mixing = draw_mixing(mix, height, width, step_generator(seed, step, "mix"))
-        images_BCHW = mix_images(images_BCHW, mixing, partner_B)
-        targets_BK = torch.lerp(targets_BK[partner_B], targets_BK, mixing.share)
+        mixing = draw_mixing(mix, mix.draws(rows.total), (height, width), step_generator(seed, step, "mix"))
+        drawn_B = rows.places // 2 % len(mixing.shares)
+        return mix_rows(images_BCHW, targets_BK, Mixing(*(values[drawn_B] for values in mixing)), partner_B)
     return images_BCHW, targets_BK
 
 
@@ -100,7 +104,7 @@ def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
 # ---- mixup and cutmix ------------------------------------------------------------------------------------------------
 
 
-def partners(rows: BatchRows) -> Tensor:
+def partners(rows: BatchRows) -> np.ndarray:
     """Return the index, among these rows, of each row's partner."""
     partner_B = rows.places ^ 1
     partner_B = np.where(partner_B < rows.total, partner_B, np.maximum(rows.places - 1, 0))
@@ -112,39 +116,50 @@ def partners(rows: BatchRows) -> Tensor:
             f" {rows.places[is_alone_B][0]} is separated from its partner: choose a batch size that gives"
             " every worker and every accumulation step an even number of rows"
         )
-    return torch.from_numpy(index_B)
+    return index_B
 
 
-def draw_mixing(mix: Mix, height: int, width: int, rng: np.random.Generator) -> Mixing:
+def draw_mixing(mix: Mix, draws: int, size: tuple[int, int], rng: np.random.Generator) -> Mixing:
     """Draw as timm does: whether to mix, cut or blend, the share, and the place of the box."""
-    if rng.random() >= mix.chance:
-        return Mixing(1.0)
-    cutting = mix.cutmix > 0 and (mix.mixup == 0 or rng.random() < mix.switch)
-    if not cutting:
-        return Mixing(rng.beta(mix.mixup, mix.mixup))
-    share = rng.beta(mix.cutmix, mix.cutmix)
-    box = cut_box(share, (int(rng.integers(height)), int(rng.integers(width))), height, width)
-    # The border may clip the box, so the share is counted in pixels.
-    return Mixing(1 - (box[1] - box[0]) * (box[3] - box[2]) / (height * width), box)
+    is_cut_D = rng.random(draws) < (mix.switch if mix.mixup and mix.cutmix else float(mix.cutmix > 0))
+    alpha_D = np.where(is_cut_D, mix.cutmix, mix.mixup)
+    share_D = rng.beta(alpha_D, alpha_D)
+    share_D[rng.random(draws) >= mix.chance] = 1.0
+    boxes_D4 = cut_boxes(share_D, rng.integers(size, size=(draws, 2)), size)
+    boxes_D4[~is_cut_D] = 0, size[0], 0, size[1]
+    top_D, bottom_D, left_D, right_D = boxes_D4.T
+    # The border may clip the box, so the share of a cut is counted in pixels.
+    uncut_D = 1 - (bottom_D - top_D) * (right_D - left_D) / (size[0] * size[1])
+    return Mixing(boxes_D4, np.where(is_cut_D, 0.0, share_D), np.where(is_cut_D, uncut_D, share_D))
 
 
-def cut_box(share: float, centre: tuple[int, int], height: int, width: int) -> Box:
-    """Return the box around `centre` that leaves `share` of the image, clipped to the image."""
-    side = math.sqrt(1 - share)
-    cut_height, cut_width = int(height * side), int(width * side)
-    top, left = centre[0] - cut_height // 2, centre[1] - cut_width // 2
-    return max(top, 0), min(top + cut_height, height), max(left, 0), min(left + cut_width, width)
+def cut_boxes(share_D: np.ndarray, centre_D2: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return the boxes (D4) around some centres that leave a share of the image, clipped to the image."""
+    cut_D2 = (np.array(size) * np.sqrt(1 - share_D)[:, np.newaxis]).astype(np.int64)
+    start_D2 = centre_D2 - cut_D2 // 2
+    start_D2, end_D2 = np.maximum(start_D2, 0), np.minimum(start_D2 + cut_D2, size)
+    return np.stack([start_D2, end_D2], axis=-1).reshape(-1, 4)
 
 
-def mix_images(images_BCHW: Tensor, mixing: Mixing, partner_B: Tensor) -> Tensor:
-    """Blend each image with its partner, or paste a box of the partner into it, in place."""
-    if mixing.share == 1:
-        return images_BCHW
-    if mixing.box is None:
-        return torch.lerp(images_BCHW[partner_B], images_BCHW, mixing.share)
-    top, bottom, left, right = mixing.box
-    images_BCHW[:, :, top:bottom, left:right] = images_BCHW[:, :, top:bottom, left:right][partner_B]
-    return images_BCHW
+def mix_rows(images_BCHW: Tensor, targets_BK: Tensor, mixing: Mixing, partner_B: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return each image and target mixed with its partner's, by one draw for each row."""
+    boxes_B4, inside_B, share_B = mixing
+    if (share_B == 1).all():
+        return images_BCHW, targets_BK
+    device = images_BCHW.device
+    index_B = to_device(torch.from_numpy(partner_B), device)
+    # Both shares of a pair are rounded by themselves, as in timm: the smaller one may be far below float32's epsilon,
+    # and its class still is a target.
+    numbers_B7 = np.column_stack([boxes_B4, inside_B, share_B, 1 - share_B]).astype(np.float32)
+    numbers_7B1 = to_device(torch.from_numpy(numbers_B7), device).T[:, :, None]
+    top_B1, bottom_B1, left_B1, right_B1, inside_B1, share_B1, partner_share_B1 = numbers_7B1
+    height, width = (torch.arange(side, device=device) for side in images_BCHW.shape[2:])
+    is_high_BH = (height >= top_B1) & (height < bottom_B1)
+    is_wide_BW = (width >= left_B1) & (width < right_B1)
+    is_inside_BHW = is_high_BH[:, :, None] & is_wide_BW[:, None]
+    kept_BHW = torch.where(is_inside_BHW, inside_B1[:, :, None], 1.0)
+    mixed_BCHW = torch.lerp(images_BCHW[index_B], images_BCHW, kept_BHW[:, None])
+    return mixed_BCHW, targets_BK * share_B1 + targets_BK[index_B] * partner_share_B1
 
 
 # ---- erasing ---------------------------------------------------------------------------------------------------------
