@@ -71,7 +71,6 @@ def _fit(
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from vitray.data.stream.stream import unused_options
     from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
     from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
     from vitray.training.context import WorkerContext
@@ -102,7 +101,6 @@ def _fit(
             use_gpu=placement.use_gpu,
             resources_per_worker={"CPU": placement.cpus} | ({"GPU": compute.gpus} if placement.use_gpu else {}),
         ),
-        dataset_config=ray.train.DataConfig(execution_options=unused_options()),
         run_config=ray.train.RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=scratch.name,

@@ -293,11 +293,6 @@ def _joined(parts: list[Images]) -> Images:
     return joined
 
 
-def unused_options() -> ray.data.ExecutionOptions:
-    """Return options for the datasets of a trainer, which has none; Ray Train's own options warn of a deprecation."""
-    return ray.data.ExecutionOptions()
-
-
 def _started(iterator: DataIterator) -> Iterator[Images]:
     """Return the blocks of an iterator; waits for the first, since an execution starts when all workers ask for it."""
     options: Any = {"batch_size": None, "batch_format": "numpy", "prefetch_batches": BLOCKS_AHEAD}  # whole blocks
