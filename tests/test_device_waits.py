@@ -107,7 +107,7 @@ def take_steps(run: Run, learner: Learner, device: torch.device) -> None:
     if run.task.kind == "masked":
         labels = torch.from_numpy(draw_sources(run.task.mask, run.model.grid, run.seed, 0, places.tolist()))
     images = torch.zeros(len(places), 32, 32, 3, dtype=torch.uint8)
-    batch = DeviceBatch(*(tensor.to(device) for tensor in (images, labels, torch.ones(len(places)))), places, places)
+    batch = DeviceBatch(images.to(device), labels.to(device), places, places)
     # Mixing needs more steps, to blend and to cut.
     for step in range(3 if run.data.mix.is_mixing else 2):
         with no_waits(device) if step else nullcontext():

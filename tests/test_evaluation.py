@@ -55,9 +55,8 @@ def batch_of(images, labels, start, size, device=CPU):
     real = len(images)
     pixels = torch.cat([images, torch.zeros(size - real, 4, 4, 3, dtype=torch.uint8)])
     padded = torch.from_numpy(np.concatenate([labels, np.zeros(size - real, np.int64)]))
-    weights = torch.tensor([1.0] * real + [0.0] * (size - real))
     rows = np.arange(start, start + real)
-    return DeviceBatch(pixels.to(device), padded.to(device), weights.to(device), np.arange(start, start + size), rows)
+    return DeviceBatch(pixels.to(device), padded.to(device), np.arange(start, start + size), rows)
 
 
 def score(images, labels, size, count=None):
@@ -283,9 +282,9 @@ class Val:
     def evaluate(self, _share):
         for start in (0, 8):
             real = min(8, 10 - start)
-            images, weights = np.zeros((8, 32, 32, 3), np.uint8), (np.arange(8) < real).astype(np.float32)
-            labels, positions = np.zeros(8, np.int64), np.arange(start, start + 8)
-            yield HostBatch(images, labels, positions, positions[:real], weights, 0)
+            images, labels = np.zeros((8, 32, 32, 3), np.uint8), np.zeros(8, np.int64)
+            positions = np.arange(start, start + 8)
+            yield HostBatch(images, labels, positions, positions[:real], 0)
 
 
 @pytest.mark.parametrize("compile_it", ["false", "true"])

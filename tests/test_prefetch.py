@@ -15,7 +15,7 @@ def host_batches(count, size=4):
         images = np.full((2, size, size, 3), number, np.uint8)
         images.flags.writeable = False  # like the object store's memory
         rows = np.arange(2) + 2 * number
-        yield HostBatch(images, rows % 3, rows, rows, np.ones(2, np.float32), 0)
+        yield HostBatch(images, rows % 3, rows, rows, 0)
 
 
 def test_batches_arrive_in_order_in_memory_of_their_own():
@@ -23,7 +23,6 @@ def test_batches_arrive_in_order_in_memory_of_their_own():
         assert batch.images.add_(1).unique().tolist() == [number + 1]
         assert batch.rows.tolist() == batch.positions.tolist() == [2 * number, 2 * number + 1]
         assert batch.labels.tolist() == [row % 3 for row in batch.rows]
-        assert batch.weights.tolist() == [1, 1]
     assert number == 6
 
 
@@ -45,5 +44,5 @@ def test_pinned_memory_is_reused_after_its_copy():
         assert batch.images.is_cuda
         assert bool((batch.images == number).all())
     assert number == 59
-    # Images, labels and weights of the batches that wait, of one in the making and of one that is copied.
-    assert torch.cuda.host_memory_stats()["num_host_alloc"] - before <= 3 * (AHEAD + 2)
+    # Images and labels of the batches that wait, of one in the making and of one that is copied.
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] - before <= 2 * (AHEAD + 2)

@@ -76,7 +76,7 @@ def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], obje
     images = torch.randint(0, 256, (run.optim.batch, *run.model.image_shape, 3), dtype=torch.uint8, device=device)
     labels = torch.arange(run.optim.batch, device=device) % (run.model.num_classes or 1)
     places = np.arange(run.optim.batch)
-    batch = DeviceBatch(images, labels, torch.ones(run.optim.batch, device=device), places, places)
+    batch = DeviceBatch(images, labels, places, places)
     task = build_task(run).to(device)
     optimizer = build_optimizer(task, run.optim, device)
     model: Any = torch.compile(task) if run.compute.compile else task

@@ -26,12 +26,11 @@ ERASED_RATIO = (0.3, 1 / 0.3)
 
 
 class DeviceBatch(NamedTuple):
-    """One worker's part of one step; images, labels and weights are on the device."""
+    """One worker's part of one step; images and labels are on the device."""
 
     images: Tensor
     """uint8, BHWC."""
     labels: Tensor
-    weights: Tensor
     positions: np.ndarray
     rows: np.ndarray
 

@@ -55,7 +55,7 @@ class Prefetcher:
             # The computing stream waits for the copy, not this thread; until then the memory is not reused.
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in batch[:3]:
+            for tensor in (batch.images, batch.labels):
                 tensor.record_stream(current)
         return batch
 
@@ -93,12 +93,12 @@ class Prefetcher:
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
         # torch keeps freed pinned memory until its copies are done, then reuses it for later batches.
         with torch.cuda.stream(self._copies):  # does nothing for None
-            images, labels, weights = (
+            images, labels = (
                 _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
-                for array in (batch.images, batch.labels, batch.weights)
+                for array in (batch.images, batch.labels)
             )
         copied = self._copies.record_event() if self._copies else None
-        return DeviceBatch(images, labels, weights, batch.positions, batch.rows), copied
+        return DeviceBatch(images, labels, batch.positions, batch.rows), copied
 
 
 def _own_tensor(array: np.ndarray, pinned: bool) -> Tensor:

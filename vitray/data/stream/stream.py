@@ -64,9 +64,7 @@ class HostBatch(NamedTuple):
     positions: np.ndarray
     """In the epoch, or in the stored order of an evaluation; a step starts at step * global batch."""
     rows: np.ndarray
-    """Row numbers of the images in the stored order of the split; padding has none."""
-    weights: np.ndarray
-    """1 for an image, 0 for padding in an evaluation's last step."""
+    """Row numbers of the images in the stored order of the split; padding of an evaluation's last step has none."""
     epoch: int
 
 
@@ -210,7 +208,7 @@ class Stream:
         return [blocks.iterator()] if cut.workers == 1 else blocks.streaming_split(cut.workers, equal=False)
 
     def _batch(self, images: Images, count: int, epoch: int) -> HostBatch:
-        """Return a batch of `count` images, padded at its end with black ones of weight 0."""
+        """Return a batch of `count` images, padded at its end with black ones."""
         self._count_corrupt(images["corrupt"])
         missing = count - len(images["label"])
         if missing:
@@ -219,8 +217,7 @@ class Stream:
                 for name, column in images.items()
                 if name != "row"
             } | {"row": images["row"]}
-        weights = (np.arange(count) < count - missing).astype(np.float32)
-        return HostBatch(images["image"], images["label"], images["position"], images["row"], weights, epoch)
+        return HostBatch(images["image"], images["label"], images["position"], images["row"], epoch)
 
     def _count_corrupt(self, corrupt: np.ndarray) -> None:
         for row in corrupt[corrupt >= 0]:
