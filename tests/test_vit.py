@@ -104,6 +104,15 @@ def test_regrouping_keeps_every_weight(old, branches, name):
     assert sum(p.numel() for p in other.parameters()) == sum(p.numel() for p in network.parameters())
 
 
+def test_regrouping_keeps_the_bits_of_float64():
+    network = vit("vit_u6x1_8").double()
+    with torch.no_grad():
+        network.norm.weight.fill_(1 / 3)
+    restored = regroup(regroup(network, 2), 1).state_dict()
+    assert all(tensor.dtype == torch.float64 for tensor in restored.values())
+    assert all(torch.equal(restored[key], tensor) for key, tensor in network.state_dict().items())
+
+
 def test_regrouping_orders_pairs_by_level_then_branch():
     network = vit("vit_u4x1_8")
     other = regroup(network, 2)

@@ -115,7 +115,8 @@ def regroup(vit: ViT, branches: int) -> ViT:
     if branches < 1 or pairs % branches:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
     name = replace(old, depth=pairs // branches, branches=branches)
-    new = ViT(Model.model_validate({**vit.model.model_dump(), "name": str(name)}))
+    # Moved first: float64 weights loaded into float32 parameters would be rounded.
+    new = ViT(Model.model_validate({**vit.model.model_dump(), "name": str(name)})).to(vit.norm.weight)
     weights = {}
     for key, tensor in vit.state_dict().items():
         if block := re.fullmatch(r"blocks\.(\d+)\.(attn|ffn)(\d+)\.(.+)", key):
@@ -123,7 +124,7 @@ def regroup(vit: ViT, branches: int) -> ViT:
             key = f"blocks.{pair // branches}.{block[2]}{pair % branches + 1}.{block[4]}"
         weights[key] = tensor
     new.load_state_dict(weights)
-    return new.to(vit.norm.weight).train(vit.training)
+    return new.train(vit.training)
 
 
 def initialise_linear(module: nn.Module) -> None:
