@@ -129,7 +129,8 @@ def slow_block_mask(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int
     rows, columns = grid
     count, hidden, num_draws = predicted_patches(mask, rows * columns), set(), 0
     while len(hidden) < count:
-        draws = [(raw >> 11) * 2.0**-53 for raw in raw_draws(key, 4 * (num_draws + 1)).tolist()[4 * num_draws :]]
+        raws = raw_draws(key, 4 * (num_draws + 1)).tolist()[4 * num_draws :]
+        draws = [(raw >> 11) * 2.0**-53 for raw in raws]
         num_draws += 1
         low, high = (math.log(bound) for bound in mask.aspect)
         area = mask.least + draws[0] * max(count - len(hidden) - mask.least, 0)
@@ -140,10 +141,15 @@ def slow_block_mask(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int
         top, left = (
             int(draw * (free + 1)) for draw, free in zip(draws[2:], (rows - tall, columns - wide), strict=True)
         )
-        for row in range(top, top + tall):
-            for column in range(left, left + wide):
-                if len(hidden) < count:
-                    hidden.add(row * columns + column)
+        # The patches nearest to a random corner come first, by rows or by columns.
+        bottom, right, by_columns = (raws[0] >> bit & 1 for bit in (2, 1, 0))
+        down, across = range(top, top + tall)[:: 1 - 2 * right], range(left, left + wide)[:: 1 - 2 * bottom]
+        inside = [(row, column) for row in down for column in across]
+        if by_columns:
+            inside = [(row, column) for column in across for row in down]
+        for row, column in inside:
+            if len(hidden) < count:
+                hidden.add(row * columns + column)
     return hidden
 
 
@@ -160,6 +166,13 @@ def test_block_masks_equal_a_slow_loop(mask, grid):
     source_BN = sources(mask, range(40), grid=grid, seed=3, epoch=7)
     for position, source_N in enumerate(source_BN):
         assert set(np.flatnonzero(source_N == HIDDEN)) == slow_block_mask(mask, grid, f"mask 3 7 {position}")
+
+
+def test_block_masks_lean_to_no_side():
+    images = 20_000
+    hidden_RC = (sources(BlockMask(), range(images)) == HIDDEN).mean(0).reshape(GRID)
+    for mirrored_RC in (hidden_RC[::-1], hidden_RC[:, ::-1], hidden_RC.T):
+        assert np.abs(hidden_RC - mirrored_RC).max() < 4 * math.sqrt(2 * 0.25 / images)
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))

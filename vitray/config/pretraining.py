@@ -35,7 +35,8 @@ class RandomMask(Section):
 
 
 class BlockMask(Section):
-    """Rectangles of patches, as in BeiT. They may overlap; the last one is cut to the exact number of patches."""
+    """Rectangles of patches, as in BeiT. They may overlap; the last one is cut to the exact number of patches, from a
+    random corner."""
 
     kind: Literal["blocks"] = "blocks"
     ratio: Ratio = 0.38

@@ -73,18 +73,35 @@ def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: in
     """Return whether each patch is hidden (BN); all images draw their next rectangle at the same time."""
     hidden_BN = np.zeros((len(keys), grid[0] * grid[1]), bool)
     missing_B = np.full(len(keys), predicted)
+    order_8N = cutting_orders(grid)
     turn = 0
     while len(rows := np.flatnonzero(missing_B)):
         turn += 1
         # A longer series of draws begins with the shorter ones of the same key.
         draws_BT4 = _draws([keys[row] for row in rows.tolist()], 4 * TRIES * turn).reshape(len(rows), -1, 4)[:, -TRIES:]
-        for draws_B4 in _shares(draws_BT4).swapaxes(0, 1):
-            new_BN = draw_rectangles(draws_B4, missing_B[rows], mask, grid) & ~hidden_BN[rows]
-            # The last rectangle is cut off where the image has enough hidden patches.
-            new_BN &= new_BN.cumsum(axis=1) <= missing_B[rows, None]
+        for draws_B4 in draws_BT4.swapaxes(0, 1):
+            new_BN = draw_rectangles(_shares(draws_B4), missing_B[rows], mask, grid) & ~hidden_BN[rows]
+            # The last rectangle is cut off where the image has enough hidden patches. A cut from one corner would
+            # hide the opposite one less often. The lowest bits of a draw are not part of its share.
+            new_BN = _cut(new_BN, missing_B[rows], order_8N[draws_B4[:, 0] & np.uint64(7)])
             hidden_BN[rows] |= new_BN
             missing_B[rows] -= new_BN.sum(axis=1)
     return hidden_BN
+
+
+def _cut(new_BN: np.ndarray, missing_B: np.ndarray, order_BN: np.ndarray) -> np.ndarray:
+    """Return the first missing patches of each rectangle, in the image's order."""
+    ordered_BN = np.take_along_axis(new_BN, order_BN, axis=1)
+    cut_BN = np.zeros_like(new_BN)
+    np.put_along_axis(cut_BN, order_BN, ordered_BN & (ordered_BN.cumsum(axis=1) <= missing_B[:, None]), axis=1)
+    return cut_BN
+
+
+def cutting_orders(grid: Grid) -> np.ndarray:
+    """Return the eight orders of the patches (8N) that go by rows or by columns from one of the corners."""
+    patch_RC = np.arange(grid[0] * grid[1]).reshape(grid)
+    corners = (patch_RC, patch_RC[::-1], patch_RC[:, ::-1], patch_RC[::-1, ::-1])
+    return np.stack([corner_RC.ravel(order) for corner_RC in corners for order in ("C", "F")])
 
 
 def draw_rectangles(draws_B4: np.ndarray, missing_B: np.ndarray, mask: BlockMask, grid: Grid) -> np.ndarray:
