@@ -50,7 +50,8 @@ class CentreCrop(Section):
 
     kind: Literal["centre"] = "centre"
     crop_ratio: Annotated[float, Field(ge=0.01, le=1)] = 0.875
-    """Output size / length to which the short side is resized: commonly 0.875; 0.95 for A2, 1 for DeiT III."""
+    """Output size / length to which the short side is resized (rounded down): commonly 0.875; 0.95 for A2, 1 for DeiT
+    III."""
     interpolation: Interpolation = "bicubic"
 
 

@@ -42,9 +42,9 @@ def augment_image(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng
 
 
 def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize) -> np.ndarray:
-    """Return the evaluation view of `size` (height, width)."""
+    """Return the evaluation view of `size` (height, width); the resize rounds down, as in DeiT's code and timm."""
     height, width = size
-    whole_HWC = _cover(image_HWC, (round(height / crop.crop_ratio), round(width / crop.crop_ratio)), crop.interpolation)
+    whole_HWC = _cover(image_HWC, (int(height / crop.crop_ratio), int(width / crop.crop_ratio)), crop.interpolation)
     top, left = round((whole_HWC.shape[0] - height) / 2), round((whole_HWC.shape[1] - width) / 2)
     return np.ascontiguousarray(whole_HWC[top : top + height, left : left + width])
 
