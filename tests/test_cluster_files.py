@@ -101,6 +101,77 @@ def test_an_invalid_or_insecure_file_is_rejected(change, message, tmp_path):
     assert len(str(error.value).splitlines()) == 1
 
 
+def head(tree):
+    return tree["available_node_types"]["head"]["node_config"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree.update(max_workers=10**6), "max_workers: got 1000000, wanted a number from 0 to 10,000"),
+        (lambda tree: tree.update(max_workers=10**400), "max_workers: got 1000.*wanted a number from 0 to 10,000"),
+        (lambda tree: tree["available_node_types"]["head"].update(min_workers=-1), r"head\.min_workers: got -1"),
+        (lambda tree: tree.update(idle_timeout_minutes=float("nan")), "idle_timeout_minutes: got nan, wanted a number"),
+        (lambda tree: tree.update(upscaling_speed=float("inf")), "upscaling_speed: got inf, wanted a number"),
+        (lambda tree: tree.update(metadata=[]), r"metadata: \[\] is not of type"),
+        (lambda tree: tree.update(provider=None), "not a cluster file"),
+        (lambda tree: tree.update(available_node_types={1: 2}), "got 'head', wanted one of 1"),
+        (lambda tree: tree.update(head_node_type=[1]), r"\[1\]"),
+        (lambda tree: tree["provider"].pop("region"), r"provider\.region: got None, wanted one such as us-west-2"),
+        (lambda tree: tree["provider"]["security_group"].pop("GroupName"), "provider.security_group: .*GroupName"),
+        (lambda tree: tree["provider"]["security_group"].update(IpPermissions=[None]), "provider.security_group: "),
+        (lambda tree: tree["provider"]["security_group"]["IpPermissions"][0].pop("IpProtocol"), "wanted an IpProtocol"),
+        (ingress(None), "provider.security_group: .*CidrIp"),
+        (lambda tree: head(tree).update(MetadataOptions=True), "head.node_config: .*MetadataOptions"),
+        (lambda tree: tree.update(cluster_name="x" * 10**5), "cluster_name: .*at most 100 characters"),
+    ],
+)
+def test_bad_values_are_one_message(change, message, tmp_path):
+    path = tmp_path / "a.yaml"
+    tree = yaml.safe_load(Path(filled(AWS, path)).read_text())
+    change(tree)
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=message) as error:
+        launch.read_cluster(str(path))
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 1500
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, "wanted at most 20,000 values, each use of an alias counted"),
+        (MERGES, "wanted at most 20,000 values, each use of an alias counted"),
+        ("a: &a [*a]", "an alias refers to itself"),
+        ("a: " + "[" * 5000, "wanted at most 20 levels of lists and mappings"),
+        ("a: " + "x" * 300_000, "wanted at most 200,000 characters"),
+        ("a: 2026-13-45", "month must be in 1..12"),
+        ("a: !!python/name:os.system", "got the tag"),
+        ("max_workers: 1" + "0" * 5000, "not YAML: Exceeds the limit"),
+        ("max_workers: 1\nmax_workers: 2", "max_workers: given twice"),
+        ("a: \udcff", "cannot be read as text"),
+    ],
+)
+def test_a_text_beyond_the_bounds_ends_a_launch(text, message, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(text, errors="surrogateescape")
+    assert launch.main([str(tmp_path / "a.yaml")]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert len(printed) < 1500
+
+
+def test_a_missing_file_ends_a_launch(tmp_path, capsys):
+    assert launch.main([str(tmp_path / "cluster.yml")]) == launch.main(["x" * 300]) == launch.main([str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 3
+    assert "no such file" in printed
+
+
 @pytest.mark.parametrize("text", ["a: [", "[1, 2]", "a: 1"])
 def test_a_file_of_another_kind_is_rejected(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)

@@ -13,32 +13,50 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from vitray.cluster.aws_account import Tree, ingress_permissions, make_account
+from vitray.config.parsing import parse_yaml, read_text, short
+from vitray.config.sections import MOST_COUNT
 from vitray.errors import ConfigError, nearest
 
 PLACEHOLDER = "YOUR-"
+MOST_NODES, LONGEST_NAME = 10_000, 100
 # Files that nodes mount; only their owner may read them.
 TOKEN, CREDENTIALS = "~/.ray/auth_token", "~/.vitray/mlflow_credentials"
 
 
 def read_cluster(path: str) -> Tree:
     """Return the contents of a cluster file; raise one ConfigError with all its problems."""
+    text = read_text(Path(path))
+    parse_yaml(text, path)  # for its bounds; `ray up` reads YAML 1.1, which has merges
     try:
-        text = Path(path).read_text()
         tree = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError is a date that does not exist
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict) or "provider" not in tree:
+    if not isinstance(tree, dict) or not isinstance(tree.get("provider"), dict):
         raise ConfigError(f"{path}: not a cluster file; wanted one such as cluster.yaml or deploy/local.yaml")
     values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
     if unset := [f"line {each.start_mark.line + 1}: {each.value}" for each in values if PLACEHOLDER in each.value]:
         raise ConfigError(f"{path}: not set: {'; '.join(unset)}; comments in the file explain each")
-    if problems := [*_schema_problems(tree), *_start_problems(tree), *_aws_problems(tree)]:
+    # Each check relies on the types and numbers that the one before has checked.
+    problems = [*_number_problems(tree)] or [*_schema_problems(tree)]
+    if problems := problems or [*_start_problems(tree), *_aws_problems(tree)]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     return tree
+
+
+def _number_problems(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield a problem for each number that no cluster has; Ray's schema has no upper bounds."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _number_problems(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(tree, int | float):
+        least, most = (0, MOST_NODES) if path.endswith("_workers") else (-MOST_COUNT, MOST_COUNT)
+        if not least <= tree <= most:
+            yield f"{path}: got {short(tree)}, wanted a number from {least:,} to {most:,}"
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
@@ -46,14 +64,18 @@ def _schema_problems(tree: Tree) -> Iterator[str]:
     import ray.autoscaler
     from ray.autoscaler.sdk import fillout_defaults
 
-    types, head = tree.get("available_node_types", {}), tree.get("head_node_type")
-    if types and head not in types:
-        yield f"head_node_type: got {head!r}, wanted one of {', '.join(types)}{nearest(str(head), types)}"
+    types, head = tree.get("available_node_types"), tree.get("head_node_type")
+    names = list(map(str, types)) if isinstance(types, dict) else []
+    if names and isinstance(head, str) and head not in names:
+        yield f"head_node_type: got {head!r}, wanted one of {', '.join(names)}{nearest(head, names)}"
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     try:
         jsonschema.validate(fillout_defaults(json.loads(json.dumps(tree))), schema)
     except Exception as error:  # from half a dozen libraries
-        yield " ".join(str(getattr(error, "message", error)).split())[:300]
+        place = ".".join(map(str, getattr(error, "absolute_path", ())))
+        yield f"{place}: {' '.join(str(getattr(error, 'message', error)).split())[:300]}".removeprefix(": ")
+    if len(name := str(tree.get("cluster_name"))) > LONGEST_NAME:
+        yield f"cluster_name: got {short(name)}, wanted at most {LONGEST_NAME} characters"
 
 
 def _start_problems(tree: Tree) -> Iterator[str]:
@@ -75,19 +97,34 @@ def _aws_problems(tree: Tree) -> Iterator[str]:
     import botocore.session
     from botocore.validate import ParamValidator
 
-    session = botocore.session.get_session()
-    shape = session.get_service_model("ec2").operation_model("RunInstances").input_shape
+    ec2 = botocore.session.get_session().get_service_model("ec2")
+    shape = ec2.operation_model("RunInstances").input_shape
     for name, node_type in tree.get("available_node_types", {}).items():
         # Ray reduces SubnetIds to one. It passes the rest to AWS unchecked, for workers after the head has started.
         settings = {key: value for key, value in node_type.get("node_config", {}).items() if key != "SubnetIds"}
         report = ParamValidator().validate({"MinCount": 1, "MaxCount": 1, **settings}, shape)
         if report.has_errors():
             yield f"{name}.node_config: {' '.join(report.generate_report().split())[:300]}"
-        if settings.get("MetadataOptions", {}).get("HttpTokens") != "required":
+        elif settings.get("MetadataOptions", {}).get("HttpTokens") != "required":
             yield (
                 f"{name}.node_config.MetadataOptions.HttpTokens: wanted required: with version 1 any page that a"
                 " process fetches can read the node's role"
             )
+    if not isinstance(tree["provider"].get("region"), str):
+        yield f"provider.region: got {short(tree['provider'].get('region'))}, wanted one such as us-west-2"
+    yield from _ingress_problems(tree, ec2.operation_model("AuthorizeSecurityGroupIngress").input_shape)
+
+
+def _ingress_problems(tree: Tree, shape: Any) -> Iterator[str]:
+    from botocore.validate import ParamValidator
+
+    group = tree["provider"].get("security_group", {})
+    request = {"GroupName": group.get("GroupName"), "IpPermissions": group.get("IpPermissions", [])}
+    if group and (report := ParamValidator().validate(request, shape)).has_errors():
+        yield f"provider.security_group: {' '.join(report.generate_report().split())[:300]}"
+        return
+    if any("IpProtocol" not in permission for permission in request["IpPermissions"]):
+        yield "provider.security_group.IpPermissions: wanted an IpProtocol in each"
     sources = [
         source.get("CidrIp", source.get("CidrIpv6", ""))
         for permission in ingress_permissions(tree)

@@ -61,18 +61,23 @@ _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.valu
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tree of a recipe, and {dotted path: file:line}."""
+    text = read_text(path)
+    tree, places = parse_yaml(text, str(path))
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path}: got {short(tree)}, wanted settings as `key: value` lines")
+    return tree or {}, places
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a YAML file, at most one character beyond the bound of `parse_yaml`."""
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MOST_CHARACTERS + 1)
+            return file.read(MOST_CHARACTERS + 1)
     except (FileNotFoundError, NotADirectoryError):
         others = path.parent.glob("*.y*ml") if path.parent.is_dir() else ()
         raise ConfigError(f"{path}: no such file{nearest(path.name, (file.name for file in others))}") from None
     except (OSError, ValueError) as error:  # a name that is too long or holds a null byte, or bytes that are no text
         raise ConfigError(f"{cut_middle(str(path), 400)}: cannot be read as text: {error}") from None
-    tree, places = parse_yaml(text, str(path))
-    if not isinstance(tree, dict | None):
-        raise ConfigError(f"{path}: got {short(tree)}, wanted settings as `key: value` lines")
-    return tree or {}, places
 
 
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
