@@ -13,8 +13,6 @@ def main(args: list[str]) -> dict[str, Any]:
     options = vars(parser.parse_args(args))
     options.pop("json", None)
     benchmark = options.pop("benchmark")
-    if options["rounds"] < 1 or options["image_size"] < 1:
-        parser.error(f"got --rounds {options['rounds']}, --image-size {options['image_size']}, wanted at least 1")
     # Torch and Ray take seconds to load.
     if benchmark == "ingest":
         from vitray.bench.ingest import IngestSettings, measure_ingest
@@ -23,8 +21,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if benchmark == "scaling":
         from vitray.bench.scaling import ScalingSettings, measure_scaling
 
-        consumers = [int(count) for count in options.pop("consumers").split(",")]
-        return measure_scaling(ScalingSettings(url=options.pop("dataset"), consumers=consumers, **options))
+        return measure_scaling(ScalingSettings(url=options.pop("dataset"), **options))
     if benchmark == "finetune":
         from vitray.bench.finetune import FinetuneSettings, measure_finetune
 
@@ -35,10 +32,6 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.train import TrainSettings, measure_train
 
         return measure_train(TrainSettings(**options))
-    batches = options["batches"].split(",")
-    if not all(batch.isdecimal() and int(batch) for batch in batches):
-        parser.error(f"got --batches {options['batches']}, wanted whole numbers from 1 on, as in 1,8,64")
-    options["batches"] = [int(batch) for batch in batches]
 
     from vitray.bench.branches import BranchesSettings, measure_branches
 

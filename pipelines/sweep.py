@@ -9,6 +9,7 @@ from typing import Any
 import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import run_verb
+from vitray import storage
 from vitray.config import load_run
 from vitray.sweep.space import check_overrides, extend_space, read_space, split_overrides
 
@@ -32,11 +33,14 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--dry-run", action="store_true", help="check every trial, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
+    if options.name is not None:
+        storage.check_name(options.name, "--name")
     space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
     overrides, stages = split_overrides(space, options.settings)
     check_overrides(space, overrides)
     base = load_run(recipes.path_of(options.recipe), overrides)
     name = options.name or f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    storage.check_name(name, "--name")
 
     from vitray.sweep.driver import sweep
     from vitray.sweep.plan import Recipe, dry_run

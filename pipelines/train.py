@@ -39,6 +39,9 @@ def main(args: list[str]) -> dict[str, Any]:
     from vitray.runs.plan import check_storage, make_plan, plan_text
     from vitray.runs.run_dir import stored_run
 
+    for option in ("name", "resume", "fork"):
+        if getattr(options, option) is not None:
+            storage.check_name(getattr(options, option), f"--{option}")
     if options.resume:
         name, run = options.resume, stored_run(storage.join(options.out, options.resume), overrides)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray.config.parsing import count_up_to
 from vitray.errors import ConfigError, redact_uri
 from vitray.tracking.mlflow_client import artifact_root, import_mlflow, open_client, tracking_uri
 
@@ -20,7 +21,7 @@ def main(args: list[str]) -> dict[str, Any]:
         "If MLFLOW_TRACKING_URI is a server already, its address is printed.",
         epilog="example: vitray ui --port 5001",
     )
-    parser.add_argument("--port", type=int, default=5000)
+    parser.add_argument("--port", type=count_up_to(65_535), default=5000)
     parser.add_argument("--host", default="127.0.0.1", help="MLflow asks for no password: keep it to this machine")
     parser.add_argument("--json", action="store_true", help="print the result as JSON: url")
     options = parser.parse_args(args)

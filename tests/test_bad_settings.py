@@ -1,21 +1,28 @@
 """Every setting with bad values: refused with one short message that names its path, or good enough for a dry run."""
 
+import argparse
 import hashlib
+import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipelines import model, sweep, train
+from pipelines import bench, model, sweep, train, ui, weights
 from pipelines.__main__ import run_verb
+from vitray.bench.options import build_parser
 from vitray.config import Run, load_run
 from vitray.config.parsing import apply_changes, dump_yaml, parse_overrides
 from vitray.config.validation import sections_in
 from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.data.shards.options import ShardSettings, read_request, read_settings
+from vitray.data.stream.preview import PreviewSettings
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
+from vitray.runs.driver import train as train_run
 from vitray.runs.plan import make_plan, plan_text
 from vitray.sweep.space import Space, check_space, read_space
 from vitray.weights import save_model
@@ -203,6 +210,76 @@ def test_a_name_of_300_characters_is_one_message(place, capsys):
     assert "cannot be read as text" in bad_input(capsys, sweep, long, "demo_lr", "--dry-run")
     assert "wanted at most 100 characters" in bad_input(capsys, model, long)
     assert "yaml" in bad_input(capsys, train, f"{long}/a.yaml", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 300, "", " ", ".", "..", "../x", "a/../../b", "/tmp/a", "a\nb", "a\0b", "\udcff"]
+)
+def test_a_name_that_is_no_folder_is_refused_before_anything_else(place, capsys, name):
+    wanted = "wanted the name of a folder: one line of at most 200 bytes, without . and .."
+    for option in ("--name", "--fork"):
+        assert wanted in bad_input(capsys, train, "demo", "--dry-run", option, name)
+    assert wanted in bad_input(capsys, sweep, "demo", "demo_lr", "--dry-run", "--name", name)
+    if name:
+        assert wanted in bad_input(capsys, train, "--dry-run", "--resume", name)
+    with pytest.raises(ConfigError, match="wanted the name of a folder"):
+        train_run(load_run(None, TINY), name)
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "\udcff"])
+def test_an_address_that_is_no_text_is_one_message(place, capsys, folder):
+    for args in ((train, "tiny.yaml", "--dry-run", "--out", folder), (weights, "show", folder)):
+        assert "wanted a path of UTF-8 text without null bytes" in bad_input(capsys, *args)
+    with pytest.raises(ConfigError, match="wanted a path of UTF-8 text"):
+        read_request(folder, "data2")
+
+
+def test_every_bad_value_of_every_setting_of_shard_is_refused_or_small():
+    wrong, accepted = [], 0
+    for section in (ShardSettings, PreviewSettings):
+        for path, kinds in paths(section):
+            for value in VALUES:
+                try:
+                    settings = read_settings(section, [*kinds, f"{path}={value}"], "settings")
+                    accepted += 1
+                    bound = {"seed": 2**63, "shard_bytes": 10**12, "max_pixels": 10**9}.get(path, 10**7)
+                    numbers = [number for number in [getattr(settings, path, None)] if isinstance(number, int | float)]
+                    wrong += [f"{path}={value[:80]}" for number in numbers if not 0 <= number <= bound]
+                except ConfigError as error:
+                    message = str(error)
+                    if not is_named(path, value, message) or "\n" in message or len(message) > 1400:
+                        wrong.append(f"{path}={value[:80]}: {message[:200]}")
+    assert wrong == []
+    assert accepted > 20
+    with pytest.raises(ConfigError, match=r"samples x copies at 4000 px have .* pixels, wanted at most 268,435,456"):
+        read_settings(PreviewSettings, ["size=4000"], "look")
+
+
+def test_the_kind_of_a_source_keeps_the_settings_before_it():
+    assert read_settings(ShardSettings, ["workers=2", "kind=tar", "resize=64"], "settings") == ShardSettings(
+        workers=2, kind="tar", resize=64
+    )
+
+
+def count_options(parser, above=()):
+    """Yield (benchmark, option) for each option of `vitray bench` that takes a number."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from count_options(below, (name,))
+        elif action.type not in (None, Path):
+            yield *above, action.option_strings[0]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e30", "nan", "inf", "", "x", "1.5.1", f"1{DIGITS[:40]}", f"1{DIGITS}"])
+def test_every_bad_number_of_bench_is_refused_where_it_is_parsed(capsys, value):
+    options = list(count_options(build_parser("")))
+    assert len(options) > 20
+    for benchmark, option in [*options, ("ui", "--port")]:
+        verb, args = (ui, []) if benchmark == "ui" else (bench, [benchmark])
+        with pytest.raises(SystemExit, match="2"):
+            verb.main([*args, f"{option}={value}"])
+        assert re.search(rf"argument {option}: got .*, wanted a (whole )?number", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,16 @@ from typing import Any
 
 from pyarrow import fs
 
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, cut_middle
 
 _LOCAL = fs.LocalFileSystem()
 
 # S3 calls are retried with exponential backoff, for up to half a minute, so a server restart ends no run.
 # Timeouts are in seconds.
 MAX_ATTEMPTS, CONNECT_TIMEOUT, REQUEST_TIMEOUT = 7, 5, 15
+
+# File systems allow 255 bytes; temporary files and folders of trials add to a name.
+LONGEST_NAME = 200
 
 
 def is_remote(url: str) -> bool:
@@ -42,6 +45,16 @@ def absolute(url: str) -> str:
     return url if "://" in url else str(Path(url).expanduser().absolute())
 
 
+def check_name(name: str, option: str) -> None:
+    """Reject a name that is no folder of its own inside another folder."""
+    is_folder = all(part.strip() and part not in (".", "..") for part in name.split("/"))
+    if not is_folder or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"{option}: got {cut_middle(repr(name), 80)}, wanted the name of a folder: one line of at most"
+            f" {LONGEST_NAME} bytes, without . and .."
+        )
+
+
 def filesystem(url: str) -> tuple[fs.FileSystem, str]:
     """Return the file system of an address, and the path on it."""
     bucket, _ = split_url(url)
@@ -52,6 +65,8 @@ def filesystem(url: str) -> tuple[fs.FileSystem, str]:
 
 def split_url(url: str) -> tuple[str | None, str]:
     """Return the bucket and key of an S3 address, or None and the path; reject other addresses."""
+    if "\0" in url or url != url.encode(errors="replace").decode():
+        raise ConfigError(f"{cut_middle(repr(url), 200)}: wanted a path of UTF-8 text without null bytes")
     if not is_remote(url):
         if "://" in url:
             raise ConfigError(f"{url}: wanted a path or s3://bucket/key")

@@ -3,11 +3,17 @@
 import argparse
 from pathlib import Path
 
+from vitray.config.parsing import count_up_to, number_up_to
+
 EXAMPLES = (
     "examples: vitray bench branches --models vit_s18x2_16 --batches 1,8; vitray bench ingest data/demo; "
     "vitray bench train --models vit_s12x1_16 --batch 64 --dtype bf16 --compile; "
     "vitray bench finetune --model vit_b12x1_16 --image-size 384"
 )
+
+
+def _counts(text: str) -> list[int]:
+    return [count_up_to(10**6)(part) for part in text.split(",")]
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -17,23 +23,32 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     branches = benchmarks.add_parser(
         "branches", help="Three things, Table 4: parallel branches in sequence, in a loop, fused, auto"
     )
-    branches.add_argument("--batches", default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
+    branches.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
     branches.add_argument("--train", action="store_true", help="forward and backward instead of inference")
     ingest = benchmarks.add_parser("ingest", help="the stream against a plain loop and other data loaders")
     ingest.add_argument("dataset", help="a dataset written by vitray shard")
-    ingest.add_argument("--images", type=int, help="images in an epoch (all)")
-    ingest.add_argument("--workers", type=int, default=2, help="decoding processes (%(default)s)")
+    ingest.add_argument("--images", type=count_up_to(10**9), help="images in an epoch (all)")
+    ingest.add_argument("--workers", type=count_up_to(10**6), default=2, help="decoding processes (%(default)s)")
     ingest.add_argument(
-        "--object-store", type=int, metavar="MB", help="object store of the Ray started here (Ray's default)"
+        "--object-store",
+        type=count_up_to(10**7),
+        metavar="MB",
+        help="object store of the Ray started here (Ray's default)",
     )
     scaling = benchmarks.add_parser("scaling", help="many consumers on several nodes, against Ray Data's own reader")
     scaling.add_argument("dataset", help="a dataset written by vitray shard")
-    scaling.add_argument("--nodes", type=int, default=6, help="logical nodes on this machine (%(default)s)")
-    scaling.add_argument("--cpus", type=int, default=6, help="CPUs of all nodes together (%(default)s)")
-    scaling.add_argument("--consumers", default="1,2,4,8,16,32", help="numbers of consumers (%(default)s)")
-    scaling.add_argument("--images", type=int, default=3072, help="images of a pass (%(default)s)")
-    scaling.add_argument("--decode-ms", type=float, default=10.0, help="time to decode an image (%(default)s)")
-    scaling.add_argument("--batch", type=int, default=192, help="images of a global batch (%(default)s)")
+    scaling.add_argument(
+        "--nodes", type=count_up_to(10**6), default=6, help="logical nodes on this machine (%(default)s)"
+    )
+    scaling.add_argument("--cpus", type=count_up_to(10**6), default=6, help="CPUs of all nodes together (%(default)s)")
+    scaling.add_argument(
+        "--consumers", type=_counts, default="1,2,4,8,16,32", help="numbers of consumers (%(default)s)"
+    )
+    scaling.add_argument("--images", type=count_up_to(10**9), default=3072, help="images of a pass (%(default)s)")
+    scaling.add_argument(
+        "--decode-ms", type=number_up_to(60_000), default=10.0, help="time to decode an image (%(default)s)"
+    )
+    scaling.add_argument("--batch", type=count_up_to(10**6), default=192, help="images of a global batch (%(default)s)")
     train = benchmarks.add_parser("train", help="a training step against plain PyTorch")
     finetune = benchmarks.add_parser("finetune", help="time and memory of fine-tuning modes")
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
@@ -42,7 +57,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         default="full,attn,ffn,head,attn+feedforward",
         help="MODE or MODE+RECOMPUTE, separated by commas; the first is the reference (%(default)s)",
     )
-    finetune.add_argument("--batch", type=int, help="images in a batch (8 on a GPU, 1 on a CPU)")
+    finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
         each.add_argument("--compile", action="store_true", help="use torch.compile")
@@ -50,12 +65,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         each.add_argument(
             "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision; bf16 uses autocast (%(default)s)"
         )
-        each.add_argument("--seconds", type=float, default=0.5, help="time of a variant in a round (%(default)s)")
+        each.add_argument(
+            "--seconds", type=number_up_to(3600), default=0.5, help="time of a variant in a round (%(default)s)"
+        )
     for each in (ingest, train):
-        each.add_argument("--batch", type=int, default=64, help="images in a batch (%(default)s)")
+        each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
     for each in (branches, ingest, scaling, train, finetune):
-        each.add_argument("--image-size", type=int, default=224, help="pixels of a side (%(default)s)")
-        each.add_argument("--rounds", type=int, default=7, help="rounds (%(default)s)")
+        each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
+        each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
     for each in (parser, branches, ingest, scaling, train, finetune):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")

@@ -1,7 +1,9 @@
 """Parsing of YAML recipes and `a.b=c` overrides into trees of plain values."""
 
+import argparse
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +160,7 @@ def dump_yaml(tree: Any) -> str:
 
 def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
     """Set dotted settings in a tree; a new `kind` discards the other settings of its section."""
-    for path in sorted(changes, key=lambda path: not path.endswith(".kind")):
+    for path in sorted(changes, key=lambda path: path.rpartition(".")[2] != "kind"):
         *parents, last = path.split(".")
         section = tree
         for depth, name in enumerate(parents):
@@ -180,6 +182,33 @@ def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:
             yield from flatten(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
+
+
+def count_up_to(most: int) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number from 1 to `most`."""
+
+    def parse(text: str) -> int:
+        number = int(text) if re.fullmatch(r"[0-9]{1,18}", text.strip()) else 0
+        if not 1 <= number <= most:
+            raise argparse.ArgumentTypeError(f"got {short(text)}, wanted a whole number from 1 to {most:,}")
+        return number
+
+    return parse
+
+
+def number_up_to(most: float) -> Callable[[str], float]:
+    """Return a type for argparse: a number above 0, at most `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number <= most:
+            raise argparse.ArgumentTypeError(f"got {short(text)}, wanted a number above 0, at most {most:,g}")
+        return number
+
+    return parse
 
 
 def short(value: Any) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, hook: TrialHook | None = None) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome."""
     called = time.monotonic()
+    storage.check_name(name, "name")
     planned = make_plan(run, hook.dataset if hook else None)
     dataset = planned.dataset
     planned = planned._replace(dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}))

@@ -48,6 +48,7 @@ def sweep(
     `command` repeats the sweep; `stage_recipes` has the recipe of each stage of the space.
     """
     base = recipe.run
+    storage.check_name(name, "name")
     sweep_dir = storage.join(storage.absolute(out), name)
     check_storage(sweep_dir)
     stages = plan_stages(base, space, stage_recipes or {}, sweep_dir)

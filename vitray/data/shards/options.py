@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from vitray import storage
 from vitray.config.parsing import apply_changes, parse_overrides
-from vitray.config.sections import Fraction, Section, Size
+from vitray.config.sections import Fraction, Section, Seed, Size
 from vitray.config.validation import explain_error
 from vitray.data.augment.decode import MAX_PIXELS
 from vitray.errors import ConfigError
@@ -25,11 +25,11 @@ class ShardSettings(Section):
 
     kind: Kind | None = None
     """Kind of the source; None detects it."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """Seed of the image order, of the images that `--split NAME=SHARE` draws, and of the demo images."""
-    workers: Size | None = None
+    workers: Annotated[int, Field(ge=1, le=10**4)] | None = None
     """Concurrent tasks; None is one per CPU. Does not change the output."""
-    resize: Size | None = None
+    resize: Annotated[int, Field(ge=1, le=10**5)] | None = None
     """Shorter side, in pixels, of images that are larger; they are encoded again as JPEG. None keeps all bytes."""
     quality: Annotated[int, Field(ge=1, le=100)] = 92
     """JPEG quality of resized images."""
@@ -41,19 +41,19 @@ class ShardSettings(Section):
     """Images with more pixels are rejected before they are decoded."""
     shard_bytes: Size = 256 * 2**20
     """Approximate size of a shard."""
-    row_group: Size | None = None
+    row_group: Annotated[int, Field(ge=1, le=10**6)] | None = None
     """Rows of a row group, the unit of reading; None gives about 6 MB within 16..128 rows."""
-    chunk: Size = 256
+    chunk: Annotated[int, Field(ge=1, le=10**6)] = 256
     """Images inspected by one task."""
     image: str | None = None
     """Column with the path or the bytes; None takes the usual names."""
     label: str | None = None
     """Column or field with the label; None takes the usual names."""
-    images: Size = 6000
+    images: Annotated[int, Field(ge=1, le=10**7)] = 6000
     """Demo: train images."""
     val_share: Fraction = 1 / 6
     """Demo: additional validation images, as a share of `images`."""
-    image_size: Annotated[int, Field(ge=8)] = 64
+    image_size: Annotated[int, Field(ge=8, le=4096)] = 64
     """Demo: side of an image in pixels."""
     task: Literal["shape", "texture"] = "shape"
     """Demo: the labels."""

@@ -1,32 +1,43 @@
 """Contact sheets of a dataset: some of its images, with the augmented views that training would see."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from vitray import storage
 from vitray.config.augmentation import Augment
-from vitray.config.sections import Section, Size
+from vitray.config.sections import Section, Seed
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards.manifest import Dataset, open_dataset
 from vitray.data.shards.options import read_settings
 from vitray.data.stream.decoding import locate_rows, read_rows
 
+MOST_PIXELS = 2**28  # a sheet of 0.8 GB before it is compressed
+
 
 class PreviewSettings(Section):
     """The settings of `vitray shard --look`."""
 
     split: str = "train"
-    size: Size = 224
+    size: Annotated[int, Field(ge=1, le=4096)] = 224
     """Side of a view in pixels."""
-    samples: Size = 8
+    samples: Annotated[int, Field(ge=1, le=1000)] = 8
     """Images, one per row."""
-    copies: Size = 7
+    copies: Annotated[int, Field(ge=1, le=1000)] = 7
     """Views of each image, one per epoch."""
-    seed: int = 0
+    seed: Seed = 0
     augment: Augment = Augment()
+
+    @model_validator(mode="after")
+    def _sheet_fits_in_memory(self) -> Self:
+        if (pixels := self.size**2 * self.samples * (self.copies + 1)) > MOST_PIXELS:
+            raise ValueError(
+                f"samples x copies at {self.size} px have {pixels:,} pixels, wanted at most {MOST_PIXELS:,}"
+            )
+        return self
 
 
 def write_preview(url: str, target: str, overrides: Sequence[str]) -> dict[str, Any]:
