@@ -44,8 +44,7 @@ def main(args: list[str]) -> dict[str, Any]:
     settings = {"MLFLOW_BACKEND_STORE_URI": uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     command = [sys.executable, *f"-m mlflow server --host {options.host} --port {options.port} --workers 1".split()]
     command += ["--default-artifact-root", artifacts] if artifacts else []
-    url = f"http://{options.host}:{options.port}"
-    print(f"open {url} in a moment; Ctrl-C ends it", file=sys.stderr)
+    print(f"open {(url := f'http://{options.host}:{options.port}')} in a moment; Ctrl-C ends it", file=sys.stderr)
     with subprocess.Popen(command, env={**os.environ, **settings, "MLFLOW_DISABLE_TELEMETRY": "true"}) as server:
         try:
             status = server.wait()

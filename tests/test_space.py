@@ -7,6 +7,7 @@ import re
 import shlex
 from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ from vitray.sweep.space import (
     split_overrides,
     stage_space,
 )
-from vitray.training.schedule import total_steps
+from vitray.training.schedule import learning_rate, total_steps
 
 DEPTH = """
 space:
@@ -639,7 +640,7 @@ def test_a_header_has_purpose_and_source(path):
 @pytest.mark.parametrize(
     ("name", "points"),
     [
-        ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6),
+        ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6), ("finetune_transfer", 12),
         ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6), ("demo_stems", 12),
     ],
 )  # fmt: skip
@@ -651,6 +652,48 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
         expected = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
         expected |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
         assert expected <= set(point_names(space))
+
+
+TRAIN_SIZES = {  # "Three things", Table 9
+    "imagenet": 1_281_167, "inat18": 437_513, "inat19": 265_240,
+    "flowers": 2_040, "cars": 8_144, "cifar100": 50_000, "cifar10": 50_000,
+}  # fmt: skip
+# The least sum of the learning rates of all steps with which a network learns. Adam's steps are as long as the rate;
+# those of SGD at a momentum of 0.9 are ten gradients, whose norm is at most 1.
+ENOUGH = {"adamw": 0.2, "sgd": 5.0}
+
+
+def rate_sums(path):
+    """{(dataset, mode, optimizer): the largest sum of the learning rates of all steps} of a space's commands."""
+    sums = {}
+    for recipe, _, *args in sweeps(path):
+        added = args[args.index("--add") + 1 :] if "--add" in args else []
+        base = load_run(recipes.path_of(recipe), args[: len(args) - len(added) - bool(added)])
+        for point in check_space(extend_space(read_space(path), added), base):
+            run = run_of(base, point)
+            dataset = run.data.url.rpartition("/")[2]
+            images = int(TRAIN_SIZES[dataset] * (1 - run.data.development))
+            epoch = images // run.optim.batch
+            total = total_steps(run.optim, epoch)
+            cell = dataset, run.task.mode, run.optim.rule.kind
+            rates = [learning_rate(run.optim, int(step), epoch) for step in np.linspace(0, total, 101)]
+            sums[cell] = max(sums.get(cell, 0.0), total * float(np.mean(rates)))
+    return sums
+
+
+@pytest.mark.parametrize(("name", "cells"), [("finetune_mode", 6), ("finetune_transfer", 18)])
+def test_every_cell_of_a_fine_tuning_has_a_rate_and_steps_to_learn_with(name, cells):
+    sums = rate_sums(tune_spaces.path_of(name))
+    assert len(sums) == cells
+    assert {cell: rates for cell, rates in sums.items() if rates < ENOUGH[cell[2]]} == {}
+
+
+def test_twenty_epochs_of_adamw_are_too_few_on_a_small_dataset():
+    optim = load_run(recipes.path_of("finetune_adamw_imagenet")).optim
+    epoch = TRAIN_SIZES["flowers"] // optim.batch
+    rates = [learning_rate(optim, step, epoch) for step in range(total_steps(optim, epoch))]
+    assert len(rates) == 60
+    assert sum(rates) < 0.01 * ENOUGH["adamw"]
 
 
 @pytest.mark.parametrize(
