@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import scrambled
 from torch import nn
 
 from vitray.config import Model, Run
@@ -17,14 +18,10 @@ CLASSES = 5
 
 
 def our_vit(**settings) -> ViT:
-    """A network with random parameters and buffers, so that another function has other logits."""
+    """A network with random parameters and buffers."""
     vit = ViT(Model(**{"name": "vit_u2x1_16", "image_size": 32, "num_classes": CLASSES} | settings))
-    generator = torch.Generator().manual_seed(0)
-    for key, tensor in vit.state_dict().items():
-        if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator) * 0.2
-            tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
-    return vit.eval()
+    scrambled(vit)
+    return vit
 
 
 def built_by(code: str) -> nn.Module:

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from networks import scrambled
 from safetensors.torch import save_file
 from timm.layers import GELUTanh
 from timm.models.vision_transformer import VisionTransformer
@@ -42,16 +43,6 @@ SAMPLE = (
     *("vit_tiny_r_s16_p8_224", "deit_tiny_distilled_patch16_224", "beit_base_patch16_224", "beit3_base_patch16_224"),
     *("eva02_tiny_patch14_224", "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vitamin_small_224"),
 )
-
-
-def scrambled(module: nn.Module) -> nn.Module:
-    """The module with random parameters and buffers, so that another function has other logits."""
-    generator = torch.Generator().manual_seed(0)
-    for key, tensor in module.state_dict().items():
-        if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator) * 0.2
-            tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
-    return module.eval()
 
 
 def difference(ours: nn.Module, theirs: nn.Module, height: int, width: int | None = None) -> float:

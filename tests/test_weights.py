@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from networks import scrambled
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import ParallelThingsBlock, VisionTransformer
 from torch import nn
@@ -21,16 +22,6 @@ from vitray.models.vit import ViT
 from vitray.weights import export_weights, import_weights, load_model, save_model
 
 WIDTH, PATCH, CLASSES = 64, 8, 5
-
-
-def scrambled(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module with random parameters and buffers, so that a swapped or missing tensor is detected."""
-    generator = torch.Generator().manual_seed(seed)
-    for key, tensor in module.state_dict().items():
-        if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator) * 0.2
-            tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
-    return module.eval()
 
 
 def images(size: int = 32) -> torch.Tensor:
