@@ -12,10 +12,11 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from vitray.config import Model
+from vitray.config import Model, load_run
 from vitray.config.training import Ema, Optim
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.tasks.build import build_task
 from vitray.training.optim import (
     Average,
     Lamb,
@@ -75,6 +76,15 @@ def test_only_matrices_and_kernels_decay():
     decaying = {"vit.stem.proj.0.weight", "vit.head.weight"}
     decaying |= {f"{branch}.{layer}.weight" for branch in branches for layer in layers[branch.rpartition(".")[2]]}
     assert {name for name, (_, decay) in names.items() if decay == 0.3} == decaying
+
+
+@pytest.mark.parametrize("objective", ["mae", "mean_colour"])
+def test_class_and_mask_tokens_do_not_decay(objective):
+    tiny = ["model.name=vit_u1x1_8", "model.image_size=32", "model.num_classes=null"]
+    run = load_run(None, [*tiny, "task=masked", f"task.objective={objective}", "optim.weight_decay=0.3"])
+    names = by_name(build_task(run), run.optim)
+    assert {names[name][1] for name in ("mask_token", "vit.class_token", "vit.positions.table")} == {0.0}
+    assert 0.3 in {decay for _, decay in names.values()}
 
 
 @pytest.mark.parametrize("norm", ["bn", "ln"])
