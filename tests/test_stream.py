@@ -273,7 +273,16 @@ def test_a_task_reads_few_row_groups(workers, size):
         rows_used, largest = rows_used + len(rows), max(largest, len(rows))
     assert rows_used == 100 * batch
     assert rows_read / rows_used <= 1.6
-    assert largest <= 1024
+    assert largest <= max(1024, 16 * workers * cut.members)
+
+
+@pytest.mark.parametrize(("memory", "rows"), [(5e9, 128), (100e9, 128), (400e9, 512), (1600e9, 1024)])
+def test_64_workers_get_larger_blocks_where_memory_holds_eight_tasks_a_worker(memory, rows):
+    cut = Cut.fitting((224, 224), int(memory), 64 * 64, 64)
+    assert cut.rows == rows * cut.members
+    assert 8 * 64 * cut.rows * 224 * 224 * 3 <= memory or cut.rows <= 1024
+    shares = [[len(share) for share in cut.shares(piece)] for piece in cut.pieces(0, 0, 16 * REGION)]
+    assert {sum(lengths) for lengths in shares} == {min(cut.rows, 16 * REGION // 8)}
 
 
 def test_neighbours_in_an_epoch_come_from_distant_rows():
