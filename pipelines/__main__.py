@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vitray.errors import ConfigError, RunError, nearest
+from vitray.errors import ConfigError, OwnershipLost, RunError, nearest
 
 VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
@@ -50,7 +50,7 @@ def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | 
     except ConfigError as error:
         print(f"vitray: {error}", file=sys.stderr)
         return 2
-    except RunError as error:
+    except (RunError, OwnershipLost) as error:
         print(f"vitray: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from vitray.cluster import session
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
@@ -29,6 +30,7 @@ from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training import checkpoints
 from vitray.training.driver_client import DriverClient
+from vitray.training.ownership import own_folder
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray
@@ -334,6 +336,14 @@ def test_the_same_name_for_another_experiment_is_refused(place, undisturbed):
     assert "--fork whole" in str(error.value)
 
 
+def test_a_run_that_another_process_trains_is_refused_before_ray_starts(place, monkeypatch):
+    monkeypatch.setattr(session, "ray_session", lambda: pytest.fail("Ray starts"))
+    with own_folder(str(place / "runs" / "busy"), "busy"):
+        with pytest.raises(ConfigError, match=f"busy is in use by process {os.getpid()} on .*another --name"):
+            train(recipe(place), "busy", str(place / "runs"))
+    assert [path.name for path in (place / "runs" / "busy").iterdir()] == [".owner"]
+
+
 @pytest.mark.slow
 def test_compilation_bf16_and_recomputation_give_the_same_losses(place):
     deterministic = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
@@ -352,6 +362,7 @@ def test_a_run_on_s3_equals_a_run_on_a_local_path(place, undisturbed, s3_server)
     assert same(weights(outcome.home), undisturbed[1])
     assert load_model("s3://bucket/runs/remote/model").vit.model.name == "vit_u2x2_8"
     assert {path.name for path in (s3_server / "bucket/runs/remote").iterdir()} == {
+        ".owner",
         "checkpoints",
         "model",
         "outcome.json",

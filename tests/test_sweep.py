@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.state import list_tasks
 
 from vitray import storage
+from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream import forget_decoded
@@ -30,6 +31,7 @@ from vitray.sweep.interruption import INTERRUPTED
 from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
 from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
+from vitray.training.ownership import own_folder
 from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray
@@ -131,6 +133,13 @@ def test_repeating_the_command_of_a_finished_sweep_trains_nothing(folder, finish
 def test_another_sweep_under_the_same_name_is_refused(folder, finished_sweep):
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7"):
         begin(folder, "rates", seed=7)
+
+
+def test_a_sweep_that_another_process_runs_is_refused_before_ray_starts(folder, monkeypatch):
+    monkeypatch.setattr(session, "ray_session", lambda: pytest.fail("Ray starts"))
+    with own_folder(str(folder / "sweeps" / "busy"), "busy"):
+        with pytest.raises(ConfigError, match=f"busy is in use by process {os.getpid()} on .*another --name"):
+            begin(folder, "busy")
 
 
 def test_invalid_sweeps_are_refused_before_they_start(folder):

@@ -1,4 +1,4 @@
-"""The two errors that users see as one message, nearest-word hints, and redaction of credentials."""
+"""The errors that users see as one message, nearest-word hints, and redaction of credentials."""
 
 import difflib
 import re
@@ -19,6 +19,10 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """A valid request that failed while it ran; the message names the cause."""
+
+
+class OwnershipLost(RuntimeError):  # noqa: N818 (not an error of the program)
+    """Another process has taken over the folder of this run or sweep; the message names it."""
 
 
 def cut_middle(text: str, most: int) -> str:

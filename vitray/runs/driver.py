@@ -13,9 +13,10 @@ from vitray.config import Run
 from vitray.errors import RunError
 from vitray.runs.console import Console
 from vitray.runs.placement import await_nodes, place_workers, start_attempts
-from vitray.runs.plan import RunInfo, TrialHook, make_plan
+from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
+from vitray.training.ownership import LEASE_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,36 +33,48 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     planned = planned._replace(dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}))
     out = storage.absolute(out)
     run_dir = storage.join(out, name)
-    uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork)
-    if outcome := finished_outcome(run_dir):
-        print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
-        return outcome
-    session.prepare_environment()
-    shutdown = GracefulShutdown(hook.stop_requested if hook else None)
-    with session.ray_session(), shutdown.handle_signals():
-        # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
-        import ray.train.torch  # noqa: F401
+    check_storage(run_dir)
+    # The process of a trial waits for the end of an earlier one, as after a kill.
+    with own_folder(run_dir, name, patience=LEASE_SECONDS if hook else 0.0) as ownership:
+        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork)
+        if outcome := finished_outcome(run_dir):
+            print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
+            return outcome
+        session.prepare_environment()
+        shutdown = GracefulShutdown(hook.stop_requested if hook else None, ownership.check)
+        with session.ray_session(), shutdown.handle_signals():
+            # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
+            import ray.train.torch  # noqa: F401
 
-        from vitray.runs.model_output import last_weights, save_weights
-        from vitray.runs.run_logger import RunLogger
+            await_nodes(planned.run)
+            placement = place_workers(planned.run, hook.concurrent_trials if hook else 1)
+            info = RunInfo(name, run_dir, uid, ownership.id, planned, placement, called, fork, hook)
+            return _train(info, shutdown)
 
-        await_nodes(planned.run)
-        placement = place_workers(planned.run, hook.concurrent_trials if hook else 1)
-        info = RunInfo(name, run_dir, uid, planned, placement, called, fork, hook)
-        start, console = planned.start, Console(quiet=hook is not None)
-        initial = start.task_state if start else last_weights(storage.join(out, fork)) if fork else None
-        with RunLogger(info, console) as logger:
-            result = _fit(info, logger.mailbox, initial, shutdown)
-            match result.ending:
-                case "interrupted":
-                    console.line(f"  step {result.step:,} is saved")
-                    raise shutdown.error
-                case "failed":
-                    raise RunError(f"{name}: {result.error}")
-                case "stopped early":
-                    return logger.finish(result, None)
-                case "finished":
-                    return logger.finish(result, save_weights(planned.run, run_dir, dataset.classes, start))
+
+def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
+    """Train on the workers, save the model and return the outcome."""
+    from vitray.runs.model_output import last_weights, save_weights
+    from vitray.runs.run_logger import RunLogger
+
+    planned, run_dir, fork = info.planned, info.run_dir, info.fork
+    start, console = planned.start, Console(quiet=info.hook is not None)
+    source = fork and storage.join(run_dir.rpartition("/")[0], fork)
+    initial = start.task_state if start else last_weights(source) if source else None
+    with RunLogger(info, console) as logger:
+        result = _fit(info, logger.mailbox, initial, shutdown)
+        match result.ending:
+            case "interrupted":
+                console.line(f"  step {result.step:,} is saved")
+                raise shutdown.error
+            case "failed":
+                raise RunError(f"{info.name}: {result.error}")
+            case "stopped early":
+                check_owner(run_dir, info.owner)
+                return logger.finish(result, None)
+            case "finished":
+                check_owner(run_dir, info.owner)
+                return logger.finish(result, save_weights(planned.run, run_dir, planned.dataset.classes, start))
 
 
 def _fit(
@@ -83,6 +96,7 @@ def _fit(
         dataset=planned.dataset,
         holdout_mask=planned.holdout_mask,
         run_dir=info.run_dir,
+        owner=info.owner,
         threads=placement.threads,
         mailbox=mailbox,
         waits_for_decision=info.hook is not None and info.hook.waits_for_decision,

@@ -88,6 +88,8 @@ class RunInfo(NamedTuple):
     name: str
     run_dir: str
     uid: str
+    owner: str
+    """The id of this process as the owner of the folder."""
     planned: PlannedRun
     placement: Placement
     called: float

@@ -9,7 +9,7 @@ from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError, nearest
-from vitray.runs.plan import Plan, check_storage, difference
+from vitray.runs.plan import Plan, difference
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"
 
@@ -49,8 +49,7 @@ def finished_outcome(run_dir: str) -> Outcome | None:
 
 
 def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None) -> str:
-    """Return the uid of the run in a folder: the interrupted run's, or a new one."""
-    check_storage(run_dir)
+    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one."""
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
         _check_same(run_dir, name, run, plan, meta)

@@ -15,8 +15,9 @@ SAVE_SECONDS = 20.0
 class GracefulShutdown:
     """Catches stop requests and passes them to the workers."""
 
-    def __init__(self, requested: threading.Event | None = None) -> None:
-        """`requested` is set by a signal or by the sweep."""
+    def __init__(self, requested: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> None:
+        """`requested` is set by a signal or by the sweep; `check` is called while training runs, and may raise."""
+        self._check = check
         self._requested = requested or threading.Event()
         self._signal, self._is_waiting = signal.SIGTERM, False
 
@@ -62,6 +63,7 @@ class GracefulShutdown:
         deadline, self._is_waiting = float("inf"), True
         try:
             while not wait([result], timeout=0.2).done:
+                self._check()
                 if self._requested.is_set() and deadline == float("inf"):
                     mailbox.request_stop.remote()
                     deadline = time.monotonic() + SAVE_SECONDS

@@ -31,6 +31,7 @@ from vitray.sweep.plan import (
 )
 from vitray.sweep.space import STAGES_DIR, Space
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
+from vitray.training.ownership import Ownership, own_folder
 
 if TYPE_CHECKING:
     from vitray.sweep.trial_store import TrialStore
@@ -52,7 +53,7 @@ def sweep(
     sweep_dir = storage.join(storage.absolute(out), name)
     check_storage(sweep_dir)
     stages = plan_stages(base, space, stage_recipes or {}, sweep_dir)
-    with session.ray_session():
+    with own_folder(sweep_dir, name) as ownership, session.ray_session():
         # Wait only for the nodes of one trial: Ray does not report how far a cluster can grow.
         await_nodes(base if base.compute.worker_range else base.replace({"compute.workers": 1}))
         if stages:  # refuse trials that do not fit before the stages train for hours
@@ -68,12 +69,15 @@ def sweep(
         store = TrialStore(sweep_dir, plan.base, plan.points, space.learns)
         with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, began)) as logger:
             if any(not record.is_over for record in store.records().values()) or len(store.entries) < plan.trials:
-                _tune(plan, store, logger.info)
+                _tune(plan, store, logger.info, ownership)
             return logger.finish()
 
 
 def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, float]:
-    """Return the uid and the first start of the sweep in a folder: those of an interrupted one, or new ones."""
+    """Return the uid and the first start of the sweep in a folder: those of an interrupted one, or new ones.
+
+    This process has to own the folder.
+    """
     path = storage.join(sweep_dir, SWEEP_META)
     if storage.exists(path):
         meta = json.loads(storage.read_bytes(path))
@@ -107,7 +111,7 @@ def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]
             yield storage.filesystem(scratch)
 
 
-def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
+def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Ownership) -> None:
     """Run the trials on Ray Tune."""
     from ray import tune
 
@@ -130,6 +134,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
         base=plan.base,
         dataset=plan.dataset,
         sweep_dir=store.sweep_dir,
+        owner=ownership.id,
         parent_uid=info.uid,
         metric=space.goal.metric,
         has_scheduler=space.scheduler.kind != "none",
@@ -167,7 +172,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
                 storage_filesystem=files,
                 storage_path=folder,
                 verbose=0,
-                stop=InterruptionStopper(interruption),
+                stop=InterruptionStopper(interruption, ownership),
                 callbacks=[listener],
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs write their own checkpoints
                 # A trial whose process has died starts again, from the last checkpoint of its run.
@@ -175,6 +180,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo) -> None:
             ),
         )
         results = tuner.fit()
+        ownership.check()
         store.finish_points()
     if not interruption.signal:
         store.close()

@@ -10,6 +10,7 @@ from ray.tune.experiment import Trial
 
 from vitray.sweep.interruption import Interruption
 from vitray.sweep.trial_store import TrialStore
+from vitray.training.ownership import Ownership
 
 
 class TrialListener(tune.Callback):
@@ -53,10 +54,10 @@ class TrialListener(tune.Callback):
 
 
 class InterruptionStopper(tune.Stopper):
-    """Stops an interrupted sweep."""
+    """Stops an interrupted sweep, and one whose folder another process has taken over."""
 
-    def __init__(self, interruption: Interruption) -> None:
-        self._interruption = interruption
+    def __init__(self, interruption: Interruption, ownership: Ownership) -> None:
+        self._interruption, self._ownership = interruption, ownership
 
     def __call__(self, _trial_id: str, _result: dict[str, Any]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return False
@@ -71,4 +72,4 @@ class InterruptionStopper(tune.Stopper):
         """Whether the sweep stops now."""
         if self._interruption.signal:
             self._interruption.mark()
-        return self._interruption.signal is not None
+        return self._interruption.signal is not None or self._ownership.is_lost

@@ -35,6 +35,7 @@ from vitray.sweep.trial_store import (
     read_sizes,
     write_record,
 )
+from vitray.training.ownership import check_owner
 
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0
@@ -47,6 +48,8 @@ class TrialContext(NamedTuple):
     dataset: Dataset
     """Opened once for all trials."""
     sweep_dir: str
+    owner: str
+    """The id of the driver as the owner of this folder."""
     parent_uid: str
     """The sweep's run in MLflow."""
     metric: str
@@ -135,7 +138,7 @@ class TrialTrainable(tune.Trainable):
             is_ending = not record.is_over and step == record.steps  # its model may not be saved yet
             if self._should_stop(step, record.steps, value) and not is_ending:
                 if not record.is_over:
-                    write_record(run_dir, record._replace(state="stopped early"))
+                    self._write(run_dir, record._replace(state="stopped early"))
                 return
         results: dict[str, Any] = {}
         if not record.is_over:
@@ -148,7 +151,7 @@ class TrialTrainable(tune.Trainable):
     def _train(self, name: str, settings: Mapping[str, Any], record: TrialRecord) -> tuple[TrialRecord, dict[str, Any]]:
         """Run the training; return the trial's last record, and the results of its run for Tune."""
         context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
-        write_record(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
+        self._write(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
         def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
             nonlocal record
@@ -156,7 +159,7 @@ class TrialTrainable(tune.Trainable):
                 return False
             record = record._replace(scores=(*record.scores, (step, values[context.metric])), steps=steps)
             with contextlib.suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
-                write_record(run_dir, record)
+                self._write(run_dir, record)
             return self._should_stop(step, steps, values[context.metric])
 
         try:
@@ -172,9 +175,9 @@ class TrialTrainable(tune.Trainable):
             state = train(run, name, context.sweep_dir, hook=hook).state
         except (RunError, ConfigError) as error:
             record = record._replace(state="failed", reason=str(error), ended=time.time())
-            write_record(run_dir, record)
+            self._write(run_dir, record)
             return record, {}
-        write_record(run_dir, record := record._replace(state=state, ended=time.time()))
+        self._write(run_dir, record := record._replace(state=state, ended=time.time()))
         outcome = None
         with contextlib.suppress(ConfigError):  # the driver reads it later
             outcome = read_outcome(run_dir)
@@ -182,6 +185,11 @@ class TrialTrainable(tune.Trainable):
         with contextlib.suppress(ConfigError):
             sizes = read_sizes(run, run_dir)
         return record, _results(outcome, sizes)
+
+    def _write(self, run_dir: str, record: TrialRecord) -> None:
+        """Write a record, unless another sweep has taken over the folder."""
+        check_owner(self._context.sweep_dir, self._context.owner)
+        write_record(run_dir, record)
 
     def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
         """Report a score to Tune and wait for the scheduler's decision."""

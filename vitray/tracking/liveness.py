@@ -18,18 +18,23 @@ def process_tags() -> dict[str, str]:
 
 def is_dead(tags: dict[str, str]) -> bool:
     """Whether the process of these tags ran on this machine and has provably ended."""
+    return is_alive(tags) is False
+
+
+def is_alive(tags: dict[str, str]) -> bool | None:
+    """Whether the process of these tags lives; None for one on another machine, or without proof."""
     fields, pid = tags.get("vitray.pid_started", "").split(), tags.get("vitray.pid", "")
     if tags.get("vitray.host") != socket.gethostname() or not pid.isdigit() or len(fields) != 4:
-        return False
+        return None
     machine, boot, namespace, start_time = fields
     machine_here, boot_here, namespace_here = _kernel()
     if "?" in fields or machine != machine_here:
-        return False
+        return None
     if boot != boot_here:
         # The machine has rebooted. A container may share host name and machine id with a live one elsewhere.
-        return machine != "none" and namespace == namespace_here == HOST_PID_NAMESPACE
+        return False if machine != "none" and namespace == namespace_here == HOST_PID_NAMESPACE else None
     # A process id is only valid in its own namespace.
-    return namespace == namespace_here and start_time != _start_time(int(pid))
+    return start_time == _start_time(int(pid)) if namespace == namespace_here else None
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.errors import ConfigError
+from vitray.training.ownership import check_owner
 
 META, FORMAT = "checkpoint.json", 2
 # Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.
@@ -209,9 +210,19 @@ class Saver:
         keep: int,
         on_saved: Callable[[int], None] = lambda _: None,
         on_delay: Callable[[str], None] = lambda _: None,
+        owner: str | None = None,
     ) -> None:
-        """`on_saved` is called with the step of each complete checkpoint, `on_delay` with the reason of each retry."""
-        self._run_dir, self._keep, self._on_saved, self._on_delay = run_dir, keep, on_saved, on_delay
+        """`on_saved` is called with the step of each complete checkpoint, `on_delay` with the reason of each retry.
+
+        With an `owner`, nothing is written after another process has taken over the folder.
+        """
+        self._run_dir, self._keep, self._owner, self._on_saved, self._on_delay = (
+            run_dir,
+            keep,
+            owner,
+            on_saved,
+            on_delay,
+        )
         self._error: BaseException | None = None
         self.latest: int | None = None
         """The step of the last complete checkpoint."""
@@ -257,11 +268,16 @@ class Saver:
     def _write_with_retries(self, checkpoint: Checkpoint) -> None:
         for pause in RETRY_PAUSES:
             try:
-                return write_checkpoint(self._run_dir, checkpoint)
+                return self._write_as_owner(checkpoint)
             except (ConfigError, SafetensorError, OSError) as error:  # OSError: this node's disk is full
                 self._on_delay(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
                 time.sleep(pause)
-        return write_checkpoint(self._run_dir, checkpoint)
+        return self._write_as_owner(checkpoint)
+
+    def _write_as_owner(self, checkpoint: Checkpoint) -> None:
+        if self._owner is not None:
+            check_owner(self._run_dir, self._owner)
+        write_checkpoint(self._run_dir, checkpoint)
 
     def _raise(self) -> None:
         if self._error is not None:

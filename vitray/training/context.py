@@ -36,3 +36,6 @@ class WorkerContext(NamedTuple):
         """Return the task with random weights, together with its frozen tokenizer."""
         tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
         return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
+
+    owner: str | None = None
+    """The id of the driver as the owner of the run folder."""

@@ -26,7 +26,7 @@ from vitray.data.augment.keyed_random import step_generator
 from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tracking import system_info
 from vitray.training import checkpoints
@@ -60,7 +60,7 @@ def worker(config: dict[str, WorkerContext]) -> WorkerResult:
     heartbeat = HeartbeatSender(context.mailbox, share)
     try:
         return train_loop(context, share, heartbeat)
-    except ConfigError as error:
+    except (ConfigError, OwnershipLost) as error:
         ray.get(context.mailbox.record_fatal_error.remote(str(error)))
         raise
     except Exception:
@@ -94,7 +94,9 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     triggers = Triggers(run, train.steps, total)
 
     def open_pipeline() -> tuple[Saver | None, Prefetcher]:
-        saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note) if share.rank == 0 else None
+        saver = None
+        if share.rank == 0:
+            saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note, context.owner)
         return saver, Prefetcher(batches_from(run, train, state.step, total, share), device, largest)
 
     def close_pipeline() -> None:
