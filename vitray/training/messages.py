@@ -99,4 +99,4 @@ class WorkerResult(NamedTuple):
     skipped: Sequence[int] = ()
     """Steps left out after a broken loss."""
     costs: Mapping[str, float] = {}
-    """latency_ms and peak_memory_bytes; empty after an interruption."""
+    """Latency and peak memory, as measured by `measure_costs`; empty after an interruption."""

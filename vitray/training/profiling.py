@@ -2,7 +2,7 @@
 
 import resource
 import time
-from statistics import median
+from statistics import quantiles
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ PEAK_FLOPS = {
 
 
 def measure_costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
-    """Return the forward latency of one image on this device, and the peak memory of any worker."""
+    """Return the forward latency of one image on this device, and the peak memory of any worker.
+
+    The latency is the median of the timed passes, beside its quartiles: other processes of the machine slow some.
+    """
     image_1CHW = torch.zeros((1, 3, *run.model.image_shape), device=device)
     was_training, times = vit.training, []
     vit.eval()
@@ -37,7 +40,9 @@ def measure_costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
                 torch.cuda.synchronize(device)
             times.append(1e3 * (time.perf_counter() - since))
     vit.train(was_training)
-    return {"latency_ms": median(times[PASSES:]), "peak_memory_bytes": _peak_memory(device)}
+    q25, middle, q75 = quantiles(times[PASSES:], n=4, method="inclusive")
+    latency = {"latency_ms": middle, "latency_ms_q25": q25, "latency_ms_q75": q75, "latency_passes": float(PASSES)}
+    return latency | {"peak_memory_bytes": _peak_memory(device)}
 
 
 def _peak_memory(device: torch.device) -> float:
