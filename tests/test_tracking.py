@@ -1,5 +1,6 @@
 """Tracking with real MLflow: an embedded store, and a server that is killed, stopped and restarted."""
 
+import fcntl
 import json
 import math
 import os
@@ -771,6 +772,30 @@ def test_an_incomplete_store_is_set_aside_by_name(folder, caplog):
     assert open_client(tracking_uri()).search_experiments()
     [aside] = folder.glob("mlruns.db.incomplete-*")
     assert str(aside) in caplog.text
+
+
+def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
+    file = tmp_path / "mlruns.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("delete from alembic_version")
+        database.execute("drop table runs")
+        database.commit()
+    os.utime(file, (0, 0))
+    inode = f":{file.stat().st_ino} "
+    code = (
+        "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
+        f"import_mlflow(); open_client('sqlite:///{file}').search_experiments()"
+    )
+    with file.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        openers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+        while sum("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()) < 2:
+            assert [opener.poll() for opener in openers] == [None, None]
+            time.sleep(0.05)
+    assert [opener.wait() for opener in openers] == [0, 0]
+    assert len(list(tmp_path.glob("mlruns.db.incomplete-*"))) == 1
+    assert open_client(f"sqlite:///{file}").search_experiments()
 
 
 def test_a_broken_store_with_runs_stays_where_it_is(folder):

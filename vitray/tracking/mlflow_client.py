@@ -93,8 +93,10 @@ def open_client(uri: str) -> "MlflowClient":
 
     file = database_file(uri)
     with _PROCESS_LOCK:
-        if file and file.exists() and _is_unusable(file):
-            _set_aside(file)
+        if file and file.exists():
+            with suppress(FileNotFoundError):  # another process has set it aside
+                if _is_unusable(file):
+                    _set_aside(file)
         if file and not file.exists():
             _create_database(file)
         return MlflowClient(uri)
