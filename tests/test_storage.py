@@ -163,6 +163,33 @@ def test_a_file_is_created_atomically(place):
     assert storage.file_sizes(place) == {"made.bin": 5}
 
 
+def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
+    code = (
+        "import sys, time; from vitray.scratch import scratch_folder\n"
+        "with scratch_folder() as folder:\n    (folder / 'file').touch(); print(folder, flush=True); sys.stdin.read()"
+    )
+
+    def start():
+        environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+        return process, Path(process.stdout.readline().strip())
+
+    killed, left = start()
+    killed.kill()
+    killed.communicate()
+    assert (left / "file").exists()
+    (other := tmp_path / "vitray-other").mkdir()  # nobody's, and without a lock
+    (tmp_path / "vitray-link").symlink_to(left)
+    living, kept = start()
+    assert not left.exists()
+    last, _ = start()
+    assert (kept / "file").exists(), "its process lives"
+    for process in (living, last):
+        process.communicate("")
+    assert {path.name for path in tmp_path.iterdir()} == {other.name, "vitray-link"}
+
+
 def test_ranges_are_read_and_files_removed(place):
     for name in ("a.bin", "b/c.bin", "b/d.bin"):
         storage.write_bytes(storage.join(place, name), b"0123456789")

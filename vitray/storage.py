@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 from pyarrow import fs
 
 from vitray.errors import ConfigError, cut_middle
+from vitray.scratch import scratch_folder
 
 _LOCAL = fs.LocalFileSystem()
 
@@ -153,8 +153,8 @@ def atomic_write(url: str) -> Iterator[Path]:
     """Yield a local path to write to; the file appears at `url` only if the block succeeds."""
     final = Path(filesystem(url)[1])
     if is_remote(url):
-        with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-            yield (copy := Path(folder) / final.name)
+        with scratch_folder() as folder:
+            yield (copy := folder / final.name)
             upload(copy, url)
         return
     with _as_config_error(url):
@@ -176,8 +176,8 @@ def local_copy(url: str) -> Iterator[Path]:
             raise ConfigError(f"{url}: no such file")
         yield Path(path)
         return
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        copy = Path(folder) / path.rpartition("/")[2]
+    with scratch_folder() as folder:
+        copy = folder / path.rpartition("/")[2]
         with _as_config_error(url):
             fs.copy_files(path, str(copy), source_filesystem=files, destination_filesystem=_LOCAL)
         yield copy

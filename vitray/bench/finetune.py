@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from vitray.bench.charts import draw_costs, write_results
 from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.config import Run, load_run
+from vitray.scratch import scratch_folder
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
 from vitray.training.evaluator import autocast
@@ -152,7 +152,7 @@ def allocated(call: Callable[[], object], device: torch.device) -> tuple[int, in
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profiler:
         result = call()
     del result
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+    with scratch_folder() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     most = left = 0

@@ -7,7 +7,6 @@ to spare, and the pipelines differ by how well they use the nodes. Consumers are
 import gc
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from vitray.bench.process_tree import Usage, cpu_seconds_since, highest_usage, t
 from vitray.bench.rounds import Spread, circumstances, progress, ratio_of, rotated, spread_of
 from vitray.bench.scaling_pipelines import DECODE_MS, TASK_LOG, Epoch, slow_decoding, stock, stream, tasks_in_flight
 from vitray.errors import ConfigError
+from vitray.scratch import scratch_folder
 
 # Object store of all nodes together, and of the driver's.
 STORE, DRIVER_STORE = 1200 * 10**6, 200 * 10**6
@@ -98,11 +98,11 @@ def measure_scaling(settings: ScalingSettings) -> dict[str, Any]:
     try:
         for _ in range(settings.nodes):
             cluster.add_node(num_cpus=settings.cpus // settings.nodes, object_store_memory=STORE // settings.nodes)
-        with tempfile.TemporaryDirectory(prefix="vitray-") as log:
+        with scratch_folder() as log:
             variables = {DECODE_MS: str(settings.decode_ms), TASK_LOG: log}
             hook = {"worker_process_setup_hook": slow_decoding, "env_vars": variables}
             with ray.init(cluster.address, runtime_env=hook, logging_level=logging.WARNING):
-                return _report(settings, _measure(settings, Path(log)))
+                return _report(settings, _measure(settings, log))
     finally:
         cluster.shutdown()
 

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import sys
-import tempfile
 import time
 import urllib.parse
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitray.cluster import session
 from vitray.cluster.job_package import PackageFiles, write_package
 from vitray.errors import ConfigError, RunError, nearest, one_line, redact
+from vitray.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -99,8 +99,8 @@ def submit(client: "JobSubmissionClient", command: str, files: PackageFiles, var
     """Run `python -m pipelines.VERB ...` on the cluster, in a copy of the files; return the job's id."""
     verb = command.split()[2].removeprefix("pipelines.")
     job_id = f"{verb}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        package = Path(folder) / "package.zip"
+    with scratch_folder() as folder:
+        package = folder / "package.zip"
         write_package(files, package)
         # A job installs no packages: the nodes have the project's, in the versions of constraints.txt.
         runtime = {"working_dir": str(package), "env_vars": variables | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE)}}

@@ -2,9 +2,9 @@
 
 import os
 import sys
-import tempfile
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitray import storage
@@ -16,6 +16,7 @@ from vitray.runs.placement import await_nodes, place_workers, start_attempts
 from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
+from vitray.scratch import scratch_folder
 from vitray.training.ownership import LEASE_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
     start, console = planned.start, Console(quiet=info.hook is not None)
     source = fork and storage.join(run_dir.rpartition("/")[0], fork)
     initial = start.task_state if start else last_weights(source) if source else None
-    with RunLogger(info, console) as logger:
-        result = _fit(info, logger.mailbox, initial, shutdown)
+    # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
+    with scratch_folder() as scratch, RunLogger(info, console) as logger:
+        result = _fit(info, logger.mailbox, initial, shutdown, scratch)
         match result.ending:
             case "interrupted":
                 console.line(f"  step {result.step:,} is saved")
@@ -78,7 +80,7 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
 
 
 def _fit(
-    info: RunInfo, mailbox: Any, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown
+    info: RunInfo, mailbox: Any, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown, scratch: Path
 ) -> "WorkerResult":
     """Run the training loop on the workers and return the result of the first one."""
     import ray
@@ -105,8 +107,6 @@ def _fit(
         tokenizer=planned.tokenizer and ray.put(planned.tokenizer.tokenizer),
     )
     lowest, highest = placement.workers
-    # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
-    scratch = tempfile.TemporaryDirectory(prefix="vitray-")
     trainer = TorchTrainer(
         worker,
         train_loop_config={"context": context},
@@ -118,7 +118,7 @@ def _fit(
         ),
         run_config=ray.train.RunConfig(
             name=uuid.uuid4().hex[:12],
-            storage_path=scratch.name,
+            storage_path=str(scratch),
             failure_config=ray.train.FailureConfig(
                 max_failures=compute.max_failures, controller_failure_limit=start_attempts()
             ),
@@ -126,16 +126,15 @@ def _fit(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    with scratch:
-        try:
-            return shutdown.wait_for(lambda: fit_with_backoff(trainer.fit, mailbox), mailbox).return_value
-        except ray.train.TrainingFailedError as error:
-            if reason := ray.get(mailbox.fatal_error.remote()):
-                raise RunError(reason) from None
-            is_start = isinstance(error, ray.train.ControllerError)
-            times = "" if is_start else f" {compute.max_failures + 1} times, at last"
-            hang = None if is_start else ray.get(mailbox.hang.remote())
-            raise RunError(f"the workers failed{times} {_cause(error)}{f'; {hang}' if hang else ''}") from error
+    try:
+        return shutdown.wait_for(lambda: fit_with_backoff(trainer.fit, mailbox), mailbox).return_value
+    except ray.train.TrainingFailedError as error:
+        if reason := ray.get(mailbox.fatal_error.remote()):
+            raise RunError(reason) from None
+        is_start = isinstance(error, ray.train.ControllerError)
+        times = "" if is_start else f" {compute.max_failures + 1} times, at last"
+        hang = None if is_start else ray.get(mailbox.hang.remote())
+        raise RunError(f"the workers failed{times} {_cause(error)}{f'; {hang}' if hang else ''}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from vitray.config.sweep import Population
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.plan import check_storage, difference
+from vitray.scratch import scratch_folder
 from vitray.sweep.plan import (
     DRIVER_CPUS,
     Recipe,
@@ -92,8 +92,8 @@ def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str,
 
 
 def _run_from(text: str) -> Run:
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        path = Path(folder) / "run.yaml"
+    with scratch_folder() as folder:
+        path = folder / "run.yaml"
         path.write_text(text)
         return load_run(path)
 
@@ -107,8 +107,8 @@ def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]
         yield storage.filesystem(url)
         storage.remove(url)
     else:
-        with tempfile.TemporaryDirectory(prefix="vitray-") as scratch:
-            yield storage.filesystem(scratch)
+        with scratch_folder() as scratch:
+            yield storage.filesystem(str(scratch))
 
 
 def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Ownership) -> None:

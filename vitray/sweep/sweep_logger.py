@@ -2,17 +2,16 @@
 
 import json
 import shlex
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from vitray import storage
 from vitray.errors import one_line
 from vitray.runs.run_dir import RUN_META
+from vitray.scratch import scratch_folder
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import SweepPlan
 from vitray.sweep.report import SweepResult, TrialResult, is_imagenet, paper_result, write_report
@@ -148,8 +147,8 @@ class SweepLogger:
             circumstances=system_info.facts(),
             trials=trials,
         )
-        with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-            for path in write_report(result, Path(folder)):
+        with scratch_folder() as folder:
+            for path in write_report(result, folder):
                 storage.upload(path, storage.join(self.store.sweep_dir, "report", path.name))
                 if path.suffix != ".png":
                     self._tracker.text(f"report/{path.name}", path.read_text())

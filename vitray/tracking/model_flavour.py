@@ -3,7 +3,6 @@
 import base64
 import io
 import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from PIL import Image
 
 from vitray import storage
 from vitray.config import Run, load_run
+from vitray.scratch import scratch_folder
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.model_uri import MODEL_DIR
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta
@@ -38,8 +38,8 @@ def log_model(run_id: str, folder: str) -> str:
     """
     client = MlflowClient()
     tracked = client.get_run(run_id)
-    with tempfile.TemporaryDirectory(prefix="vitray-") as name:
-        copy, logged_dir = Path(name) / "model", Path(name) / "built"
+    with scratch_folder() as name:
+        copy, logged_dir = name / "model", name / "built"
         run, delta = _copy_model(folder, copy)
         # Not mlflow.pyfunc.log_model: it uses the active experiment instead of the run's.
         logged = client.create_logged_model(

@@ -8,11 +8,9 @@ The JSON is written last, so a folder without it is incomplete. No random state 
 
 import json
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.errors import ConfigError
+from vitray.scratch import scratch_folder
 from vitray.training.ownership import check_owner
 
 META, FORMAT = "checkpoint.json", 2
@@ -82,9 +81,9 @@ def write_checkpoint(run_dir: str, checkpoint: Checkpoint) -> None:
     if storage.exists(meta):
         storage.remove(meta)  # marks the folder as incomplete
     sizes: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="vitray-") as scratch:
+    with scratch_folder() as scratch:
         for part, tensors in checkpoint.parts.items():
-            path = Path(scratch) / f"{part}.safetensors"
+            path = scratch / f"{part}.safetensors"
             save_file(tensors, path)
             sizes[path.name] = path.stat().st_size
             storage.upload(path, storage.join(folder, path.name))

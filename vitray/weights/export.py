@@ -1,9 +1,7 @@
 """Export of a network to timm, torchvision or Hugging Face: its tensors, and the code that loads them there."""
 
 import json
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.stems import ChannelNorm
 from vitray.models.vit import ViT
+from vitray.scratch import scratch_folder
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names
 
@@ -74,9 +73,9 @@ def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None 
     """Write the network for another library and return the code that loads it; hf gets a folder with a config.json."""
     exported = export_weights(vit, layout)
     target = storage.join(url, "model.safetensors") if layout == "hf" else url
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file(exported, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        storage.upload(Path(folder) / "model.safetensors", target)
+    with scratch_folder() as folder:
+        save_file(exported, folder / "model.safetensors", metadata={"format": "pt"})
+        storage.upload(folder / "model.safetensors", target)
     if layout == "hf":
         storage.write_bytes(storage.join(url, "config.json"), json.dumps(_hf_config(vit, classes), indent=2).encode())
     return _code(vit, layout, url)

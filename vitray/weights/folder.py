@@ -4,9 +4,7 @@ A folder with a delta.json is a delta, readable only with its base.
 """
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import save_file
@@ -17,6 +15,7 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
+from vitray.scratch import scratch_folder
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
@@ -79,9 +78,9 @@ def _write(url: str, run: Run, state: State, classes: Sequence[str] | None, delt
     if storage.exists(storage.join(url, RUN)):
         raise ConfigError(f"{url}: a model is there already; wanted a new folder")
     own = {name: tensor for name, tensor in state.items() if delta is None or name not in delta.taken}
-    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
-        save_file({name: tensor.contiguous() for name, tensor in own.items()}, Path(folder) / WEIGHTS)
-        storage.upload(Path(folder) / WEIGHTS, storage.join(url, WEIGHTS))
+    with scratch_folder() as folder:
+        save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS)
+        storage.upload(folder / WEIGHTS, storage.join(url, WEIGHTS))
     if delta is not None:
         storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
     elif storage.exists(storage.join(url, DELTA)):
