@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,15 @@ from vitray.sweep.plan import plan_sweep
 from vitray.sweep.schedulers import build_scheduler, progress
 from vitray.sweep.searcher import TrialSearcher
 from vitray.sweep.space import SweepPoint, extend_space, read_space
-from vitray.sweep.trial_store import TrialEntry, TrialRecord, TrialStore, read_entries, write_record
+from vitray.sweep.trial import TrialContext, TrialTrainable
+from vitray.sweep.trial_store import (
+    TrialEntry,
+    TrialRecord,
+    TrialStore,
+    read_entries,
+    read_record,
+    write_record,
+)
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -179,7 +188,7 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     store.lose(names[3])
     states = [record.state for record in store.records().values()]
     assert states == ["finished", "stopped early", "stopped early", "failed"]
-    assert store.record(names[0]).scores == ((2, 0.25),)
+    assert store.record(names[0]).scores == ((2, 0.25), (4, 0.5))  # the last score comes with the end
     assert store.record(names[0]).steps == 4
     assert store.cost(names[0], "device_seconds") == 9.0
     store.read_ends()
@@ -194,16 +203,112 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     assert [record.state for record in store.records().values()] == ["finished", "stopped early", "finished", "waiting"]
 
 
-def test_a_trial_that_tune_stops_at_its_last_score_has_finished(tmp_path, base):
-    """A scheduler ends a trial at its last score, which is not an early stop."""
+def test_a_trial_that_is_killed_while_it_stops_has_an_end(tmp_path, base):
+    """At the end of a sweep Tune kills the process of a stopped trial after some seconds."""
     _, store, _ = open_sweep(tmp_path, base, GRID)
-    name = "lr=0.1"
-    store.update(name, {"step": 4, "steps": 4, "goal": 0.25})
-    store.stop(name)
-    assert store.record(name).state == "finished"
-    end_on_disk(store, name, "failed")  # as its model could not be saved
-    store.read_ends()
-    assert store.record(name).state == "failed"
+    for name in ("lr=0.1", "lr=0.2"):
+        store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
+        store.stop(name)
+    end_on_disk(store, "lr=0.1", "failed")  # by itself, in the same seconds
+    write_record(store.run_dir("lr=0.2"), TrialRecord("running", ((2, 0.25),)))
+    store.close()
+    assert [store.record(name).state for name in ("lr=0.1", "lr=0.2")] == ["failed", "stopped early"]
+    record = read_record(store.run_dir("lr=0.2"))
+    assert (record.state, record.scores) == ("stopped early", ((2, 0.25),))
+
+
+def test_points_that_could_not_be_written_are_written_again(tmp_path, base, monkeypatch):
+    _, store, searcher = open_sweep(tmp_path, base, TPE)
+    failed = threading.Event()
+
+    def fail(url, content):
+        failed.set()
+        raise ConfigError(f"{url}: the storage does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", fail)
+        first = searcher.suggest("a")["name"]
+        failed.wait()
+        store.retry_points()
+        assert read_entries(store.sweep_dir) == {}
+    while first not in read_entries(store.sweep_dir):
+        store.retry_points()  # as the logger calls it
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", fail)
+        failed.clear()
+        second = searcher.suggest("b")["name"]
+        failed.wait()
+    store.close()
+    assert list(read_entries(store.sweep_dir)) == [first, second]
+
+
+def open_trial(store, base, name="lr=0.1"):
+    """A trial as Tune starts it."""
+    context = TrialContext(
+        base=base,
+        dataset=None,
+        sweep_dir=store.sweep_dir,
+        owner="",
+        parent_uid="parent",
+        metric="val/top1",
+        has_scheduler=True,
+        trials=1,
+        resources=None,
+        environment={},
+    )
+    trial = TrialTrainable.__new__(TrialTrainable)  # without Tune's folders and loggers
+    trial.setup({"name": name, "optim.lr": 0.1}, context)
+    return trial
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """Stand in for the training run: it has scores at these steps and ends."""
+
+    def train(run, name, out, *, hook):
+        is_stopped = any(hook.should_stop(step, 4, {"val/top1": step / 10}) for step in (2, 4))
+        return SimpleNamespace(state="stopped early" if is_stopped else "finished")
+
+    monkeypatch.setattr("vitray.sweep.trial.train", train)
+    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
+
+
+@pytest.mark.parametrize("scores", [(), ((2, 0.2),), ((2, 0.2), (4, 0.4))])
+def test_a_trial_reports_its_last_score_with_its_end(tmp_path, base, training, scores):
+    """Also a resumed one: at a last score before the end, Tune would kill it while it saves its model."""
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    write_record(store.run_dir("lr=0.1"), TrialRecord("running", scores, steps=4))
+    trial = open_trial(store, base)
+    results = [trial.step(), trial.step()]
+    trial.cleanup()
+    assert [(result["step"], result["goal"], result["done"]) for result in results] == [(2, 0.2, False), (4, 0.4, True)]
+    assert read_record(store.run_dir("lr=0.1")).state == "finished"
+    for result in results:
+        store.update("lr=0.1", result)
+    assert store.record("lr=0.1").scores == ((2, 0.2), (4, 0.4))
+    assert store.record("lr=0.1").state == "finished"
+
+
+def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, training):
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    trial = open_trial(store, base)
+    assert trial.step()["step"] == 2
+    assert trial.reset_config({"name": "lr=0.2", "optim.lr": 0.2}), "the next trial of the process"
+    assert trial.step()["step"] == 2
+    assert [read_record(store.run_dir(name)).state for name in ("lr=0.1", "lr=0.2")] == ["stopped early", "running"]
+    trial.cleanup()
+
+
+def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, monkeypatch):
+    """With an error, after which Tune frees the place of the trial or starts it in another process."""
+    ended = threading.Event()
+    monkeypatch.setattr("vitray.sweep.trial.train", lambda *_, **__: ended.wait())
+    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
+    monkeypatch.setattr("vitray.sweep.trial.STOP_SECONDS", 0.1)
+    trial = open_trial(open_sweep(tmp_path, base, GRID)[1], base)
+    with pytest.raises(RuntimeError, match="the trial before this one does not end"):
+        trial.reset_config({"name": "lr=0.2", "optim.lr": 0.2})
+    ended.set()
 
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):

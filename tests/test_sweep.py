@@ -263,6 +263,10 @@ def test_a_stopped_trial_releases_its_resources(folder):
     states = [child.info.status for child in children]
     assert states.count("KILLED") == outcome.stopped_early
     assert states.count("FINISHED") == outcome.finished
+    rows = list(csv.DictReader((Path(outcome.home) / "report" / "results.csv").open()))
+    assert sorted(row["state"] for row in rows) == ["finished"] * outcome.finished + ["stopped early"] * (
+        outcome.stopped_early
+    )
 
 
 def launch(folder, ray_cluster, name):

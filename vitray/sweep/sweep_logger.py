@@ -4,7 +4,7 @@ import json
 import shlex
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -67,7 +67,13 @@ class SweepLogger:
         if error[0] is not None:
             self._console.line(f"  stopped; the same command resumes it: {self.info.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            self._kill_children()
+            self._kill_children(
+                {
+                    name: "its sweep was interrupted"
+                    for name, record in self.store.records().items()
+                    if record.state == "running"
+                }
+            )
         self._tracker.__exit__(*error)
 
     def finish(self) -> SweepOutcome:
@@ -75,6 +81,13 @@ class SweepLogger:
         self._stopped.set()
         self._thread.join()
         trials, goal = self.report(), self.info.space.goal
+        self._kill_children(  # those whose own process could not
+            {
+                trial.name: trial.reason or "stopped early, by the scheduler of its sweep"
+                for trial in trials
+                if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None
+            }
+        )
         scored = [trial for trial in trials if trial.goal is not None and trial.state != "failed"]
         best = (max if goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
         if best:
@@ -206,12 +219,15 @@ class SweepLogger:
             lines.append(f"\nand {len(ranked) - MOST_DESCRIBED} more: report/results.csv")
         return "\n".join(lines)
 
-    def _kill_children(self) -> None:
-        """Mark the interrupted trials as killed in MLflow; a resumed sweep continues the same MLflow runs."""
-        for name, record in self.store.records().items():
+    def _kill_children(self, reasons: Mapping[str, str]) -> None:
+        """Mark trials as killed in MLflow if they still run there, with {name: reason}.
+
+        A resumed sweep continues the same MLflow runs.
+        """
+        for name, reason in reasons.items():
             path = storage.join(self.store.run_dir(name), RUN_META)
-            if record.state == "running" and storage.exists(path):
-                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], "its sweep was interrupted")
+            if storage.exists(path):
+                self._tracker.kill(json.loads(storage.read_bytes(path))["uid"], reason)
 
 
 def _row(*cells: str) -> str:

@@ -89,8 +89,10 @@ class TrialTrainable(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Run another trial in the same process, which has everything imported."""
         self.cleanup()
+        if self._thread.is_alive():  # not False: Tune would fail the trial, and not tell the searcher
+            raise RuntimeError("the trial before this one does not end")
         self._start(new_config)
-        return not self._thread_hangs
+        return True
 
     def cleanup(self) -> None:
         """Stop, and wait until the run has saved its checkpoint and released its workers.
@@ -103,7 +105,6 @@ class TrialTrainable(tune.Trainable):
         self._decisions.put(not resumes)
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
-        self._thread_hangs = self._thread.is_alive()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Copy the checkpoint of the last score, for a trial that continues from it."""
@@ -119,7 +120,7 @@ class TrialTrainable(tune.Trainable):
         self._results: queue.Queue[Any] = queue.Queue()
         self._decisions: queue.Queue[bool] = queue.Queue()
         self._stop_requested = threading.Event()
-        self._waits_for_decision = self._thread_hangs = False
+        self._waits_for_decision = False
         self._run_dir, self._last_step = storage.join(self._context.sweep_dir, config["name"]), 0
         # Started by the first step: a trial that continues another one first loads its checkpoint.
         self._thread = threading.Thread(target=self._work, args=(config,), name="trial", daemon=True)
@@ -135,8 +136,7 @@ class TrialTrainable(tune.Trainable):
         run_dir = storage.join(self._context.sweep_dir, name)
         record = read_record(run_dir)
         for step, value in () if self._context.is_population else record.scores:
-            is_ending = not record.is_over and step == record.steps  # its model may not be saved yet
-            if self._should_stop(step, record.steps, value) and not is_ending:
+            if self._should_stop(step, record.steps, value):
                 if not record.is_over:
                     self._write(run_dir, record._replace(state="stopped early"))
                 return
@@ -192,7 +192,12 @@ class TrialTrainable(tune.Trainable):
         write_record(run_dir, record)
 
     def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
-        """Report a score to Tune and wait for the scheduler's decision."""
+        """Report a score to Tune and wait for the scheduler's decision.
+
+        The last score is reported with the end: Tune would stop the trial, and kill it while it saves its model.
+        """
+        if step == steps:
+            return False
         self._results.put(_score(step, steps, value) | {"done": False})
         return self._decisions.get()
 

@@ -179,9 +179,17 @@ class TrialStore:
         self._written = None
 
     def close(self) -> None:
-        """Wait until the points are on disk, and read the trials again whose end Tune has not reported."""
+        """Wait until the points are on disk, and read the trials again whose end Tune has not reported.
+
+        At the end of a sweep Tune kills the processes of stopped trials after some seconds; then their end is written.
+        """
         self.finish_points()
-        self._read([name for name in self.entries if name not in self._costs])
+        known = {name: record for name, record in self.records().items() if name not in self._costs}
+        self._read(known)
+        for name, record in known.items():
+            if record.state == "stopped early" and not self.record(name).is_over:
+                self._records[name] = record
+                write_record(self.run_dir(name), record)
 
     # ---- the events of Tune's loop -----------------------------------------------------------------------------------
 
@@ -201,18 +209,16 @@ class TrialStore:
         if record.is_over:
             return
         record = record._replace(steps=result["steps"])
+        if result["step"] and all(step < result["step"] for step, _ in record.scores):
+            record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
         if "state" in result:
             record = record._replace(state=result["state"], reason=result.get("reason"), ended=time.time())
             self._costs[name] = {cost: result[cost] for cost in get_args(Cost) if cost in result}
-        elif all(step < result["step"] for step, _ in record.scores):
-            record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
         self._records[name] = record
 
     def stop(self, name: str) -> None:
-        """Record that Tune has stopped a trial, unless it has ended by itself; at its last score it still finishes."""
-        record = self.record(name)
-        is_whole = bool(record.scores) and record.scores[-1][0] == record.steps
-        self._end(name, "finished" if is_whole else "stopped early")
+        """Record that Tune has stopped a trial, unless it has ended by itself."""
+        self._end(name, "stopped early")
 
     def lose(self, name: str) -> None:
         """Record that the process of a trial has failed for the last time."""
