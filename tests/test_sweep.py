@@ -358,10 +358,10 @@ def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
     assert "its process failed, at last with" in record["reason"]
 
 
-def stand_in():
+def stand_in(is_reusable=True):
     """A trainable that keeps its trial's record as a training run does, and trains nothing.
 
-    A local class, so that Ray sends it by value.
+    Without `is_reusable` its process takes no second trial. A local class, so that Ray sends it by value.
     """
 
     class StandIn(tune.Trainable):
@@ -370,6 +370,9 @@ def stand_in():
             self.reset_config(config)
 
         def reset_config(self, new_config):
+            if hasattr(self, "run_dir") and not is_reusable:
+                storage.write_bytes(f"{self.context.sweep_dir}/refused", b"")
+                raise RuntimeError("the trial before this one does not end")
             self.run_dir = f"{self.context.sweep_dir}/{new_config['name']}"
             self.score = -abs(new_config["optim.lr"] - 0.01)
             self.record = TrialRecord("running", began=time.time(), steps=3)
@@ -389,6 +392,17 @@ def stand_in():
             return result
 
     return StandIn
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trial_that_a_process_does_not_take_runs_in_another(folder, monkeypatch):
+    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable", stand_in(is_reusable=False))
+    (folder / "six.yaml").write_text("space: {optim.lr: {grid: [0.01, 0.02, 0.03, 0.04, 0.05, 0.06]}}\n")
+    outcome = begin(folder, "fresh", space="six.yaml", **{"compute.max_failures": 1})
+    assert (outcome.trials, outcome.finished) == (6, 6)
+    assert (Path(outcome.home) / "refused").exists()
+    assert is_idle()
 
 
 @pytest.mark.slow
