@@ -263,7 +263,7 @@ def test_a_stopped_trial_releases_its_resources(folder):
     states = [child.info.status for child in children]
     assert states.count("KILLED") == outcome.stopped_early
     assert states.count("FINISHED") == outcome.finished
-    rows = list(csv.DictReader((Path(outcome.home) / "report" / "results.csv").open()))
+    rows = list(csv.DictReader((Path(outcome.home) / "report" / "results.csv").read_text().splitlines()))
     assert sorted(row["state"] for row in rows) == ["finished"] * outcome.finished + ["stopped early"] * (
         outcome.stopped_early
     )
