@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.__main__ import VERBS, run_verb
-from vitray.cluster import jobs
-from vitray.cluster.job_package import MEGABYTE, check_size, command_line, job_environment, list_files
+from vitray.cluster import job_package, jobs
 from vitray.errors import ConfigError, nearest
 
 LOCAL_VERBS = {"submit", "jobs", "stop", "ui"}
@@ -32,14 +31,15 @@ def main(words: list[str]) -> dict[str, Any]:
         raise ConfigError(f"got {options.verb!r}, wanted one of {', '.join(known)}{nearest(options.verb, known)}")
     if "--follow" in options.args:
         raise ConfigError(f"--follow: wanted before {options.verb}, as in vitray submit --follow {options.verb} ...")
-    files = list_files(Path.cwd())
-    command = command_line(options.verb, options.args, files)
-    variables, messages = job_environment()
-    check_size(files)
+    files = job_package.list_files(Path.cwd())
+    command = job_package.command_line(options.verb, options.args, files)
+    variables, messages = job_package.job_environment()
+    messages += job_package.check_tracking(options.verb, variables)
+    job_package.check_size(files)
     if files.skipped:
         messages.append(f"not sent, no plain files: {', '.join(files.skipped)}")
     names = ", ".join(sorted(variables)) or "none"
-    messages.append(f"{len(files.sizes)} files, {files.total / MEGABYTE:.1f} MB; environment: {names}")
+    messages.append(f"{len(files.sizes)} files, {files.total / job_package.MEGABYTE:.1f} MB; environment: {names}")
     print("\n".join(f"vitray: {line}" for line in messages), file=sys.stderr)
     result = {"command": command, "files": len(files.sizes), "bytes": files.total, "environment": sorted(variables)}
     if options.dry_run:

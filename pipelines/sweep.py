@@ -12,6 +12,7 @@ from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.config import load_run
 from vitray.sweep.space import check_overrides, extend_space, read_space, split_overrides
+from vitray.tracking.mlflow_client import tracking_uri
 
 EXAMPLES = (
     "examples: vitray sweep demo demo_depth_x_branches data.url=data/demo --name depth; vitray sweep demo demo_lr "
@@ -35,6 +36,7 @@ def main(args: list[str]) -> dict[str, Any]:
     options = parser.parse_intermixed_args(args)
     if options.name is not None:
         storage.check_name(options.name, "--name")
+    tracking_uri()  # a job without MLflow ends here, before it loads anything
     space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
     overrides, stages = split_overrides(space, options.settings)
     check_overrides(space, overrides)

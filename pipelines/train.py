@@ -11,6 +11,7 @@ from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.config import load_run
 from vitray.errors import ConfigError
+from vitray.tracking.mlflow_client import tracking_uri
 
 EXAMPLES = (
     "examples: vitray train demo data.url=data/demo; vitray train my.yaml optim.lr=3e-4 --name low --out s3://b/runs; "
@@ -42,6 +43,7 @@ def main(args: list[str]) -> dict[str, Any]:
     for option in ("name", "resume", "fork"):
         if getattr(options, option) is not None:
             storage.check_name(getattr(options, option), f"--{option}")
+    tracking_uri()  # a job without MLflow ends here, before it loads anything
     if options.resume:
         name, run = options.resume, stored_run(storage.join(options.out, options.resume), overrides)
     else:

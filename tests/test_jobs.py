@@ -22,6 +22,7 @@ from vitray.cluster.job_package import (
     UPLOAD_LIMIT,
     PackageFiles,
     check_size,
+    check_tracking,
     job_environment,
     list_files,
     write_package,
@@ -132,6 +133,24 @@ def test_addresses_are_sent_and_secrets_are_not(bare_environment):
     assert "canary" not in "".join(messages)
     assert any("MLFLOW_TRACKING_URI: an address of this machine, not sent" in line for line in messages)
     assert any("AWS_SECRET_ACCESS_KEY" in line for line in messages)
+
+
+def test_a_tracking_server_that_refuses_connections_is_rejected_before_anything_is_sent(
+    bare_environment, folder, capsys
+):
+    bare_environment.chdir(folder)
+    command = ["submit", "--dry-run", "train", "demo", "data.url=s3://b/demo", "--out", "s3://b/runs"]
+    assert main(command) == 0
+    assert "MLFLOW_TRACKING_URI: none is sent; the job uses the cluster's own" in capsys.readouterr().err
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]  # bound, but nothing listens
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: nothing listens there"):
+            check_tracking("train", {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}"})
+        listener.listen()
+        assert check_tracking("train", {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}/path"}) == []
+    (message,) = check_tracking("train", {"MLFLOW_TRACKING_URI": "http://nowhere.invalid:5000"})
+    assert "not reached from here" in message
 
 
 def test_no_sent_variable_is_named_like_a_secret():

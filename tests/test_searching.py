@@ -252,6 +252,7 @@ def open_trial(store, base, name="lr=0.1"):
         parent_uid="parent",
         metric="val/top1",
         has_scheduler=True,
+        is_population=False,
         trials=1,
         resources=None,
         environment={},

@@ -3,11 +3,12 @@
 import argparse
 import os
 import shlex
+import socket
 import subprocess
 import urllib.parse
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,10 @@ SECRET_VARIABLES = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_USERNAME",
 )
+# Seconds to connect to a tracking server.
+CONNECT_SECONDS = 5
+# Verbs with runs in MLflow.
+TRACKED_VERBS = {"train", "sweep"}
 # The default of --out for each verb that has one.
 DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "bench": "bench_out"}
 
@@ -157,6 +162,29 @@ def job_environment() -> tuple[dict[str, str], list[str]]:
     if secrets := [name for name in SECRET_VARIABLES if os.environ.get(name)]:
         messages.append(f"not sent, since job listings show it: {', '.join(secrets)}; the nodes have their own")
     return {name: value for name, value in variables.items() if name not in local}, messages
+
+
+def check_tracking(verb: str, variables: Mapping[str, str]) -> list[str]:
+    """Return a message about the MLflow of a job; raise a ConfigError if nothing listens at an address that is sent.
+
+    An address that this machine cannot reach may still be one of the nodes' own network.
+    """
+    address = variables.get("MLFLOW_TRACKING_URI")
+    if verb not in TRACKED_VERBS:
+        return []
+    if address is None:
+        return ["MLFLOW_TRACKING_URI: none is sent; the job uses the cluster's own, and ends if there is none"]
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https"):
+        return []
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        raise ConfigError(f"MLFLOW_TRACKING_URI: {address}: nothing listens there; wanted a running MLflow") from None
+    except (OSError, ValueError) as error:
+        return [f"MLFLOW_TRACKING_URI: {address}: not reached from here ({error}); the nodes may reach it"]
+    return []
 
 
 def _is_local_address(name: str, value: str) -> bool:
