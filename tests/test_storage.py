@@ -1,9 +1,11 @@
 """Storage on a local path and on a real S3 server: same functions, atomic writes."""
 
+import errno
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -165,7 +167,7 @@ def test_a_file_is_created_atomically(place):
 
 def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
     code = (
-        "import sys, time; from vitray.scratch import scratch_folder\n"
+        "import sys, time; from vitray.storage import scratch_folder\n"
         "with scratch_folder() as folder:\n    (folder / 'file').touch(); print(folder, flush=True); sys.stdin.read()"
     )
 
@@ -199,3 +201,25 @@ def test_ranges_are_read_and_files_removed(place):
     storage.remove(storage.join(place, "b"))
     storage.remove(storage.join(place, "never there"))
     assert storage.list_files(place) == []
+
+
+def test_a_full_disk_is_named_by_the_address_and_not_by_a_temporary_file(tmp_path):
+    url = str(tmp_path / "runs/first/model")
+    with pytest.raises(ConfigError) as error, storage.atomic_write(url) as temporary:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/scratch/model", None, str(temporary))
+    assert str(error.value) == f"{url}: No space left on device"
+
+
+@pytest.mark.parametrize("text", ["[Errno 28] No space left on device", "Error: No space left on device (os error 28)"])
+def test_a_full_temporary_folder_is_named_with_its_variable(text):
+    with pytest.raises(ConfigError) as error, storage.scratch_folder() as folder:
+        raise RuntimeError(f"{text}: {folder}/model.safetensors")
+    assert str(error.value).startswith(f"TMPDIR: the temporary folder {tempfile.gettempdir()}: No space left on device")
+    assert folder.name not in str(error.value)
+    assert not folder.exists()
+
+
+def test_other_errors_pass_a_temporary_folder_unchanged():
+    for error in (ValueError("another"), ConfigError("s3://bucket: No space left on device")):
+        with pytest.raises(type(error), match=str(error)), storage.scratch_folder():
+            raise error

@@ -13,7 +13,7 @@ PREFIX, LOCK = "vitray-", ".lock"
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Yield a temporary folder for the length of the block; a lock in it ends with this process."""
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:

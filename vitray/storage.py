@@ -5,6 +5,7 @@ by the address, because addresses end up in plans and logs. No function creates 
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 from pyarrow import fs
 
 from vitray.errors import ConfigError, cut_middle
-from vitray.scratch import scratch_folder
+from vitray.scratch import temporary_folder
 
 _LOCAL = fs.LocalFileSystem()
 
@@ -258,6 +259,28 @@ def _as_config_error(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file, folder or bucket") from None
     except PermissionError as error:
-        raise ConfigError(f"{url}: permission denied: {error}") from None
+        raise ConfigError(f"{url}: permission denied: {_reason(error)}") from None
     except OSError as error:
-        raise ConfigError(f"{url}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{url}: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
+    """Return the text of an error, without its files: they have temporary names."""
+    return " ".join((error.strerror or str(error)).split())
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder; if its disk is full, the error names it and not a file in it."""
+    with temporary_folder() as folder:
+        try:
+            yield folder
+        except ConfigError:
+            raise
+        except Exception as error:  # safetensors has an error class of its own
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+            raise ConfigError(
+                f"TMPDIR: the temporary folder {folder.parent}: {os.strerror(errno.ENOSPC)}; wanted more space there, or"
+                " another folder"
+            ) from None

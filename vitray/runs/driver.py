@@ -16,7 +16,7 @@ from vitray.runs.placement import await_nodes, place_workers, start_attempts
 from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.training.ownership import LEASE_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:

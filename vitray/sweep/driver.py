@@ -19,7 +19,7 @@ from vitray.config.sweep import Population
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.plan import check_storage, difference
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.sweep.plan import (
     DRIVER_CPUS,
     Recipe,

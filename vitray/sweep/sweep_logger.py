@@ -11,7 +11,7 @@ from typing import Any
 from vitray import storage
 from vitray.errors import one_line
 from vitray.runs.run_dir import RUN_META
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import SweepPlan
 from vitray.sweep.report import SweepResult, TrialResult, is_imagenet, paper_result, write_report

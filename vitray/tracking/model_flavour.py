@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitray import storage
 from vitray.config import Run, load_run
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.model_uri import MODEL_DIR
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta

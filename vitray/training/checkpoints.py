@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.errors import ConfigError
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.training.ownership import check_owner
 
 META, FORMAT = "checkpoint.json", 2

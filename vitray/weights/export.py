@@ -13,7 +13,7 @@ from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.stems import ChannelNorm
 from vitray.models.vit import ViT
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names
 

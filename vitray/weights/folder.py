@@ -15,7 +15,7 @@ from vitray.config import Run, load_run
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
-from vitray.scratch import scratch_folder
+from vitray.storage import scratch_folder
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
