@@ -23,8 +23,9 @@ from vitray import plotting
 from vitray.cluster import doctor, jobs, session
 from vitray.data.stream import stream
 from vitray.errors import ConfigError
-from vitray.runs import oom_backoff
+from vitray.runs import failures, oom_backoff
 from vitray.sweep import driver
+from vitray.training import consequences
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -39,16 +40,19 @@ TEXTS = {
     "ray/dashboard/modules/job/job_head.py": {jobs.NO_AGENT},
     "ray/_private/authentication/http_token_authentication.py": {jobs.NO_TOKEN[0], jobs.WRONG_TOKEN},
     "ray/_private/authentication/authentication_constants.py": {jobs.NO_TOKEN[1]},
-    "ray/core/src/ray/raylet/raylet": {oom_backoff.LOW_MEMORY},
+    "ray/core/src/ray/raylet/raylet": {failures.LOW_MEMORY, "connection error code ", "Worker exit detail: "},
+    "ray/core/src/ray/gcs/gcs_server": {"its node has died"},
     "ray/train/v2/_internal/exceptions.py": {
         f"class {oom_backoff.START_ERRORS}TimeoutError",
         f"class {oom_backoff.START_ERRORS}FailedError",
+        "self.health_check_failure = failure",
     },
 }
 # {logger: (method, text) of the record that vitray silences}
 RECORDS = {
     "ray.dashboard.modules.dashboard_sdk": ("info", "Uploading package"),
     "ray.data._internal.execution.streaming_executor": ("info", "execution finished in"),
+    "ray.data._internal.execution.resource_manager": ("warning", "The job may hang forever unless the cluster scales"),
     "ray.data._internal.logging": ("info", "registers for logging while another dataset"),
     "ray.data._internal.progress": ("warning", "Progress bars disabled. To enable"),
     "ray.train.v2._internal.callbacks.backend_setup": ("warning", "Graceful shutdown of backend failed"),
@@ -176,8 +180,8 @@ def test_the_text_of_a_memory_kill_names_the_node_and_its_usage():
     template = re.search(r"Memory on the node[^\0\n]+", content("ray/core/src/ray/raylet/raylet"))[0]
     values = iter(["192.0.2.2", "5af6ae", "4.69", "23.54", "0.199254"])
     message = re.sub(r"%[sf]", lambda _: next(values), template)
-    killed = OutOfMemoryError(f"1 worker(s) were killed due to the node {oom_backoff.LOW_MEMORY}. {message}")
-    assert oom_backoff.out_of_memory_reason([killed]) == "node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken"
+    killed = OutOfMemoryError(f"1 worker(s) were killed due to the node {failures.LOW_MEMORY}. {message}")
+    assert failures.out_of_memory_reason(killed) == "node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken"
 
 
 @pytest.mark.parametrize(("logger", "level"), QUIET_LOGGERS.items())
@@ -188,6 +192,18 @@ def test_the_platform_logs_the_record_that_is_silenced(logger, level):
     assert f"logger.{method}(" in module
     assert any(text in string for string in strings(module))
     assert getattr(logging, method.upper()) < level
+
+
+def test_ray_train_logs_a_workers_traceback_while_its_error_is_handled():
+    source = Path(importlib.util.find_spec(consequences.TRACEBACKS).origin).read_text()
+    assert "logger = logging.getLogger(__name__)" in source
+    assert "traceback.format_exc(" in source[: source.index('logger.error(f"Error in training function:')]
+
+
+def test_ray_data_logs_a_lack_of_resources_only():
+    """Silencing the logger hides nothing else."""
+    module = Path(importlib.util.find_spec("ray.data._internal.execution.resource_manager").origin).read_text()
+    assert len(re.findall(r"logger\.(?:warning|error|exception|critical)\(", module)) == 1
 
 
 def test_the_controller_logs_each_failed_attempt_to_start_workers():
@@ -205,7 +221,7 @@ def test_no_logger_of_a_platform_is_named_elsewhere():
                 for node in ast.walk(ast.parse(path.read_text()))
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "logging.getLogger"
             }
-    variables = {"name", "module", "_name", "CONTROLLER"}
+    variables = {"name", "module", "_name", "CONTROLLER", "TRACEBACKS"}
     assert named <= {"__name__", "'vitray.tracking'", "'botocore'"} | variables
 
 

@@ -202,6 +202,8 @@ def test_a_killed_worker_changes_nothing(place, undisturbed):
     threading.Thread(target=kill, args=(place / "runs" / "killed",), daemon=True).start()
     outcome = train(recipe(place), "killed", str(place / "runs"))
     assert killed
+    note = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags["vitray.note"]
+    assert re.fullmatch(r"worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note)
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
 
@@ -230,10 +232,11 @@ def test_a_worker_that_the_others_wait_for_is_named(place, monkeypatch):
     with suppress(psutil.NoSuchProcess):
         stopped[0].kill()
     message = str(error.value)
-    assert re.search(r"; worker [01] \(node \S+\) has been .* of step \d+", message), message
+    assert re.search(r"failed once: worker [01] \(node \S+\) has been .* of step \d+", message), message
     assert "; the others waited at the " in message
-    tags = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).search_runs(["1"], "attributes.run_name = 'hung'")
-    assert "the others waited at the" in tags[0].data.tags["vitray.note"]
+    runs = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).search_runs(["1"], "attributes.run_name = 'hung'")
+    assert runs[0].info.status == "FAILED"
+    assert "the others waited at the" in runs[0].data.tags["vitray.reason"]
 
 
 @pytest.mark.slow
@@ -281,7 +284,8 @@ def test_a_run_whose_driver_was_stopped_resumes(place, undisturbed, ray_cluster,
         time.sleep(0.1)
     steps = checkpoints.complete_steps(str(run_dir))
     assert steps[-1] < 20
-    assert number == signal.SIGKILL or f"step {steps[-1]} is saved" in log
+    resume = f"`vitray train --resume {name} --out {place / 'runs'}` continues"
+    assert number == signal.SIGKILL or (f"step {steps[-1]} is saved" in log and resume in log)
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     runs = client.search_runs(["1"], f"attributes.run_name = '{name}'")
     assert [each.info.status for each in runs] == ["RUNNING" if number == signal.SIGKILL else "KILLED"]
@@ -305,10 +309,32 @@ def test_a_local_run_survives_the_loss_of_a_worker(place, undisturbed):
     started = {each.name(): each for each in psutil.Process(driver.pid).children(recursive=True)}
     next(each for name, each in started.items() if "RayTrainWorker" in name).kill()
     assert driver.wait() == 0, (place / "alone.txt").read_text()
-    assert "resumed at step" in (place / "alone.txt").read_text()
+    log = (place / "alone.txt").read_text()
+    assert "resumed at step" in log
+    assert re.search(r"worker [01] \(node \S+\) died: its process was killed", log)
+    # The survivor's error, and lines of Ray without a meaning for the user.
+    assert [text for text in ("Traceback", "gloo", "Graceful shutdown", "exclude_resources") if text in log] == []
     outcome = train(run, "alone", str(place / "runs"))  # finished already
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_local_ray_is_one_message_and_the_run_has_failed(place):
+    (place / "lost.yaml").write_text(recipe(place, "optim.duration=10000 steps").to_yaml())
+    command = [sys.executable, "-m", "pipelines.train", str(place / "lost.yaml"), "--out", str(place / "runs")]
+    with (place / "lost.txt").open("w") as log:
+        driver = subprocess.Popen([*command, "--name", "lost"], stderr=log)
+    while not checkpoints.complete_steps(str(place / "runs" / "lost")):
+        assert driver.poll() is None, (place / "lost.txt").read_text()
+        time.sleep(0.01)
+    next(each for each in psutil.Process(driver.pid).children(recursive=True) if each.name() == "raylet").kill()
+    assert driver.wait(120) == 1, (place / "lost.txt").read_text()
+    log = (place / "lost.txt").read_text()
+    assert log.splitlines()[-1].startswith("vitray: Ray's raylet on this machine was killed")
+    assert "Traceback" not in log
+    runs = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).search_runs(["1"], "attributes.run_name = 'lost'")
+    assert [run.info.status for run in runs] == ["FAILED"]
 
 
 def test_the_mailbox_imports_nothing_heavy(ray_cluster):

@@ -1,14 +1,19 @@
-"""Backoff after an out-of-memory kill, and its log lines; test_faults provokes real kills."""
+"""Restarts, the backoff after an out-of-memory kill, and Ray Train's log lines; test_faults provokes real kills."""
 
 import logging
+import logging.config
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import OutOfMemoryError
-from ray.train import ControllerError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
+from vitray.errors import RunError
 from vitray.runs import oom_backoff
+from vitray.runs.oom_backoff import CONTROLLER
+from vitray.runs.worker_mailbox import Mailbox
 
 # The beginning of the message of Ray 2.60.
 KILLED = (
@@ -17,59 +22,82 @@ KILLED = (
 )
 
 
-def test_the_reason_names_the_node_and_its_memory_in_any_wrapped_error():
-    wrapped = WorkerHealthCheckFailedError("A worker health check failed.", OutOfMemoryError(KILLED))
-    expected = "node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken"
-    assert oom_backoff.out_of_memory_reason([ValueError("another"), wrapped]) == expected
-    assert (
-        oom_backoff.out_of_memory_reason([OutOfMemoryError("the node running low on memory")])
-        == "node ran out of memory"
-    )
-    assert oom_backoff.out_of_memory_reason([ValueError("another"), RuntimeError("CUDA out of memory")]) is None
+@pytest.fixture
+def mailbox(ray_cluster):
+    return Mailbox.remote()
 
 
-@pytest.mark.parametrize(("error", "waits"), [(OutOfMemoryError(KILLED), [15, 60, 240, 240]), (ValueError("no"), [])])
-def test_only_memory_kills_cause_a_growing_backoff_and_none_after_the_last_restart(monkeypatch, error, waits):
-    slept, messages = [], []
-    monkeypatch.setattr(oom_backoff.time, "sleep", slept.append)
-    callback = oom_backoff.OomBackoff(SimpleNamespace(put=SimpleNamespace(remote=messages.append)), restarts=4)
-    for _ in range(5):
-        callback.after_exception(None, {1: error})
-    assert slept == waits
-    assert all(f"wait {seconds} s" in note.text for note, seconds in zip(messages, waits, strict=True))
+@pytest.fixture
+def slept(monkeypatch):
+    """The seconds of each wait; nothing sleeps."""
+    slept = []
+    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(sleep=slept.append))
+    return slept
 
 
-@pytest.mark.parametrize(("times", "waits"), [(0, []), (2, [15, 60]), (9, [15, 60, 240])])
-def test_a_worker_killed_during_its_start_is_retried_with_backoff(monkeypatch, times, waits):
-    slept, tries = [], []
+def attempts(*errors):
+    """A training that raises these errors in turn, and then returns; and the number of its starts."""
+    starts = []
 
     def fit():
-        tries.append(len(tries))
-        if len(tries) <= times:
-            raise ControllerError(OutOfMemoryError(KILLED))
+        starts.append(len(starts))
+        if len(starts) <= len(errors):
+            raise errors[len(starts) - 1]
         return "trained"
 
-    monkeypatch.setattr(oom_backoff.time, "sleep", slept.append)
-    mailbox = SimpleNamespace(put=SimpleNamespace(remote=lambda _: None))
-    if times > len(oom_backoff.WAITS):
-        with pytest.raises(ControllerError):
-            oom_backoff.fit_with_backoff(fit, mailbox)
-    else:
-        assert oom_backoff.fit_with_backoff(fit, mailbox) == "trained"
+    return fit, starts
+
+
+IN_A_START, IN_A_STEP = ControllerError(OutOfMemoryError(KILLED)), WorkerGroupError("", {1: OutOfMemoryError(KILLED)})
+ANOTHER = WorkerGroupError("", {0: ValueError("another")})
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("errors", "waits"),
+    [
+        ([], []),
+        ([ANOTHER, ANOTHER], [0, 0]),
+        ([IN_A_START, IN_A_STEP, ANOTHER, IN_A_START, IN_A_STEP], [15, 60, 0, 240, 240]),
+    ],
+)
+def test_kills_in_a_start_and_in_a_step_share_one_growing_backoff(mailbox, slept, errors, waits):
+    fit, starts = attempts(*errors)
+    assert oom_backoff.fit_with_restarts(fit, mailbox, restarts=len(errors)) == "trained"
     assert slept == waits
+    assert len(starts) == len(errors) + 1
+    notes = [note.text for note in ray.get(mailbox.take.remote())]
+    expected = [f"the workers {f'wait {seconds} s for it' if seconds else 'start again'}" for seconds in waits]
+    assert [note.rpartition("; ")[2] for note in notes] == expected
 
 
-def test_other_start_errors_are_not_retried():
-    def fit():
-        raise ControllerError(ValueError("another"))
+@pytest.mark.ray
+def test_nothing_waits_after_the_last_failure(mailbox, slept):
+    fit, starts = attempts(*[IN_A_STEP, IN_A_START] * 9)
+    with pytest.raises(RunError) as error:
+        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+    assert slept == [15, 60, 240]
+    assert len(starts) == 4
+    assert "failed 4 times, at last: node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken; " in str(error.value)
 
-    with pytest.raises(ControllerError):
-        oom_backoff.fit_with_backoff(fit, None)
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ControllerError(ValueError("one")), "the workers failed by: one"), (ANOTHER, "settings: refused")],
+)
+def test_an_error_that_no_restart_mends_ends_the_run_at_once(mailbox, slept, error, message):
+    if error is ANOTHER:
+        ray.get(mailbox.record_fatal_error.remote("settings: refused"))
+    fit, starts = attempts(error)
+    with pytest.raises(RunError, match=message):
+        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+    assert (slept, len(starts)) == ([], 1)
 
 
 def test_repeated_start_attempts_log_one_line_a_minute_and_other_errors_all_lines(monkeypatch, caplog):
     now = [1000.0]
-    monkeypatch.setattr(oom_backoff.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(monotonic=lambda: now[0]))
     logger = logging.getLogger(f"{oom_backoff.RAY_TRAIN}.execution.controller.controller")
     caplog.set_level(logging.WARNING, "ray")
     monkeypatch.setattr(logger, "filters", [oom_backoff.StartupRetryFilter()])
@@ -86,10 +114,11 @@ def test_repeated_start_attempts_log_one_line_a_minute_and_other_errors_all_line
     assert "waiting for 2 workers; tried again" in first.getMessage()
 
 
-def test_the_loggers_exist_in_the_installed_ray():
-    from ray.train.v2._internal.callbacks import backend_setup
-    from ray.train.v2._internal.execution.controller import controller
-    from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
-
-    assert backend_setup.logger.level == autoscaling_coordinator_client.logger.level == logging.ERROR
-    assert any(isinstance(each, oom_backoff.StartupRetryFilter) for each in controller.logger.filters)
+def test_ray_train_keeps_the_filters_of_its_loggers(caplog):
+    """Ray Train configures its loggers in each of its processes, which resets their levels."""
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"ray.train": {}}})
+    for name in oom_backoff.QUIET_LOGGERS:
+        logging.getLogger(name).warning("harmless")
+        logging.getLogger(name).error("an error")
+    assert [record.getMessage() for record in caplog.records] == ["an error"] * len(oom_backoff.QUIET_LOGGERS)
+    assert any(isinstance(each, oom_backoff.StartupRetryFilter) for each in logging.getLogger(CONTROLLER).filters)

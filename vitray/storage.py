@@ -281,6 +281,6 @@ def scratch_folder() -> Iterator[Path]:
             if os.strerror(errno.ENOSPC) not in str(error):
                 raise
             raise ConfigError(
-                f"TMPDIR: the temporary folder {folder.parent}: {os.strerror(errno.ENOSPC)}; wanted more space there, or"
-                " another folder"
+                f"TMPDIR: the temporary folder {folder.parent}: {os.strerror(errno.ENOSPC)}; wanted more space there,"
+                " or another folder"
             ) from None

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vitray.errors import ConfigError, RunError
 
 # Set before Ray is imported, unless the user has set them.
@@ -50,10 +52,19 @@ RAY_LIBRARY_ACTORS = {
 }
 # Part of Ray's error where its own processes do not start in time; it has no class of its own.
 START_TIMED_OUT = "timed out during startup"
+RAYLET = "raylet"  # the name of the process
+LOCAL_RAY_LOST = (
+    "Ray's raylet on this machine was killed, as for lack of memory, or has crashed; the same --name, or --resume,"
+    " continues from the last checkpoint"
+)
 # Seconds between two removals of placement groups that ended jobs have left.
 CLEANUP_INTERVAL = 60.0
 # The most jobs, actors or placement groups that Ray lists.
 LIST_LIMIT = 10_000
+
+
+# The raylet of the local Ray that this process started.
+_raylets: list[psutil.Process] = []
 
 
 def prepare_environment() -> None:
@@ -88,6 +99,7 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
         if is_listable:
             cleanup.join(5)
         ray.shutdown()
+        _raylets.clear()
 
 
 def remove_stale_groups() -> None:
@@ -143,6 +155,13 @@ def _list_options() -> Any:
     return {"address": ray.get_runtime_context().gcs_address, "limit": LIST_LIMIT}
 
 
+def is_local_ray_lost() -> bool:
+    """Whether the raylet that this process started has ended: seconds later Ray ends this process, too."""
+    return bool(_raylets) and all(
+        not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE for raylet in _raylets
+    )
+
+
 def local_cpus() -> int:
     """Return the number of CPUs that a local Ray gets."""
     # At least two, which are only numbers to Ray: if workers took all, none would be left to decode images.
@@ -166,6 +185,14 @@ def autoscaling_timeout() -> float | None:
         return float(text) if text else None
     except ValueError:
         raise ConfigError(f"VITRAY_GROWS_WITHIN: got {text!r}, wanted seconds, as in 1800") from None
+
+
+def autoscaling_device() -> str | None:
+    """Return gpu or cpu: the device of the nodes that this cluster adds; None if its configuration does not say."""
+    device = os.environ.get("VITRAY_GROWS_DEVICE") or None
+    if device not in ("gpu", "cpu", None):
+        raise ConfigError(f"VITRAY_GROWS_DEVICE: got {device!r}, wanted gpu or cpu")
+    return device
 
 
 def wait_for_nodes(bundles: Sequence[dict[str, float]], seconds: float) -> None:
@@ -223,4 +250,5 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
         ) from error
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
+    _raylets.extend(child for child in psutil.Process().children() if child.name() == RAYLET)
     return False

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def _fit(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
-    from vitray.runs.oom_backoff import OomBackoff, fit_with_backoff
+    from vitray.runs.oom_backoff import fit_with_restarts
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker
 
@@ -119,29 +120,11 @@ def _fit(
         run_config=ray.train.RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=str(scratch),
-            failure_config=ray.train.FailureConfig(
-                max_failures=compute.max_failures, controller_failure_limit=start_attempts()
-            ),
-            callbacks=[HangReport(mailbox, COLLECTIVE_SECONDS), OomBackoff(mailbox, compute.max_failures)],
+            # The driver restarts failed workers; Ray Train starts them again where nodes are missing or preempted.
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=start_attempts()),
+            callbacks=[HangReport(mailbox, COLLECTIVE_SECONDS)],
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    try:
-        return shutdown.wait_for(lambda: fit_with_backoff(trainer.fit, mailbox), mailbox).return_value
-    except ray.train.TrainingFailedError as error:
-        if reason := ray.get(mailbox.fatal_error.remote()):
-            raise RunError(reason) from None
-        is_start = isinstance(error, ray.train.ControllerError)
-        times = "" if is_start else f" {compute.max_failures + 1} times, at last"
-        hang = None if is_start else ray.get(mailbox.hang.remote())
-        raise RunError(f"the workers failed{times} {_cause(error)}{f'; {hang}' if hang else ''}") from error
-
-
-def _cause(error: BaseException) -> str:
-    """Return the cause of a failed training: the node without memory, or the last line of the error."""
-    from vitray.runs.oom_backoff import out_of_memory_reason
-
-    if reason := out_of_memory_reason([error, *getattr(error, "worker_failures", {}).values()]):
-        return f"because {reason}; give the node more memory, or run less on it"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"by: {lines[-1] if lines else type(error).__name__}"
+    fit = partial(fit_with_restarts, trainer.fit, mailbox, compute.max_failures)
+    return shutdown.wait_for(fit, mailbox).return_value

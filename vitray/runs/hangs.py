@@ -8,7 +8,8 @@ from typing import Any, get_args
 import ray
 from ray.train import UserCallback
 
-from vitray.training.messages import Activity, Heartbeat, Note
+import vitray.runs.oom_backoff  # noqa: F401 (its filters of Ray Train's loggers, in the process of the controller)
+from vitray.training.messages import Activity, Heartbeat
 
 # Seconds that a worker waits for the others in a collective operation. Rank 0 may wait 17 minutes for a storage that is
 # away before it gives up: six tries to write a checkpoint, of 140 seconds each, and the pauses between them.
@@ -22,19 +23,18 @@ NAMED = 3
 
 
 class HangReport(UserCallback):
-    """Names the workers behind a time-out, in a note and for the run's error."""
+    """Names the workers behind a time-out, for the driver."""
 
     def __init__(self, mailbox: Any, timeout: float) -> None:
         self._mailbox, self._timeout = mailbox, timeout
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Report a hang before Ray Train restarts the workers."""
+        """Record a hang before Ray Train ends the workers, or that there is none."""
         del run_context
         hang = self._describe(worker_exceptions) if is_timeout(worker_exceptions.values()) else None
         if hang is not None:
             time.sleep(SETTLE_SECONDS)
             hang = self._describe(worker_exceptions) or hang
-            self._mailbox.put.remote(Note(hang))
         ray.get(self._mailbox.record_hang.remote(hang))
 
     def _describe(self, worker_exceptions: dict[int, Exception]) -> str | None:

@@ -1,13 +1,18 @@
-"""Backoff after an out-of-memory kill, and deduplication of Ray Train's retry logs."""
+"""Restarts of failed workers, with a backoff after an out-of-memory kill, and deduplication of Ray Train's logs."""
 
 import logging
-import re
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-from ray.train import ControllerError, UserCallback
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.train import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.util.annotations import RayDeprecationWarning
 
+from vitray.errors import RunError
+from vitray.runs.failures import describe_failure, out_of_memory_reason
 from vitray.training.messages import Note
 
 # Seconds before the first restart, the second, and each later one.
@@ -23,9 +28,6 @@ QUIET_LOGGERS = {
 }
 # The logger of each failed attempt to start the workers, and how the names of its errors begin.
 CONTROLLER, START_ERRORS = f"{RAY_TRAIN}.execution.controller.controller", "WorkerGroupStartup"
-# Part of the raylet's message about a worker that it has killed for memory, and the node and the usage in it.
-LOW_MEMORY = "running low on memory"
-MEMORY_USAGE = re.compile(r"\(IP: (\S+), .*?was (\S+) (?:used )?/ (\S+) (?:limit|\()")
 
 
 class StartupRetryFilter(logging.Filter):
@@ -46,49 +48,38 @@ class StartupRetryFilter(logging.Filter):
         return True
 
 
+# Ray Train resets the levels of its loggers in its processes, but not their filters.
 for _name, _level in QUIET_LOGGERS.items():
-    logging.getLogger(_name).setLevel(_level)
+    logging.getLogger(_name).addFilter(lambda record, level=_level: record.levelno >= level)
 logging.getLogger(CONTROLLER).addFilter(StartupRetryFilter())
+# Ray Train itself sets this option, in each run.
+warnings.filterwarnings("ignore", "`ExecutionOptions.exclude_resources` is deprecated", RayDeprecationWarning)
 
 
-class OomBackoff(UserCallback):
-    """Delays a restart after an out-of-memory kill, which would otherwise repeat until all restarts are used up."""
-
-    def __init__(self, mailbox: Any, restarts: int) -> None:
-        self._mailbox, self._restarts_left, self._kills = mailbox, restarts, 0
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Wait before Ray Train decides about a restart."""
-        del run_context
-        self._restarts_left -= 1
-        if self._restarts_left >= 0 and (reason := out_of_memory_reason(worker_exceptions.values())):
-            seconds = WAITS[min(self._kills, len(WAITS) - 1)]
-            self._kills += 1
-            _wait(self._mailbox, reason, seconds)
-
-
-def fit_with_backoff(fit: Callable[[], Any], mailbox: Any) -> Any:
-    """Call `fit`, again after a worker was killed during its start, which Ray Train itself does not retry."""
-    for seconds in WAITS:
+def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> Any:
+    """Call `fit`, and again after each failure of the workers, `restarts` times at most; raise a RunError at last."""
+    kills = 0
+    for left in reversed(range(restarts + 1)):
         try:
             return fit()
-        except ControllerError as error:
-            if not (reason := out_of_memory_reason([error])):
-                raise
-            _wait(mailbox, reason, seconds)
-    return fit()
-
-
-def _wait(mailbox: Any, reason: str, seconds: int) -> None:
-    mailbox.put.remote(Note(f"{reason}; the workers wait {seconds} s for it"))
-    time.sleep(seconds)
-
-
-def out_of_memory_reason(errors: Iterable[BaseException]) -> str | None:
-    """Return the node that ran out of memory and its usage; None if no worker was killed for memory."""
-    for error in errors:
-        if LOW_MEMORY in (text := str(error)):
-            usage = MEMORY_USAGE.search(text)
-            node, amount = (f" {usage[1]}", f", {usage[2]} of {usage[3]} taken") if usage else ("", "")
-            return f"node{node} ran out of memory{amount}"
-    return None
+        except (TrainingFailedError, RayActorError, OutOfMemoryError) as error:
+            fatal, hang, heartbeats = ray.get(
+                [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
+            )
+            if fatal:
+                raise RunError(fatal) from error
+            cause, is_kill = describe_failure(error, heartbeats), out_of_memory_reason(error) is not None
+            if isinstance(error, ControllerError) and not is_kill:
+                raise RunError(f"the workers failed by: {cause}") from error
+            if hang and isinstance(error, WorkerGroupError):
+                cause = hang
+            if not left:
+                remedy = "; give the node more memory, or run less on it" if is_kill else ""
+                times = "once" if not restarts else f"{restarts + 1} times, at last"
+                raise RunError(f"the workers failed {times}: {cause}{remedy}") from error
+            seconds = WAITS[min(kills, len(WAITS) - 1)] if is_kill else 0
+            kills += is_kill
+            wait = f"wait {seconds} s for it" if is_kill else "start again"
+            mailbox.put.remote(Note(f"{cause}; the workers {wait}"))
+            time.sleep(seconds)
+    raise AssertionError("no attempt is left")

@@ -1,11 +1,13 @@
 """The run folder: settings, identity and outcome of a run, and the checks before it is resumed or forked."""
 
 import json
+import shlex
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from vitray import storage
+from vitray.cluster import session
 from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError, nearest
@@ -75,6 +77,14 @@ def stored_run(run_dir: str, overrides: Sequence[str] = ()) -> Run:
         raise ConfigError(f"{run_dir}: no run to resume{nearest(name, runs)}")
     with storage.local_copy(storage.join(run_dir, SETTINGS)) as path:
         return load_run(path, overrides)
+
+
+def resume_command(run_dir: str) -> str:
+    """Return the command that resumes the run in a folder, on this machine or as a job."""
+    out, _, name = run_dir.rpartition("/")
+    options = [] if out == storage.absolute("runs") else ["--out", out]
+    verb = ["vitray", "submit", "train"] if session.job_dir() else ["vitray", "train"]
+    return shlex.join([*verb, "--resume", name, *options])
 
 
 def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, Any]) -> None:

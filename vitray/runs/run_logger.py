@@ -12,12 +12,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
+from vitray.cluster import session
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
-from vitray.runs.run_dir import OUTCOME, Outcome
+from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
 from vitray.runs.run_summary import describe_run, end_block, incident_block, start_block
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
@@ -80,7 +81,7 @@ class RunLogger:
     def __exit__(self, *error: Any) -> None:
         self._stop_thread()
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            self._console.line(f"  stopped; `vitray train --resume {self._info.name}` resumes from the last checkpoint")
+            self._console.line(f"  stopped; `{resume_command(self._info.run_dir)}` continues from the last checkpoint")
         self._tracker.__exit__(*error)
 
     def finish(self, result: messages.WorkerResult, saved: SavedModel | None) -> Outcome:
@@ -154,7 +155,7 @@ class RunLogger:
 
     def _stop_thread(self) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not session.is_local_ray_lost():  # the mailbox is lost with it
             self._thread.join()
 
     def _log(self, message: messages.Message) -> None:

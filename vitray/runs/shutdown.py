@@ -8,6 +8,9 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
+from vitray.cluster import session
+from vitray.errors import RunError
+
 # Seconds for the workers to reach the next record and save there; a cluster job is killed ten seconds later.
 SAVE_SECONDS = 20.0
 
@@ -64,6 +67,8 @@ class GracefulShutdown:
         try:
             while not wait([result], timeout=0.2).done:
                 self._check()
+                if session.is_local_ray_lost():
+                    raise RunError(session.LOCAL_RAY_LOST)
                 if self._requested.is_set() and deadline == float("inf"):
                     mailbox.request_stop.remote()
                     deadline = time.monotonic() + SAVE_SECONDS

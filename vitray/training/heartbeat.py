@@ -37,5 +37,6 @@ class HeartbeatSender:
         self._closed.set()
 
     def _run(self) -> None:
+        self.send()  # a worker that dies soon is named with its node
         while not self._closed.wait(INTERVAL):
             self.send()

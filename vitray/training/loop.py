@@ -9,7 +9,7 @@ import math
 import os
 import time
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import ray
@@ -52,9 +52,6 @@ def worker(config: dict[str, WorkerContext]) -> WorkerResult:
     os.environ.update(ENVIRONMENT)
     logging.disable(logging.INFO)  # Ray Train logs every report; a worker's own messages go to the driver
     context = config["context"]
-    fatal_error: Any = ray.get(context.mailbox.fatal_error.remote())
-    if fatal_error:  # of an earlier start
-        return WorkerResult("failed", error=fatal_error)
     session = ray.train.get_context()
     share = Share(session.get_world_rank(), session.get_world_size(), own_broadcast())
     heartbeat = HeartbeatSender(context.mailbox, share)

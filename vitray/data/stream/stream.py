@@ -27,6 +27,9 @@ from vitray.errors import ConfigError
 
 # Ray Data's log lines that DataContext cannot turn off.
 QUIET_LOGGERS = {
+    # "The job may hang forever" after ten seconds without a free CPU, also in runs that finish; a lack of CPUs ends a
+    # run with an error of its own (RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S).
+    "ray.data._internal.execution.resource_manager": logging.ERROR,
     "ray.data._internal.execution.streaming_executor": logging.WARNING,  # a line per execution
     "ray.data._internal.progress": logging.ERROR,  # that progress bars are off
     # Two concurrent executions, such as training and evaluation, log to one file.

@@ -1,0 +1,32 @@
+"""Errors of a worker that only follow from another worker's end, and Ray Train's log lines about them."""
+
+import logging
+import sys
+
+from ray.exceptions import RayError
+from torch.distributed import DistError
+
+from vitray.errors import ConfigError
+
+# Logger of the traceback of each worker's error.
+TRACEBACKS = "ray.train.v2._internal.util"
+# Part of gloo's errors, which have no class of their own: the path of its source.
+GLOO = "gloo/"
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether an error tells that another worker is gone: one of Ray, or of a collective operation."""
+    return isinstance(error, RayError | DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
+
+
+def quiet_consequences(record: logging.LogRecord) -> bool:
+    """Return whether Ray Train logs the traceback of the current error.
+
+    The driver's message replaces those of consequences and of bad input.
+    """
+    del record
+    error = sys.exc_info()[1]
+    return error is None or not (is_consequence(error) or isinstance(error, ConfigError))
+
+
+logging.getLogger(TRACEBACKS).addFilter(quiet_consequences)
