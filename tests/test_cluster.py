@@ -84,6 +84,19 @@ def test_a_growing_cluster_rejects_settings_that_depend_on_present_nodes(growing
         await_nodes(load_run(None, overrides))
 
 
+@pytest.mark.ray
+def test_auto_is_the_device_that_the_cluster_file_names_while_no_gpu_is_up(growing, monkeypatch):
+    run = load_run(None, ["compute.workers=2"])
+    monkeypatch.setenv("VITRAY_GROWS_DEVICE", "cpu")
+    await_nodes(run)
+    monkeypatch.setenv("VITRAY_GROWS_DEVICE", "gpu")
+    with pytest.raises(RunError, match=r"no room for 2 x \(1 CPU \+ 1 GPU\), 1 x \(1 CPU\) within 3 seconds"):
+        await_nodes(run)
+    monkeypatch.setenv("VITRAY_GROWS_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match="VITRAY_GROWS_DEVICE: got 'tpu', wanted gpu or cpu"):
+        await_nodes(run)
+
+
 @pytest.mark.parametrize(
     ("nodes", "overrides", "cpus"),
     [

@@ -576,6 +576,13 @@ def test_a_stopped_job_has_the_same_grace_period_on_every_kind_of_cluster():
     assert settings == [[str(STOP_GRACE)]] * 3
 
 
+def test_a_file_with_nodes_that_have_gpus_names_them_as_the_device():
+    for path, has_gpus in ((AWS, "gpu_spot:"), (LOCAL, "gpu_spot:"), (KUBERAY, "nvidia.com/gpu: 1")):
+        text = path.read_text()
+        assert bool(re.search(r"VITRAY_GROWS_DEVICE(?:=|, value: )gpu\b", text)) == (has_gpus in text)
+        assert ("VITRAY_GROWS_DEVICE" in text) == ("VITRAY_GROWS_WITHIN" in text)
+
+
 def test_heartbeats_are_the_same_on_every_kind_of_cluster():
     settings = [
         set(re.findall(r"(RAY_(?:health_check|grpc_client)_\w+)(?:=|, value: \")(\d+)", path.read_text()))

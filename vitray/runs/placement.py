@@ -39,11 +39,15 @@ def await_nodes(run: Run) -> None:
     import ray  # after session.prepare_environment
 
     has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    if compute.device == "auto" and not has_gpus:
-        raise ConfigError("compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu")
+    device = compute.device if compute.device != "auto" else "gpu" if has_gpus else session.autoscaling_device()
+    if device is None:
+        raise ConfigError(
+            "compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu, or the cluster's"
+            " VITRAY_GROWS_DEVICE"
+        )
     if compute.worker_range is None:
         raise ConfigError("compute.workers: got auto on a cluster that grows; wanted a number, as in compute.workers=2")
-    gpus = {} if compute.device == "cpu" else {"GPU": compute.gpus}
+    gpus = {} if device == "cpu" else {"GPU": compute.gpus}
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
     bundles += [{"CPU": 1.0}]  # image decoding
