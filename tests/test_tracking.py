@@ -848,6 +848,37 @@ def test_the_ui_serves_the_runs_until_it_is_stopped(folder):
     assert process.wait(60) == 130
 
 
+@pytest.mark.slow
+def test_of_two_uis_at_one_port_one_is_refused_and_sigterm_frees_the_port(folder):
+    with begin() as run:
+        run.metrics(1, {"loss": 1})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command, logs = (
+        [sys.executable, "-m", "pipelines.ui", "--port", str(port)],
+        [folder / "one.log", folder / "two.log"],
+    )
+    both = []
+    for log in logs:
+        with log.open("w") as output:
+            both.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=output))
+    page = f"open http://127.0.0.1:{port}/#/experiments/1/runs?workflowType=machine_learning"
+    for _ in range(1800):
+        ended = [process for process in both if process.poll() is not None]
+        if len(ended) == 1 and any(page in log.read_text() for log in logs):
+            break
+        time.sleep(0.1)
+    lost, won = sorted(both, key=lambda process: process.poll() is None)
+    assert lost.poll() == 2
+    assert f"--port: {port} is taken" in logs[both.index(lost)].read_text()
+    assert page in logs[both.index(won)].read_text()
+    won.terminate()
+    assert won.wait(60) == 143
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) != 0
+
+
 def test_weights_load_without_the_tracker():
     """A served model resolves addresses, but records nothing."""
     code = "import sys, vitray.weights; print([name for name in sys.modules if name == 'vitray.tracking.tracker'])"

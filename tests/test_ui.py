@@ -1,8 +1,8 @@
 """MLflow's pages, opened by `vitray ui` in a real browser: they show the run, its metrics and its figures."""
 
 import os
+import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -48,14 +48,12 @@ def pages(tmp_path_factory):
         command = [sys.executable, "-m", "pipelines.ui", "--port", str(port)]
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         log = (folder / "log").open("w")
-        server = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": root}, stdout=log, stderr=log, start_new_session=True
-        )
+        server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, stdout=log, stderr=log)
         try:
             _wait_until_up(port, server, folder / "log")
             yield f"http://127.0.0.1:{port}", run_id, folder
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            server.terminate()
             server.wait()
             log.close()
 
@@ -65,9 +63,11 @@ def _wait_until_up(port, server, log):
         assert server.poll() is None, log.read_text()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
+                if "open http" in log.read_text():
+                    return
         except OSError:
-            time.sleep(0.1)
+            pass
+        time.sleep(0.1)
     raise AssertionError(log.read_text())
 
 
@@ -85,9 +85,11 @@ def page(address, folder, expected):
     return done.stdout
 
 
-def test_the_run_is_in_the_list(pages):
+def test_the_printed_page_lists_the_run(pages):
     address, _, folder = pages
-    assert "shown-run" in page(f"{address}/#/experiments/1/runs", folder, ["shown-run"])
+    printed = re.search(r"open (\S+)", (folder / "log").read_text())[1]
+    assert printed == f"{address}/#/experiments/1/runs?workflowType=machine_learning"
+    assert "shown-run" in page(printed, folder, ["shown-run"])
 
 
 def test_the_run_shows_its_metrics_and_its_description(pages):
