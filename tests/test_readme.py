@@ -204,7 +204,7 @@ def test_what_trains_or_starts_ray_runs(ray_cluster, tmp_path, monkeypatch, caps
                 text = text.replace(large, small)
             if block.language == "python":
                 run_python(text)
-                assert "(4, 64, 64, 3)" in capsys.readouterr().out
+                assert "4, 64, 64, 3" in capsys.readouterr().out
                 continue
             for words in commands(text):
                 line = " ".join(words)

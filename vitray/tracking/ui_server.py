@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -18,6 +19,8 @@ from vitray.tracking.mlflow_client import artifact_root, import_mlflow, open_cli
 RUNS_PAGE = "#/experiments/{}/runs?workflowType=machine_learning"
 # Ports that are tried where none is asked for.
 DEFAULT_PORTS = range(5000, 5010)
+# Seconds for the server to end: a browser may keep a connection.
+STOP_SECONDS = 5
 
 
 def runs_url(uri: str, address: str) -> str:
@@ -28,7 +31,7 @@ def runs_url(uri: str, address: str) -> str:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         latest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
     except Exception as error:  # the pages may still open
-        print(f"vitray: {redact_uri(uri)}: {one_line(error)[:300]}", file=sys.stderr)
+        print(f"vitray: {redact_uri(uri)}: its runs are not listed ({one_line(error)[:120]})", file=sys.stderr)
         return address
     return f"{address.rstrip('/')}/{RUNS_PAGE.format(latest[0].info.experiment_id)}" if latest else address
 
@@ -91,8 +94,9 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def _end_session(server: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(server.pid, signal.SIGTERM)
-    except ProcessLookupError:  # all have ended
-        return
-    server.wait()
+    """End all processes of the server; the second signal ends those that the first did not."""
+    for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(server.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(seconds)
