@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.distributed import DistBackendError
@@ -86,6 +86,7 @@ def test_only_a_memory_kill_is_one():
     [
         (ValueError("a mistake"), True),
         (RuntimeError("CUDA out of memory"), True),
+        (RayTaskError("decode", "a traceback", ValueError("a mistake")), True),
         (GLOO, False),
         (DistBackendError("NCCL"), False),
         (actor_died(OWNER), False),

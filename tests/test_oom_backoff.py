@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
@@ -57,7 +57,7 @@ ANOTHER = WorkerGroupError("", {0: ValueError("another")})
     ("errors", "waits"),
     [
         ([], []),
-        ([ANOTHER, ANOTHER], [0, 0]),
+        ([ANOTHER, ActorDiedError()], [0, 0]),  # the process of a worker, and of Ray Train's controller
         ([IN_A_START, IN_A_STEP, ANOTHER, IN_A_START, IN_A_STEP], [15, 60, 0, 240, 240]),
     ],
 )

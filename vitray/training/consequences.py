@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from torch.distributed import DistError
 
 from vitray.errors import ConfigError
@@ -15,7 +15,9 @@ GLOO = "gloo/"
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error tells that another worker is gone: one of Ray, or of a collective operation."""
+    """Return whether an error tells that another process is gone: one of Ray, or of a collective operation."""
+    if isinstance(error, RayTaskError):  # an error of a task, such as decoding
+        return False
     return isinstance(error, RayError | DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
 
 
