@@ -10,8 +10,8 @@ from torch.distributed import DistBackendError
 
 from vitray.errors import ConfigError
 from vitray.runs.failures import describe_failure, out_of_memory_reason
-from vitray.training.consequences import quiet_consequences
 from vitray.training.messages import Heartbeat
+from vitray.training.secondary_errors import logs_traceback
 
 BEATS = [(Heartbeat(rank, 3, f"host-{rank}", 412, "computation", 1.0), 2.0) for rank in range(3)]
 # Texts of Ray 2.60 and torch 2.15.
@@ -98,4 +98,4 @@ def test_a_traceback_is_logged_unless_the_driver_explains_the_error(error, is_lo
         raise error
     except Exception:
         assert sys.exc_info()[1] is error
-        assert quiet_consequences(None) is is_logged
+        assert logs_traceback(None) is is_logged

@@ -7,8 +7,8 @@ from ray.exceptions import RayActorError
 from ray.train import WorkerGroupError
 
 from vitray.errors import cut_middle, one_line
-from vitray.training.consequences import is_consequence
 from vitray.training.messages import Heartbeat
+from vitray.training.secondary_errors import is_secondary
 
 # Parts of Ray's message about a dead actor, and their meaning. Ray does not report the signal that ended a process.
 DEATHS = {
@@ -35,7 +35,7 @@ def describe_failure(error: BaseException, heartbeats: Sequence[tuple[Heartbeat,
     if dead := {rank: death for rank, failure in failures.items() if (death := _death(failure))}:
         texts = [f"{names.get(rank, f'worker {rank}')} died: {dead[rank]}" for rank in sorted(dead)]
         return "; ".join([*texts[:NAMED], *([f"{len(dead) - NAMED} more workers died"] if len(dead) > NAMED else [])])
-    first = min(failures, key=lambda rank: (is_consequence(failures[rank]), rank))
+    first = min(failures, key=lambda rank: (is_secondary(failures[rank]), rank))
     text = cut_middle(one_line(failures[first]), LONGEST_ERROR)
     return f"{names.get(first, f'worker {first}')} ended with {text}"
 

@@ -14,21 +14,21 @@ TRACEBACKS = "ray.train.v2._internal.util"
 GLOO = "gloo/"
 
 
-def is_consequence(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Return whether an error tells that another process is gone: one of Ray, or of a collective operation."""
     if isinstance(error, RayTaskError):  # an error of a task, such as decoding
         return False
     return isinstance(error, RayError | DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
 
 
-def quiet_consequences(record: logging.LogRecord) -> bool:
+def logs_traceback(record: logging.LogRecord) -> bool:
     """Return whether Ray Train logs the traceback of the current error.
 
-    The driver's message replaces those of consequences and of bad input.
+    The driver's message replaces those of secondary errors and of bad input.
     """
     del record
     error = sys.exc_info()[1]
-    return error is None or not (is_consequence(error) or isinstance(error, ConfigError))
+    return error is None or not (is_secondary(error) or isinstance(error, ConfigError))
 
 
-logging.getLogger(TRACEBACKS).addFilter(quiet_consequences)
+logging.getLogger(TRACEBACKS).addFilter(logs_traceback)
