@@ -23,10 +23,6 @@ pytestmark = pytest.mark.ray
 CLONED = ("pipelines", "tune_spaces", "deploy", "Makefile", "cluster.yaml")
 # Programs of a shell block, of which only the syntax is checked.
 UNCHECKED = {"git", "export", "curl", "(printf"}
-# Commands on data, networks and machines that a new folder does not have.
-FOREIGN = re.compile(r"s3://|models:/|imagenet|ILSVRC|photos|cifar|pets|deit|models/|my_recipe|--dry-run")
-# Smaller numbers for the blocks that train.
-SMALLER = {"images=6000": "images=200", "batch=256": "batch=4"}
 
 
 class Block(NamedTuple):
@@ -184,40 +180,6 @@ def test_python_runs_and_prints_what_it_states(inside, block, capsys):
 
 def run_python(text: str) -> None:
     exec(compile(text, "block", "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_what_trains_or_starts_ray_runs(ray_cluster, tmp_path, monkeypatch, capsys):
-    """All commands that need nothing but a new clone, in the order of the pages, on fewer images."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
-    ran, smaller = [], set()
-    for page in PAGES:
-        for block in (each.values[0] for each in [*COMMANDS, *PYTHON]):
-            if block.page != page.name or (block.language == "python" and "ray_session" not in block.text):
-                continue
-            text = block.text
-            for large, small in SMALLER.items():
-                smaller |= {large} if large in text else set()
-                text = text.replace(large, small)
-            # A command starts Ray in this folder; the processes of the shared one are in another.
-            text = re.sub(r'(?<=[ "])data/demo\b', f"{tmp_path}/data/demo", text)
-            if block.language == "python":
-                run_python(text)
-                assert "4, 64, 64, 3" in capsys.readouterr().out
-                continue
-            for words in commands(text):
-                line = " ".join(words)
-                starts = words[0].endswith("vitray") and words[1] in ("shard", "train")
-                if starts and line not in ran and not FOREIGN.search(line):
-                    assert main(words[1:]) == 0, line
-                    ran.append(line)
-    assert smaller == SMALLER.keys()
-    assert len(ran) > 9
-    runs = {path.parent.name for path in tmp_path.glob("runs/*/outcome.json")}
-    assert {"first", "second", "base", "tokenizer", "beit", "labelled"} <= runs
 
 
 def test_every_verb_of_a_page_exists():
