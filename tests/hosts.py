@@ -15,6 +15,10 @@ from pathlib import Path
 
 # Sizes of a host's disk and of its shared memory.
 DISK, SHARED_MEMORY = "1g", "1200m"
+# Memory of a host in KiB, as its kernel reports it: in all, and free while no test takes it.
+MEMORY, FREE_MEMORY = 8 * 2**20, 6 * 2**20
+# The other lines of /proc/meminfo that programs read.
+NO_MEMORY = ("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SReclaimable", "SwapTotal", "SwapFree")
 
 
 class Host:
@@ -26,9 +30,13 @@ class Host:
         self._started: list[subprocess.Popen[bytes]] = []
         names = site.folder / f"hosts-{name}"
         names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")  # as on Debian
+        self._memory = site.folder / f"memory-{name}"
+        self._memory.touch()
+        self.report_memory(FREE_MEMORY)
         # The holder is the host's init process, so it must reap orphans.
         script = (
             f"hostname {name} && mount --bind {names} /etc/hosts && ip link set lo up"
+            f" && mount --bind {self._memory} /proc/meminfo"
             f" && mount -t tmpfs -o size={DISK},mode=1777 none {self.own}"
             f" && mount -t tmpfs -o size={SHARED_MEMORY},mode=1777 none /dev/shm"
             " && trap '' CHLD && echo up && exec sleep infinity"
@@ -89,6 +97,16 @@ class Host:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def report_memory(self, free: int) -> None:
+        """Set the free memory, in KiB, that this host's kernel reports.
+
+        All hosts share one machine, whose own memory depends on its other processes.
+        """
+        sizes = {"MemTotal": MEMORY, "MemFree": free, "MemAvailable": free} | dict.fromkeys(NO_MEMORY, 0)
+        text = "".join(f"{name + ':':<15} {size:>9} kB\n" for name, size in sizes.items())
+        with self._memory.open("r+") as file:  # one write of equal length, so that no reader sees a part of it
+            file.write(text)
 
     def fill(self, spare: int = 0) -> None:
         """Fill this host's disk and leave `spare` bytes free."""
