@@ -250,6 +250,15 @@ def test_cleanup_repeats_after_a_failure(monkeypatch):
     assert attempts == [0, 1, 2]
 
 
+@pytest.mark.ray
+def test_a_process_connected_to_ray_gets_no_settings_of_a_local_one(ray_cluster, monkeypatch):
+    """A trial of a sweep on a cluster has no address in its environment, and hears of preemptions all the same."""
+    for name in ("RAY_ADDRESS", *session.LOCAL_RAY_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    session.prepare_environment()
+    assert not session.LOCAL_RAY_SETTINGS.keys() & os.environ.keys()
+
+
 # Runs in its own process, since the other tests share one Ray.
 SCRIPT = """
 import os, socket, subprocess, sys

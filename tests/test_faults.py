@@ -9,11 +9,12 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ import subprocess, sys
 import ray
 ray.init(log_to_driver=False, logging_level="ERROR")
 (node,) = (each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeManagerAddress"] == sys.argv[1])
-options = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "8"]
+options = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+options += ["--deadline-remaining-seconds", sys.argv[2]]
 subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *options], check=True)
 """
 # A data task that waits in its first try only.
@@ -159,9 +161,13 @@ class Cluster:
         code = f"{connect}; print('alive:', sum(node['Alive'] for node in ray.nodes()))"
         return int(re.search(r"alive: (\d+)", self.head.call([PYTHON, "-c", code]))[1])  # Ray may log more lines
 
-    def train(self, name: str, workers: str = "2", out: str = "s3://bucket/runs") -> "Training":
+    def train(
+        self, name: str, workers: str = "2", out: str = "s3://bucket/runs", settings: Sequence[str] = ()
+    ) -> "Training":
         """Start a run, with the driver on the head."""
-        args = ["-m", "pipelines.train", "demo", *SETTINGS, f"compute.workers={workers}", "--name", name]
+        changed = {setting.partition("=")[0] for setting in settings}
+        kept = [setting for setting in SETTINGS if setting.partition("=")[0] not in changed]
+        args = ["-m", "pipelines.train", "demo", *kept, *settings, f"compute.workers={workers}", "--name", name]
         log = self.logs / f"{name}.log"
         return Training(self, name, out, log, self.head.start([PYTHON, *args, "--out", out, "--json"], log))
 
@@ -341,12 +347,12 @@ def test_lost_nodes_are_replaced(cluster, undisturbed):
     run.await_checkpoint(40)
     preempted = run.worker_hosts()[0]
     faults["a node is preempted"] = time.time()
-    cluster.head.call([PYTHON, "-c", NOTICE, preempted.address])
+    cluster.head.call([PYTHON, "-c", NOTICE, preempted.address, "8"])
     until(lambda: "is about to be preempted" in run.output, 60, "the checkpoint of the notice")
     time.sleep(8)
     preempted.end()
     step = run.await_resume(1)
-    assert step >= int(re.search(r"preempted: step ([\d,]+) is saved", run.output)[1].replace(",", ""))
+    assert f"preempted: step {step:,} is saved" in run.output
     run.await_checkpoint(step + 2 * SAVE_EVERY)
     lost = run.worker_hosts()[0]
     faults["a cable is cut, another node comes"] = time.time()
@@ -362,6 +368,27 @@ def test_lost_nodes_are_replaced(cluster, undisturbed):
     cluster.start(killed)
     run.finish(undisturbed, faults)
     assert run.output.count("resumed at step") == 3
+
+
+def test_workers_leave_a_node_before_it_is_preempted(cluster):
+    """The notice comes between two records. The workers move while the node still runs, and no step is lost."""
+    cluster.start(cluster.site.add("spare", 4))
+    rare = [f"{name}.every=100000 steps" for name in ("tracking", "evaluate", "checkpoint")]
+    run = cluster.train("drained", settings=["optim.duration=100000 steps", *rare])
+    until(lambda: "images/s" in run.output, 240, "the first steps")
+    preempted = run.worker_hosts()[0]
+    cluster.head.call([PYTHON, "-c", NOTICE, preempted.address, "12"])
+    try:
+        step = run.await_resume(1)
+        assert preempted not in run.worker_hosts()
+    finally:
+        preempted.end()  # a draining node takes no workers
+    assert f"preempted: step {step:,} is saved" in run.output
+    until(lambda: "images/s" in run.output.partition("resumed at step")[2], 240, "steps on the other node")
+    cluster.head.signal("pipelines.train", signal.SIGTERM)
+    assert run.process.wait(60) == 128 + signal.SIGTERM, run.output
+    last = int(re.findall(r"  step ([\d,]+) is saved", run.output)[-1].replace(",", ""))
+    assert last > step
 
 
 def test_training_continues_on_the_remaining_nodes(cluster, undisturbed):

@@ -297,6 +297,23 @@ def test_a_run_whose_driver_was_stopped_resumes(place, undisturbed, ray_cluster,
 
 
 @pytest.mark.slow
+def test_a_stop_request_is_heard_between_two_records(place):
+    rare = [f"{name}.every=100000 steps" for name in ("tracking", "evaluate")]
+    run = recipe(place, "optim.duration=100000 steps", "checkpoint={every: 100000 steps}", *rare)
+
+    def interrupt():
+        while not any(is_worker(each) for each in psutil.process_iter(["cmdline"])):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        train(run, "rare", str(place / "runs"))
+    (step,) = checkpoints.complete_steps(str(place / "runs" / "rare"))
+    assert 0 < step < 100000
+
+
+@pytest.mark.slow
 def test_a_local_run_survives_the_loss_of_a_worker(place, undisturbed):
     run, run_dir = recipe(place, "evaluate.every=2 steps"), place / "runs" / "alone"
     (place / "alone.yaml").write_text(run.to_yaml())

@@ -24,6 +24,8 @@ RAY_SETTINGS = {
     "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S": "300",
     # A lost worker is noticed within a second; Ray's default is every two seconds.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # A preemption notice may come only seconds ahead; Ray's default is every five seconds.
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # the dashboard lists the run, its workers and their reports
     # A lost node stays listed for a while: workers placed on it are soon placed again. It does not limit their start.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
@@ -69,7 +71,9 @@ _raylets: list[psutil.Process] = []
 
 def prepare_environment() -> None:
     """Set the variables that Ray reads when it is imported."""
-    is_local = "RAY_ADDRESS" not in os.environ
+    # A trial's process is connected to its sweep's Ray, without an address in its environment.
+    ray = sys.modules.get("ray")
+    is_local = "RAY_ADDRESS" not in os.environ and not (ray and ray.is_initialized())
     for name, value in (RAY_SETTINGS | LOCAL_RAY_SETTINGS if is_local else RAY_SETTINGS).items():
         os.environ.setdefault(name, value)
 

@@ -66,6 +66,8 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     with scratch_folder() as scratch, RunLogger(info, console) as logger:
         result = _fit(info, logger.mailbox, initial, shutdown, scratch)
+        while result.ending == "preempted":
+            result = _fit(info, logger.mailbox, initial, shutdown, scratch)
         match result.ending:
             case "interrupted":
                 console.line(f"  step {result.step:,} is saved")
@@ -104,6 +106,7 @@ def _fit(
         mailbox=mailbox,
         waits_for_decision=info.hook is not None and info.hook.waits_for_decision,
         watches_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0",
+        driver_node=ray.get_runtime_context().get_node_id(),
         initial_weights=None if initial is None else ray.put(initial),
         tokenizer=planned.tokenizer and ray.put(planned.tokenizer.tokenizer),
     )

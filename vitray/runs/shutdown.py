@@ -11,7 +11,7 @@ from typing import Any
 from vitray.cluster import session
 from vitray.errors import RunError
 
-# Seconds for the workers to reach the next record and save there; a cluster job is killed ten seconds later.
+# Seconds for the workers to reach their next check and save there; a cluster job is killed ten seconds later.
 SAVE_SECONDS = 20.0
 
 

@@ -27,6 +27,8 @@ class WorkerContext(NamedTuple):
     """Whether training waits after an evaluation for the scheduler's decision."""
     watches_preemption: bool = False
     """Whether Ray reports nodes that are about to be preempted."""
+    driver_node: str | None = None
+    """The ID of the driver's node."""
     initial_weights: Any = None
     """An object reference to the weights of a new run; None initialises at random."""
     tokenizer: Any = None

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from contextlib import nullcontext
-from typing import Literal
 
 import numpy as np
 import ray
@@ -37,7 +36,7 @@ from vitray.training.driver_client import DriverClient
 from vitray.training.evaluator import Evaluator, autocast, log_scores
 from vitray.training.heartbeat import HeartbeatSender
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
-from vitray.training.messages import Metrics, WorkerResult, WorkersStarted
+from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.profiling import measure_costs
 from vitray.training.schedule import Triggers, learning_rate, total_steps
@@ -45,6 +44,8 @@ from vitray.training.schedule import Triggers, learning_rate, total_steps
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.
+CHECK_SECONDS = 2.0
 
 
 def worker(config: dict[str, WorkerContext]) -> WorkerResult:
@@ -103,8 +104,10 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
 
     saver, prefetcher = open_pipeline()
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
+    steps, seconds = 0, 0.0  # since the last record
+    next_check, pace = state.step + 1, CHECK_SECONDS  # the latter in seconds per step
     is_preempted = False
-    ending: Literal["finished", "stopped early", "interrupted"] = "finished"
+    ending: Ending = "finished"
     since = time.perf_counter()
 
     while state.step < total:
@@ -116,14 +119,20 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             unread[step] = take_step(run, step, batch, share, learner, train.steps)
         state.step += 1
         client.progress(state.step)
-        if state.step not in triggers:
+        is_check = state.step == next_check
+        if state.step not in triggers and not is_check:
             continue
 
         # ---- metrics, and the check of the loss ----------------------------------------------------------------------
         heartbeat.at(step, "metrics")
-        metrics, is_interrupted = all_reduce_metrics(unread, device, client.is_stop_requested())
-        seconds = time.perf_counter() - since
-        state.seconds += seconds
+        wanted = max(1, round(CHECK_SECONDS / pace)) if share.rank == 0 else 0
+        metrics, is_interrupted, interval = all_reduce_metrics(unread, device, client.is_stop_requested(), wanted)
+        elapsed = time.perf_counter() - since
+        if unread:
+            pace = elapsed / len(unread)
+        if is_check:
+            next_check = state.step + interval
+        steps, seconds, state.seconds = steps + len(unread), seconds + elapsed, state.seconds + elapsed
         # A gradient that is not finite has corrupted the weights, even if the loss is finite.
         losses = [loss if math.isfinite(norm) else norm for loss, norm in metrics]
         broken = state.first_broken(losses, run.guard.spike)
@@ -138,14 +147,15 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
                 evaluator.discard_after(state.step)
             client.note(f"{text}; back at step {state.step}, step {bad_step} is left out")
             saver, prefetcher = open_pipeline()
-            unread, since = {}, time.perf_counter()
+            unread, steps, seconds = {}, 0, 0.0
+            next_check, since = state.step + 1, time.perf_counter()
             continue
         state.add_losses(losses)
         if state.step in triggers.records and state.losses:
             values = {
                 "train/loss": sum(state.losses) / len(state.losses),
                 "train/lr": learning_rate(run.optim, step, train.steps),
-                "train/images_per_second": len(unread) * run.optim.batch / seconds,
+                "train/images_per_second": steps * run.optim.batch / seconds,
                 "train/data_wait_share": min(1.0, prefetcher.waited / seconds),
                 "train/grad_norm": metrics[-1][1] if metrics else 0.0,
                 "train/epoch": state.step / train.steps,
@@ -161,11 +171,19 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
                 | ({} if saved is None else {"checkpoint": checkpoints.folder_of(context.run_dir, saved)})
             )
             state.losses = []
+            steps, seconds, prefetcher.waited = 0, 0.0, 0.0
             if session.get_local_rank() == 0:
                 node = f"system/node{session.get_node_rank()}"
                 usage = {f"{node}/{name}": value for name, value in system_info.sample().items()}
                 context.mailbox.put.remote(Metrics(state.step, usage))
-        unread, prefetcher.waited = {}, 0.0
+        unread = {}
+        notice = None
+        if is_check and context.watches_preemption and not is_preempted:
+            notice = ray.train.get_preemption_info()  # waits for all workers
+            is_preempted = notice is not None
+        if state.step not in triggers and not is_interrupted and notice is None:
+            since = time.perf_counter()
+            continue
 
         # ---- evaluation and checkpoint -------------------------------------------------------------------------------
         heartbeat.at(step, "evaluation")
@@ -177,12 +195,9 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             state.pending = evaluator.pending
         heartbeat.at(step, "checkpoint")
         since = time.perf_counter()
-        # A preemption then costs at most the steps after this checkpoint.
-        is_notice = not is_preempted and context.watches_preemption and ray.train.get_preemption_info() is not None
-        is_preempted = is_preempted or is_notice
-        if is_notice:
+        if notice is not None:
             client.note(f"a node is about to be preempted: step {state.step:,} is saved")
-        if saver and (triggers.saves(state.step) or is_interrupted or is_notice):
+        if saver and (triggers.saves(state.step) or is_interrupted or notice is not None):
             saver.save(checkpoint_of(run, learner, state, share), state.protected_steps)
         if state.step < total:
             if context.waits_for_decision and is_evaluated and client.should_stop(state.step):
@@ -190,6 +205,11 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
                 break
             if is_interrupted:
                 ending = "interrupted"
+                break
+            # Later steps would be lost, and the next workers can start while the node still runs. A new start on the
+            # driver's own node is impossible.
+            if notice is not None and context.driver_node not in notice.preempted_node_ids:
+                ending = "preempted"
                 break
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -210,7 +230,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         val_loss=state.latest.loss if state.latest else None,
         corrupt=list(train.corrupt),
         skipped=state.skipped,
-        costs={} if ending == "interrupted" else measure_costs(run, learner.task.vit, device),
+        costs={} if ending in ("interrupted", "preempted") else measure_costs(run, learner.task.vit, device),
     )
 
 
@@ -261,18 +281,18 @@ def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) ->
 
 
 def all_reduce_metrics(
-    unread: dict[int, Tensor], device: torch.device, is_stop_requested: bool
-) -> tuple[list[list[float]], bool]:
-    """Return loss and gradient norm of each step over all workers, and whether any worker's flag is set.
+    unread: dict[int, Tensor], device: torch.device, is_stop_requested: bool, interval: int
+) -> tuple[list[list[float]], bool, int]:
+    """Return loss and gradient norm of each step over all workers, whether any flag is set, and rank 0's interval.
 
-    The only place that waits for the device.
+    The interval of the other workers is 0. The only place that waits for the device.
     """
-    flag = torch.full((2,), float(is_stop_requested), device=device)
-    numbers = torch.stack([flag, *unread.values()]).double()
+    flags = torch.tensor([float(is_stop_requested), float(interval)], device=device)
+    numbers = torch.stack([flags, *unread.values()]).double()
     if dist.is_initialized():
         dist.all_reduce(numbers)
-    (flags, _), *metrics = numbers.tolist()
-    return metrics, flags > 0
+    (stops, agreed), *metrics = numbers.tolist()
+    return metrics, stops > 0, int(agreed)
 
 
 def largest(number: int) -> int:

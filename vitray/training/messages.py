@@ -82,10 +82,14 @@ class Heartbeat(NamedTuple):
 Message = WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | Note | CheckpointSaved
 
 
+# The reason why a worker returns; after a preemption the driver starts the workers again.
+Ending = Literal["finished", "stopped early", "interrupted", "preempted", "failed"]
+
+
 class WorkerResult(NamedTuple):
     """The return value of a worker."""
 
-    ending: Literal["finished", "stopped early", "interrupted", "failed"]
+    ending: Ending
     step: int = 0
     error: str | None = None
     """The reason of a failure."""
