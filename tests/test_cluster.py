@@ -184,11 +184,11 @@ def test_the_autoscaling_timeout_is_a_number_of_seconds(monkeypatch):
         session.autoscaling_timeout()
 
 
-def request_group(**settings):
+def request_group(bundle=None, **settings):
     """Return the id of a new placement group."""
     from ray.util.placement_group import placement_group
 
-    group = placement_group([{"CPU": 0.01}], **settings)
+    group = placement_group([bundle or {"CPU": 0.01}], **settings)
     assert group.wait(60)
     return group.id.hex()
 
@@ -235,19 +235,49 @@ def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cl
     assert group not in groups()
 
 
+@pytest.mark.ray
+def test_a_group_with_a_dead_worker_is_removed_at_the_second_look(ray_cluster):
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    class Worker:  # local, so that Ray sends it by value
+        pass
+
+    Worker.__qualname__ = session.TRAIN_WORKER  # its name in Ray
+    ids, actors = {}, {}
+    for name in ("broken", "running", "starting"):
+        ids[name] = request_group(name=name)
+        strategy = PlacementGroupSchedulingStrategy(ray.util.get_placement_group(name))
+        options = {"num_cpus": 0.001, "scheduling_strategy": strategy}
+        actors[name] = [ray.remote(Worker).options(**options).remote() for _ in range(2 * (name != "starting"))]
+        ray.get([actor.__ray_ready__.remote() for actor in actors[name]])
+    ray.kill(actors["broken"][0])
+    deadline = time.monotonic() + 60
+    while ids["broken"] not in (broken := session.remove_broken_groups(set())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert groups() & set(ids.values()) == set(ids.values())
+    session.remove_broken_groups(broken)
+    assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
+    for name in ("running", "starting"):
+        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+
 def test_cleanup_repeats_after_a_failure(monkeypatch):
-    ended, attempts = threading.Event(), []
+    is_third, looks = threading.Event(), []
 
-    def remove_stale_groups():
-        attempts.append(len(attempts))
-        if len(attempts) == 3:
-            ended.set()
-        raise ConnectionError("the dashboard is busy")
+    def remove(before):
+        looks.append(before)
+        if len(looks) == 3:
+            is_third.set()
+        if len(looks) == 1:
+            raise ConnectionError("the dashboard is busy")
+        return {f"group {len(looks)}"}
 
-    monkeypatch.setattr(session, "CLEANUP_INTERVAL", 0.01)
-    monkeypatch.setattr(session, "remove_stale_groups", remove_stale_groups)
-    session._clean_up_periodically(ended)
-    assert attempts == [0, 1, 2]
+    monkeypatch.setattr(session, "START_CLEANUP_INTERVAL", 0.01)
+    monkeypatch.setattr(session, "remove_broken_groups", remove)
+    with session.failed_starts_released():
+        assert is_third.wait(60)
+    assert looks[:3] == [set(), set(), {"group 2"}]
 
 
 @pytest.mark.ray
@@ -257,6 +287,48 @@ def test_a_process_connected_to_ray_gets_no_settings_of_a_local_one(ray_cluster,
         monkeypatch.delenv(name, raising=False)
     session.prepare_environment()
     assert not session.LOCAL_RAY_SETTINGS.keys() & os.environ.keys()
+
+
+# Kills a worker in the setup of the process group. Its group has two of the three CPUs that the run needs.
+FAILED_START = """
+import sys, threading, time
+import psutil
+from vitray.cluster import session
+from vitray.config import load_run
+from vitray.runs.driver import train
+
+killed = []
+
+def kill_one():
+    while not killed:
+        time.sleep(0.01)
+        for process in psutil.Process().children(recursive=True):
+            if "_setup_torch_process_group" in process.name() + "".join(process.cmdline()):
+                process.kill()
+                killed.append(process)
+                break
+
+settings = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", f"data.url={sys.argv[1]}/demo"]
+settings += ["optim.batch=16", "optim.duration=4 steps", "optim.warmup=0 steps", "compute={workers: 2, cpus: 1}"]
+with session.ray_session(cpus=3, object_store_bytes=300 * 10**6):
+    threading.Thread(target=kill_one, daemon=True).start()
+    train(load_run(None, settings), "late", sys.argv[1])
+    assert killed
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_failed_start_of_the_workers_keeps_no_cpus(tmp_path, ray_cluster):
+    from vitray.data.shards import read_request, write_dataset
+
+    write_dataset(read_request("demo", str(tmp_path / "demo"), overrides=["images=100", "image_size=32"]))
+    environment = os.environ | {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlruns.db'}",
+        "VITRAY_HOME": str(tmp_path / "home"),
+    }
+    command = [sys.executable, "-c", FAILED_START, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
 
 
 # Runs in its own process, since the other tests share one Ray.

@@ -47,6 +47,7 @@ TEXTS = {
         f"class {oom_backoff.START_ERRORS}FailedError",
         "self.health_check_failure = failure",
     },
+    "ray/train/v2/_internal/execution/worker_group/worker.py": {f"class {session.TRAIN_WORKER}:"},
 }
 # {logger: (method, text) of the record that vitray silences}
 RECORDS = {
@@ -135,7 +136,7 @@ OTHER_ACTORS = {
 }
 # {listing of Ray's state: the fields that vitray reads}
 STATE = {
-    "ActorState": {"class_name", "job_id", "state"},
+    "ActorState": {"class_name", "job_id", "placement_group_id", "state"},
     "JobState": {"job_id", "status"},
     "PlacementGroupState": {"creator_job_id", "is_detached", "placement_group_id", "state"},
 }

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ RAY_LIBRARY_ACTORS = {
     "_StatsSummaryActor",
     "_UsageCollectionActor",
 }
+# The class of Ray Train's workers, as Ray lists it.
+TRAIN_WORKER = "RayTrainWorker"
 # Part of Ray's error where its own processes do not start in time; it has no class of its own.
 START_TIMED_OUT = "timed out during startup"
 RAYLET = "raylet"  # the name of the process
@@ -59,8 +61,9 @@ LOCAL_RAY_LOST = (
     "Ray's raylet on this machine was killed, as for lack of memory, or has crashed; the same --name, or --resume,"
     " continues from the last checkpoint"
 )
-# Seconds between two removals of placement groups that ended jobs have left.
-CLEANUP_INTERVAL = 60.0
+# Seconds between two removals of placement groups: of those that ended jobs have left, and of those that failed starts
+# of a run's workers have left.
+CLEANUP_INTERVAL, START_CLEANUP_INTERVAL = 60.0, 10.0
 # The most jobs, actors or placement groups that Ray lists.
 LIST_LIMIT = 10_000
 
@@ -91,17 +94,14 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
     if ray.is_initialized():
         yield
         return
-    ended = threading.Event()
     is_listable = _connect_or_start(cpus, object_store_bytes)
-    cleanup = threading.Thread(target=_clean_up_periodically, args=[ended], name="cleanup", daemon=True)
-    if is_listable:
-        cleanup.start()
     try:
-        yield
+        if is_listable:  # other jobs may end while this one waits for their resources
+            with _repeated(remove_stale_groups, CLEANUP_INTERVAL):
+                yield
+        else:
+            yield
     finally:
-        ended.set()
-        if is_listable:
-            cleanup.join(5)
         ray.shutdown()
         _raylets.clear()
 
@@ -117,14 +117,57 @@ def remove_stale_groups() -> None:
     actors: Any = list_actors(filters=[("state", "!=", "DEAD")], **_list_options())
     ended = {job.job_id for job in jobs if job.status in ("SUCCEEDED", "FAILED", "STOPPED")}
     # A detached actor keeps the groups that it requested.
-    _remove_groups(ended - {actor.job_id for actor in actors if actor.class_name not in RAY_LIBRARY_ACTORS})
+    ended -= {actor.job_id for actor in actors if actor.class_name not in RAY_LIBRARY_ACTORS}
+    _remove_groups(lambda group: group.creator_job_id in ended and not group.is_detached)
 
 
-def _clean_up_periodically(ended: threading.Event) -> None:
-    """Remove stale groups while this job runs: other jobs may end while it waits for their resources."""
-    while not ended.wait(CLEANUP_INTERVAL):
-        with suppress(Exception):  # the dashboard may be busy or away
-            remove_stale_groups()
+def failed_starts_released() -> AbstractContextManager[None]:
+    """Release, during a block, the CPUs that failed starts of this job's workers still hold.
+
+    If a worker dies while its group starts, Ray Train starts another group and forgets the placement group of the
+    first, with its other workers. The next start, or the decoding of images, would wait for those CPUs.
+    """
+    broken: set[str] = set()
+
+    def release() -> None:
+        nonlocal broken
+        broken = remove_broken_groups(broken)
+
+    return _repeated(release, START_CLEANUP_INTERVAL)
+
+
+def remove_broken_groups(before: Set[str]) -> set[str]:
+    """Return this job's placement groups with a dead worker; remove those that had one before.
+
+    Ray Train never replaces a single worker, and removes such a group itself if it has not forgotten it.
+    """
+    import ray
+    from ray.util.state import list_actors
+
+    job: Any = [("job_id", "=", ray.get_runtime_context().get_job_id()), ("class_name", "=", TRAIN_WORKER)]
+    workers: Any = list_actors(filters=[*job, ("state", "=", "DEAD")], detail=True, **_list_options())
+    broken = {worker.placement_group_id for worker in workers}
+    _remove_groups(lambda group: group.placement_group_id in broken & before)
+    return broken
+
+
+@contextmanager
+def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
+    """Repeat a function in a thread during a block; its errors are ignored, as the dashboard may be busy or away."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(interval):
+            with suppress(Exception):
+                clean_up()
+
+    thread = threading.Thread(target=work, name="cleanup", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(5)
 
 
 def release_resources(actor_class: str) -> None:
@@ -138,18 +181,18 @@ def release_resources(actor_class: str) -> None:
     with suppress(ConnectionError):  # a cluster without a dashboard lists nothing
         while list_actors(filters=alive, **_list_options()) and time.monotonic() < deadline:
             time.sleep(0.5)
-        _remove_groups({job})
+        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached)
 
 
-def _remove_groups(jobs: Collection[str]) -> None:
+def _remove_groups(is_removed: Callable[[Any], bool]) -> None:
+    """Remove the placement groups for which a function of Ray's listing is true."""
     import ray
     from ray.util.placement_group import PlacementGroup, remove_placement_group
     from ray.util.state import list_placement_groups
 
     groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **_list_options())
-    for group in groups:
-        if group.creator_job_id in jobs and not group.is_detached:
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
+    for group in filter(is_removed, groups):
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
 
 
 def _list_options() -> Any:

@@ -130,4 +130,5 @@ def _fit(
         ),
     )
     fit = partial(fit_with_restarts, trainer.fit, mailbox, compute.max_failures)
-    return shutdown.wait_for(fit, mailbox).return_value
+    with session.failed_starts_released():
+        return shutdown.wait_for(fit, mailbox).return_value
