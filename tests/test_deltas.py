@@ -250,9 +250,9 @@ def test_a_circle_of_deltas_is_rejected(tmp_path, chain):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("{", "delta.json: not a delta.json: wanted a JSON object with a format"),
-        ("[]", "delta.json: not a delta.json"),
-        ("\xff", "delta.json: not a delta.json"),
+        ("{", "delta.json: not JSON"),
+        ("[]", "delta.json: not a delta.json: wanted a JSON object with a format"),
+        ("\xff", "delta.json: not JSON"),
         ('{"format": 2}', "delta.json: format: got 2, wanted 1: written by another vitray"),
         ('{"format": 1, "taken": []}', "delta.json.*base"),
         ('{"format": 1, "base": {"url": "x", "identity": "12"}, "taken": []}', "delta.json.*identity"),

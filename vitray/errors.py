@@ -10,11 +10,13 @@ LONGEST_MESSAGE = 1400  # characters
 class ConfigError(ValueError):
     """Invalid input; the message names the place, the value, the expected value and the nearest match.
 
-    A long message is cut in the middle: its ends hold the place and the expected value.
+    A long message is cut in the middle: its ends hold the place and the expected value. Characters of foreign names
+    that would control a terminal are escaped.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(cut_middle(message, LONGEST_MESSAGE))
+        lines = cut_middle(message, LONGEST_MESSAGE).split("\n")
+        super().__init__(cut_middle("\n".join(map(printable, lines)), LONGEST_MESSAGE))
 
 
 class RunError(RuntimeError):
@@ -31,6 +33,11 @@ def cut_middle(text: str, most: int) -> str:
         return text
     tail = (most - 3) // 2
     return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def printable(text: str) -> str:
+    """Return text with its control characters, line ends and unpaired surrogates as escapes, such as \\x1b."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -6,8 +6,10 @@ by the address, because addresses end up in plans and logs. No function creates 
 
 import contextlib
 import errno
+import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -16,12 +18,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 from vitray.errors import ConfigError, cut_middle
 from vitray.scratch import temporary_folder
 
 _LOCAL = fs.LocalFileSystem()
+# Wider than AWS's rule: other servers allow more.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 # S3 calls are retried with exponential backoff, for up to half a minute, so a server restart ends no run.
 # Timeouts are in seconds.
@@ -43,7 +48,12 @@ def join(url: str, *names: str) -> str:
 
 def absolute(url: str) -> str:
     """Return the address as an absolute one: Ray's workers run in other working folders."""
-    return url if "://" in url else str(Path(url).expanduser().absolute())
+    if "://" in url:
+        return url
+    try:
+        return str(Path(url).expanduser().absolute())
+    except RuntimeError:
+        raise ConfigError(f"{url}: no home folder of that user") from None
 
 
 def check_name(name: str, option: str) -> None:
@@ -75,6 +85,8 @@ def split_url(url: str) -> tuple[str | None, str]:
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if "@" in bucket or "?" in url:  # not quoted: the message would put the secret into logs
         raise ConfigError("s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"{cut_middle(url, 400)}: got the bucket {bucket[:80]!r}, wanted s3://bucket/key")
     return bucket, key.rstrip("/")
 
 
@@ -106,23 +118,77 @@ def list_files(url: str) -> list[str]:
 
 def file_sizes(url: str) -> dict[str, int]:
     """Return {relative name: bytes} of all files below a folder, sorted by name; empty if there is no folder."""
+    return {name: size for name, size in _sizes(url).items() if size is not None}
+
+
+def special_files(url: str) -> list[str]:
+    """Return the sorted relative names of all pipes, sockets, devices and broken links below a folder."""
+    return [] if is_remote(url) else [name for name, size in _sizes(url).items() if size is None]
+
+
+def _sizes(url: str) -> dict[str, int | None]:
+    """Return {relative name: bytes} of all entries below a folder but folders; None for one that is no plain file."""
     files, path = filesystem(url)
+    if not is_remote(url):
+        with _as_config_error(url):
+            return dict(sorted(_local_sizes(path, url))) if os.path.lexists(path) else {}
     with _as_config_error(url):
         infos = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-    sizes = {info.path[len(path) :].lstrip("/"): info.size for info in infos if info.type == fs.FileType.File}
-    return dict(sorted(sizes.items()))
+    found = ((info.path[len(path) :].lstrip("/"), info.size) for info in infos if info.type == fs.FileType.File)
+    return dict(sorted(found))
+
+
+def _local_sizes(root: str, url: str) -> Iterator[tuple[str, int | None]]:
+    """Yield (relative name, bytes) below a folder; refuse a link to a folder above it, which lists it without end."""
+    waiting = [("", frozenset({os.path.realpath(root)}))]
+    while waiting:
+        folder, above = waiting.pop()
+        with os.scandir(os.path.join(root, folder)) as entries:
+            for entry in entries:
+                name = os.path.join(folder, entry.name)
+                split_url(join(url, name))  # refuses a name that is not text
+                try:
+                    is_folder, is_file = entry.is_dir(), entry.is_file()
+                    if not is_folder:
+                        yield name, entry.stat().st_size if is_file else None
+                        continue
+                except OSError:  # a link to itself, or a file that was removed meanwhile
+                    yield name, None
+                    continue
+                real = os.path.realpath(entry.path)
+                if real in above:
+                    raise ConfigError(f"{join(url, name)}: a link to a folder that it lies in: remove it")
+                waiting.append((name, above | {real}))
 
 
 def read_bytes(url: str) -> bytes:
     """Return the content of a file."""
     files, path = filesystem(url)
+    check_plain(url)
     with _as_config_error(url), files.open_input_stream(path, compression=None) as stream:
         return stream.read()
+
+
+def read_json(url: str) -> Any:
+    """Return the value of a JSON file."""
+    try:
+        return json.loads(read_bytes(url).decode())
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{url}: not JSON: {error}") from None
+
+
+def check_plain(url: str) -> None:
+    """Refuse a local folder, pipe or device in place of a file: reading a pipe waits, and a device may never end."""
+    if not is_remote(url) and os.path.exists(path := filesystem(url)[1]) and not os.path.isfile(path):
+        raise ConfigError(f"{url}: a folder, pipe or device; wanted a file")
 
 
 def read_range(url: str, start: int, size: int) -> bytes:
     """Return up to `size` bytes of a file, from byte `start`."""
     files, path = filesystem(url)
+    check_plain(url)
     with _as_config_error(url), files.open_input_file(path) as file:
         return file.read_at(size, start)
 
@@ -260,13 +326,13 @@ def _as_config_error(url: str) -> Iterator[None]:
         raise ConfigError(f"{url}: no such file, folder or bucket") from None
     except PermissionError as error:
         raise ConfigError(f"{url}: permission denied: {_reason(error)}") from None
-    except OSError as error:
+    except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(f"{url}: {_reason(error)}") from None
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: Exception) -> str:
     """Return the text of an error, without its files: they have temporary names."""
-    return " ".join((error.strerror or str(error)).split())
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ row of a uint8 tensor, N x height x width x 3. It is cropped and normalised as i
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlflow.models
@@ -18,8 +18,9 @@ from mlflow.pyfunc.model import PythonModel, PythonModelContext
 from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.data.augment.batch import normalised
-from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.decode import UndecodableImage, check_size, decode_image
 from vitray.data.augment.image import crop_centre
+from vitray.errors import LONGEST_MESSAGE, cut_middle, printable
 from vitray.weights.folder import load_model
 
 # Images per forward pass, which bounds the memory of a long request.
@@ -44,9 +45,7 @@ class ImageClassifier(PythonModel):
 
         The probabilities are a softmax, or one sigmoid per class for a run with loss bce.
         """
-        top_k = (params or {}).get("top_k")
-        if top_k is not None and not 1 <= top_k <= len(self.classes):
-            raise _invalid(f"top_k: got {top_k}, wanted 1 to {len(self.classes)}, the number of classes")
+        top_k = _top_k(params, len(self.classes))
         images = _images(model_input)
         answers = []
         for start in range(0, len(images), BATCH_SIZE):
@@ -73,17 +72,31 @@ class ImageClassifier(PythonModel):
         return {"label": int(label), "class": self.classes[label], "probability": float(probabilities_K[label])}
 
 
+def _top_k(params: Any, classes: int) -> int | None:
+    if params is not None and not isinstance(params, Mapping):
+        raise _invalid(f"params: got {type(params).__name__}, wanted params by name")
+    top_k = (params or {}).get("top_k")
+    if top_k is not None and not (isinstance(top_k, int | np.integer) and 1 <= top_k <= classes):
+        raise _invalid(f"top_k: got {top_k!r}, wanted 1 to {classes}, the number of classes")
+    return top_k
+
+
 def _images(model_input: Any) -> list[Any]:
     """Return the images of a DataFrame, a mapping of columns, a list of records, or a tensor."""
+    if isinstance(model_input, str | bytes):
+        return [model_input]
     if isinstance(model_input, list):
         return [_image_column(part) if isinstance(part, Mapping) else part for part in model_input]
     images = model_input if isinstance(model_input, np.ndarray) else _image_column(model_input)
     # MLflow's server turns a single text into an array without dimensions.
-    is_single = isinstance(images, str | bytes) or (isinstance(images, np.ndarray) and images.ndim == 0)
+    is_single = not isinstance(images, Iterable) or isinstance(images, str | bytes)
+    is_single = is_single or (isinstance(images, np.ndarray) and images.ndim == 0)
     return [images] if is_single else list(images)
 
 
 def _image_column(columns: Any) -> Any:
+    if not isinstance(columns, Mapping) and not hasattr(columns, "columns"):
+        raise _invalid(f"got {type(columns).__name__}, wanted records, columns or a tensor")
     if "image" not in columns:
         raise _invalid(f"got the columns {', '.join(map(str, columns)) or 'none'}; wanted image")
     return columns["image"]
@@ -93,7 +106,7 @@ def _preprocess(image: Any, index: int, run: Run) -> np.ndarray:
     """Return the pixels of one image, cropped as in the run's evaluation."""
     try:
         return crop_centre(_pixels(image), run.data.eval_crop, run.model.image_shape)
-    except ValueError as error:  # UndecodableImage included
+    except (ValueError, MemoryError) as error:  # UndecodableImage included
         raise _invalid(f"image {index}: {error}") from None
 
 
@@ -111,14 +124,17 @@ def _pixels(image: Any) -> np.ndarray:
     pixels = np.asarray(image)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
         raise ValueError(f"got {type(image).__name__} of shape {pixels.shape}, wanted base64 or height x width x 3")
-    if pixels.dtype.kind not in "iu" or pixels.min() < 0 or pixels.max() > 255:
+    check_size(pixels.shape[1], pixels.shape[0])
+    if pixels.dtype.kind not in "iuf":
+        raise ValueError(f"got {pixels.dtype}, wanted whole numbers 0 to 255")
+    if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 255:
         raise ValueError(f"got {pixels.dtype} from {pixels.min()} to {pixels.max()}, wanted whole numbers 0 to 255")
     return pixels.astype(np.uint8)
 
 
 def _invalid(fault: str) -> MlflowException:
     # MLflow's server returns any other exception as a stack trace.
-    return MlflowException.invalid_parameter_value(fault)
+    return MlflowException.invalid_parameter_value(printable(cut_middle(fault, LONGEST_MESSAGE)))
 
 
 mlflow.models.set_model(ImageClassifier())

@@ -79,6 +79,8 @@ def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
     for key, tensor in ours.items():
         if tensor.shape != (wanted := vit.state_dict()[key]).shape:
             wrong.append(f"{key} is {tuple(tensor.shape)}, wanted {tuple(wanted.shape)}")
+        elif tensor.is_floating_point() != wanted.is_floating_point():
+            wrong.append(f"{key} is {tensor.dtype}, wanted {wanted.dtype}")
     wrong += [f"{key} has no place here" for key in sorted(unused)]
     if wrong:
         raise ConfigError(f"{url}: read as {vit.model.name}, but {few(wrong, '; ')}")

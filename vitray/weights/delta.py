@@ -94,15 +94,13 @@ def read_delta(location: str) -> Delta | None:
     url = storage.join(location, DELTA)
     if not storage.exists(url):
         return None
-    text = storage.read_bytes(url)
-    try:
-        version = json.loads(text)["format"]
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{url}: not a {DELTA}: wanted a JSON object with a format") from None
-    if version != FORMAT:
+    tree = storage.read_json(url)
+    if not isinstance(tree, dict) or "format" not in tree:
+        raise ConfigError(f"{url}: not a {DELTA}: wanted a JSON object with a format")
+    if (version := tree["format"]) != FORMAT:
         raise ConfigError(f"{url}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
     try:
-        return Delta.model_validate_json(text)
+        return Delta.model_validate_json(json.dumps(tree))
     except ValidationError as invalid:
         raise explain_error(invalid, Delta, {}, url) from None
 

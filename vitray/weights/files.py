@@ -1,7 +1,6 @@
 """Weights files of other libraries: tensors by name, and the description of the network beside them."""
 
 import argparse
-import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitray import storage
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, cut_middle
 
 State = dict[str, Tensor]
 # Training scripts save {"model": ...}; flax prefixes names with the path of the tree.
@@ -40,8 +39,9 @@ def read_weights(url: str) -> WeightsFile:
     with storage.local_copy(url) as path:
         try:
             content = _READERS.get(path.suffix, _read_pickle)(path)
-        except (SafetensorError, BadZipFile, OSError, ValueError, RuntimeError, EOFError) as error:
-            raise ConfigError(f"{url}: not a {path.suffix} weights file: {str(error).splitlines()[0]}") from None
+        except (SafetensorError, BadZipFile, OSError, ValueError, RuntimeError, EOFError, MemoryError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"{url}: not a {path.suffix or 'known'} weights file: {cut_middle(text, 400)}") from None
     config = _read_config(url)
     names = (config.get("architecture"), content.get("arch"), getattr(content.get("args"), "model", None))
     # timm's config.json has the first; checkpoints of timm, DeiT, MAE and torchvision have the others.
@@ -49,10 +49,11 @@ def read_weights(url: str) -> WeightsFile:
     for wrapper in WRAPPERS:
         if isinstance(content.get(wrapper), dict):
             content = content[wrapper]
-    prefix = next((prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in content)), "")
-    state = {key.removeprefix(prefix): value for key, value in content.items() if isinstance(value, Tensor)}
+    named = {key: value for key, value in content.items() if isinstance(key, str)}
+    prefix = next((prefix for prefix in PREFIXES if all(key.startswith(prefix) for key in named)), "")
+    state = {key.removeprefix(prefix): value for key, value in named.items() if isinstance(value, Tensor)}
     if not state:
-        raise ConfigError(f"{url}: holds no tensors")
+        raise ConfigError(f"{url}: holds no tensors by name")
     return WeightsFile(state, config, network)
 
 
@@ -62,10 +63,7 @@ def _read_config(url: str) -> dict[str, Any]:
     place = storage.join(folder or ".", "config.json")
     if name != "model.safetensors" or not storage.exists(place):
         return {}
-    try:
-        config = json.loads(storage.read_bytes(place))
-    except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
+    config = storage.read_json(place)
     if not isinstance(config, dict):
         raise ConfigError(f"{place}: holds a {type(config).__name__}, wanted settings by name")
     return config
@@ -82,7 +80,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
                 f"it holds {_unsafe_names(path)}, which only running code could load; save its tensors alone"
             ) from None
         except Exception as error:  # unreadable bytes raise almost anything
-            raise ValueError(str(error)) from None
+            raise ValueError(str(error) or type(error).__name__) from None
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not tensors by name")
     return content
@@ -91,13 +89,16 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 def _unsafe_names(path: Path) -> str:
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except ValueError:  # the format before torch 1.6
+    except Exception:  # the format before torch 1.6, or unreadable bytes
         names = []
     return ", ".join(sorted(names)) or "more than tensors"
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with path.open("rb") as file:
+        arrays = np.load(file, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array, not arrays by name")
         return {key: torch.from_numpy(np.asarray(arrays[key], dtype=np.float32)) for key in arrays.files}
 
 

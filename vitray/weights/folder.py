@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from vitray import storage
 from vitray.config import Run, load_run
+from vitray.config.parsing import short
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
@@ -30,7 +32,7 @@ from vitray.weights.delta import (
     read_chain,
     read_state,
 )
-from vitray.weights.files import State
+from vitray.weights.files import State, few
 
 
 class LoadedModel(NamedTuple):
@@ -161,9 +163,21 @@ def _build(location: str, state: State) -> LoadedModel:
     run = _run_at(location)
     if run.task.kind == "tokenizer":
         raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
+    with torch.device("meta"):  # initial values of a large network take a minute
+        _check_fit(ViT(run.model), location, run, state)
+    classes = _read_classes(storage.join(location, CLASSES), run)
     vit = ViT(run.model)
     _fill(vit, location, run, state)
-    return LoadedModel(run, vit, json.loads(storage.read_bytes(storage.join(location, CLASSES))))
+    return LoadedModel(run, vit, classes)
+
+
+def _read_classes(url: str, run: Run) -> list[str] | None:
+    """Return the class names of a model folder, as many as classes, or None."""
+    classes = storage.read_json(url)
+    is_list = isinstance(classes, list) and all(isinstance(name, str) and name.isprintable() for name in classes)
+    if classes is None or (is_list and len(classes) == run.model.num_classes):
+        return classes
+    raise ConfigError(f"{url}: got {short(classes)}, wanted null or a list of {run.model.num_classes} names")
 
 
 def _run_at(location: str) -> Run:
@@ -173,6 +187,13 @@ def _run_at(location: str) -> Run:
 
 def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
     """Give a network these tensors without a copy, and switch it to evaluation mode."""
+    _check_fit(network, url, run, state)
+    network.load_state_dict(state, assign=True)
+    network.eval()
+
+
+def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
+    """Refuse tensors that are missing, left over, misshapen, or numbers where the network has fractions."""
     wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
@@ -181,7 +202,10 @@ def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
         for key in wanted.keys() & state.keys()
         if state[key].shape != wanted[key].shape
     ]
+    wrong += [
+        f"{key} is {state[key].dtype}, wanted {wanted[key].dtype}"
+        for key in wanted.keys() & state.keys()
+        if state[key].is_floating_point() != wanted[key].is_floating_point()
+    ]
     if wrong:
-        raise ConfigError(f"{url}: {WEIGHTS} does not fit {run.model.name} of {RUN}: {'; '.join(sorted(wrong)[:6])}")
-    network.load_state_dict(state, assign=True)
-    network.eval()
+        raise ConfigError(f"{url}: {WEIGHTS} does not fit {run.model.name} of {RUN}: {few(sorted(wrong), '; ')}")

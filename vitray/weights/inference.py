@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vitray.config.model_names import WIDTHS, width_key, width_of
-from vitray.errors import ConfigError
+from vitray.config.parsing import short
+from vitray.errors import ConfigError, printable
 from vitray.weights.files import State, WeightsFile, few
 from vitray.weights.layouts import LAYOUTS, WeightLayout
 
@@ -210,6 +211,8 @@ def known_width(network: str) -> str | None:
 
 def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, Any]:
     arguments = config.get("model_args") or {}
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{url}: config.json: model_args: got {short(arguments)}, wanted arguments by name")
     if other := sorted(set(arguments) - _TIMM_ARGUMENTS):
         raise ConfigError(f"{url}: config.json: model_args has {few(other)}, for which vitray has no network")
     same = {"num_heads": "heads", "img_size": "image_size"}
@@ -231,9 +234,10 @@ def _of_hugging_face(config: Mapping[str, Any], url: str) -> dict[str, Any]:
     # The fallbacks are the library's own.
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
     if kind != "vit":
-        raise ConfigError(f"{url}: config.json: model_type {kind}, wanted vit")
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"{url}: config.json: hidden_act {activation}, wanted one of {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(f"{url}: config.json: model_type {printable(str(kind)[:80])}, wanted vit")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ConfigError(f"{url}: config.json: hidden_act {printable(str(activation)[:80])}, wanted one of {known}")
     size = config.get("image_size", 224)
     return {
         "heads": config.get("num_attention_heads", 12),

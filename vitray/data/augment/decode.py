@@ -16,6 +16,8 @@ from PIL import Image, ImageOps
 
 # Pillow rejects larger images as decompression bombs.
 MAX_PIXELS = 178_956_970
+# A crop enlarges the shorter side to its own size: with 1 x 65,500 pixels, the longer one to gigabytes.
+MAX_RATIO = 256
 # Raster formats only: others start programs (EPS) or read other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
 UPRIGHT = 1
@@ -33,11 +35,22 @@ def decode_image(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> np.n
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
             # simplejpeg converts CMYK differently from viewers.
-            if colours in ("YCbCr", "Gray", "RGB") and int(height) * int(width) <= max_pixels and _is_upright(data):
+            check_size(int(width), int(height), max_pixels)
+            if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
                 return simplejpeg.decode_jpeg(data)
+        except UndecodableImage:
+            raise
         except ValueError:
             pass  # simplejpeg rejects all that libjpeg warns about, such as odd headers; Pillow decides
     return np.array(decode_with_pillow(data, max_pixels))
+
+
+def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
+    """Raise UndecodableImage for a size whose pixels, or those of a crop, would not fit in memory."""
+    if width * height > max_pixels:
+        raise UndecodableImage(f"too large: {width}x{height}, max_pixels={max_pixels}")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise UndecodableImage(f"too narrow: {width}x{height}, at most 1:{MAX_RATIO}")
 
 
 def _is_upright(jpeg: bytes) -> bool:
@@ -64,8 +77,7 @@ def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Im
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = Image.open(io.BytesIO(content), formats=_formats())
-            if image.width * image.height > max_pixels:
-                raise UndecodableImage(f"too large: {image.width}x{image.height}, max_pixels={max_pixels}")
+            check_size(image.width, image.height, max_pixels)
             image.load()
             with suppress(Exception):  # viewers ignore unreadable EXIF
                 image = ImageOps.exif_transpose(image)

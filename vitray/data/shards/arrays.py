@@ -2,9 +2,11 @@
 
 import gzip
 import io
+import math
 import pickle
 import re
 import tarfile
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -13,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vitray import storage
-from vitray.errors import ConfigError, nearest
+from vitray.errors import ConfigError, nearest, one_line
 
 IDX_IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 CIFAR_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
@@ -55,9 +57,21 @@ def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[st
         if label not in batch:
             known = [key for key in batch if key.endswith("labels")]
             raise ConfigError(f"label={label}: {source} has {', '.join(known)}{nearest(label, known)}")
+        _check_batch(batch, label, f"{source}::{name}")
         split_name = f"train_{name}" if name.startswith("data_") else name  # data_batch_1 belongs to train
         files.append(ArrayFile(split_name, f"{source}::{name}", batch[label]))
-    return files, list(meta[label.replace("labels", "label_names")])
+    names = meta.get(label.replace("labels", "label_names"))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{source}::{metas[0]}: wanted a list of class names for {label}")
+    return files, names
+
+
+def _check_batch(batch: dict[str, Any], label: str, file: str) -> None:
+    data, labels = batch.get("data"), batch[label]
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (3072,):
+        raise ConfigError(f"{file}: wanted `data` as bytes, 3,072 for each image")
+    if not isinstance(labels, list) or len(labels) != len(data):
+        raise ConfigError(f"{file}: wanted {label} as a list of {len(data)} numbers, as many as images")
 
 
 @lru_cache(maxsize=1)
@@ -75,21 +89,44 @@ def _cifar_members(source: str) -> dict[str, bytes | str]:
                 is_small = member.isreg() and member.size <= LARGEST_MEMBER
                 if name in expected and is_small and (file := tar.extractfile(member)):
                     members[name] = file.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ConfigError(f"{source}: cannot be read as a tar archive: {error}") from None
+            check_tar_end(tar)
+    except ConfigError:
+        raise
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{source}: cannot be read as a tar archive: {text}") from None
     return members
+
+
+def check_tar_end(tar: tarfile.TarFile) -> None:
+    """Raise a ReadError unless an archive, read to its end, ends in zeros only.
+
+    tarfile ends silently at a damaged header or where the file was cut. Reading on also checks a checksum of gzip.
+    """
+    file = tar.fileobj
+    assert file is not None
+    file.seek(tar.offset)
+    end = file.read(tarfile.BLOCKSIZE)
+    if len(end) < tarfile.BLOCKSIZE or any(end):
+        raise tarfile.ReadError("cut off, or a damaged header in the middle")
+    while rest := file.read(2**20):
+        if any(rest):
+            raise tarfile.ReadError("data after its end")
 
 
 @lru_cache(maxsize=2)
 def _cifar_batch(file: str) -> dict[str, Any]:
+    """Return a batch, or the class names, as {name: value}."""
     source, _, name = file.rpartition("::")
     member = _cifar_members(source)[name]
     content = member if isinstance(member, bytes) else storage.read_bytes(member)
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
+        if not isinstance(batch, dict):
+            raise ValueError(f"it holds a {type(batch).__name__}")
         return {key if isinstance(key, str) else key.decode(): value for key, value in batch.items()}
     except Exception as error:  # a malformed pickle may raise anything
-        raise ConfigError(f"{file}: not a batch of CIFAR: {error}") from None
+        raise ConfigError(f"{file}: not a batch of CIFAR: {one_line(error)[:300]}") from None
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -113,18 +150,20 @@ def list_idx(source: str) -> list[ArrayFile]:
     """Return the files of images in a folder, or beside one of them."""
     folder = source.rpartition("/")[0] if IDX_IMAGES.search(source) else source
     names = storage.list_files(folder)
-    images = [name for name in names if IDX_IMAGES.search(name)]
     files = []
-    for name in images:
+    for name in filter(IDX_IMAGES.search, names):
         expected = re.sub(r"images([-.])idx3", r"labels\1idx1", name)
         choices = (expected, f"{expected}.gz", expected.removesuffix(".gz"))
         labels = next((choice for choice in choices if choice in names), None)
         if labels is None:
             raise ConfigError(f"{storage.join(source, name)}: no labels beside it: wanted {expected}")
-        file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels)).tolist()
-        if len(numbers) != len(_idx(file)):
-            raise ConfigError(f"{file}: {len(_idx(file))} images, but {len(numbers)} labels")
-        files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers))
+        file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels))
+        images = _idx(file)
+        if images.ndim != 3 or 0 in images.shape[1:] or numbers.ndim != 1:
+            raise ConfigError(f"{file}: images {images.shape}, labels {numbers.shape}; wanted 3 and 1 sides")
+        if len(numbers) != len(images):
+            raise ConfigError(f"{file}: {len(images)} images, but {len(numbers)} labels")
+        files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers.tolist()))
     if len({each.name for each in files}) < len(files):
         raise ConfigError(f"{source}: contains the same images packed and unpacked: remove one of them")
     return files
@@ -138,12 +177,12 @@ def _idx(file: str) -> np.ndarray:
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
                 content = packed.read(LARGEST_MEMBER)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{file}: cannot be unpacked: {error}") from None
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise ConfigError(f"{file}: not an IDX file of bytes")
-    head = 4 + 4 * content[3]
+    head = 4 + 4 * content[3] if len(content) >= 4 else 4
+    if len(content) < head or content[:3] != b"\0\0\x08" or content[3] > 3:
+        raise ConfigError(f"{file}: not an IDX file of bytes with at most three sides")
     shape = np.frombuffer(content[4:head], ">u4").tolist()
-    if len(content) != head + int(np.prod(shape)):
+    if len(content) != head + math.prod(shape):
         raise ConfigError(f"{file}: {len(content)} bytes, but its header has shape {shape}")
     return np.frombuffer(content, np.uint8, offset=head).reshape(shape)

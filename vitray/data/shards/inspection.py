@@ -22,7 +22,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.ray_tasks import run_with_progress
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, cut_middle, printable
 
 WORK = ".work"
 # Part of every name: other versions may encode or lay out bytes differently.
@@ -136,7 +136,7 @@ def _check_rejects(request: ShardRequest, rejects: list[Reject], total: int) -> 
     if len(rejects) <= allowed * total and len(rejects) < total:
         return
     write_rejects(request, rejects)
-    lines = [f"  {reject.file}: {reject.reason}" for reject in rejects[:20]]
+    lines = [f"  {printable(cut_middle(reject.file, 100))}: {reject.reason}" for reject in rejects[:20]]
     more = [f"  and {len(rejects) - 20} more"] if len(rejects) > 20 else []
     raise ConfigError(
         f"{request.source}: {len(rejects)} of {total} images cannot be used, more than max_rejects={allowed} allows;"

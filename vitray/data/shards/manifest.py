@@ -5,22 +5,30 @@ Knows neither torch nor ray.
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from vitray import storage
 from vitray.cluster import session
-from vitray.config.sections import Section, Size
+from vitray.config.parsing import short
+from vitray.config.sections import Section, Size, Text
 from vitray.config.validation import explain_error
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, one_line
 
 MANIFEST = "dataset.json"
 FORMAT = 1
-Channels = tuple[float, float, float]
+# A split's name begins the names of its shards.
+SPLIT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_Level = Annotated[float, Field(ge=0, le=1)]
+Channels = tuple[_Level, _Level, _Level]
 
 
 class Shard(Section):
@@ -34,12 +42,18 @@ class Shard(Section):
     row_groups: tuple[Size, ...]
     """Rows of each row group, the unit of reading."""
 
+    @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        if sum(self.row_groups) != self.rows:
+            raise ValueError(f"{short(self.name)}: rows: got {self.rows}, wanted {sum(self.row_groups)}, as its groups")
+        return self
+
 
 class Split(Section):
     """The shards of one split, in order."""
 
-    shards: tuple[Shard, ...]
-    class_counts: tuple[int, ...]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+    class_counts: tuple[Annotated[int, Field(ge=0)], ...]
     """Images per class, in the order of the class names."""
 
     @property
@@ -80,7 +94,7 @@ class Dataset(Section):
 
     format: Literal[1] = FORMAT
     splits: dict[str, Split]
-    classes: tuple[str, ...]
+    classes: tuple[Text, ...]
     """Name of each label."""
     mean: Channels
     """Of red, green and blue over the decoded train pixels (all splits if there is no train), in 0..1."""
@@ -94,6 +108,16 @@ class Dataset(Section):
     duplicates: Duplicates
     url: str = Field("", exclude=True)
     """The folder of dataset.json."""
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> Self:
+        for name, split in self.splits.items():
+            if not SPLIT_NAME.fullmatch(name):
+                raise ValueError(f"splits: got {short(name)}, wanted up to 64 of the characters A-Z a-z 0-9 _ . -")
+            if len(split.class_counts) != len(self.classes):
+                counts = f"got {len(split.class_counts)} numbers, wanted {len(self.classes)}, one for each class"
+                raise ValueError(f"splits.{name}.class_counts: {counts}")
+        return self
 
     @cached_property
     def identity(self) -> str:
@@ -117,16 +141,13 @@ def open_dataset(url: str) -> Dataset:
     if not storage.exists(manifest):
         hint = "; this job has only the files that were sent with it" if session.job_dir() else ""
         raise ConfigError(f"{url}: no dataset here: no {MANIFEST}, which `vitray shard` writes last{hint}")
-    text = storage.read_bytes(manifest)
-    try:
-        tree = json.loads(text)
-        version = tree["format"]
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{manifest}: not a dataset.json: wanted a JSON object with a format") from None
-    if version != FORMAT:
+    tree = storage.read_json(manifest)
+    if not isinstance(tree, dict) or "format" not in tree:
+        raise ConfigError(f"{manifest}: not a dataset.json: wanted a JSON object with a format")
+    if (version := tree["format"]) != FORMAT:
         raise ConfigError(f"{manifest}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
     try:
-        return Dataset.model_validate_json(text).model_copy(update={"url": url})
+        return Dataset.model_validate_json(json.dumps(tree)).model_copy(update={"url": url})
     except ValidationError as invalid:
         raise explain_error(invalid, Dataset, {}, manifest) from None
 
@@ -152,6 +173,27 @@ def _keys(dataset: Dataset, split: str, index: int) -> list[str]:
     if dataset.columns.key is None:  # a file indexed in place: keys are shard and row, as in the stream
         first = sum(shard.rows for shard in shards[:index])
         return [f"{index}:{row}" for row in range(first, first + shards[index].rows)]
-    files, path = storage.filesystem(dataset.address(shards[index]))
-    with files.open_input_file(path) as file:
-        return pq.read_table(file, columns=[dataset.columns.key]).flatten().column(0).to_pylist()
+    url, name = dataset.address(shards[index]), dataset.columns.key
+    storage.check_plain(url)
+    files, path = storage.filesystem(url)
+    with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
+        keys = file.read(columns=[name]).flatten().column(name).to_pylist()
+        if len(keys) != shards[index].rows or not all(isinstance(key, str) for key in keys):
+            raise ConfigError(f"{url}: column {name}: wanted a text in each of {shards[index].rows} rows")
+    return keys
+
+
+@contextmanager
+def shard_errors(url: str) -> Iterator[None]:
+    """Turn the errors of reading a shard that is no Parquet, is damaged or lacks a column into one message.
+
+    An OSError of a remote shard stays one: its store may be away, and a later attempt may succeed.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        text = f"{url}: not the shard that dataset.json describes, or damaged: {one_line(error)}"
+        is_temporary = isinstance(error, OSError) and storage.is_remote(url)
+        raise (OSError if is_temporary else ConfigError)(text) from None

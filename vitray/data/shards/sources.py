@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
 
 from vitray import storage
-from vitray.data.shards.arrays import IDX_IMAGES, list_cifar, list_idx, read_png
+from vitray.data.shards.arrays import IDX_IMAGES, check_tar_end, list_cifar, list_idx, read_png
 from vitray.data.shards.demo import CLASSES, demo_item
-from vitray.data.shards.manifest import MANIFEST, open_dataset
+from vitray.data.shards.manifest import MANIFEST, SPLIT_NAME, open_dataset
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.tables import (
     LABEL_COLUMNS,
@@ -26,7 +26,7 @@ from vitray.data.shards.tables import (
     read_images,
     read_text,
 )
-from vitray.errors import ConfigError, nearest
+from vitray.errors import ConfigError, nearest, printable
 
 REJECTS = "rejects.parquet"
 
@@ -47,6 +47,7 @@ _TAR_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm",
 
 # Larger files are not images, and would be read whole.
 LARGEST_FILE = 2**30
+LONGEST_NAME = 200
 
 
 class SourceEntry(NamedTuple):
@@ -178,6 +179,8 @@ def split_in(name: str) -> str:
 def detect_kind(request: ShardRequest) -> Kind:
     """Return the kind of the source: the setting `kind`, or the kind that its file names show."""
     if request.settings.kind:
+        if request.settings.kind != "demo" and not storage.exists(request.source):
+            _check_files(request.source)
         return request.settings.kind
     source = request.source.lower().rstrip("/")
     if source == "demo":
@@ -190,14 +193,19 @@ def detect_kind(request: ShardRequest) -> Kind:
         return "tar"
     if source.endswith((".tar.gz", ".tgz")):
         return "cifar"
-    names = storage.list_files(request.source)
-    if not names:
-        raise ConfigError(f"{request.source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
+    names = _check_files(request.source)
     kinds: list[Kind] = [kind for kind, sign in SIGNS if any(sign.search(name) for name in names)]
     if len(kinds) != 1:
         problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
         raise ConfigError(f"{request.source}: {problem}: set kind=, one of {', '.join(get_args(Kind))}")
     return kinds[0]
+
+
+def _check_files(source: str) -> list[str]:
+    """Return the names of the files below a source, before Ray starts."""
+    if names := storage.list_files(source):
+        return names
+    raise ConfigError(f"{source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
 
 
 def _files(source: str, ending: str) -> list[str]:
@@ -222,6 +230,8 @@ def _list_folder(source: str) -> Iterator[SourceEntry]:
         split = SPLITS[folders.pop(0)] if is_split_on_top and folders else ""
         reason = None if folders else "not in a class folder"
         yield SourceEntry(split, name, storage.join(source, name), 0, size, folders[0] if folders else None, reason)
+    for name in storage.special_files(source):
+        yield SourceEntry("", name, storage.join(source, name), reason="a pipe, device or broken link")
 
 
 def _list_index(request: ShardRequest) -> Iterator[SourceEntry]:
@@ -253,16 +263,21 @@ def _index_rows(source: str) -> tuple[list[str], Iterable[dict[str, str]]]:
         text = storage.read_bytes(source).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: cannot be read as text: {error}") from None
-    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if source.lower().endswith(".tsv") else ",", restval="")
-    return list(reader.fieldnames or []), reader
+    lines = io.StringIO(text, newline="")
+    reader = csv.DictReader(lines, delimiter="\t" if source.lower().endswith(".tsv") else ",", restval="")
+    try:
+        return list(reader.fieldnames or []), list(reader)
+    except csv.Error as error:
+        raise ConfigError(f"{source}:{reader.line_num}: cannot be read as a table: {error}") from None
 
 
 def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:
     """Return the samples of a WebDataset tar: members of one stem are an image and its label (.cls or .json)."""
     entries: dict[str, SourceEntry] = {}
     labels: dict[str, Any] = {}
+    replaced: list[SourceEntry] = []
     try:
-        with storage.local_copy(url) as path, tarfile.open(path, "r:") as tar:
+        with storage.local_copy(url) as path, tarfile.open(path, "r:", errors="backslashreplace") as tar:
             for member in tar:
                 if member.isdir():
                     continue
@@ -276,20 +291,25 @@ def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:
                     elif not member.isreg() or member.issparse():
                         reason = "the member is no plain file"
                     place = (url, member.offset_data, member.size)
+                    if key in entries:
+                        replaced.append(entries[key]._replace(reason="a later member is the image of the same sample"))
                     entries[key] = SourceEntry(split_in(name), f"{name}/{member.name}", *place, None, reason)
                 elif member.isreg() and ending == (label or "cls") and (file := tar.extractfile(member)):
-                    labels[key] = file.read(2**16).decode(errors="replace").strip()
+                    labels[key] = file.read(2**16).decode(errors="surrogateescape").strip()
                 elif member.isreg() and ending == "json" and (file := tar.extractfile(member)):
                     labels.setdefault(key, _json_label(file.read(2**20), label or "label"))
-    except tarfile.TarError as error:
+            check_tar_end(tar)
+    except ConfigError:
+        raise
+    except (tarfile.TarError, ValueError, OverflowError, OSError) as error:  # a forged header may raise all of these
         raise ConfigError(f"{url}: not an uncompressed tar, or a damaged one: {error}") from None
-    return [entry._replace(label=labels.get(key)) for key, entry in entries.items()]
+    return [entry._replace(label=labels.get(key)) for key, entry in entries.items()] + replaced
 
 
 def _json_label(text: bytes, field: str) -> Any:
     try:
         tree = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return tree.get(field) if isinstance(tree, dict) else None
 
@@ -310,6 +330,8 @@ def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[So
     default = keep[0] if keep and not has_splits else "train"
     entries = [entry._replace(split=entry.split or default) for entry in entries]
     known = dict.fromkeys([entry.split for entry in entries] or [default])
+    if wrong := next((name for name in known if not SPLIT_NAME.fullmatch(name)), None):
+        raise ConfigError(f"{source}: split {wrong[:80]!r}: wanted up to 64 of the characters A-Z a-z 0-9 _ . -")
     for name in keep:
         if name not in known:
             raise ConfigError(f"--split {name}: {source} has {', '.join(known)}{nearest(name, known)}")
@@ -339,6 +361,8 @@ def _number_labels(
         classes = tuple(names or sorted(map(str, labels)))
         numbers = {name: number for number, name in enumerate(classes)}
         codes = {label: numbers.get(str(label), len(classes)) for label in labels}
+    if wrong := next((name for name in classes if not name.strip() or not name.isprintable()), None):
+        raise ConfigError(f"class name {wrong[:80]!r}: wanted one line of text")
     unknown = [label for label in labels if codes[label] >= len(classes)]
     if unknown:
         raise ConfigError(f"label {unknown[0]!r}: not among the {len(classes)} class names of the source")
@@ -348,7 +372,7 @@ def _number_labels(
         if not reason and entry.size > LARGEST_FILE:
             reason = f"too large: {entry.size} bytes"
         if not reason and plain is None and kind != "demo":
-            reason = "no label"
+            reason = "no label" if entry.label in (None, "", -1, "-1") else f"no label: got {_quoted(entry.label)}"
         if reason:
             rejects.append(Reject(entry.split, entry.name, reason))
         else:
@@ -357,6 +381,15 @@ def _number_labels(
 
 
 def _plain_label(label: Any) -> int | str | None:
-    """Return a label as a number or text; None for other values, and for -1 or empty text, which mark hidden labels."""
+    """Return a label as a number from 0 or one short line of text; None for others, such as -1, a hidden label."""
     label = int(label) if isinstance(label, float) and label.is_integer() else label
-    return label if isinstance(label, int | str) and label not in ("", -1, "-1") else None
+    if isinstance(label, str):
+        is_usable = 0 < len(label) <= LONGEST_NAME and label.isprintable() and not re.fullmatch(r"-\d+", label)
+    else:
+        is_usable = isinstance(label, int) and label >= 0
+    return label if is_usable else None
+
+
+def _quoted(label: Any) -> str:
+    """Return the beginning of an unusable label, as a reason for rejecting its image."""
+    return printable(repr(label)[:40])

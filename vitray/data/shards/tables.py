@@ -32,6 +32,7 @@ class ImageTable(NamedTuple):
 @contextmanager
 def _opened(url: str) -> Iterator[pq.ParquetFile]:
     files, path = storage.filesystem(url)
+    storage.check_plain(url)
     try:
         with pq.ParquetFile(path, filesystem=files) as file:
             yield file
@@ -44,6 +45,8 @@ def _opened(url: str) -> Iterator[pq.ParquetFile]:
 def find_column(names: Sequence[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
     """Return the column that a setting asks for, or the first one with a usual name."""
     for name in [asked] if asked else usual:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: has {names.count(name)} columns {name}; wanted one")
         if name in names:
             return name
     problem = f"no column {asked!r}" if asked else f"no column of images or labels is called {' or '.join(usual)}"
@@ -87,9 +90,10 @@ def _group_sizes(file: pq.ParquetFile) -> list[int]:
 
 def _hugging_face_names(metadata: Mapping[bytes, bytes], label: str) -> tuple[str, ...]:
     try:
-        return tuple(json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"])
-    except (KeyError, ValueError, TypeError):
+        names = json.loads(metadata[b"huggingface"])["info"]["features"][label]["names"]
+    except (KeyError, ValueError, TypeError, RecursionError):
         return ()
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[bytes]:
@@ -102,7 +106,7 @@ def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[by
         for row, group in zip(rows, groups.tolist(), strict=True):
             if group != current:
                 current, contents = group, file.read_row_group(group, columns=[path]).column(0)
-                if path.endswith(".bytes"):
+                if pa.types.is_struct(contents.type):
                     contents = pa.chunked_array([chunk.field("bytes") for chunk in contents.chunks])
             yield contents[row - int(starts[group])].as_py() or b""
 

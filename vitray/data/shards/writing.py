@@ -5,6 +5,7 @@ As in the inspection, work files under DEST/.work are named after their inputs: 
 
 import hashlib
 import json
+import posixpath
 import re
 import sys
 from collections import Counter
@@ -57,6 +58,8 @@ def write_dataset(request: ShardRequest) -> Dataset:
     check_writable(request.dest)
     with tasks_at_a_time(request.settings.workers) as at_a_time:
         listing = list_source(request, kind, partial(run_tasks, at_a_time=at_a_time))
+        if request.index_only:
+            _check_indexable(listing)
         # The first file in the folder: it marks the folder as ours.
         storage.write_bytes(storage.join(request.dest, WORK, "job.json"), json.dumps(request.recorded()).encode())
         images, rejects = inspect_source(request, listing, at_a_time)
@@ -87,7 +90,7 @@ def _finished_dataset(request: ShardRequest) -> Dataset | None:
         raise ConfigError("--index-only leaves files as they are: --split NAME=SHARE cannot draw from them")
     if request.index_only and request.settings.resize:
         raise ConfigError("--index-only leaves files as they are: resize cannot re-encode them")
-    source, dest = (storage.filesystem(url)[1] for url in (request.source, request.dest))
+    source, dest = (posixpath.normpath(storage.filesystem(url)[1]) for url in (request.source, request.dest))
     is_same_store = storage.is_remote(request.source) == storage.is_remote(request.dest)
     if not request.index_only and is_same_store and f"{dest}/".startswith(f"{source}/"):
         raise ConfigError(f"{request.dest}: lies within the source {request.source}: choose a folder outside it")
@@ -151,6 +154,23 @@ def _describe_shard(name: str, path: Any, groups: tuple[int, ...]) -> Shard:
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return Shard(name=name, rows=sum(groups), bytes=file.tell(), sha256=sha256, row_groups=groups)
+
+
+def _check_indexable(listing: Listing) -> None:
+    """Refuse files whose rows a run could not read: labels that are no class numbers, other columns in some files."""
+    first = listing.tables[0][1]
+    for _, table in listing.tables:
+        if (table.image, table.label) != (first.image, first.label):
+            raise ConfigError(
+                f"--index-only: {table.file} has the columns {table.image} and {table.label}, and {first.file} has"
+                f" {first.image} and {first.label}; wanted the same columns in all files"
+            )
+        wrong = [label for label in table.labels if type(label) is not int or not 0 <= label < len(listing.classes)]
+        if wrong:
+            raise ConfigError(
+                f"--index-only: {table.file}: {len(wrong)} labels such as {str(wrong[0])[:40]!r}; files that stay as"
+                f" they are need labels from 0 to {len(listing.classes) - 1}"
+            )
 
 
 def index_shard(table: ImageTable, source: str, dest: str) -> Shard:

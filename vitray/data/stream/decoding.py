@@ -18,7 +18,7 @@ from vitray import storage
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.keyed_random import generator
-from vitray.data.shards.manifest import Columns, Dataset
+from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
 
@@ -50,6 +50,7 @@ class SplitRows(NamedTuple):
     group_in_shard: np.ndarray
     starts: np.ndarray
     columns: Columns
+    classes: int
     decoded: DecodedRows | None = None
 
     @property
@@ -87,6 +88,7 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
         np.concatenate([np.arange(count) for count in counts]),
         np.concatenate([[0], np.cumsum(sizes)]),
         dataset.columns,
+        len(dataset.classes),
     )
 
 
@@ -178,12 +180,18 @@ def _read_group(rows: SplitRows, part: tuple[int, np.ndarray]) -> EncodedRows:
     shard = int(rows.shard_of_group[group])
     names = rows.columns
     columns = [names.image, names.label, *([names.key] if names.key else [])]
-    table = open_shard(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
-    # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
-    table = table.take(numbers - rows.starts[group]).flatten()
-    images = [image.as_buffer().to_pybytes() for image in table.column(names.image)]
-    labels = table.column(names.label).to_pylist()
-    keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
+    with shard_errors(rows.addresses[shard]):
+        table = open_shard(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
+        # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
+        table = table.take(numbers - rows.starts[group]).flatten()
+        # A row without bytes is a corrupt image.
+        images = [image.as_buffer().to_pybytes() if image.is_valid else b"" for image in table.column(names.image)]
+        labels = table.column(names.label).to_pylist()
+        keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
+        if not all(isinstance(label, int) and 0 <= label < rows.classes for label in labels):
+            raise ValueError(f"column {names.label}: wanted a number from 0 to {rows.classes - 1} in each row")
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError(f"column {names.key}: wanted text in each row")
     return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
 
 
