@@ -78,7 +78,7 @@ def _top_k(params: Any, classes: int) -> int | None:
     top_k = (params or {}).get("top_k")
     if top_k is not None and not (isinstance(top_k, int | np.integer) and 1 <= top_k <= classes):
         raise _invalid(f"top_k: got {top_k!r}, wanted 1 to {classes}, the number of classes")
-    return top_k
+    return None if top_k is None else int(top_k)
 
 
 def _images(model_input: Any) -> list[Any]:
