@@ -14,11 +14,17 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"vitray.errors", "vitray.scratch"},
     {"vitray.config", "vitray.storage", "vitray.plotting", "vitray.cluster.session"},
-    {"vitray.models", "vitray.tracking.mlflow_client", "vitray.tracking.model_uri", "vitray.data.augment"},
+    {
+        "vitray.models",
+        "vitray.pages",
+        "vitray.tracking.mlflow_client",
+        "vitray.tracking.model_uri",
+        "vitray.data.augment",
+    },
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
-    {"vitray.training"},
-    {"vitray.runs", "vitray.bench"},
+    {"vitray.training", "vitray.inference"},
+    {"vitray.runs", "vitray.bench", "vitray.evaluation.report"},
     {"vitray.sweep"},
 )
 # Above all floors: the public names, and the verbs.
@@ -41,7 +47,13 @@ DOORS = {
         "vitray.cluster.aws_account",
     },
     "pyarrow.fs": {"vitray.storage"},
-    "matplotlib": {"vitray.plotting", "vitray.bench", "vitray.sweep.report", "vitray.tracking"},
+    "matplotlib": {
+        "vitray.plotting",
+        "vitray.bench",
+        "vitray.evaluation.report",
+        "vitray.sweep.report",
+        "vitray.tracking",
+    },
     "simplejpeg": {"vitray.data.augment"},
     "torchvision": {"vitray.data.augment", "vitray.bench"},  # bench compares with it
 }

@@ -28,11 +28,11 @@ from test_recipes import EXPECTATIONS
 from vitray.config import load_run
 from vitray.config.model_names import parse_name
 from vitray.config.parsing import parse_overrides
+from vitray.pages.markup import joined, link, tag
 from vitray.plotting import DARK, LIGHT, to_png
 from vitray.sweep.report import SweepResult, TrialResult, comparisons, is_imagenet, paper_result, write_report
 from vitray.sweep.report.drawing import Label, column_axis, label_points, spread_out
 from vitray.sweep.report.groups import grouped, interval_of, pairs_of, pareto_front, results_of
-from vitray.sweep.report.markup import joined, link, tag
 from vitray.sweep.report.papers import PAPER, TITLE
 from vitray.sweep.report.trends import smooth
 from vitray.sweep.report.trials import COSTS, Measure, leader

@@ -161,6 +161,20 @@ def _local_sizes(root: str, url: str) -> Iterator[tuple[str, int | None]]:
                 waiting.append((name, above | {real}))
 
 
+def file_versions(url: str) -> dict[str, tuple[int, int]]:
+    """Return {relative name: (bytes, time of change in ns)} of all files below a folder; a file itself has no name."""
+    files, path = filesystem(url)
+    with _as_config_error(url):
+        infos = [files.get_file_info(path)]
+        if infos[0].type != fs.FileType.File:
+            infos = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+    return {
+        info.path[len(path) :].lstrip("/"): (info.size, info.mtime_ns or 0)
+        for info in infos
+        if info.type == fs.FileType.File
+    }
+
+
 def read_bytes(url: str) -> bytes:
     """Return the content of a file."""
     files, path = filesystem(url)

@@ -128,7 +128,8 @@ def list_source(request: ShardRequest, kind: Kind, mapped: Mapped) -> Listing:
             assert_never(kind)
     items, classes, rejects = _number_labels(_select_splits(request, list(entries)), names, kind)
     if not items:
-        raise ConfigError(f"{source}: no image to shard, as a {kind} source")
+        first = f": {rejects[0].file}: {rejects[0].reason}" if rejects else ""
+        raise ConfigError(f"{source}: none of {len(rejects)} images can be used, as a {kind} source{first}")
     splits_by_file = {item.file: item.split for item in items}
     in_use = [(splits_by_file[table.file], table) for table in tables if table.file in splits_by_file]
     return Listing(kind, items, classes, rejects, in_use)

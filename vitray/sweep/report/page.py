@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from vitray.pages.markup import Html, Picture, command_box, data_url, link, state_dot, tag
+from vitray.pages.shell import html_page
+from vitray.pages.styling import STATE_COLOURS
 from vitray.sweep.report.groups import Results, pairs_of
-from vitray.sweep.report.markup import Html, Picture, command_box, data_url, link, state_dot, tag
 from vitray.sweep.report.sections import page_sections
-from vitray.sweep.report.styling import SHEET, STATE_COLOURS
 from vitray.sweep.report.trials import STATES, best_first, hours_text, leader
 
 VERDICTS = {
@@ -13,29 +14,14 @@ VERDICTS = {
     "worse": "is worse than",
     "no clear difference": "is not clearly different from",
 }
-# No script runs and nothing is fetched, even if a trial's name contains markup.
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def render(results: Results, pictures: Mapping[str, Sequence[Picture]], table_csv: bytes) -> str:
     """Return the page; `pictures` has a key for each section, its anchor."""
     parts = page_sections(results, pictures)
-    entries = [tag("li", tag("a", part.title, has={"href": f"#{part.anchor}"})) for part in parts]
-    nav = tag("nav", tag("ul", *entries), has={"aria-label": "Sections"})
-    bodies = [tag("section", tag("h2", part.title), part.body, has={"id": part.anchor}) for part in parts]
     csv_link = tag("a", "results.csv", has={"href": data_url("text/csv", table_csv), "download": "results.csv"})
     footer = tag("footer", "All trials as a table: ", csv_link, ".")
-    head = tag(
-        "head",
-        tag("meta", has={"charset": "utf-8"}),
-        tag("meta", has={"name": "viewport", "content": "width=device-width, initial-scale=1"}),
-        tag("meta", has={"http-equiv": "Content-Security-Policy", "content": POLICY}),
-        tag("meta", has={"name": "color-scheme", "content": "light dark"}),
-        tag("title", f"{results.sweep.name}: {results.sweep.goal}"),
-        tag("style", Html(SHEET)),
-    )
-    body = tag("body", tag("main", _headline(results), nav, *bodies, footer))
-    return f"<!doctype html>\n{tag('html', head, body, has={'lang': 'en'}).markup}\n"
+    return html_page(f"{results.sweep.name}: {results.sweep.goal}", _headline(results), parts, footer)
 
 
 def _headline(results: Results) -> Html:

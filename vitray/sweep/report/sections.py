@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from vitray.sweep.report.groups import Results, pairs_of
-from vitray.sweep.report.labels import MODEL, SEED, short_name, value_text, varied_settings
-from vitray.sweep.report.markup import (
+from vitray.pages.markup import (
     Column,
     Content,
     Html,
@@ -19,16 +16,11 @@ from vitray.sweep.report.markup import (
     table,
     tag,
 )
+from vitray.pages.shell import PageSection
+from vitray.sweep.report.groups import Results, pairs_of
+from vitray.sweep.report.labels import MODEL, SEED, short_name, value_text, varied_settings
 from vitray.sweep.report.papers import TITLE
 from vitray.sweep.report.trials import COSTS, STATES, Cost, TrialResult, best_first
-
-
-class PageSection(NamedTuple):
-    """A part of the page under a heading."""
-
-    anchor: str
-    title: str
-    body: Html
 
 
 def page_sections(results: Results, pictures: Mapping[str, Sequence[Picture]]) -> list[PageSection]:

@@ -13,11 +13,11 @@ import yaml
 from vitray import storage
 from vitray.config.parsing import parse_yaml
 from vitray.errors import ConfigError
+from vitray.pages.markup import Picture
 from vitray.plotting import DARK, LIGHT, to_png
 from vitray.sweep.report.comparisons import draw_cost, draw_differences, draw_groups, draw_maps
 from vitray.sweep.report.drawing import Drawing
 from vitray.sweep.report.groups import Results, results_of
-from vitray.sweep.report.markup import Picture
 from vitray.sweep.report.page import render
 from vitray.sweep.report.trends import draw_blocks, draw_branches, draw_curves, draw_rates
 from vitray.sweep.report.trials import COSTS, Measure, SweepResult, best_first

@@ -72,6 +72,16 @@ figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60c
     grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 36px; }
 }
 
+h3 { font-size: 16px; margin: 26px 0 10px; }
+.gallery { list-style: none; margin: 14px 0; padding: 0; display: grid; gap: 18px 16px;
+  grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); }
+.gallery li { font-size: 13px; line-height: 1.35; min-width: 0; }
+.gallery img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: 8px;
+  background: var(--raised); margin-bottom: 6px; }
+.gallery img.tiny { image-rendering: pixelated; }
+.gallery strong, .gallery span { display: block; overflow-wrap: anywhere; }
+.gallery span { color: var(--pale); }
+
 details { margin: 10px 0; }
 td details { margin: 0; }
 summary { cursor: pointer; color: var(--accent); }

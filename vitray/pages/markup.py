@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from vitray.sweep.report.styling import STATE_COLOURS
+from vitray.pages.styling import STATE_COLOURS
 
 VOID = {"img", "link", "meta", "source"}
 

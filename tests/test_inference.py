@@ -1,0 +1,213 @@
+"""Inference: each image once, for any chunk and number of workers, and continued after a kill."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from image_sets import SHAPES, write_dataset, write_folder, write_network
+from test_layers import ROOT
+
+from vitray.config.augmentation import CentreCrop
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.errors import ConfigError
+from vitray.inference.images import open_images, read_encoded
+from vitray.inference.models import describe_network, open_network, short_name
+from vitray.inference.outputs import Work, compute_outputs
+from vitray.weights import load_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dataset with 101 validation images, a network, and a folder of 23 images."""
+    folder = tmp_path_factory.mktemp("inference")
+    write_dataset(folder / "data", {"train": 50, "val": 101})
+    write_network(folder / "model")
+    write_folder(folder / "photos", 23)
+    return folder
+
+
+def work(place, folder, **changes):
+    network, _ = describe_network(str(place / "model"))
+    images = open_images(str(place / changes.pop("data", "data")), "val")
+    return Work(network, images, **({"outputs": ("logits", "features"), "folder": str(folder)} | changes))
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    """Logits and features of each validation image, computed one by one."""
+    loaded, images = load_model(str(place / "model")), open_images(str(place / "data"), "val")
+    logits, features = [], []
+    with torch.inference_mode():
+        for image in read_encoded(images, range(101)):
+            view = crop_centre(decode_image(image.content), CentreCrop(), (32, 32))
+            pixels = normalised(torch.from_numpy(view)[None], loaded.run.data.normalise)
+            features.append(loaded.vit.pooled(loaded.vit.tokens(pixels))[0].numpy())
+            logits.append(loaded.vit(pixels)[0].numpy())
+    return np.stack(logits), np.stack(features)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100, 101, 1000])
+def test_every_image_is_in_the_outputs_once_for_any_chunk(place, expected, tmp_path, chunk):
+    outputs = compute_outputs(work(place, tmp_path, chunk=chunk), workers=1)
+    assert outputs.keys == [f"val:{index}" for index in range(101)]
+    assert outputs.rows.tolist() == list(range(101))
+    np.testing.assert_allclose(outputs.logits, expected[0], atol=1e-5)
+    np.testing.assert_allclose(outputs.features, expected[1], atol=1e-5)
+
+
+@pytest.mark.ray
+def test_actors_give_the_outputs_of_one_process(place, tmp_path, ray_cluster):
+    alone = compute_outputs(work(place, tmp_path / "1", chunk=7), workers=1)
+    for workers in (2, 3):
+        shared = compute_outputs(work(place, tmp_path / str(workers), chunk=7), workers)
+        assert shared.keys == alone.keys
+        np.testing.assert_allclose(shared.logits, alone.logits, atol=1e-6)
+    corrupt = write_dataset(tmp_path / "corrupt", {"val": 5}, corrupt=5)
+    planned = work(place, tmp_path / "refused")._replace(images=open_images(corrupt.url, "val"), chunk=2)
+    with pytest.raises(ConfigError, match=r"of 5 images cannot be used, more than max_corrupt 0.01: val:"):
+        compute_outputs(planned, 2)
+
+
+def test_finished_chunks_are_not_computed_again(place, tmp_path, capsys):
+    planned = work(place, tmp_path, chunk=20)
+    first = compute_outputs(planned, workers=1)
+    files = sorted(tmp_path.rglob("*.parquet"))
+    assert len(files) == 12
+    before = {path: path.stat().st_mtime_ns for path in files}
+    files[0].unlink()  # features of the first chunk
+    again = compute_outputs(planned, workers=1)
+    assert "81 of 101 images are done already" in capsys.readouterr().err
+    assert {path for path, written in before.items() if path.stat().st_mtime_ns != written} == {files[0]}
+    assert np.array_equal(again.logits, first.logits)
+    assert np.array_equal(again.features, first.features)
+
+
+def test_other_weights_images_and_settings_have_other_outputs(place, tmp_path):
+    write_network(tmp_path / "other", seed=1)
+    planned = work(place, tmp_path)
+    others = [
+        planned._replace(network=describe_network(str(tmp_path / "other"))[0]),
+        planned._replace(network=planned.network._replace(crop=CentreCrop(crop_ratio=1.0))),
+        planned._replace(network=planned.network._replace(precision="bf16")),
+        planned._replace(images=open_images(str(place / "data"), "train")),
+        planned._replace(alteration="noise 3"),
+    ]
+    assert len({each.place for each in [planned, *others]}) == 6
+    shutil.copytree(place / "data", tmp_path / "copy")
+    shutil.copytree(place / "model", tmp_path / "model")
+    network, images = describe_network(str(tmp_path / "model"))[0], open_images(str(tmp_path / "copy"), "val")
+    assert planned._replace(network=network, images=images).place == planned.place
+
+
+def test_a_killed_command_goes_on(place, tmp_path):
+    code = (
+        "import sys; from vitray.inference import outputs, images, models\n"
+        "network, _ = models.describe_network(sys.argv[1])\n"
+        "work = outputs.Work(network, images.open_images(sys.argv[2], 'val'), ('logits',), sys.argv[3], chunk=1)\n"
+        "outputs.compute_outputs(work, 1)"
+    )
+    command = [sys.executable, "-c", code, str(place / "model"), str(place / "data"), str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (done := list(tmp_path.rglob("logits-*.parquet"))):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    written = {path: path.stat().st_mtime_ns for path in done}
+    outputs = compute_outputs(work(place, tmp_path, chunk=1, outputs=("logits",)), workers=1)
+    assert outputs.keys == [f"val:{index}" for index in range(101)]
+    assert {path: path.stat().st_mtime_ns for path in done} == written
+
+
+def test_a_folder_and_a_tar_are_read_without_sharding(place, tmp_path):
+    whole = compute_outputs(work(place, tmp_path / "a", data="photos"), workers=1)
+    assert len(whole.keys) == 23
+    assert whole.keys == sorted(whole.keys)
+    names = sorted({key.partition("/")[0] for key in whole.keys})
+    assert [names[label] for label in whole.labels] == [key.partition("/")[0] for key in whole.keys]
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        for key, label in zip(whole.keys, whole.labels, strict=True):
+            tar.add(place / "photos" / key, key.replace("/", "-"))
+            (tmp_path / "label").write_text(str(label))
+            tar.add(tmp_path / "label", key.replace("/", "-").replace(".jpg", ".cls"))
+    images = open_images(str(tmp_path / "photos.tar"), "val")
+    packed = compute_outputs(work(place, tmp_path / "b")._replace(images=images), workers=1)
+    assert np.array_equal(packed.labels, whole.labels)
+    np.testing.assert_allclose(packed.logits, whole.logits, atol=1e-5)
+
+
+def test_a_changed_file_changes_the_identity_of_a_folder(place, tmp_path):
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    before = open_images(str(tmp_path / "photos"), "val").identity
+    assert open_images(str(tmp_path / "photos"), "val").identity == before
+    path = next((tmp_path / "photos").rglob("*.jpg"))
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(bytes(content))
+    os.utime(path, ns=(1, 1))
+    assert open_images(str(tmp_path / "photos"), "val").identity != before
+
+
+def test_images_that_cannot_be_decoded_are_named_and_left_out(place, tmp_path):
+    dataset = write_dataset(tmp_path / "data", {"val": 30}, corrupt=2)
+    planned = work(place, tmp_path)._replace(images=open_images(dataset.url, "val"), chunk=4, max_corrupt=0.1)
+    outputs = compute_outputs(planned, workers=1)
+    assert outputs.rows.tolist() == list(range(2, 30))
+    assert len(outputs.labels) == len(outputs.logits) == len(outputs.features) == len(outputs.keys) == 28
+    assert outputs.left_out == ("val:0 (not an image)", "val:1 (not an image)")
+    with pytest.raises(ConfigError, match=r"2 of 30 images cannot be used, more than max_corrupt 0.05: val:0"):
+        compute_outputs(planned._replace(max_corrupt=0.05), workers=1)
+
+
+def test_files_that_are_set_aside_count_as_left_out(place, tmp_path):
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "loose.jpg").write_bytes(b"")
+    planned = work(place, tmp_path)._replace(images=open_images(str(tmp_path / "photos"), "val"), max_corrupt=0.1)
+    assert compute_outputs(planned, workers=1).left_out == ("loose.jpg (not in a class folder)",)
+    with pytest.raises(ConfigError, match="1 of 24 images cannot be used"):
+        compute_outputs(planned._replace(max_corrupt=0.01), workers=1)
+
+
+def test_images_without_labels_are_refused_by_name(tmp_path):
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        (tmp_path / "x.jpg").write_bytes(b"x")
+        tar.add(tmp_path / "x.jpg", "x.jpg")
+    with pytest.raises(ConfigError, match=r"photos.tar: none of 1 images can be used.*x.jpg: no label"):
+        open_images(str(tmp_path / "photos.tar"), "val")
+
+
+def test_weights_that_change_meanwhile_are_refused(tmp_path):
+    spec, _ = describe_network(str(write_network(tmp_path / "model")))
+    shutil.rmtree(tmp_path / "model")
+    write_network(tmp_path / "model", seed=1)
+    with pytest.raises(ConfigError, match="its weights have changed since"):
+        open_network(spec)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("runs/first/model", "first"),
+        ("models:/vit@champion", "vit-champion"),
+        ("models:/vit/3", "vit-3"),
+        ("s3://bucket/weights/deit_b.pth", "deit_b"),
+        ("model", "model"),
+        ("runs:/abc/model", "abc"),
+    ],
+)
+def test_a_network_has_a_short_name(url, name):
+    assert short_name(url) == name
+
+
+def test_drawn_images_are_a_source_too():
+    images = open_images("demo", "val")
+    assert (images.images, images.classes) == (1000, SHAPES)

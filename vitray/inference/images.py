@@ -1,0 +1,104 @@
+"""Images by address: a dataset of ours, or any source that `vitray shard` reads, without writing shards first.
+
+Images have numbers from 0: the stored order of a split, or the order in which their source lists them. Any process
+reads some of them by their numbers.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitray import storage
+from vitray.data.shards.manifest import MANIFEST, open_dataset
+from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
+from vitray.data.shards.sources import Listing, SourceEntry, detect_kind, list_source, read_items
+from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
+from vitray.errors import ConfigError
+
+
+class EncodedImage(NamedTuple):
+    """One image as it is stored."""
+
+    content: bytes
+    label: int
+    key: str
+
+
+class ListedItems(NamedTuple):
+    """The images of a source that is no dataset of ours."""
+
+    kind: Kind
+    request: ShardRequest
+    items: list[SourceEntry]
+
+
+class ImageSet(NamedTuple):
+    """The images of one split; picklable."""
+
+    url: str
+    name: str
+    """The end of the address, for titles and folders."""
+    split: str
+    images: int
+    classes: tuple[str, ...]
+    identity: str
+    """A hash of the images and their order; of a source, of its files' names, sizes and times of change."""
+    source: SplitRows | ListedItems
+    set_aside: tuple[str, ...] = ()
+    """Images of a source that were refused unread, each with its reason."""
+
+
+def open_images(url: str, split: str) -> ImageSet:
+    """Return the images of a split at an address."""
+    name = url.rstrip("/").rpartition("/")[2] or "images"
+    if storage.exists(storage.join(url, MANIFEST)):
+        dataset = open_dataset(url)
+        rows = locate_rows(dataset, split)
+        identity = _hash([dataset.identity, split])
+        return ImageSet(url, name, split, int(rows.starts[-1]), dataset.classes, identity, rows)
+    request = ShardRequest(url, "", ShardSettings(), keep=(split,))
+    kind = detect_kind(request)
+    listing = list_source(request, kind, lambda function, calls: [function(*call) for call in calls])
+    set_aside = tuple(f"{reject.file} ({reject.reason})" for reject in listing.rejects)
+    source, identity = ListedItems(kind, request, listing.items), _identity(listing, url)
+    return ImageSet(url, name, split, len(listing.items), listing.classes, identity, source, set_aside)
+
+
+def read_encoded(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]:
+    """Return some images, in the order of their numbers."""
+    match images.source:
+        case SplitRows():
+            stored = read_rows(np.asarray(numbers), images.source)
+            return [_labelled(images, *stored[number]) for number in numbers]
+        case ListedItems(kind, request, items):
+            chosen = [items[number] for number in numbers]
+            contents = read_items(kind, chosen, request)
+            return [
+                _labelled(images, content, label, item.name)
+                for item, (content, label) in zip(chosen, contents, strict=True)
+            ]
+
+
+def _labelled(images: ImageSet, content: bytes, label: int | None, key: str) -> EncodedImage:
+    if label is None or label < 0:
+        raise ConfigError(f"{images.url}: {images.split} has no labels: got {label} for image {key}")
+    return EncodedImage(content, label, key)
+
+
+def _identity(listing: Listing, url: str) -> str:
+    """A hash of the listed images, and of size and time of change of the files that hold them."""
+    folder = url
+    if listing.kind in ("index", "idx") and storage.exists(url):  # images lie beside such a file
+        folder = url.rpartition("/")[0] or "."
+    used = {item.file.partition("::")[0] for item in listing.items}
+    versions = {} if listing.kind == "demo" else storage.file_versions(folder)
+    files = {name: version for name, version in versions.items() if {storage.join(folder, name), url} & used}
+    items = [[item.name, item.place, item.size, item.label] for item in listing.items]
+    return _hash([listing.kind, listing.classes, items, files])
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

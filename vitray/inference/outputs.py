@@ -1,0 +1,245 @@
+"""The outputs of a network for all images of a set: computed in chunks, each kept as one Parquet file.
+
+A chunk's file appears whole, under a name that follows from the network, the images and the chunk. A command that was
+killed therefore continues with the chunks that are missing, and equal work is never done twice.
+"""
+
+import hashlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from vitray import storage
+from vitray.cluster import session
+from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.errors import ConfigError, RunError
+from vitray.inference.extractor import Alter, Extractor, Output
+from vitray.inference.images import ImageSet
+from vitray.inference.models import NetworkSpec
+from vitray.models.vit import ViT
+
+FORMAT = 1
+CHUNK = 512
+# Chunks that an actor has at a time: it reads one while it computes another.
+AT_A_TIME = 2
+# Actors and chunks are started again this many times, as when a node is lost.
+RETRIES = 3
+Span = tuple[int, int]
+
+
+class Work(NamedTuple):
+    """A network over a set of images."""
+
+    network: NetworkSpec
+    images: ImageSet
+    outputs: tuple[Output, ...]
+    folder: str
+    """The folder of all outputs, local or s3://; equal work has an equal folder inside it."""
+    chunk: int = CHUNK
+    max_corrupt: float = 0.01
+    """The largest share of images that may be left out."""
+    alter: Alter | None = None
+    """A picklable change of each image's pixels."""
+    alteration: str = ""
+    """The name of that change; different changes have different names."""
+
+    @property
+    def place(self) -> str:
+        """The folder of the chunks."""
+        parts = [FORMAT, self.network.key, self.images.identity, self.alteration]
+        return storage.join(self.folder, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24])
+
+    @property
+    def spans(self) -> list[Span]:
+        """The first image of each chunk, and the one after its last."""
+        return [(at, min(at + self.chunk, self.images.images)) for at in range(0, self.images.images, self.chunk)]
+
+    @property
+    def title(self) -> str:
+        """The beginning of a line of progress."""
+        return f"{self.network.name}, {self.images.split}:"
+
+
+class Outputs(NamedTuple):
+    """The outputs for all images that can be decoded, by ascending number. N images, K classes, D features."""
+
+    rows: np.ndarray
+    """The numbers of the images in their set."""
+    keys: list[str]
+    labels: np.ndarray
+    logits: np.ndarray | None
+    features: np.ndarray | None
+    left_out: tuple[str, ...]
+    """The images without outputs, each with the reason."""
+
+
+def compute_outputs(work: Work, workers: int | None = None, vit: ViT | None = None) -> Outputs:
+    """Return the outputs of all images, computing those that are missing.
+
+    Actors compute them on a cluster and where there are several GPUs or `workers`: one for each GPU, or else for each
+    CPU, `workers` at most. Otherwise this process does, with the network `vit`.
+    """
+    done = storage.file_sizes(work.place).keys()
+    missing = [
+        (span, lacking)
+        for span in work.spans
+        if (lacking := tuple(output for output in work.outputs if _file_name(output, span) not in done))
+    ]
+    if missing:
+        left = sum(stop - start for (start, stop), _ in missing)
+        if left < work.images.images:
+            note = f"{work.images.images - left:,} of {work.images.images:,} images are done already"
+            print(f"{work.title} {note}", file=sys.stderr)
+        progress = ProgressLine(work.title, left)
+        corrupt: list[str] = []
+        for (start, stop), tables in _computed(work, missing, workers, vit):
+            for output, table in tables.items():
+                pq.write_table(table, content := io.BytesIO())
+                storage.write_bytes(storage.join(work.place, _file_name(output, (start, stop))), content.getvalue())
+            corrupt += _corrupt_images(next(iter(tables.values())))
+            _check_left_out(work, corrupt)
+            progress.add(stop - start)
+        progress.end()
+    return read_outputs(work)
+
+
+def read_outputs(work: Work) -> Outputs:
+    """Return the outputs of a complete set of chunks; each image is in them exactly once."""
+    tables = {output: _read(work, output) for output in work.outputs}
+    first = tables[work.outputs[0]]
+    for table in tables.values():
+        rows = table["row"].to_numpy()
+        if not np.array_equal(rows, np.arange(work.images.images)):
+            raise RuntimeError(f"{work.place}: got {len(rows)} rows, wanted each of {work.images.images} images once")
+    corrupt = _corrupt_images(first)
+    _check_left_out(work, corrupt)
+    usable = first["corrupt"].is_null().to_numpy(zero_copy_only=False)
+    arrays = {output: _matrix(table[output])[usable] for output, table in tables.items()}
+    return Outputs(
+        rows=np.flatnonzero(usable),
+        keys=[key for key, is_usable in zip(first["key"].to_pylist(), usable, strict=True) if is_usable],
+        labels=first["label"].to_numpy()[usable],
+        logits=arrays.get("logits"),
+        features=arrays.get("features"),
+        left_out=(*work.images.set_aside, *corrupt),
+    )
+
+
+def _file_name(output: str, span: Span) -> str:
+    return f"{output}-{span[0]:09d}-{span[1]:09d}.parquet"
+
+
+def _read(work: Work, output: Output) -> pa.Table:
+    def one(span: Span) -> pa.Table:
+        return pq.read_table(io.BytesIO(storage.read_bytes(storage.join(work.place, _file_name(output, span)))))
+
+    with ThreadPoolExecutor(8) as pool:
+        return pa.concat_tables(pool.map(one, work.spans))
+
+
+def _matrix(column: pa.ChunkedArray) -> np.ndarray:
+    width = column.type.list_size
+    return np.concatenate([chunk.flatten().to_numpy().reshape(-1, width) for chunk in column.chunks])
+
+
+def _corrupt_images(table: pa.Table) -> list[str]:
+    pairs = zip(table["key"].to_pylist(), table["corrupt"].to_pylist(), strict=True)
+    return [f"{key} ({reason})" for key, reason in pairs if reason is not None]
+
+
+def _check_left_out(work: Work, corrupt: Sequence[str]) -> None:
+    left_out, total = [*work.images.set_aside, *corrupt], work.images.images + len(work.images.set_aside)
+    if len(left_out) > work.max_corrupt * total:
+        raise ConfigError(
+            f"{work.images.url}: {len(left_out)} of {total} images cannot be used, more than max_corrupt"
+            f" {work.max_corrupt:g}: {', '.join(left_out[:5])}"
+        )
+
+
+# ---- where the work is done ------------------------------------------------------------------------------------------
+
+
+Missing = Sequence[tuple[Span, tuple[Output, ...]]]
+Computed = Iterator[tuple[Span, dict[str, pa.Table]]]
+
+
+def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None) -> Computed:
+    """Yield each missing chunk, as it is computed."""
+    if _needs_actors(workers):
+        with session.ray_session(cpus=workers):
+            yield from _on_actors(work, missing, workers)
+        return
+    extractor = Extractor(work.network, work.images, work.alter, vit)
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        tables = pool.map(lambda part: extractor.extract(*part[0], part[1]), missing)
+        yield from zip((span for span, _ in missing), tables, strict=True)
+
+
+def _needs_actors(workers: int | None) -> bool:
+    if workers is not None:
+        return workers > 1
+    if "RAY_ADDRESS" in os.environ or torch.cuda.device_count() > 1:
+        return True
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    return ray.is_initialized()
+
+
+def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
+    """Yield chunks in the order in which actors finish them. Each actor takes the next chunk when it is free."""
+    import ray
+    from ray.exceptions import RayActorError, RayTaskError
+
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    count = min(len(missing), workers or max(1, gpus or int(resources.get("CPU", 1))))
+    actor_class = ray.remote(
+        num_cpus=1,
+        num_gpus=1 if gpus else 0,
+        max_concurrency=AT_A_TIME,
+        max_restarts=RETRIES,
+        max_task_retries=RETRIES,
+        scheduling_strategy="SPREAD",
+    )(Extractor)
+    shared: Any = [ray.put(value) for value in (work.network, work.images, work.alter)]
+    actors = [actor_class.remote(*shared) for _ in range(count)]
+    starting = {actor.ready.remote(): actor for actor in actors}
+    running: dict[Any, tuple[Any, Span, tuple[Output, ...]]] = {}
+    waiting = list(reversed(missing))
+    while waiting or running:
+        for done in ray.wait([*starting, *running])[0]:
+            try:
+                if done in starting:
+                    actor, free = starting.pop(done), AT_A_TIME
+                    ray.get(done)
+                else:
+                    actor, span, outputs = running.pop(done)
+                    free = 1
+                    try:
+                        tables = ray.get(done)
+                    except RayActorError:
+                        waiting.append((span, outputs))
+                        raise
+                    yield span, tables
+            except RayActorError as error:
+                if not starting and not running:
+                    raise RunError(f"all {count} actors have died: {' '.join(str(error).split())[:500]}") from None
+                continue  # the others go on
+            except RayTaskError as error:
+                if isinstance(error.cause, ConfigError):
+                    raise error.cause from None
+                raise
+            for _ in range(min(free, len(waiting))):
+                span, outputs = waiting.pop()
+                running[actor.extract.remote(*span, outputs)] = actor, span, outputs
