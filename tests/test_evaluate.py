@@ -1,0 +1,187 @@
+"""vitray evaluate: exact scores, comparisons, probes, the files of an evaluation, and messages for bad input."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from image_sets import SHAPES, write_dataset, write_folder, write_network
+
+from pipelines.__main__ import main
+from vitray.evaluation.report.charts import cluster
+from vitray.evaluation.report.driver import Request, evaluate
+from vitray.weights import load_model, save_model
+
+FILES = {"index.html", "results.json", "scores.csv", "classes.csv", "predictions.csv"}
+PROBES = ("--probes", "knn", "few_shot", "linear", "rank")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dataset, a folder of images, and networks: two of the same classes, and two of others."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_dataset(folder / "data", {"train": 130, "val": 101})
+    write_folder(folder / "photos", 60)
+    write_network(folder / "a")
+    write_network(folder / "b", seed=1)
+    write_network(folder / "other", classes=tuple(f"other {index}" for index in range(10)))
+    write_network(folder / "more", classes=(*SHAPES, "sphere"))
+    return folder
+
+
+def verb(capsys, *args):
+    """The result of a command that succeeds."""
+    assert main(["evaluate", *map(str, args), "--workers", "1", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def refusal(capsys, out, *args):
+    """The message of a command that is refused, and writes nothing."""
+    assert main(["evaluate", *map(str, args), "--out", str(out), "--workers", "1"]) == 2
+    assert not out.exists()
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys):
+    result = verb(capsys, place / "a", place / "data", *PROBES, "--out", tmp_path)
+    assert (result["images"], result["left_out"]) == (101, 0)
+    for name in ("top1", "top5", "mean_per_class", "nll", "ece", "knn10", "linear"):
+        assert result[f"{name}_low"] <= result[name] <= result[f"{name}_high"]
+    assert {"few_shot1", "few_shot5", "rankme", "temperature", "brier", "adaptive_ece"} <= result.keys()
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"outputs"}
+    assert result["page"] == str(tmp_path / "index.html")
+    with (tmp_path / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows] == [f"val:{index}" for index in range(101)]
+    assert sum(row["label"] == row["predicted"] for row in rows) == round(101 * result["top1"])
+    with (tmp_path / "classes.csv").open() as file:
+        assert sum(int(row["images"]) for row in csv.DictReader(file)) == 101
+    details = json.loads((tmp_path / "results.json").read_text())["details"][0]
+    assert sum(count for _, _, count in details["confusion"]) == 101
+    assert sum(each["images"] for each in details["reliability"]) == 101
+
+
+def test_a_repeated_command_computes_nothing_again(place, tmp_path, capsys):
+    first = verb(capsys, place / "a", place / "data", "--out", tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.parquet")}
+    assert verb(capsys, place / "a", place / "data", "--out", tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.parquet")} == before
+
+
+def test_classes_are_matched_by_name(place, tmp_path, capsys):
+    """A network that numbers the classes otherwise has the same scores, and the same predictions by name."""
+    run, vit, _ = load_model(str(place / "a"))
+    order = np.random.default_rng(0).permutation(len(SHAPES))
+    with torch.no_grad():
+        vit.head.weight.copy_(vit.head.weight[order].clone())
+        vit.head.bias.copy_(vit.head.bias[order].clone())
+    save_model(str(tmp_path / "permuted"), run, vit, [SHAPES[label] for label in order])
+    result = verb(capsys, place / "a", tmp_path / "permuted", place / "data", "--out", tmp_path / "out")
+    one, other = result["models"]
+    assert one["top1"] == other["top1"] > 0
+    assert one["nll"] == pytest.approx(other["nll"])
+    assert result["agreement"] == [[1, 1], [1, 1]]
+    assert result["comparisons"][0]["difference"] == 0
+    assert "cannot be told from zero" in result["comparisons"][0]["verdict"]
+
+
+def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
+    result = verb(capsys, place / "a", place / "b", place / "photos", "--out", tmp_path)
+    [pair] = result["comparisons"]
+    assert pair["difference"] == pytest.approx(result["models"][0]["top1"] - result["models"][1]["top1"])
+    assert pair["only_first"] - pair["only_second"] == round(60 * pair["difference"])
+    page = (tmp_path / "index.html").read_text()
+    assert "a is right, b is wrong" in page
+    # The page shows an image for each of the first mistakes, and of the differences.
+    assert page.count("data:image/jpeg") == 32 + min(12, pair["only_first"]) + min(12, pair["only_second"])
+
+
+def test_a_network_of_more_classes_than_the_images_is_scored(place, tmp_path, capsys):
+    assert verb(capsys, place / "more", place / "data", "--out", tmp_path)["images"] == 101
+
+
+def test_corrupt_images_are_left_out_of_every_score(place, tmp_path, capsys):
+    whole = verb(capsys, place / "a", place / "data", "--out", tmp_path / "whole")
+    write_dataset(tmp_path / "data", {"train": 130, "val": 101}, corrupt=3)
+    result = verb(capsys, place / "a", tmp_path / "data", "--out", tmp_path / "out", "--max-corrupt", "0.05")
+    assert (result["images"], result["left_out"]) == (98, 3)
+    assert 0 <= round(101 * whole["top1"]) - round(98 * result["top1"]) <= 3
+    assert "val:0 (not an image)" in (tmp_path / "out" / "index.html").read_text()
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        assert [row["image"] for row in csv.DictReader(file)] == [f"val:{index}" for index in range(3, 101)]
+
+
+def test_names_are_escaped(tmp_path, capsys):
+    classes = ("<script>alert(1)</script>", *SHAPES[1:])
+    write_dataset(tmp_path / "data", {"val": 30}, classes=classes)
+    write_network(tmp_path / "<img src=x onerror=alert(1)>", classes=classes)
+    verb(capsys, tmp_path / "<img src=x onerror=alert(1)>", tmp_path / "data", "--out", tmp_path / "out")
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "<script" not in page
+    assert "<img src=x" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
+    write_network(tmp_path / "headless", classes=None)
+    message = refusal(capsys, tmp_path / "out", tmp_path / "headless", place / "data")
+    assert "headless: it has no head, so no predictions; wanted a classifier, or --probes knn" in message
+    result = verb(capsys, tmp_path / "headless", place / "data", "--probes", "knn,rank", "--out", tmp_path / "out")
+    assert "top1" not in result
+    assert 0 < result["knn10"] < 1
+    assert "kNN, 10 neighbours" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["a", "data", "--split", "vall"], r"data: no split 'vall', wanted one of train, val; nearest: val"),
+        (["a", "nowhere"], "nowhere: no files here"),
+        (["nowhere", "data"], "nowhere: "),
+        (["a", "a", "data"], "a: given 2 times; wanted each network once"),
+        (["a", "data", "--probes", "knnn"], "--probes: got knnn, wanted some of knn, few_shot, linear, rank; nearest"),
+        (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),
+        (["other", "data"], f"data: classes: got {SHAPES[0]}, .*other does not have"),
+        (["a", "more", "data"], "more: classes: they differ from those of .*a in sphere"),
+    ],
+)
+def test_bad_input_gets_one_message_and_writes_nothing(place, tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(place)
+    assert re.search(message, refusal(capsys, tmp_path / "out", *args))
+
+
+def test_a_missing_argument_is_a_usage_error():
+    for args in (["a"], ["a", "data", "--workers", "0"], ["a", "data", "--max-corrupt", "1"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["evaluate", *args])
+        assert exit_.value.code == 2
+
+
+def test_weights_without_finite_logits_are_refused(place, tmp_path, capsys):
+    run, vit, classes = load_model(str(place / "a"))
+    with torch.no_grad():
+        vit.head.bias[3] = torch.nan
+    save_model(str(tmp_path / "nan"), run, vit, classes)
+    assert main(["evaluate", str(tmp_path / "nan"), str(place / "data"), "--workers", "1", "--out", str(tmp_path)]) == 2
+    assert "val:0: the network's logits are not finite" in capsys.readouterr().err
+
+
+def test_the_default_folder_is_named_after_networks_and_data(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    request = Request([str(place / "a"), str(place / "b")], "data", "train", workers=1)
+    assert evaluate(request)[1] == "evaluations/a-b-data-train/index.html"
+    assert (tmp_path / "evaluations" / "a-b-data-train" / "index.html").exists()
+
+
+def test_confused_classes_are_neighbours():
+    confusion = np.eye(6, dtype=int) * 50
+    for one, other in ((0, 4), (1, 5), (2, 3)):
+        confusion[one, other] = confusion[other, one] = 20
+    order = cluster(confusion).tolist()
+    assert all(abs(order.index(one) - order.index(other)) == 1 for one, other in ((0, 4), (1, 5), (2, 3)))

@@ -1,0 +1,1 @@
+"""`vitray evaluate`: networks scored on a set of images and compared, as a page, JSON and CSV."""

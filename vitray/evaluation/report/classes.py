@@ -1,0 +1,51 @@
+"""The classes of the images as those of a network, by name."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vitray.errors import ConfigError, nearest
+from vitray.inference.images import ImageSet
+from vitray.inference.models import NetworkSpec
+from vitray.weights.files import few
+
+
+def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
+    """Return the network's class for each label of the images; refuse images of a class that it lacks.
+
+    Where either side has no names, an equal number of classes counts as the same classes.
+    """
+    count = spec.num_classes or 0
+    if spec.classes is None or is_unnamed(images.classes):
+        # Without names, a source knows no class beyond its largest label.
+        if len(images.classes) > count or (len(images.classes) < count and not is_unnamed(images.classes)):
+            raise ConfigError(
+                f"{spec.url}: classes: got {count}, wanted the {len(images.classes)} of {images.url}; names would tell"
+                " which are the same, and one of the two has none"
+            )
+        return np.arange(count)
+    numbers = {name: number for number, name in enumerate(spec.classes)}
+    missing = [name for name in images.classes if name not in numbers]
+    if missing:
+        raise ConfigError(
+            f"{images.url}: classes: got {few(missing)}, which {spec.url} does not have; wanted classes among"
+            f" {few(spec.classes)}{nearest(missing[0], spec.classes)}"
+        )
+    return np.array([numbers[name] for name in images.classes], np.int64)
+
+
+def check_same_classes(specs: Sequence[NetworkSpec]) -> None:
+    """Refuse to compare networks whose predictions have different names."""
+    for spec in specs[1:]:
+        first = specs[0]
+        if first.classes is None or spec.classes is None:
+            differing = [] if spec.num_classes == first.num_classes else [f"{spec.num_classes} classes"]
+        else:
+            differing = sorted(set(first.classes) ^ set(spec.classes))
+        if differing:
+            raise ConfigError(f"{spec.url}: classes: they differ from those of {first.url} in {few(differing)}")
+
+
+def is_unnamed(classes: Sequence[str]) -> bool:
+    """Whether class names are only numbers in order, as sources without names have."""
+    return tuple(classes) == tuple(map(str, range(len(classes))))

@@ -1,0 +1,138 @@
+"""One evaluation from addresses to its folder: check everything, compute outputs, score, compare, write."""
+
+import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vitray import storage
+from vitray.cluster.storage_check import check_writable
+from vitray.errors import ConfigError
+from vitray.evaluation.report.classes import check_same_classes, class_numbers
+from vitray.evaluation.report.probes import (
+    PROBES,
+    all_classes,
+    check_probes,
+    needs_training,
+    numbered,
+    probe_features,
+)
+from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
+from vitray.evaluation.report.writing import write_evaluation
+from vitray.inference.extractor import Output
+from vitray.inference.images import ImageSet, open_images
+from vitray.inference.models import NetworkSpec, describe_network
+from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
+from vitray.models.vit import ViT
+
+DEFAULT_FOLDER = "evaluations"
+MAX_CORRUPT = 0.01
+
+
+class Request(NamedTuple):
+    """One call of `vitray evaluate`."""
+
+    models: Sequence[str]
+    data: str
+    split: str = "val"
+    probes: Sequence[str] = ()
+    train_split: str = "train"
+    """The split that the probes learn from."""
+    out: str | None = None
+    """None is a folder below `evaluations`, named after the networks and the data."""
+    workers: int | None = None
+    chunk: int = CHUNK
+    max_corrupt: float = MAX_CORRUPT
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats it."""
+        words = ["vitray", "evaluate", *self.models, self.data, "--split", self.split]
+        words += ["--probes", ",".join(self.probes), "--train-split", self.train_split] if self.probes else []
+        words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
+        return shlex.join(words + (["--out", self.out] if self.out else []))
+
+
+class _Network(NamedTuple):
+    name: str
+    spec: NetworkSpec
+    vit: ViT
+
+
+class _Splits(NamedTuple):
+    scored: ImageSet
+    train: ImageSet | None
+    """None without a probe that learns."""
+
+
+def evaluate(request: Request) -> tuple[Evaluation, str]:
+    """Return the scores of all networks, and the address of the page."""
+    check_probes(request.probes)
+    networks = _open_networks(request.models)
+    images = open_images(request.data, request.split)
+    train = open_images(request.data, request.train_split) if needs_training(request.probes) else None
+    _check(request, networks, images)
+    folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
+    check_writable(folder)
+    results = [_result(request, network, _Splits(images, train), folder) for network in networks]
+    pairs, shares = compare(results)
+    evaluation = Evaluation(images, results, pairs, shares, request.command)
+    return evaluation, write_evaluation(evaluation, folder)
+
+
+def _open_networks(urls: Sequence[str]) -> list[_Network]:
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"{url}: given {urls.count(url)} times; wanted each network once")
+    opened = [describe_network(url) for url in urls]
+    names = [spec.name for spec, _ in opened]
+    if len(set(names)) < len(names):
+        names = list(urls)
+    return [_Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
+
+
+def _check(request: Request, networks: Sequence[_Network], images: ImageSet) -> None:
+    if not images.images:
+        raise ConfigError(f"{images.url}: {images.split} has no images")
+    for network in networks:
+        if network.spec.num_classes is not None:
+            class_numbers(network.spec, images)
+        elif not request.probes:
+            raise ConfigError(
+                f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
+                f" {' '.join(PROBES)}"
+            )
+    check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
+
+
+def _folder_name(networks: Sequence[_Network], images: ImageSet) -> str:
+    names = [network.spec.name for network in networks]
+    split = [images.split] if images.split != "val" else []
+    return "-".join([*names, images.name, *split]).replace("/", "-")
+
+
+def _result(request: Request, network: _Network, splits: _Splits, folder: str) -> Result:
+    """Compute and score one network."""
+    spec, images = network.spec._replace(name=network.name), splits.scored
+
+    def outputs_of(images: ImageSet, *kinds: Output) -> Outputs:
+        place = storage.join(folder, "outputs")
+        work = Work(spec, images, kinds, place, request.chunk, request.max_corrupt)
+        return compute_outputs(work, request.workers, network.vit)
+
+    head: list[Output] = [] if spec.num_classes is None else ["logits"]
+    body: list[Output] = ["features"] if request.probes else []
+    outputs = outputs_of(images, *head, *body)
+    probes = {}
+    if request.probes:
+        classes = all_classes(splits.train, images)
+        learnt = outputs_of(splits.train, "features") if splits.train else None
+        train = numbered(learnt, splits.train, classes) if learnt and splits.train else None
+        keys = learnt.keys if learnt else []
+        probes = probe_features(request.probes, train, numbered(outputs, images, classes), len(classes), keys)
+    return Result(network.name, spec, outputs, spec.classes or images.classes, _score(spec, images, outputs), probes)
+
+
+def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs) -> Scored | None:
+    if outputs.logits is None:
+        return None
+    return score(outputs.logits, class_numbers(spec, images)[outputs.labels], outputs.keys)

@@ -1,0 +1,212 @@
+"""The page of an evaluation: scores with intervals, differences, calibration, classes, confusion and mistakes."""
+
+from collections.abc import Mapping, Sequence
+
+from vitray.evaluation.report.charts import class_chart, confused_pairs, confusion_chart, reliability_chart
+from vitray.evaluation.report.galleries import differing, gallery, mistakes
+from vitray.evaluation.report.results import Evaluation, PairResult, Result, Scored
+from vitray.evaluation.report.texts import TITLES, score_text
+from vitray.pages.markup import Column, Content, Html, command_box, illustrated, joined, table, tag
+from vitray.pages.shell import PageSection, html_page
+
+FILES = {
+    "results.json": "everything on this page",
+    "scores.csv": "a row for each network",
+    "classes.csv": "a row for each class",
+    "predictions.csv": "a row for each image",
+}
+MOST_LEFT_OUT = 100
+# The most pairs of networks whose images are shown.
+MOST_PAIRS = 3
+# The scores beside the top-1 of a single network.
+BESIDE = ("top5", "mean_per_class", "nll", "ece", "knn10", "few_shot5", "linear")
+Heads = Sequence[tuple[Result, Scored]]
+
+
+def render(evaluation: Evaluation) -> str:
+    """Return the page."""
+    heads = [(result, result.scored) for result in evaluation.results if result.scored is not None]
+    parts = [
+        _scores(evaluation),
+        _differences(evaluation),
+        *([_calibration(heads), _classes(heads), _confusion(heads), _mistakes(evaluation, heads)] if heads else []),
+        _left_out(evaluation),
+        PageSection("origin", "How to reproduce", _origin(evaluation)),
+    ]
+    links = [tag("li", tag("a", name, has={"href": name}), f", {text}") for name, text in FILES.items()]
+    names = ", ".join(result.name for result in evaluation.results)
+    title = f"{names} on {evaluation.images.name}"
+    sections = [part for part in parts if part is not None]
+    return html_page(title, _headline(evaluation), sections, tag("footer", "Beside this page:", tag("ul", *links)))
+
+
+def _headline(evaluation: Evaluation) -> Html:
+    images, results = evaluation.images, evaluation.results
+    outputs = results[0].outputs
+    counted = f"{len(outputs.labels):,} images of {len(images.classes):,} classes, each counted once"
+    lede = f"{counted}; {len(outputs.left_out):,} left out." if outputs.left_out else f"{counted}."
+    title = " against ".join(result.name for result in results) if len(results) < 3 else f"{len(results)} networks"
+    return tag(
+        "header",
+        tag("p.eyebrow", f"Evaluation on {images.name}, {images.split}"),
+        tag("h1", title),
+        tag("p.lede", lede),
+        tag("div.hero", _best(evaluation), _beside(evaluation)),
+    )
+
+
+def _best(evaluation: Evaluation) -> Html:
+    scored = [(result.name, result.scored.intervals["top1"]) for result in evaluation.results if result.scored]
+    if not scored:
+        return tag("div", tag("p", "No network has a head: only probes of its features are scored."))
+    name, top1 = max(scored, key=lambda pair: pair[1].estimate)
+    label = "top-1" if len(scored) == 1 else f"highest top-1, {name}"
+    verdicts = [_verdict(pair) for pair in evaluation.pairs[:1]] if len(evaluation.pairs) == 1 else []
+    return tag(
+        "div",
+        tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", label)),
+        tag("p", f"95 % interval {100 * top1.low:.2f} to {100 * top1.high:.2f} %, by Wilson."),
+        *(tag("p", verdict) for verdict in verdicts),
+    )
+
+
+def _beside(evaluation: Evaluation) -> Html:
+    if len(evaluation.results) == 1:
+        [result] = evaluation.results
+        rest = {title: score_text(result, name) for name, title in TITLES.items() if name in BESIDE}
+    else:
+        rest = {result.name: score_text(result, "top1") or "no head" for result in evaluation.results}
+    return tag("div", _facts({title: text for title, text in rest.items() if text}))
+
+
+def _facts(texts: Mapping[str, str]) -> Html:
+    return tag("dl", *(part for name, text in texts.items() for part in (tag("dt", name), tag("dd", text))))
+
+
+def _verdict(pair: PairResult) -> str:
+    return f"{pair.first} against {pair.second}: {pair.comparison.sentence()}"
+
+
+def _scores(evaluation: Evaluation) -> PageSection:
+    results = evaluation.results
+    columns = [Column("score"), *(Column(result.name, True) for result in results)]
+    rows = [
+        [title, *(score_text(result, name) or "–" for result in results)]
+        for name, title in TITLES.items()
+        if any(score_text(result, name) for result in results)
+    ]
+    prose = "In brackets: 95 % intervals, by Wilson for proportions and by a bootstrap over images for the rest."
+    if any("±" in cell for row in rows for cell in row):
+        prose += " After ±: the standard deviation over three draws of training images."
+    return PageSection("scores", "Scores", joined(tag("p", prose), table("Scores", columns, rows)))
+
+
+# ---- differences -----------------------------------------------------------------------------------------------------
+
+
+def _differences(evaluation: Evaluation) -> PageSection | None:
+    pairs, results = evaluation.pairs, {result.name: result for result in evaluation.results}
+    if not pairs:
+        return None
+    correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
+    prose = f"The first network's top-1 minus the second's, paired by image. Each interval is at 95 %{correction}."
+    columns = [Column("first"), Column("second"), Column("difference, points", True), Column("95 % interval", True)]
+    columns += [Column("only first right", True), Column("only second right", True), Column("McNemar p", True)]
+    parts: list[Content] = [tag("p", prose), table("Differences", columns, [_pair_row(pair) for pair in pairs])]
+    parts += [*(tag("p", _verdict(pair)) for pair in pairs), _agreement(evaluation)]
+    for pair in pairs[:MOST_PAIRS]:
+        for right, wrong in ((pair.first, pair.second), (pair.second, pair.first)):
+            if examples := differing(results[right], results[wrong]):
+                parts += [tag("h3", f"{right} is right, {wrong} is wrong"), gallery(evaluation.images, examples)]
+    return PageSection("differences", "Differences", joined(*parts))
+
+
+def _pair_row(pair: PairResult) -> list[Content]:
+    difference, test = pair.comparison.difference, pair.comparison.mcnemar
+    interval = f"{100 * difference.low:+.2f} to {100 * difference.high:+.2f}"
+    counts = [f"{test.only_a:,}", f"{test.only_b:,}", f"{test.p_value:.2g}"]
+    return [pair.first, pair.second, f"{100 * difference.difference:+.2f}", interval, *counts]
+
+
+def _agreement(evaluation: Evaluation) -> Html | None:
+    if evaluation.agreement is None:
+        return None
+    names = [result.name for result in evaluation.results if result.scored is not None]
+    if len(names) == 2:
+        return tag("p", f"They predict the same class for {evaluation.agreement[0, 1]:.1%} of the images.")
+    lines = zip(names, evaluation.agreement, strict=True)
+    rows = [[name, *(f"{share:.1%}" for share in shares)] for name, shares in lines]
+    columns = [Column("same prediction"), *(Column(name, True) for name in names)]
+    return table("Agreement", columns, rows)
+
+
+# ---- each network ----------------------------------------------------------------------------------------------------
+
+
+def _calibration(heads: Heads) -> PageSection:
+    prose = (
+        "Accuracy of the images in each bin of confidence; on the dashed line both are equal. Thin lines are 95 %"
+        " intervals. The lower bars are the share of images in each bin."
+    )
+    pictures = [reliability_chart(result, scored).picture() for result, scored in heads]
+    return PageSection("calibration", "Calibration", illustrated([prose], pictures))
+
+
+def _classes(heads: Heads) -> PageSection:
+    pictures = [class_chart(result, scored).picture() for result, scored in heads]
+    columns = [Column("network"), Column("class"), *(Column(head, True) for head in ("images", "recall", "precision"))]
+    rows: list[list[Content]] = []
+    for result, scored in heads:
+        for each in sorted(scored.classification.classes, key=lambda each: (each.recall is None, each.recall or 0)):
+            shares = ["–" if share is None else f"{share:.1%}" for share in (each.recall, each.precision)]
+            rows.append([result.name, result.classes[each.label], f"{each.images:,}", *shares])
+    whole = tag("details", tag("summary", f"All {len(rows):,} rows"), table("Classes", columns, rows))
+    return PageSection("classes", "Classes", joined(illustrated([], pictures), whole))
+
+
+def _confusion(heads: Heads) -> PageSection:
+    pictures = [confusion_chart(result, scored).picture() for result, scored in heads]
+    columns = [Column("network"), Column("class"), Column("predicted as"), Column("images", True)]
+    rows: list[list[Content]] = [
+        [result.name, result.classes[label], result.classes[predicted], f"{count:,}"]
+        for result, scored in heads
+        for label, predicted, count in confused_pairs(scored)
+    ]
+    pairs = joined(tag("h3", "Most frequent confusions"), table("Confusions", columns, rows)) if rows else None
+    return PageSection("confusion", "Confusion", joined(illustrated([], pictures), pairs))
+
+
+def _mistakes(evaluation: Evaluation, heads: Heads) -> PageSection | None:
+    parts: list[Content] = []
+    for result, scored in heads:
+        if examples := mistakes(result, scored):
+            title = tag("h3", result.name) if len(heads) > 1 else None
+            parts += [title, gallery(evaluation.images, examples)]
+    if not parts:
+        return None
+    prose = tag("p", "The images whose wrong prediction has the highest probability, with their true class first.")
+    return PageSection("mistakes", "Most confident mistakes", joined(prose, *parts))
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def _left_out(evaluation: Evaluation) -> PageSection | None:
+    names = evaluation.results[0].outputs.left_out
+    if not names:
+        return None
+    more = f"\nand {len(names) - MOST_LEFT_OUT:,} more" if len(names) > MOST_LEFT_OUT else ""
+    prose = "These images could not be used. No score counts them."
+    text = "\n".join(names[:MOST_LEFT_OUT]) + more
+    return PageSection("left-out", "Images left out", joined(tag("p", prose), tag("pre", text)))
+
+
+def _origin(evaluation: Evaluation) -> Html:
+    images = evaluation.images
+    facts = {"images": f"{images.url}, {images.split}", "identity of the images": images.identity}
+    for result in evaluation.results:
+        spec = result.spec
+        size = " x ".join(map(str, spec.size))
+        crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, {spec.precision}"
+        facts[result.name] = f"{spec.url}: {spec.network} at {size}, {crop}; weights {spec.identity}"
+    return joined(command_box(evaluation.command), _facts(facts))

@@ -1,0 +1,70 @@
+"""Probes of a network's features: they learn from one split and are scored on another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vitray.errors import ConfigError, nearest
+from vitray.evaluation.arrays import Labelled, ProbeScore
+from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme
+from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot
+from vitray.evaluation.intervals import wilson
+from vitray.evaluation.knn import NEIGHBOURS, probe_knn
+from vitray.evaluation.linear_probe import probe_linear
+from vitray.inference.images import ImageSet
+from vitray.inference.outputs import Outputs
+
+PROBES = ("knn", "few_shot", "linear", "rank")
+
+
+def check_probes(names: Sequence[str]) -> None:
+    """Refuse unknown probes."""
+    for name in names:
+        if name not in PROBES:
+            raise ConfigError(f"--probes: got {name}, wanted some of {', '.join(PROBES)}{nearest(name, PROBES)}")
+
+
+def needs_training(names: Sequence[str]) -> bool:
+    """Whether some of the probes learn from another split."""
+    return bool(set(names) - {"rank"})
+
+
+def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
+    """Return the class names of both splits: a source lists only the classes that a split has."""
+    return list(dict.fromkeys([*(train.classes if train else ()), *test.classes]))
+
+
+def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labelled:
+    """Return the features with labels as places among `classes`."""
+    assert outputs.features is not None
+    places = {name: place for place, name in enumerate(classes)}
+    return Labelled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])
+
+
+def probe_features(
+    names: Sequence[str], train: Labelled | None, test: Labelled, num_classes: int, keys: Sequence[str]
+) -> dict[str, Any]:
+    """Return the scores of the probes by name; `keys` are those of the training images."""
+    values: dict[str, Any] = {}
+    if train is not None and "knn" in names:
+        neighbours = [count for count in NEIGHBOURS if count <= len(train.labels)] or [len(train.labels)]
+        for count, each in probe_knn(train, test, num_classes, neighbours).items():
+            values |= _with_interval(f"knn{count}", each)
+    if train is not None and "few_shot" in names:
+        for shots, mean in mean_of_seeds(probe_few_shot(train, test, num_classes)).items():
+            values |= {f"few_shot{shots}": mean.top1, f"few_shot{shots}_std": mean.std}
+    if train is not None and "linear" in names:
+        fitted = probe_linear(train, test, num_classes, keys=keys)
+        values |= _with_interval("linear", fitted.score)
+        values |= {"linear_l2": fitted.l2, "linear_converged": fitted.converged}
+    if "rank" in names:
+        separation = class_separation(*test, num_classes)
+        values |= {"rankme": rankme(test.features), "effective_rank": effective_rank(test.features)}
+        values |= {"separation_variance_share": separation.variance_share, "separation_cosine": separation.cosine}
+    return values
+
+
+def _with_interval(name: str, score: ProbeScore) -> dict[str, float]:
+    interval = wilson(score.hits, score.images)
+    return {name: score.top1, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -1,0 +1,59 @@
+"""Scores as text: with their intervals, and as a table for a terminal."""
+
+from vitray.evaluation.report.results import Evaluation, Result
+
+# Scores in the order in which they are shown.
+TITLES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "mean_per_class": "mean per class",
+    "nll": "loss (NLL)",
+    "ece": "ECE",
+    "adaptive_ece": "adaptive ECE",
+    "brier": "Brier score",
+    "temperature": "temperature",
+    "ece_after_temperature": "ECE at the temperature",
+    "knn10": "kNN, 10 neighbours",
+    "knn20": "kNN, 20 neighbours",
+    "few_shot1": "few-shot, 1 image a class",
+    "few_shot5": "few-shot, 5 images a class",
+    "few_shot10": "few-shot, 10 images a class",
+    "few_shot25": "few-shot, 25 images a class",
+    "linear": "linear probe",
+    "rankme": "RankMe",
+    "effective_rank": "effective rank",
+    "separation_variance_share": "variance between classes",
+    "separation_cosine": "cosine separation",
+}
+SHARES = {"top1", "top5", "mean_per_class", "knn10", "knn20", "linear", *(f"few_shot{n}" for n in (1, 5, 10, 25))}
+
+
+def score_text(result: Result, name: str) -> str:
+    """Return a score with its 95 % interval, or an empty text where there is none."""
+    values = result.flat()
+    if values.get(name) is None:
+        return ""
+    unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES else (1, "{:.4f}", "")
+    text = digits.format(unit * values[name])
+    if f"{name}_low" in values:
+        text += f" ({' to '.join(digits.format(unit * values[f'{name}_{end}']) for end in ('low', 'high'))})"
+    elif values.get(f"{name}_std") is not None:
+        text += f" ± {digits.format(unit * values[f'{name}_std'])}"
+    return text + percent
+
+
+def scores_text(evaluation: Evaluation) -> str:
+    """Return a table for a terminal: a line for each score, a column for each network, and the verdicts of pairs."""
+    results = evaluation.results
+    lines = [["", *(result.name for result in results)]]
+    for name, title in TITLES.items():
+        texts = [score_text(result, name) for result in results]
+        if any(texts):
+            lines.append([title, *texts])
+    lines.append(["images", *(f"{len(result.outputs.labels):,}" for result in results)])
+    if any(result.outputs.left_out for result in results):
+        lines.append(["left out", *(f"{len(result.outputs.left_out):,}" for result in results)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    verdicts = [f"{pair.first} against {pair.second}: {pair.comparison.sentence()}" for pair in evaluation.pairs]
+    return "\n".join([*rows, *verdicts])
