@@ -12,7 +12,7 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 
 from pipelines.__main__ import main
 from vitray.evaluation.report.charts import cluster
-from vitray.evaluation.report.driver import Request, evaluate
+from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.weights import load_model, save_model
 
 FILES = {"index.html", "results.json", "scores.csv", "classes.csv", "predictions.csv"}
@@ -47,6 +47,17 @@ def refusal(capsys, out, *args):
     return message
 
 
+def scores(out, *urls, **options):
+    """The scores of a request, without its page."""
+    *models, data = map(str, urls)
+    return compute_evaluation(Request(models, data, out=str(out), workers=1, **options))[0].flat()
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys):
     result = verb(capsys, place / "a", place / "data", *PROBES, "--out", tmp_path)
     assert (result["images"], result["left_out"]) == (101, 0)
@@ -55,25 +66,22 @@ def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys)
     assert {"few_shot1", "few_shot5", "rankme", "temperature", "brier", "adaptive_ece"} <= result.keys()
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"outputs"}
     assert result["page"] == str(tmp_path / "index.html")
-    with (tmp_path / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["image"] for row in rows] == [f"val:{index}" for index in range(101)]
-    assert sum(row["label"] == row["predicted"] for row in rows) == round(101 * result["top1"])
-    with (tmp_path / "classes.csv").open() as file:
-        assert sum(int(row["images"]) for row in csv.DictReader(file)) == 101
+    predictions = rows(tmp_path / "predictions.csv")
+    assert [row["image"] for row in predictions] == [f"val:{index}" for index in range(101)]
+    assert sum(row["label"] == row["predicted"] for row in predictions) == round(101 * result["top1"])
+    assert sum(int(row["images"]) for row in rows(tmp_path / "classes.csv")) == 101
     details = json.loads((tmp_path / "results.json").read_text())["details"][0]
     assert sum(count for _, _, count in details["confusion"]) == 101
     assert sum(each["images"] for each in details["reliability"]) == 101
-
-
-def test_a_repeated_command_computes_nothing_again(place, tmp_path, capsys):
-    first = verb(capsys, place / "a", place / "data", "--out", tmp_path)
+    # The same command, and one without the probes, compute nothing again.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.parquet")}
-    assert verb(capsys, place / "a", place / "data", "--out", tmp_path) == first
+    again = scores(tmp_path, place / "a", place / "data", probes=("knn", "few_shot", "linear", "rank"))
+    assert again == {name: value for name, value in result.items() if name != "page"}
+    assert scores(tmp_path, place / "a", place / "data")["top1"] == result["top1"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.parquet")} == before
 
 
-def test_classes_are_matched_by_name(place, tmp_path, capsys):
+def test_classes_are_matched_by_name(place, tmp_path):
     """A network that numbers the classes otherwise has the same scores, and the same predictions by name."""
     run, vit, _ = load_model(str(place / "a"))
     order = np.random.default_rng(0).permutation(len(SHAPES))
@@ -81,7 +89,7 @@ def test_classes_are_matched_by_name(place, tmp_path, capsys):
         vit.head.weight.copy_(vit.head.weight[order].clone())
         vit.head.bias.copy_(vit.head.bias[order].clone())
     save_model(str(tmp_path / "permuted"), run, vit, [SHAPES[label] for label in order])
-    result = verb(capsys, place / "a", tmp_path / "permuted", place / "data", "--out", tmp_path / "out")
+    result = scores(tmp_path / "out", place / "a", tmp_path / "permuted", place / "data")
     one, other = result["models"]
     assert one["top1"] == other["top1"] > 0
     assert one["nll"] == pytest.approx(other["nll"])
@@ -101,19 +109,18 @@ def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
     assert page.count("data:image/jpeg") == 32 + min(12, pair["only_first"]) + min(12, pair["only_second"])
 
 
-def test_a_network_of_more_classes_than_the_images_is_scored(place, tmp_path, capsys):
-    assert verb(capsys, place / "more", place / "data", "--out", tmp_path)["images"] == 101
+def test_a_network_of_more_classes_than_the_images_is_scored(place, tmp_path):
+    assert scores(tmp_path, place / "more", place / "data")["images"] == 101
 
 
 def test_corrupt_images_are_left_out_of_every_score(place, tmp_path, capsys):
-    whole = verb(capsys, place / "a", place / "data", "--out", tmp_path / "whole")
+    whole = scores(tmp_path / "whole", place / "a", place / "data")
     write_dataset(tmp_path / "data", {"train": 130, "val": 101}, corrupt=3)
     result = verb(capsys, place / "a", tmp_path / "data", "--out", tmp_path / "out", "--max-corrupt", "0.05")
     assert (result["images"], result["left_out"]) == (98, 3)
     assert 0 <= round(101 * whole["top1"]) - round(98 * result["top1"]) <= 3
     assert "val:0 (not an image)" in (tmp_path / "out" / "index.html").read_text()
-    with (tmp_path / "out" / "predictions.csv").open() as file:
-        assert [row["image"] for row in csv.DictReader(file)] == [f"val:{index}" for index in range(3, 101)]
+    assert [row["image"] for row in rows(tmp_path / "out" / "predictions.csv")][0] == "val:3"
 
 
 def test_names_are_escaped(tmp_path, capsys):
@@ -175,8 +182,8 @@ def test_the_default_folder_is_named_after_networks_and_data(place, tmp_path, mo
     shutil.copytree(place / "data", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     request = Request([str(place / "a"), str(place / "b")], "data", "train", workers=1)
-    assert evaluate(request)[1] == "evaluations/a-b-data-train/index.html"
-    assert (tmp_path / "evaluations" / "a-b-data-train" / "index.html").exists()
+    assert compute_evaluation(request)[1] == "evaluations/a-b-data-train"
+    assert (tmp_path / "evaluations" / "a-b-data-train" / "outputs").is_dir()
 
 
 def test_confused_classes_are_neighbours():

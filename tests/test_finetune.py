@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
+from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.models.vit import ViT
 from vitray.runs.driver import train
 from vitray.runs.plan import make_plan
@@ -98,6 +99,15 @@ def test_other_classes_get_a_new_head_and_the_same_classes_keep_the_old_one(plac
     start = make_plan(recipe(place, f"task.weights={tmp_path / 'other'}")).start
     assert start.adaptation == "a new head of zeros for 10 classes"
     assert not start.state["head.weight"].any()
+
+
+def test_a_finished_run_is_evaluated_with_its_own_score(place, tuned, tmp_path):
+    """`vitray evaluate` prepares images as the run's evaluation does, here for a delta at another image size."""
+    request = Request([tuned.model], str(place / "demo"), out=str(tmp_path), workers=1)
+    scores = compute_evaluation(request)[0].flat()
+    assert scores["images"] == 17
+    assert scores["top1"] == tuned.val_top1
+    assert scores["loss"] == pytest.approx(tuned.val_loss, abs=1e-5)
 
 
 def test_a_fine_tuning_changes_only_its_parts_and_ends_as_a_delta(place, tuned):

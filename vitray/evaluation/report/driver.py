@@ -65,7 +65,13 @@ class _Splits(NamedTuple):
 
 
 def evaluate(request: Request) -> tuple[Evaluation, str]:
-    """Return the scores of all networks, and the address of the page."""
+    """Score all networks, write the folder, and return the scores and the address of the page."""
+    evaluation, folder = compute_evaluation(request)
+    return evaluation, write_evaluation(evaluation, folder)
+
+
+def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
+    """Return the scores of all networks, and the folder that holds their outputs."""
     check_probes(request.probes)
     networks = _open_networks(request.models)
     images = open_images(request.data, request.split)
@@ -75,8 +81,7 @@ def evaluate(request: Request) -> tuple[Evaluation, str]:
     check_writable(folder)
     results = [_result(request, network, _Splits(images, train), folder) for network in networks]
     pairs, shares = compare(results)
-    evaluation = Evaluation(images, results, pairs, shares, request.command)
-    return evaluation, write_evaluation(evaluation, folder)
+    return Evaluation(images, results, pairs, shares, request.command), folder
 
 
 def _open_networks(urls: Sequence[str]) -> list[_Network]:
