@@ -120,7 +120,7 @@ def test_corrupt_images_are_left_out_of_every_score(place, tmp_path, capsys):
     assert (result["images"], result["left_out"]) == (98, 3)
     assert 0 <= round(101 * whole["top1"]) - round(98 * result["top1"]) <= 3
     assert "val:0 (not an image)" in (tmp_path / "out" / "index.html").read_text()
-    assert [row["image"] for row in rows(tmp_path / "out" / "predictions.csv")][0] == "val:3"
+    assert rows(tmp_path / "out" / "predictions.csv")[0]["image"] == "val:3"
 
 
 def test_names_are_escaped(tmp_path, capsys):
