@@ -11,8 +11,15 @@ import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
 
 from pipelines.__main__ import main
+from vitray.config.augmentation import CentreCrop
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report.charts import cluster
 from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.inference.images import open_images, read_encoded
+from vitray.inference.models import describe_network
 from vitray.weights import load_model, save_model
 
 FILES = {"index.html", "results.json", "scores.csv", "classes.csv", "predictions.csv"}
@@ -121,6 +128,21 @@ def test_corrupt_images_are_left_out_of_every_score(place, tmp_path, capsys):
     assert 0 <= round(101 * whole["top1"]) - round(98 * result["top1"]) <= 3
     assert "val:0 (not an image)" in (tmp_path / "out" / "index.html").read_text()
     assert rows(tmp_path / "out" / "predictions.csv")[0]["image"] == "val:3"
+
+
+def test_corrupted_copies_are_scored(place, tmp_path):
+    result = scores(tmp_path, place / "a", place / "photos", corrupt=True)
+    network, images = describe_network(str(place / "a")), open_images(str(place / "photos"), "val")
+    wrong = []
+    for image in read_encoded(images, range(60)):
+        view = corrupt(crop_centre(decode_image(image.content), CentreCrop(), (32, 32)), "contrast", 4, 0, image.key)
+        with torch.inference_mode():
+            logits = network[1](normalised(torch.from_numpy(view)[None], network[0].normalise))
+        wrong.append(SHAPES[int(logits.argmax())] != image.key.partition("/")[0])
+    assert result["error_contrast_4"] == np.mean(wrong)
+    errors = [result[f"error_contrast_{severity}"] for severity in SEVERITIES]
+    assert result["corruption_error_contrast"] == pytest.approx(np.mean(errors))
+    assert result["top1"] == scores(tmp_path, place / "a", place / "photos")["top1"]
 
 
 def test_names_are_escaped(tmp_path, capsys):

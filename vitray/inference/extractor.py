@@ -25,7 +25,7 @@ Output = Literal["logits", "features"]
 # Images of a forward pass. A fixed number: the last bits of an output depend on it.
 BATCH = 64
 
-# Changes the pixels of an image, before the crop; the second argument is the image's key.
+# Changes the view of an image, after the crop; the second argument is the image's key.
 Alter = Callable[[np.ndarray, str], np.ndarray]
 
 
@@ -69,9 +69,8 @@ class Extractor:
             pixels_HWC = decode_image(image.content)
         except UndecodableImage as error:
             return str(error)
-        if self._alter is not None:
-            pixels_HWC = self._alter(pixels_HWC, image.key)
-        return crop_centre(pixels_HWC, self._spec.crop, self._spec.size)
+        view_HWC = crop_centre(pixels_HWC, self._spec.crop, self._spec.size)
+        return view_HWC if self._alter is None else self._alter(view_HWC, image.key)
 
     @torch.inference_mode()
     def _forward(self, images_BHWC: Tensor, outputs: Sequence[Output]) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class Work(NamedTuple):
     max_corrupt: float = 0.01
     """The largest share of images that may be left out."""
     alter: Alter | None = None
-    """A picklable change of each image's pixels."""
+    """A picklable change of each image's view."""
     alteration: str = ""
     """The name of that change; different changes have different names."""
 
@@ -66,7 +66,8 @@ class Work(NamedTuple):
     @property
     def title(self) -> str:
         """The beginning of a line of progress."""
-        return f"{self.network.name}, {self.images.split}:"
+        alteration = f", {self.alteration}" if self.alteration else ""
+        return f"{self.network.name}, {self.images.split}{alteration}:"
 
 
 class Outputs(NamedTuple):
@@ -89,7 +90,7 @@ def compute_outputs(work: Work, workers: int | None = None, vit: ViT | None = No
     CPU, `workers` at most. Otherwise this process does, with the network `vit`.
     """
     done = storage.file_sizes(work.place).keys()
-    missing = [
+    missing: list[tuple[Span, tuple[Output, ...]]] = [
         (span, lacking)
         for span in work.spans
         if (lacking := tuple(output for output in work.outputs if _file_name(output, span) not in done))
@@ -180,7 +181,7 @@ def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None
         return
     extractor = Extractor(work.network, work.images, work.alter, vit)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        tables = pool.map(lambda part: extractor.extract(*part[0], part[1]), missing)
+        tables = pool.map(lambda part: extractor.extract(part[0][0], part[0][1], part[1]), missing)
         yield from zip((span for span, _ in missing), tables, strict=True)
 
 
@@ -204,14 +205,15 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     count = min(len(missing), workers or max(1, gpus or int(resources.get("CPU", 1))))
-    actor_class = ray.remote(
+    actor_class: Any = ray.remote(Extractor)
+    actor_class = actor_class.options(
         num_cpus=1,
         num_gpus=1 if gpus else 0,
         max_concurrency=AT_A_TIME,
         max_restarts=RETRIES,
         max_task_retries=RETRIES,
         scheduling_strategy="SPREAD",
-    )(Extractor)
+    )
     shared: Any = [ray.put(value) for value in (work.network, work.images, work.alter)]
     actors = [actor_class.remote(*shared) for _ in range(count)]
     starting = {actor.ready.remote(): actor for actor in actors}

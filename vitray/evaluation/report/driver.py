@@ -17,6 +17,7 @@ from vitray.evaluation.report.probes import (
     probe_features,
 )
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
+from vitray.evaluation.report.robustness import corruption_errors
 from vitray.evaluation.report.writing import write_evaluation
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
@@ -42,6 +43,8 @@ class Request(NamedTuple):
     workers: int | None = None
     chunk: int = CHUNK
     max_corrupt: float = MAX_CORRUPT
+    corrupt: bool = False
+    """Whether corrupted copies of the images are scored too."""
 
     @property
     def command(self) -> str:
@@ -49,6 +52,7 @@ class Request(NamedTuple):
         words = ["vitray", "evaluate", *self.models, self.data, "--split", self.split]
         words += ["--probes", ",".join(self.probes), "--train-split", self.train_split] if self.probes else []
         words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
+        words += ["--corrupt"] if self.corrupt else []
         return shlex.join(words + (["--out", self.out] if self.out else []))
 
 
@@ -119,22 +123,26 @@ def _result(request: Request, network: _Network, splits: _Splits, folder: str) -
     """Compute and score one network."""
     spec, images = network.spec._replace(name=network.name), splits.scored
 
+    work = Work(spec, images, (), storage.join(folder, "outputs"), request.chunk, request.max_corrupt)
+
     def outputs_of(images: ImageSet, *kinds: Output) -> Outputs:
-        place = storage.join(folder, "outputs")
-        work = Work(spec, images, kinds, place, request.chunk, request.max_corrupt)
-        return compute_outputs(work, request.workers, network.vit)
+        return compute_outputs(work._replace(images=images, outputs=kinds), request.workers, network.vit)
 
     head: list[Output] = [] if spec.num_classes is None else ["logits"]
     body: list[Output] = ["features"] if request.probes else []
     outputs = outputs_of(images, *head, *body)
-    probes = {}
+    more = {}
     if request.probes:
         classes = all_classes(splits.train, images)
         learnt = outputs_of(splits.train, "features") if splits.train else None
         train = numbered(learnt, splits.train, classes) if learnt and splits.train else None
         keys = learnt.keys if learnt else []
-        probes = probe_features(request.probes, train, numbered(outputs, images, classes), len(classes), keys)
-    return Result(network.name, spec, outputs, spec.classes or images.classes, _score(spec, images, outputs), probes)
+        more |= probe_features(request.probes, train, numbered(outputs, images, classes), len(classes), keys)
+        if learnt is not None:
+            more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
+    if request.corrupt and head:
+        more |= corruption_errors(work, class_numbers(spec, images), request.workers, network.vit)
+    return Result(network.name, spec, outputs, spec.classes or images.classes, _score(spec, images, outputs), more)
 
 
 def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs) -> Scored | None:

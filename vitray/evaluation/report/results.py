@@ -60,8 +60,8 @@ class Result(NamedTuple):
     """The network's class names; of the images, where the network has none."""
     scored: Scored | None
     """None for a network without a head."""
-    probes: Mapping[str, Any]
-    """Scores of features by name."""
+    more: Mapping[str, Any]
+    """Scores of features and of corrupted images by name."""
 
     def flat(self) -> dict[str, Any]:
         """Return all scores by name, with `_low` and `_high` for the bounds of an interval."""
@@ -72,7 +72,7 @@ class Result(NamedTuple):
             for name, interval in self.scored.intervals.items():
                 values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
             values |= {"loss": values["nll"], **self.scored.values}
-        return values | dict(self.probes)
+        return values | dict(self.more)
 
 
 class PairResult(NamedTuple):

@@ -1,5 +1,6 @@
 """Scores as text: with their intervals, and as a table for a terminal."""
 
+from vitray.evaluation.corruptions import CORRUPTIONS
 from vitray.evaluation.report.results import Evaluation, Result
 
 # Scores in the order in which they are shown.
@@ -24,8 +25,11 @@ TITLES = {
     "effective_rank": "effective rank",
     "separation_variance_share": "variance between classes",
     "separation_cosine": "cosine separation",
+    "corruption_error": "mean corruption error",
+    **{f"corruption_error_{name}": f"error, {name.replace('_', ' ')}" for name in CORRUPTIONS},
 }
-SHARES = {"top1", "top5", "mean_per_class", "knn10", "knn20", "linear", *(f"few_shot{n}" for n in (1, 5, 10, 25))}
+SHARES = {name for name in TITLES if name.startswith("corruption_error")}
+SHARES |= {"top1", "top5", "mean_per_class", "knn10", "knn20", "linear", *(f"few_shot{n}" for n in (1, 5, 10, 25))}
 
 
 def score_text(result: Result, name: str) -> str:
