@@ -34,6 +34,8 @@ AT_A_TIME = 2
 # Actors and chunks are started again this many times, as when a node is lost.
 RETRIES = 3
 Span = tuple[int, int]
+Missing = Sequence[tuple[Span, tuple[Output, ...]]]
+Computed = Iterator[tuple[Span, dict[str, pa.Table]]]
 
 
 class Work(NamedTuple):
@@ -89,12 +91,7 @@ def compute_outputs(work: Work, workers: int | None = None, vit: ViT | None = No
     Actors compute them on a cluster and where there are several GPUs or `workers`: one for each GPU, or else for each
     CPU, `workers` at most. Otherwise this process does, with the network `vit`.
     """
-    done = storage.file_sizes(work.place).keys()
-    missing: list[tuple[Span, tuple[Output, ...]]] = [
-        (span, lacking)
-        for span in work.spans
-        if (lacking := tuple(output for output in work.outputs if _file_name(output, span) not in done))
-    ]
+    missing = _missing(work)
     if missing:
         left = sum(stop - start for (start, stop), _ in missing)
         if left < work.images.images:
@@ -135,6 +132,17 @@ def read_outputs(work: Work) -> Outputs:
     )
 
 
+def _missing(work: Work) -> Missing:
+    """Return the chunks without a file of some output, and these outputs."""
+    done = storage.file_sizes(work.place).keys()
+    missing = []
+    for span in work.spans:
+        lacking: tuple[Output, ...] = tuple(output for output in work.outputs if _file_name(output, span) not in done)
+        if lacking:
+            missing.append((span, lacking))
+    return missing
+
+
 def _file_name(output: str, span: Span) -> str:
     return f"{output}-{span[0]:09d}-{span[1]:09d}.parquet"
 
@@ -167,10 +175,6 @@ def _check_left_out(work: Work, corrupt: Sequence[str]) -> None:
 
 
 # ---- where the work is done ------------------------------------------------------------------------------------------
-
-
-Missing = Sequence[tuple[Span, tuple[Output, ...]]]
-Computed = Iterator[tuple[Span, dict[str, pa.Table]]]
 
 
 def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None) -> Computed:
