@@ -175,6 +175,7 @@ OUT = ["--out", "s3://b/runs"]
     [
         (["train", "demo"], "--out: got runs, in the job's own folder"),
         (["sweep", "demo", "lr", "--out=mine"], "--out: got mine, in the job's own folder"),
+        (["evaluate", "s3://b/x", "s3://b/d"], "--out: got evaluations, in the job's own folder"),
         (["train", "demo", "data.url=data/demo", *OUT], "data.url=data/demo: would not be sent"),
         (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: an argument has a password in it"),
         (["trian", "demo"], "got 'trian', wanted one of .*nearest: train"),

@@ -48,7 +48,7 @@ CONNECT_SECONDS = 5
 # Verbs with runs in MLflow.
 TRACKED_VERBS = {"train", "sweep"}
 # The default of --out for each verb that has one.
-DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "bench": "bench_out"}
+DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "evaluate": "evaluations", "bench": "bench_out"}
 
 
 class PackageFiles(NamedTuple):
