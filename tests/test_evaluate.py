@@ -12,14 +12,20 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 
 from pipelines.__main__ import main
 from vitray.config.augmentation import CentreCrop
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_centre
+from vitray.data.shards import open_dataset
+from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
+from vitray.data.stream.epoch_order import EpochOrder
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report.charts import cluster
 from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.evaluation.scores import EvaluationSet
+from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
+from vitray.training.evaluator import autocast
 from vitray.weights import load_model, save_model
 
 FILES = {"index.html", "results.json", "scores.csv", "classes.csv", "predictions.csv"}
@@ -114,6 +120,32 @@ def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
     assert "a is right, b is wrong" in page
     # The page shows an image for each of the first mistakes, and of the differences.
     assert page.count("data:image/jpeg") == 32 + min(12, pair["only_first"]) + min(12, pair["only_second"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_scores_equal_those_of_training(place, tmp_path, precision):
+    """The images go through the stream's decoding and the evaluator of training, in batches of another size."""
+    run, vit, classes = load_model(str(place / "a"))
+    crop = CentreCrop(crop_ratio=1.0, interpolation="bilinear")
+    changes = {"compute.precision": precision, "data.eval_crop": crop.model_dump(mode="json")}
+    run = run.replace({**changes, "data.normalise": {"mean": [0.4, 0.5, 0.6], "std": [0.3, 0.2, 0.1]}})
+    save_model(str(tmp_path / "model"), run, vit, classes)
+    located = locate_rows(open_dataset(str(place / "data")), "val")
+    parts = [np.arange(start, min(start + 24, 101)) for start in range(0, 101, 24)]
+    view = ViewSettings((32, 32), crop, 0, 0)
+    decoded = decode_positions(parts, located, EpochOrder(located.groups, None, None), view)
+    batches = []
+    for part, each in zip(parts, decoded, strict=True):
+        images, labels = torch.from_numpy(each["image"]), torch.from_numpy(each["label"])
+        batches.append(DeviceBatch(images, labels, torch.ones(len(part)), part, each["row"]))
+    data, cpu = EvaluationSet(batches, 101, run.data.normalise), torch.device("cpu")
+    wanted = score_split(vit, data, 10, cpu, autocast(run, cpu))
+    request = Request([str(tmp_path / "model")], str(place / "data"), out=str(tmp_path), workers=1)
+    result = compute_evaluation(request)[0].results[0]
+    assert result.flat()["top1"] == wanted.top1
+    assert result.flat()["top5"] == wanted.top5
+    assert result.flat()["loss"] == pytest.approx(wanted.loss, abs=1e-6 if precision == "fp32" else 1e-3)
+    assert np.array_equal(result.scored.classification.confusion, wanted.confusion)
 
 
 def test_a_network_of_more_classes_than_the_images_is_scored(place, tmp_path):
