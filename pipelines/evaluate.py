@@ -20,6 +20,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
     parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
     parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
+    parser.add_argument("--labels", metavar="KIND=PATH", help="published labels, as in real=real.json (docs: kinds)")
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
     parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
     parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help="of unusable images, at most")
@@ -38,7 +39,7 @@ def main(args: list[str]) -> dict[str, Any]:
     probes = [name for part in options.probes for name in part.split(",")]
     request = Request(models, data, options.split, probes, options.train_split, options.out)
     request = request._replace(workers=options.workers, max_corrupt=options.max_corrupt, corrupt=options.corrupt)
-    evaluation, page = evaluate(request)
+    evaluation, page = evaluate(request._replace(labels=options.labels))
     print(f"{scores_text(evaluation)}\n\n{page}")
     return evaluation.flat() | {"page": page}
 

@@ -25,6 +25,7 @@ from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
+from vitray.inference.outputs import Work, compute_outputs
 from vitray.training.evaluator import autocast
 from vitray.weights import load_model, save_model
 
@@ -53,6 +54,7 @@ def verb(capsys, *args):
 
 def refusal(capsys, out, *args):
     """The message of a command that is refused, and writes nothing."""
+    capsys.readouterr()
     assert main(["evaluate", *map(str, args), "--out", str(out), "--workers", "1"]) == 2
     assert not out.exists()
     message = capsys.readouterr().err
@@ -175,6 +177,25 @@ def test_corrupted_copies_are_scored(place, tmp_path):
     errors = [result[f"error_contrast_{severity}"] for severity in SEVERITIES]
     assert result["corruption_error_contrast"] == pytest.approx(np.mean(errors))
     assert result["top1"] == scores(tmp_path, place / "a", place / "photos")["top1"]
+
+
+def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
+    """As on ImageNet-A: only the classes that have a folder compete."""
+    ids = [f"n{index:08d}" for index in range(10)]
+    for index, shape in enumerate(SHAPES[:4]):
+        shutil.copytree(place / "photos" / shape, tmp_path / "subset" / ids[index])
+    run, vit, _ = load_model(str(place / "a"))
+    save_model(str(tmp_path / "model"), run, vit, ids)
+    labels = f"imagenet-a={tmp_path / 'subset'}"
+    result = scores(tmp_path / "out", tmp_path / "model", tmp_path / "subset", labels=labels)
+    images = open_images(str(tmp_path / "subset"), "val")
+    network = describe_network(str(tmp_path / "model"))
+    logits = compute_outputs(Work(network[0], images, ("logits",), str(tmp_path / "again")), 1, network[1])
+    assert result["labels_top1"] == (logits.logits[:, :4].argmax(1) == logits.labels).mean()
+    assert result["labels_top1_low"] < result["labels_top1"] < result["labels_top1_high"]
+    assert result["top1"] <= result["labels_top1"]
+    assert "imagenet-a" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", labels)
+    assert "--labels: got real" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", "real")
 
 
 def test_names_are_escaped(tmp_path, capsys):

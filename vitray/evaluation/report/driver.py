@@ -8,6 +8,7 @@ from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
 from vitray.evaluation.report.classes import check_same_classes, class_numbers
+from vitray.evaluation.report.labelling import label_scores, open_label_set
 from vitray.evaluation.report.probes import (
     PROBES,
     all_classes,
@@ -45,6 +46,8 @@ class Request(NamedTuple):
     max_corrupt: float = MAX_CORRUPT
     corrupt: bool = False
     """Whether corrupted copies of the images are scored too."""
+    labels: str | None = None
+    """A label set as KIND=PATH; its images may have other classes than the network."""
 
     @property
     def command(self) -> str:
@@ -53,6 +56,7 @@ class Request(NamedTuple):
         words += ["--probes", ",".join(self.probes), "--train-split", self.train_split] if self.probes else []
         words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
         words += ["--corrupt"] if self.corrupt else []
+        words += ["--labels", self.labels] if self.labels else []
         return shlex.join(words + (["--out", self.out] if self.out else []))
 
 
@@ -104,7 +108,10 @@ def _check(request: Request, networks: Sequence[_Network], images: ImageSet) -> 
         raise ConfigError(f"{images.url}: {images.split} has no images")
     for network in networks:
         if network.spec.num_classes is not None:
-            class_numbers(network.spec, images)
+            if request.labels:
+                open_label_set(request.labels, network.spec)
+            if request.corrupt or not request.labels:
+                class_numbers(network.spec, images)
         elif not request.probes:
             raise ConfigError(
                 f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
@@ -142,10 +149,20 @@ def _result(request: Request, network: _Network, splits: _Splits, folder: str) -
             more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
     if request.corrupt and head:
         more |= corruption_errors(work, class_numbers(spec, images), request.workers, network.vit)
-    return Result(network.name, spec, outputs, spec.classes or images.classes, _score(spec, images, outputs), more)
+    if request.labels and outputs.logits is not None:
+        more |= label_scores(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
+    scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
+    return Result(network.name, spec, outputs, spec.classes or images.classes, scored, more)
 
 
-def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs) -> Scored | None:
+def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:
+    """The scores by the labels of the images; lenient: None if they are of other classes."""
     if outputs.logits is None:
         return None
-    return score(outputs.logits, class_numbers(spec, images)[outputs.labels], outputs.keys)
+    try:
+        numbers = class_numbers(spec, images)
+    except ConfigError:
+        if is_lenient:
+            return None
+        raise
+    return score(outputs.logits, numbers[outputs.labels], outputs.keys)

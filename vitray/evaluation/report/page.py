@@ -19,7 +19,7 @@ MOST_LEFT_OUT = 100
 # The most pairs of networks whose images are shown.
 MOST_PAIRS = 3
 # The scores beside the top-1 of a single network.
-BESIDE = ("top5", "mean_per_class", "nll", "ece", "knn10", "few_shot5", "linear")
+BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece", "knn10", "few_shot5", "linear")
 Heads = Sequence[tuple[Result, Scored]]
 
 
@@ -58,7 +58,9 @@ def _headline(evaluation: Evaluation) -> Html:
 def _best(evaluation: Evaluation) -> Html:
     scored = [(result.name, result.scored.intervals["top1"]) for result in evaluation.results if result.scored]
     if not scored:
-        return tag("div", tag("p", "No network has a head: only probes of its features are scored."))
+        return tag(
+            "div", tag("p", "No network predicts the classes of these images; the table below has other scores.")
+        )
     name, top1 = max(scored, key=lambda pair: pair[1].estimate)
     label = "top-1" if len(scored) == 1 else f"highest top-1, {name}"
     verdicts = [_verdict(pair) for pair in evaluation.pairs[:1]] if len(evaluation.pairs) == 1 else []
@@ -75,7 +77,10 @@ def _beside(evaluation: Evaluation) -> Html:
         [result] = evaluation.results
         rest = {title: score_text(result, name) for name, title in TITLES.items() if name in BESIDE}
     else:
-        rest = {result.name: score_text(result, "top1") or "no head" for result in evaluation.results}
+        rest = {
+            result.name: score_text(result, "top1") or score_text(result, "labels_top1") or "–"
+            for result in evaluation.results
+        }
     return tag("div", _facts({title: text for title, text in rest.items() if text}))
 
 

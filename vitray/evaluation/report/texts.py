@@ -14,6 +14,8 @@ TITLES = {
     "brier": "Brier score",
     "temperature": "temperature",
     "ece_after_temperature": "ECE at the temperature",
+    "labels_top1": "top-1 by the label set",
+    "labels_top5": "top-5 by the label set",
     "knn10": "kNN, 10 neighbours",
     "knn20": "kNN, 20 neighbours",
     "few_shot1": "few-shot, 1 image a class",
@@ -29,7 +31,8 @@ TITLES = {
     **{f"corruption_error_{name}": f"error, {name.replace('_', ' ')}" for name in CORRUPTIONS},
 }
 SHARES = {name for name in TITLES if name.startswith("corruption_error")}
-SHARES |= {"top1", "top5", "mean_per_class", "knn10", "knn20", "linear", *(f"few_shot{n}" for n in (1, 5, 10, 25))}
+SHARES |= {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", "knn10", "knn20", "linear"}
+SHARES |= {name for name in TITLES if name.startswith("few_shot")}
 
 
 def score_text(result: Result, name: str) -> str:

@@ -1,0 +1,36 @@
+"""Scores with the label sets that authors of test sets publish: ReaL, ImageNet-V2, -A, -R, -Sketch, ObjectNet."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vitray.data.stream.decoding import SplitRows
+from vitray.errors import ConfigError
+from vitray.evaluation.intervals import wilson
+from vitray.evaluation.label_sets import LabelSet, read_label_set, score_label_set
+from vitray.inference.images import ImageSet
+from vitray.inference.models import NetworkSpec
+
+
+def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:
+    """Return the label set of an option KIND=PATH for a network; refuse one that its classes do not fit."""
+    kind, equals, path = labels.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"--labels: got {labels}, wanted KIND=PATH, as in real=real.json")
+    if spec.classes is None:
+        raise ConfigError(f"--labels: {spec.url} has no class names; wanted a network with names")
+    return read_label_set(kind, path, spec.classes)
+
+
+def label_scores(logits_NK: np.ndarray, keys: Sequence[str], images: ImageSet, labels: LabelSet) -> dict[str, Any]:
+    """Return the top-1 and top-5 by a label set, of the images that it counts."""
+    # A dataset of ours has a hash before each name.
+    names = [key.partition(":")[2] for key in keys] if isinstance(images.source, SplitRows) else keys
+    scored = score_label_set(logits_NK, labels.ids(names), labels)
+    values: dict[str, Any] = {"labels": scored.name, "labels_images": scored.images}
+    values["labels_not_counted"] = scored.not_counted
+    for name, hits in (("labels_top1", scored.hits1), ("labels_top5", scored.hits5)):
+        interval = wilson(hits, scored.images)
+        values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return values
