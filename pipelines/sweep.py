@@ -34,8 +34,6 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--dry-run", action="store_true", help="check every trial, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
-    if options.name is not None:
-        storage.check_name(options.name, "--name")
     tracking_uri()  # a job without MLflow ends here, before it loads anything
     space = extend_space(read_space(tune_spaces.path_of(options.space)), options.add)
     overrides, stages = split_overrides(space, options.settings)

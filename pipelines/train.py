@@ -41,8 +41,7 @@ def main(args: list[str]) -> dict[str, Any]:
     from vitray.runs.run_dir import stored_run
 
     for option in ("name", "resume", "fork"):
-        if getattr(options, option) is not None:
-            storage.check_name(getattr(options, option), f"--{option}")
+        storage.check_name(getattr(options, option), f"--{option}")
     tracking_uri()  # a job without MLflow ends here, before it loads anything
     if options.resume:
         name, run = options.resume, stored_run(storage.join(options.out, options.resume), overrides)

@@ -75,9 +75,14 @@ def test_it_measures_and_draws(tmp_path, capsys):
         (["--modes", "full,atn"], "task.mode: got 'atn'"),
         (["--modes", "full+block"], "compute.recompute: got 'block'"),
         (["--model", "vit_q2"], "model name 'vit_q2'"),
-        (["--batch", "0"], "optim.batch: got 0"),
     ],
 )
 def test_invalid_settings_are_rejected(args, message, capsys):
     assert main(["bench", "finetune", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_batch_of_nothing_is_rejected(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "finetune", "--batch", "0"])
+    assert "--batch: got '0', wanted a whole number from 1" in capsys.readouterr().err

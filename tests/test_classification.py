@@ -47,7 +47,7 @@ def test_scores_equal_those_of_training(num_classes):
     logits[20:60] = 0  # more equal mistakes than are kept
     sums = scores.Sums.zeros(num_classes, torch.device("cpu"))
     rows = np.arange(200)
-    batch = DeviceBatch(torch.empty(0), torch.from_numpy(labels), torch.ones(200), rows, rows)
+    batch = DeviceBatch(torch.empty(0), torch.from_numpy(labels), rows, rows)
     scores.add_batch(sums, torch.from_numpy(logits), batch)
     scored = classify(logits, labels)
     assert np.array_equal(scored.confusion.ravel(), sums.confusion.numpy())

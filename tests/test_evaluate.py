@@ -139,7 +139,7 @@ def test_scores_equal_those_of_training(place, tmp_path, precision):
     batches = []
     for part, each in zip(parts, decoded, strict=True):
         images, labels = torch.from_numpy(each["image"]), torch.from_numpy(each["label"])
-        batches.append(DeviceBatch(images, labels, torch.ones(len(part)), part, each["row"]))
+        batches.append(DeviceBatch(images, labels, part, each["row"]))
     data, cpu = EvaluationSet(batches, 101, run.data.normalise), torch.device("cpu")
     wanted = score_split(vit, data, 10, cpu, autocast(run, cpu))
     request = Request([str(tmp_path / "model")], str(place / "data"), out=str(tmp_path), workers=1)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports only from lower floors. A package stands for its modules, except those listed separately.
 FLOORS = (
-    {"vitray.errors", "vitray.scratch"},
+    {"vitray.errors", "vitray.scratch", "vitray.cluster.local_ray"},
     {"vitray.config", "vitray.storage", "vitray.plotting", "vitray.cluster.session"},
     {
         "vitray.models",

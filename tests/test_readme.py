@@ -12,6 +12,7 @@ from test_layers import ROOT
 
 from pipelines import recipes
 from pipelines.__main__ import VERBS, main
+from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.config.parsing import parse_overrides
 from vitray.config.training import SupervisedSettings
@@ -165,7 +166,9 @@ def test_a_command_in_a_sentence_parses(inside, span):
 
 
 @pytest.mark.parametrize("block", YAML)
-def test_a_space_is_planned(inside, tmp_path, block):
+def test_a_space_is_planned(inside, tmp_path, monkeypatch, block):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session, "local_cpus", lambda: 64)  # a population has all its trials at once
     (tmp_path / "space.yaml").write_text(block.text)
     assert main(["sweep", "demo", str(tmp_path / "space.yaml"), "model.image_size=32", "--dry-run"]) == 0
 

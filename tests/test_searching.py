@@ -1,5 +1,6 @@
 """The driver of a sweep: trial store, searcher, budgets, scheduler and console."""
 
+import contextlib
 import io
 import json
 import threading
@@ -300,16 +301,25 @@ def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, train
     trial.cleanup()
 
 
+def suppressed(error, call):
+    with contextlib.suppress(error):
+        call()
+
+
 def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, monkeypatch):
     """With an error, after which Tune frees the place of the trial or starts it in another process."""
-    ended = threading.Event()
-    monkeypatch.setattr("vitray.sweep.trial.train", lambda *_, **__: ended.wait())
+    began, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr("vitray.sweep.trial.train", lambda *_, **__: began.set() or ended.wait())
     monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
     monkeypatch.setattr("vitray.sweep.trial.STOP_SECONDS", 0.1)
     trial = open_trial(open_sweep(tmp_path, base, GRID)[1], base)
+    step = threading.Thread(target=suppressed, args=[RuntimeError, trial.step])  # waits for a score
+    step.start()
+    began.wait()
     with pytest.raises(RuntimeError, match="the trial before this one does not end"):
         trial.reset_config({"name": "lr=0.2", "optim.lr": 0.2})
     ended.set()
+    step.join()
 
 
 def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):

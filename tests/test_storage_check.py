@@ -81,7 +81,7 @@ def test_usable_storage_is_left_unchanged(destination, s3_server, tmp_path):
             "refuses uploads with checksums.*AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
         ),
         (f"s3://KEY:{SECRET}@bucket/runs", {}, "an address with keys or options in it"),
-        ("s3:///runs", {}, "not a valid bucket name"),
+        ("s3:///runs", {}, "got the bucket '', wanted s3://bucket/key"),
     ],
 )
 def test_each_fault_of_a_real_server_is_explained(s3_server, monkeypatch, url, environment, message):

@@ -56,8 +56,10 @@ def absolute(url: str) -> str:
         raise ConfigError(f"{url}: no home folder of that user") from None
 
 
-def check_name(name: str, option: str) -> None:
-    """Reject a name that is no folder of its own inside another folder."""
+def check_name(name: str | None, option: str) -> None:
+    """Reject a name that is no folder of its own inside another folder; None is no name."""
+    if name is None:
+        return
     is_folder = all(part.strip() and part not in (".", "..") for part in name.split("/"))
     if not is_folder or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         raise ConfigError(

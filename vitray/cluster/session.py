@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from vitray.errors import ConfigError, RunError
 
 # Set before Ray is imported, unless the user has set them.
@@ -56,11 +54,6 @@ RAY_LIBRARY_ACTORS = {
 TRAIN_WORKER = "RayTrainWorker"
 # Part of Ray's error where its own processes do not start in time; it has no class of its own.
 START_TIMED_OUT = "timed out during startup"
-RAYLET = "raylet"  # the name of the process
-LOCAL_RAY_LOST = (
-    "Ray's raylet on this machine was killed, as for lack of memory, or has crashed; the same --name, or --resume,"
-    " continues from the last checkpoint"
-)
 # Seconds between two removals of placement groups: of those that ended jobs have left, and of those that failed starts
 # of a run's workers have left.
 CLEANUP_INTERVAL, START_CLEANUP_INTERVAL = 60.0, 10.0
@@ -69,7 +62,6 @@ LIST_LIMIT = 10_000
 
 
 # The raylet of the local Ray that this process started.
-_raylets: list[psutil.Process] = []
 
 
 def prepare_environment() -> None:
@@ -91,6 +83,8 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
     prepare_environment()
     import ray  # takes a second, so bad input is rejected first
 
+    from vitray.cluster import local_ray  # imports psutil, which a served model lacks
+
     if ray.is_initialized():
         yield
         return
@@ -103,7 +97,7 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
             yield
     finally:
         ray.shutdown()
-        _raylets.clear()
+        local_ray.forget()
 
 
 def remove_stale_groups() -> None:
@@ -202,13 +196,6 @@ def _list_options() -> Any:
     return {"address": ray.get_runtime_context().gcs_address, "limit": LIST_LIMIT}
 
 
-def is_local_ray_lost() -> bool:
-    """Whether the raylet that this process started has ended: seconds later Ray ends this process, too."""
-    return bool(_raylets) and all(
-        not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE for raylet in _raylets
-    )
-
-
 def local_cpus() -> int:
     """Return the number of CPUs that a local Ray gets."""
     # At least two, which are only numbers to Ray: if workers took all, none would be left to decode images.
@@ -275,6 +262,8 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
         if has_dashboard:
             remove_stale_groups()
         return has_dashboard
+    from vitray.cluster import local_ray
+
     # Ray's own processes look the address up and fail where a machine runs several clusters, so it is chosen here.
     with socket.socket() as free:
         free.bind(("", 0))
@@ -297,5 +286,5 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
         ) from error
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
-    _raylets.extend(child for child in psutil.Process().children() if child.name() == RAYLET)
+    local_ray.watch()
     return False

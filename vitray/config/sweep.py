@@ -268,7 +268,7 @@ class Population(Section):
     """Population-based training: the worst trials continue from checkpoints of the best, with other settings."""
 
     kind: Literal["population"] = "population"
-    every: Annotated[str, duration_in("epochs", "steps", least=0)]
+    every: Annotated[str, duration_in("epochs", "steps")] = "1 epoch"
     """Training between two comparisons of a trial; the next evaluation after it decides."""
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.25
     """Share of the trials that count as the worst, and as the best."""

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
-from vitray.cluster import session
+from vitray.cluster import local_ray
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
@@ -155,7 +155,7 @@ class RunLogger:
 
     def _stop_thread(self) -> None:
         self._stopped.set()
-        if self._thread.is_alive() and not session.is_local_ray_lost():  # the mailbox is lost with it
+        if self._thread.is_alive() and not local_ray.is_lost():  # the mailbox is lost with it
             self._thread.join()
 
     def _log(self, message: messages.Message) -> None:

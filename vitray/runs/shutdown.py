@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
-from vitray.cluster import session
+from vitray.cluster import local_ray
 from vitray.errors import RunError
 
 # Seconds for the workers to reach their next check and save there; a cluster job is killed ten seconds later.
@@ -67,8 +67,8 @@ class GracefulShutdown:
         try:
             while not wait([result], timeout=0.2).done:
                 self._check()
-                if session.is_local_ray_lost():
-                    raise RunError(session.LOCAL_RAY_LOST)
+                if local_ray.is_lost():
+                    raise RunError(local_ray.LOST)
                 if self._requested.is_set() and deadline == float("inf"):
                     mailbox.request_stop.remote()
                     deadline = time.monotonic() + SAVE_SECONDS
