@@ -39,7 +39,8 @@ def main(args: list[str]) -> dict[str, Any]:
     overrides, stages = split_overrides(space, options.settings)
     check_overrides(space, overrides)
     base = load_run(recipes.path_of(options.recipe), overrides)
-    name = options.name or f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = default if options.name is None else options.name
     storage.check_name(name, "--name")
 
     from vitray.sweep.driver import sweep
