@@ -40,8 +40,7 @@ def main(args: list[str]) -> dict[str, Any]:
     check_overrides(space, overrides)
     base = load_run(recipes.path_of(options.recipe), overrides)
     default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    name = default if options.name is None else options.name
-    storage.check_name(name, "--name")
+    storage.check_name(name := default if options.name is None else options.name, "--name")
 
     from vitray.sweep.driver import sweep
     from vitray.sweep.plan import Recipe, dry_run
