@@ -7,9 +7,17 @@ from vitray import storage
 from vitray.config import Run
 from vitray.errors import ConfigError, RunError
 from vitray.sweep import population
-from vitray.sweep.population import Continuations, continue_from, copy_checkpoint_to
+from vitray.sweep.population import (
+    CONTINUES,
+    Continuations,
+    continue_from,
+    copy_checkpoint_to,
+    param_space,
+    restore_population,
+)
 from vitray.sweep.space import check_space, name_of, read_space
-from vitray.sweep.trial_store import TrialStore, read_entries
+from vitray.sweep.trial import TrialContext, TrialTrainable
+from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
 from vitray.training.checkpoints import Checkpoint, complete_steps, read_checkpoint, write_checkpoint
 
 SPACE = """
@@ -98,3 +106,53 @@ def test_a_checkpoint_that_never_completes_is_an_error(tmp_path, monkeypatch):
     write(str(tmp_path), 4)
     with pytest.raises(RunError, match="the checkpoint of step 6 is not complete"):
         copy_checkpoint_to(tmp_path, str(tmp_path), 6)
+
+
+def interrupted(tmp_path):
+    """A population's store after an interruption: two trials, one of which a continuation was to replace."""
+    (tmp_path / "home").mkdir(exist_ok=True)
+    space = space_of(tmp_path, SPACE.replace("  depth: {grid: [1, 2]}\n  model.name: vit_u{depth}x1_8\n", ""))
+    base = Run().replace({"model.image_size": 32, "model.num_classes": 10})
+    points = {name_of(point, space): point for point in check_space(space, base)}
+    store = TrialStore(str(tmp_path / "home"), base, points, learns=False)
+    for name in points:
+        write_record(store.run_dir(name), TrialRecord("running", ((2, 0.5),), steps=8))
+    worse, better = points
+    write(store.run_dir(better), 4)
+    continued = Continuations(space, store)({"name": better} | store.settings(better))["name"]
+
+    def reopen():
+        store.close()
+        return TrialStore(store.sweep_dir, base, points, learns=False)
+
+    return store, reopen, worse, better, continued
+
+
+def live(store):
+    return param_space(store)["name"]["grid_search"]
+
+
+def test_an_interrupted_continuation_that_has_replaced_a_trial_gets_the_checkpoint_of_its_source(tmp_path):
+    store, reopen, worse, better, continued = interrupted(tmp_path)
+    store.replace(continued, worse)
+    store = reopen()
+    restore_population(store, 2)
+    assert live(store) == [better, continued]
+    assert complete_steps(store.run_dir(continued)) == [4]
+    assert read_record(store.run_dir(worse)).state == "stopped early"
+
+
+def test_an_interrupted_continuation_that_has_replaced_no_trial_yet_is_given_up(tmp_path):
+    _, reopen, worse, better, continued = interrupted(tmp_path)
+    store = reopen()
+    restore_population(store, 2)
+    assert live(store) == [worse, better]
+    assert "interrupted before it began" in read_record(store.run_dir(continued)).reason
+
+
+def test_a_continuation_without_a_checkpoint_never_trains_from_the_start(tmp_path):
+    trial = TrialTrainable.__new__(TrialTrainable)  # without Tune's folders and loggers
+    context = TrialContext(None, None, str(tmp_path), "", "", "val/loss", True, True, 1, None, {})
+    trial.setup({"name": "b", CONTINUES: "a", "optim.lr": 0.1}, context)
+    with pytest.raises(RuntimeError, match="b: it has no checkpoint of a to continue from"):
+        trial.step()

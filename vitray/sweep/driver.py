@@ -117,7 +117,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
 
     from vitray.sweep.interruption import interruptible
     from vitray.sweep.listener import InterruptionStopper, TrialListener
-    from vitray.sweep.population import build_population, param_space
+    from vitray.sweep.population import build_population, param_space, restore_population
     from vitray.sweep.schedulers import build_scheduler
     from vitray.sweep.searcher import TrialSearcher
     from vitray.sweep.trial import TrialContext, TrialTrainable
@@ -146,6 +146,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
     listener, searcher = TrialListener(store), None
     if isinstance(space.scheduler, Population):  # it accepts no searcher
+        restore_population(store, plan.trials)
         scheduler = build_population(space.scheduler, plan.run_plan, space, store)
     else:
         scheduler = build_scheduler(plan.run_plan, space)
@@ -174,7 +175,8 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
                 verbose=0,
                 stop=InterruptionStopper(interruption, ownership),
                 callbacks=[listener],
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # runs write their own checkpoints
+                # Runs write their own checkpoints; those of a population are copies for other trials.
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=None if searcher else 3, checkpoint_at_end=False),
                 # A trial whose process has died starts again, from the last checkpoint of its run.
                 failure_config=tune.FailureConfig(max_failures=plan.base.compute.max_failures),
             ),
@@ -188,7 +190,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
             if result.error:
                 names = searcher.names if searcher else listener.names
                 name = names[Path(result.path).name]  # a trial without a result has no config here
-                store.fail(name, f"its process failed, at last with {one_line(result.error)}")
+                store.write_end(name, "failed", f"its process failed, at last with {one_line(result.error)}")
     if interruption.signal:
         session.release_resources(trainable.__qualname__)  # the actor's class name in Ray
         raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)

@@ -30,7 +30,7 @@ class TrialListener(tune.Callback):
         name = trial.config["name"]
         earlier = self.names.get(trial.trial_id)
         if earlier is not None and earlier != name:
-            self._store.stop(earlier)
+            self._store.replace(name, earlier)
         self.names[trial.trial_id] = name
         self._store.start(name)
 

@@ -18,12 +18,14 @@ from vitray import storage
 from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
 from vitray.runs.plan import Plan
-from vitray.sweep.schedulers import TIME, WHOLE, share_of
+from vitray.sweep.schedulers import TIME, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
 
-# Seconds in which a run writes the checkpoint of its last evaluation.
-CHECKPOINT_SECONDS = 600.0
+# The key of a trial's configuration for the trial that it continues.
+CONTINUES = "continues"
+# Seconds in which a run writes the checkpoint of its last evaluation. Tune's loop waits for it.
+CHECKPOINT_SECONDS = 120.0
 
 
 class Continuations:
@@ -44,15 +46,13 @@ class Continuations:
         point = draw_point(space, drawn) or point  # where a constraint forbids the change
         name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
         self._store.add(name, TrialEntry(point, continues=source))
-        return {"name": name} | self._store.settings(name)
+        return {"name": name, CONTINUES: source} | self._store.settings(name)
 
 
 class _Scheduler(PopulationBasedTraining):
-    """Tune's scheduler without pauses, which would end a training run, and without a decision at the end of a run."""
+    """Tune's scheduler without pauses, which would end a training run."""
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        if result[TIME] >= WHOLE:
-            return TrialScheduler.CONTINUE
         decision = super().on_trial_result(tune_controller, trial, result)
         return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
@@ -80,12 +80,37 @@ def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
 def param_space(store: TrialStore) -> dict[str, Any]:
     """Return the trials that are not over for Tune, which accepts no searcher beside its scheduler."""
     configs = {name: store.settings(name) for name, record in store.records().items() if not record.is_over}
+    for name, config in configs.items():
+        config[CONTINUES] = store.entries[name].continues
     paths = dict.fromkeys(path for settings in configs.values() for path in settings)
 
     def setting(path: str) -> Any:
         return tune.sample_from(lambda spec: configs[spec["config"]["name"]][path])
 
     return {"name": tune.grid_search(list(configs))} | {path: setting(path) for path in paths}
+
+
+def restore_population(store: TrialStore, size: int) -> None:
+    """Mend what an interruption has left half done: replaced trials end, and continuations get their checkpoints."""
+    from vitray.training.checkpoints import complete_steps
+
+    for entry in store.entries.values():
+        if entry.replaces:
+            store.write_end(entry.replaces, "stopped early", "another trial's continuation took its place")
+    begun = [name for name, record in store.records().items() if not record.is_over]
+    for name in reversed(begun):
+        entry = store.entries[name]
+        if entry.continues and not complete_steps(store.run_dir(name)):
+            source = store.run_dir(entry.continues)
+            steps = complete_steps(source)
+            is_extra = not entry.replaces and len(begun) > size  # the trial that it would have replaced goes on
+            if is_extra or not steps:
+                store.write_end(name, "failed", "its sweep was interrupted before it began")
+                begun.remove(name)
+                continue
+            with storage.scratch_folder() as folder:
+                copy_checkpoint_to(folder, source, steps[-1])
+                continue_from(folder, store.run_dir(name))
 
 
 # ---- checkpoints that Tune carries from trial to trial ---------------------------------------------------------------

@@ -24,7 +24,7 @@ from vitray.runs.plan import TrialHook
 from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
-from vitray.sweep.population import continue_from, copy_checkpoint_to
+from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
 from vitray.sweep.schedulers import TIME, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
@@ -35,6 +35,7 @@ from vitray.sweep.trial_store import (
     read_sizes,
     write_record,
 )
+from vitray.training.checkpoints import complete_steps
 from vitray.training.ownership import check_owner
 
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
@@ -128,7 +129,10 @@ class TrialTrainable(tune.Trainable):
     def _work(self, config: dict[str, Any]) -> None:
         try:
             settings = dict(config)
-            self._run(settings.pop("name"), settings)
+            name, source = settings.pop("name"), settings.pop(CONTINUES, None)
+            if source and not complete_steps(self._run_dir):
+                raise RunError(f"{name}: it has no checkpoint of {source} to continue from")
+            self._run(name, settings)
         except BaseException as error:  # the next step raises it in Tune
             self._results.put(error)
 

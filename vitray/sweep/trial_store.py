@@ -72,6 +72,8 @@ class TrialEntry(NamedTuple):
     """The sampler's own parameters and notes of a point that it drew."""
     continues: str | None = None
     """In a population, the trial from whose checkpoint this one continues."""
+    replaces: str | None = None
+    """In a population, the trial whose place this one has taken."""
 
 
 def read_record(run_dir: str) -> TrialRecord:
@@ -118,7 +120,7 @@ def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
     path = storage.join(sweep_dir, POINTS)
     content = json.loads(storage.read_bytes(path)) if storage.exists(path) else {}
     return {
-        name: TrialEntry(SweepPoint(**entry["point"]), entry["asked"], entry.get("continues"))
+        name: TrialEntry(SweepPoint(**entry["point"]), entry["asked"], entry.get("continues"), entry.get("replaces"))
         for name, entry in content.items()
     }
 
@@ -220,6 +222,12 @@ class TrialStore:
         """Record that Tune has stopped a trial, unless it has ended by itself."""
         self._end(name, "stopped early")
 
+    def replace(self, name: str, earlier: str) -> None:
+        """Record that a trial has taken the place of an earlier one; a thread writes it."""
+        self.entries[name] = self.entries[name]._replace(replaces=earlier)
+        self.stop(earlier)
+        self._submit_points()
+
     def lose(self, name: str) -> None:
         """Record that the process of a trial has failed for the last time."""
         self._end(name, "failed", "its process failed")
@@ -265,11 +273,11 @@ class TrialStore:
         records = self.records()
         _for_each(self._read_end, [name for name in records if records[name].is_over and name not in self._outcomes])
 
-    def fail(self, name: str, reason: str) -> None:
-        """Write that a trial has failed, unless its process has written its end."""
+    def write_end(self, name: str, state: RecordState, reason: str) -> None:
+        """Write the end of a trial, unless its process has written one."""
         record = read_record(self.run_dir(name))
         if not record.is_over:
-            record = record._replace(state="failed", reason=reason, ended=time.time())
+            record = record._replace(state=state, reason=reason, ended=time.time())
             write_record(self.run_dir(name), record)
         self._records[name] = record
 
