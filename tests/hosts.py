@@ -15,8 +15,10 @@ from pathlib import Path
 
 # Sizes of a host's disk and of its shared memory.
 DISK, SHARED_MEMORY = "1g", "1200m"
-# Memory of a host in KiB, as its kernel reports it: in all, and free while no test takes it.
-MEMORY, FREE_MEMORY = 8 * 2**20, 6 * 2**20
+# Memory of a host in KiB, as its kernel reports it: in all, and free while no test takes it. Ray takes the machine's if
+# that is less, and subtracts what all processes of the machine use.
+MEMORY = int(Path("/proc/meminfo").read_text().split()[1]) * 7 // 8
+FREE_MEMORY = MEMORY * 3 // 4
 # The other lines of /proc/meminfo that programs read.
 NO_MEMORY = ("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SReclaimable", "SwapTotal", "SwapFree")
 
