@@ -228,6 +228,8 @@ def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
         (["a", "a", "data"], "a: given 2 times; wanted each network once"),
         (["a", "data", "--probes", "knnn"], "--probes: got knnn, wanted some of knn, few_shot, linear, rank; nearest"),
         (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),
+        (["a", "photos", "--probes", "knn"], "--train-split: got train, whose images are those of --split val in photos"),
+        (["a", "data", "--probes", "knn", "--train-split", "val"], "--train-split: got val, whose images are those"),
         (["other", "data"], f"data: classes: got {SHAPES[0]}, .*other does not have"),
         (["a", "more", "data"], "more: classes: they differ from those of .*a in sphere"),
     ],

@@ -84,6 +84,11 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     networks = _open_networks(request.models)
     images = open_images(request.data, request.split)
     train = open_images(request.data, request.train_split) if needs_training(request.probes) else None
+    if train is not None and train.identity == images.identity:
+        raise ConfigError(
+            f"--train-split: got {request.train_split}, whose images are those of --split {request.split} in"
+            f" {request.data}; wanted other images than the scored ones, as of a source with splits"
+        )
     _check(request, networks, images)
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
     check_writable(folder)
