@@ -20,6 +20,7 @@ from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_r
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report.charts import cluster
+from vitray.evaluation.report.classes import class_numbers
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
@@ -111,6 +112,15 @@ def test_classes_are_matched_by_name(place, tmp_path):
     assert result["agreement"] == [[1, 1], [1, 1]]
     assert result["comparisons"][0]["difference"] == 0
     assert "cannot be told from zero" in result["comparisons"][0]["verdict"]
+
+
+def test_names_that_look_like_numbers_are_matched_by_name(place):
+    spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
+    names = tuple(sorted(map(str, range(1, 11))))  # 1, 10, 2, ...
+    images = images._replace(classes=tuple(map(str, range(3))))
+    assert class_numbers(spec._replace(classes=("0", "1", "10", "2"), num_classes=4), images).tolist() == [0, 1, 3]
+    assert class_numbers(spec._replace(classes=names), images).tolist()[:3] == [0, 1, 2]  # it has no 0
+    assert class_numbers(spec._replace(classes=None), images).tolist()[:3] == [0, 1, 2]
 
 
 def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):

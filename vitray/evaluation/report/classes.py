@@ -16,7 +16,8 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
     Where either side has no names, an equal number of classes counts as the same classes.
     """
     count = spec.num_classes or 0
-    if spec.classes is None or is_unnamed(images.classes):
+    # Names such as 0, 1, 10, 2 look like numbers, and are names where the network has all of them.
+    if spec.classes is None or (is_unnamed(images.classes) and not set(images.classes) <= set(spec.classes)):
         # Without names, a source knows no class beyond its largest label.
         if len(images.classes) > count or (len(images.classes) < count and not is_unnamed(images.classes)):
             raise ConfigError(
