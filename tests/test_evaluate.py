@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from vitray.data.stream.epoch_order import EpochOrder
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report.charts import cluster
 from vitray.evaluation.report.classes import class_numbers
-from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference.images import open_images, read_encoded
@@ -121,6 +122,22 @@ def test_names_that_look_like_numbers_are_matched_by_name(place):
     assert class_numbers(spec._replace(classes=("0", "1", "10", "2"), num_classes=4), images).tolist() == [0, 1, 3]
     assert class_numbers(spec._replace(classes=names), images).tolist()[:3] == [0, 1, 2]  # it has no 0
     assert class_numbers(spec._replace(classes=None), images).tolist()[:3] == [0, 1, 2]
+
+
+def test_a_network_and_images_without_names_have_numbers_as_names(place, tmp_path):
+    """The images know no class beyond their largest label."""
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        for label, shape in enumerate(SHAPES[:3]):
+            image = next((place / "photos" / shape).iterdir())
+            tar.add(image, f"{label}.jpg")
+            (tmp_path / "label").write_text(str(label))
+            tar.add(tmp_path / "label", f"{label}.cls")
+    run, vit, _ = load_model(str(place / "a"))
+    with torch.no_grad():
+        vit.head.bias[9] += 1000
+    save_model(str(tmp_path / "model"), run, vit, None)
+    evaluate(Request([str(tmp_path / "model")], str(tmp_path / "photos.tar"), out=str(tmp_path / "out"), workers=1))
+    assert [row["predicted"] for row in rows(tmp_path / "out" / "predictions.csv")] == ["9"] * 3
 
 
 def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):

@@ -35,6 +35,15 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
     return np.array([numbers[name] for name in images.classes], np.int64)
 
 
+def class_names(spec: NetworkSpec, images: ImageSet) -> tuple[str, ...]:
+    """Return the names of the network's classes; of the images, where it has none; numbers, where those are fewer."""
+    if spec.classes is not None:
+        return spec.classes
+    if spec.num_classes in (None, len(images.classes)):
+        return images.classes
+    return tuple(map(str, range(spec.num_classes)))
+
+
 def check_same_classes(specs: Sequence[NetworkSpec]) -> None:
     """Refuse to compare networks whose predictions have different names."""
     for spec in specs[1:]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
-from vitray.evaluation.report.classes import check_same_classes, class_numbers
+from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labelling import label_scores, open_label_set
 from vitray.evaluation.report.probes import (
     PROBES,
@@ -157,7 +157,7 @@ def _result(request: Request, network: _Network, splits: _Splits, folder: str) -
     if request.labels and outputs.logits is not None:
         more |= label_scores(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
-    return Result(network.name, spec, outputs, spec.classes or images.classes, scored, more)
+    return Result(network.name, spec, outputs, class_names(spec, images), scored, more)
 
 
 def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:
