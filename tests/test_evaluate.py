@@ -19,15 +19,17 @@ from vitray.data.augment.image import crop_centre
 from vitray.data.shards import open_dataset
 from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder
+from vitray.errors import ConfigError
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report.charts import cluster
-from vitray.evaluation.report.classes import class_numbers
+from vitray.evaluation.report.classes import check_same_classes, class_numbers
 from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
+from vitray.evaluation.report.probes import all_classes, numbered
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
-from vitray.inference.outputs import Work, compute_outputs
+from vitray.inference.outputs import Outputs, Work, compute_outputs
 from vitray.training.evaluator import autocast
 from vitray.weights import load_model, save_model
 
@@ -138,6 +140,27 @@ def test_a_network_and_images_without_names_have_numbers_as_names(place, tmp_pat
     save_model(str(tmp_path / "model"), run, vit, None)
     evaluate(Request([str(tmp_path / "model")], str(tmp_path / "photos.tar"), out=str(tmp_path / "out"), workers=1))
     assert [row["predicted"] for row in rows(tmp_path / "out" / "predictions.csv")] == ["9"] * 3
+
+
+def test_classes_of_the_same_name_stay_apart(place):
+    spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
+    twice = ("crane", "crane", *SHAPES[2:])
+    spec, images = spec._replace(classes=twice), images._replace(classes=twice)
+    assert class_numbers(spec, images).tolist() == list(range(10))
+    check_same_classes([spec, spec])
+    assert all_classes(images, images) == list(twice)
+    found = Outputs(np.arange(2), ["a", "b"], np.array([0, 1]), None, np.zeros((2, 4)), ())
+    assert numbered(found, images, twice).labels.tolist() == [0, 1]
+    other, others = spec._replace(classes=(*SHAPES[2:], "crane", "crane")), images._replace(classes=("crane",))
+    for match in (
+        lambda: class_numbers(other, images),
+        lambda: class_numbers(spec, others),
+        lambda: class_numbers(spec._replace(classes=SHAPES), images),
+        lambda: check_same_classes([spec, other]),
+        lambda: all_classes(images, others),
+    ):
+        with pytest.raises(ConfigError, match="classes: got crane more than once"):
+            match()
 
 
 def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
@@ -255,7 +278,7 @@ def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
         (["a", "a", "data"], "a: given 2 times; wanted each network once"),
         (["a", "data", "--probes", "knnn"], "--probes: got knnn, wanted some of knn, few_shot, linear, rank; nearest"),
         (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),
-        (["a", "photos", "--probes", "knn"], "--train-split: got train, whose images are those of --split val in photos"),
+        (["a", "photos", "--probes", "knn"], "--train-split: got train, whose images are those of --split val"),
         (["a", "data", "--probes", "knn", "--train-split", "val"], "--train-split: got val, whose images are those"),
         (["other", "data"], f"data: classes: got {SHAPES[0]}, .*other does not have"),
         (["a", "more", "data"], "more: classes: they differ from those of .*a in sphere"),

@@ -1,5 +1,6 @@
 """The classes of the images as those of a network, by name."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +14,12 @@ from vitray.weights.files import few
 def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
     """Return the network's class for each label of the images; refuse images of a class that it lacks.
 
-    Where either side has no names, an equal number of classes counts as the same classes.
+    Equal lists of names match by number. Where either side has no names, an equal number of classes counts as the same
+    classes.
     """
     count = spec.num_classes or 0
+    if spec.classes == images.classes:
+        return np.arange(count)
     # Names such as 0, 1, 10, 2 look like numbers, and are names where the network has all of them.
     if spec.classes is None or (is_unnamed(images.classes) and not set(images.classes) <= set(spec.classes)):
         # Without names, a source knows no class beyond its largest label.
@@ -25,6 +29,8 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
                 " which are the same, and one of the two has none"
             )
         return np.arange(count)
+    check_distinct(spec.url, spec.classes)
+    check_distinct(images.url, images.classes)
     numbers = {name: number for number, name in enumerate(spec.classes)}
     missing = [name for name in images.classes if name not in numbers]
     if missing:
@@ -44,13 +50,24 @@ def class_names(spec: NetworkSpec, images: ImageSet) -> tuple[str, ...]:
     return tuple(map(str, range(spec.num_classes)))
 
 
+def check_distinct(url: str, classes: Sequence[str]) -> None:
+    """Refuse to match classes by name where two have the same."""
+    repeated = [name for name, count in Counter(classes).items() if count > 1]
+    if repeated:
+        raise ConfigError(f"{url}: classes: got {few(repeated)} more than once, wanted distinct names")
+
+
 def check_same_classes(specs: Sequence[NetworkSpec]) -> None:
     """Refuse to compare networks whose predictions have different names."""
     for spec in specs[1:]:
         first = specs[0]
         if first.classes is None or spec.classes is None:
             differing = [] if spec.num_classes == first.num_classes else [f"{spec.num_classes} classes"]
+        elif spec.classes == first.classes:
+            differing = []
         else:
+            check_distinct(first.url, first.classes)
+            check_distinct(spec.url, spec.classes)
             differing = sorted(set(first.classes) ^ set(spec.classes))
         if differing:
             raise ConfigError(f"{spec.url}: classes: they differ from those of {first.url} in {few(differing)}")

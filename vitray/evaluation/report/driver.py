@@ -89,7 +89,7 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
             f"--train-split: got {request.train_split}, whose images are those of --split {request.split} in"
             f" {request.data}; wanted other images than the scored ones, as of a source with splits"
         )
-    _check(request, networks, images)
+    _check(request, networks, _Splits(images, train))
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
     check_writable(folder)
     results = [_result(request, network, _Splits(images, train), folder) for network in networks]
@@ -108,7 +108,8 @@ def _open_networks(urls: Sequence[str]) -> list[_Network]:
     return [_Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
 
 
-def _check(request: Request, networks: Sequence[_Network], images: ImageSet) -> None:
+def _check(request: Request, networks: Sequence[_Network], splits: _Splits) -> None:
+    images = splits.scored
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
     for network in networks:
@@ -122,6 +123,7 @@ def _check(request: Request, networks: Sequence[_Network], images: ImageSet) -> 
                 f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
                 f" {' '.join(PROBES)}"
             )
+    all_classes(splits.train, images)
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
 
 

@@ -12,6 +12,7 @@ from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
 from vitray.evaluation.linear_probe import probe_linear
+from vitray.evaluation.report.classes import check_distinct
 from vitray.inference.images import ImageSet
 from vitray.inference.outputs import Outputs
 
@@ -32,12 +33,18 @@ def needs_training(names: Sequence[str]) -> bool:
 
 def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
     """Return the class names of both splits: a source lists only the classes that a split has."""
-    return list(dict.fromkeys([*(train.classes if train else ()), *test.classes]))
+    if train is None or train.classes == test.classes:
+        return list(test.classes)
+    check_distinct(train.url, train.classes)
+    check_distinct(test.url, test.classes)
+    return list(dict.fromkeys([*train.classes, *test.classes]))
 
 
 def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labelled:
     """Return the features with labels as places among `classes`."""
     assert outputs.features is not None
+    if images.classes == tuple(classes):  # two classes may have one name
+        return Labelled(outputs.features, outputs.labels)
     places = {name: place for place, name in enumerate(classes)}
     return Labelled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])
 
