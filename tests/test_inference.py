@@ -22,7 +22,8 @@ from vitray.errors import ConfigError
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network, open_network, short_name
 from vitray.inference.outputs import Work, compute_outputs
-from vitray.weights import load_model
+from vitray.models.vit import ViT
+from vitray.weights import load_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +190,28 @@ def test_weights_that_change_meanwhile_are_refused(tmp_path):
     spec, _ = describe_network(str(write_network(tmp_path / "model")))
     shutil.rmtree(tmp_path / "model")
     write_network(tmp_path / "model", seed=1)
-    with pytest.raises(ConfigError, match="its weights have changed since"):
+    with pytest.raises(ConfigError, match="its weights or settings have changed since"):
         open_network(spec)
+
+
+def test_other_settings_of_the_network_have_other_outputs(place, tmp_path):
+    """Equal tensors with other attention heads, activation or epsilon are another network."""
+    run, vit, classes = load_model(str(place / "model"))
+
+    def spec(name, setting, value):
+        other = ViT(run.model.model_copy(update={setting: value}))
+        other.load_state_dict(vit.state_dict())
+        save_model(str(tmp_path / name), run, other, classes)
+        return describe_network(str(tmp_path / name))[0]
+
+    first = describe_network(str(place / "model"))[0]
+    others = [spec("1", "heads", 1), spec("2", "activation", "gelu_tanh"), spec("3", "norm_eps", 1e-3)]
+    assert len({each.key for each in [first, *others]}) == 4
+    assert spec("4", "drop_path", 0.5).key == spec("5", "execution", "loop").key == first.key
+    shutil.rmtree(tmp_path / "1")
+    spec("1", "heads", 2)
+    with pytest.raises(ConfigError, match="its weights or settings have changed since"):
+        open_network(others[0])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from vitray.config.augmentation import CentreCrop, Normalise
+from vitray.config.sections import Model
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking.model_uri import pin_uri
@@ -24,6 +25,8 @@ class NetworkSpec(NamedTuple):
     """A short name: the end of the address as the user wrote it."""
     network: str
     """The name of the architecture, such as vit_b12x1_16."""
+    settings: str
+    """The settings of the network as JSON, without those that only training and speed depend on."""
     identity: str
     """A hash of the tensors."""
     classes: tuple[str, ...] | None
@@ -40,7 +43,7 @@ class NetworkSpec(NamedTuple):
     @property
     def key(self) -> str:
         """A hash of everything that decides the outputs for an image."""
-        settings: list[Any] = [self.network, self.identity, self.size, self.precision]
+        settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
         settings += [self.normalise.model_dump(mode="json"), self.crop.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
@@ -53,6 +56,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         url=pinned,
         name=short_name(url),
         network=run.model.name,
+        settings=_settings_of(vit.model),
         identity=identity_of(vit.state_dict()),
         classes=None if classes is None else tuple(classes),
         num_classes=vit.model.num_classes,
@@ -68,9 +72,13 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
 def open_network(spec: NetworkSpec) -> ViT:
     """Return the described network in evaluation mode; refuse other weights at its address."""
     vit = open_weights(spec.url).vit
-    if identity_of(vit.state_dict()) != spec.identity:
-        raise ConfigError(f"{spec.url}: its weights have changed since the command began; start the command again")
+    if identity_of(vit.state_dict()) != spec.identity or _settings_of(vit.model) != spec.settings:
+        raise ConfigError(f"{spec.url}: its weights or settings have changed since the command began; start it again")
     return vit.requires_grad_(False)
+
+
+def _settings_of(model: Model) -> str:
+    return model.model_dump_json(exclude={"drop_path", "drop_path_over_depth", "dropout", "execution"})
 
 
 def short_name(url: str) -> str:
