@@ -146,6 +146,18 @@ def test_a_folder_and_a_tar_are_read_without_sharding(place, tmp_path):
     np.testing.assert_allclose(packed.logits, whole.logits, atol=1e-5)
 
 
+def test_images_at_a_relative_address_are_read_in_any_working_folder(place, tmp_path, monkeypatch):
+    """As by the actors of a cluster."""
+    monkeypatch.chdir(place)
+    opened = [open_images(url, "val") for url in ("data", "photos", "demo")]
+    monkeypatch.chdir(tmp_path)
+    assert [images.name for images in opened] == ["data", "photos", "demo"]
+    for images in opened:
+        assert len(read_encoded(images, [1])[0].content) > 100
+    whole = [open_images(str(place / "data"), "val"), open_images(str(place / "photos"), "val")]
+    assert [images.identity for images in opened[:2]] == [images.identity for images in whole]
+
+
 def test_a_changed_file_changes_the_identity_of_a_folder(place, tmp_path):
     shutil.copytree(place / "photos", tmp_path / "photos")
     before = open_images(str(tmp_path / "photos"), "val").identity
