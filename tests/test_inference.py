@@ -181,6 +181,19 @@ def test_images_that_cannot_be_decoded_are_named_and_left_out(place, tmp_path):
         compute_outputs(planned._replace(max_corrupt=0.05), workers=1)
 
 
+def test_an_error_ends_the_computation_of_later_chunks(place, tmp_path):
+    dataset, seen = write_dataset(tmp_path / "data", {"val": 60}, corrupt=2), []
+
+    def noted(view, key):
+        seen.append(key)
+        return view
+
+    planned = work(place, tmp_path)._replace(images=open_images(dataset.url, "val"), chunk=1)._replace(alter=noted, max_corrupt=0.02)
+    with pytest.raises(ConfigError, match="of 60 images cannot be used"):
+        compute_outputs(planned, workers=1)
+    assert len(seen) <= 2  # of the two chunks after the second
+
+
 def test_files_that_are_set_aside_count_as_left_out(place, tmp_path):
     shutil.copytree(place / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "loose.jpg").write_bytes(b"")

@@ -9,8 +9,10 @@ import io
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,8 +187,16 @@ def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None
         return
     extractor = Extractor(work.network, work.images, work.alter, vit)
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        tables = pool.map(lambda part: extractor.extract(part[0][0], part[0][1], part[1]), missing)
-        yield from zip((span for span, _ in missing), tables, strict=True)
+        futures = ((span, pool.submit(extractor.extract, *span, outputs)) for span, outputs in missing)
+        ahead = deque(islice(futures, AT_A_TIME + 1))
+        try:
+            while ahead:
+                span, future = ahead.popleft()
+                yield span, future.result()
+                ahead.extend(islice(futures, 1))
+        finally:  # after an error, the pool would compute them before it ends
+            for _, future in ahead:
+                future.cancel()
 
 
 def _needs_actors(workers: int | None) -> bool:
