@@ -9,7 +9,8 @@ from sklearn.metrics import brier_score_loss, log_loss
 from vitray.errors import ConfigError
 from vitray.evaluation import calibration
 from vitray.evaluation.calibration import adaptive_ece, best_temperature, brier, ece, fit_temperature, nll, reliability
-from vitray.evaluation.intervals import bootstrap
+from vitray.evaluation.intervals import Interval, bootstrap, reflected
+from vitray.evaluation.report.results import score
 
 
 def random_logits(images=500, num_classes=6, seed=0, scale=3.0):
@@ -134,6 +135,22 @@ def test_the_bootstrap_draws_the_ece():
     interval = bootstrap(calibration.ece_rows(logits, labels), calibration.ece_of, draws=400)
     assert interval.estimate == pytest.approx(ece(logits, labels), abs=1e-12)
     assert interval.low < interval.estimate < interval.high
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_interval_of_the_ece_is_reflected_and_contains_its_estimate(seed):
+    """The probabilities are right, so the true error is zero."""
+    logits, labels = random_logits(200, seed=seed, scale=1)
+    interval = score(logits, labels, [f"image {row}" for row in range(200)]).intervals["ece"]
+    percentile = bootstrap(calibration.ece_rows(logits, labels), calibration.ece_of)
+    assert 0 <= interval.low < percentile.low
+    assert interval.low <= interval.estimate <= interval.high
+    assert interval.high == max(interval.estimate, 2 * interval.estimate - percentile.low)
+
+
+def test_an_interval_is_reflected_at_its_estimate():
+    assert reflected(Interval(0.10, 0.08, 0.13, 0.95)) == pytest.approx((0.10, 0.07, 0.12, 0.95))
+    assert reflected(Interval(0.10, 0.11, 0.30, 0.95)) == pytest.approx((0.10, 0.0, 0.10, 0.95))
 
 
 def test_bad_input_is_refused_by_name():

@@ -188,7 +188,11 @@ def test_an_error_ends_the_computation_of_later_chunks(place, tmp_path):
         seen.append(key)
         return view
 
-    planned = work(place, tmp_path)._replace(images=open_images(dataset.url, "val"), chunk=1)._replace(alter=noted, max_corrupt=0.02)
+    planned = (
+        work(place, tmp_path)
+        ._replace(images=open_images(dataset.url, "val"), chunk=1)
+        ._replace(alter=noted, max_corrupt=0.02)
+    )
     with pytest.raises(ConfigError, match="of 60 images cannot be used"):
         compute_outputs(planned, workers=1)
     assert len(seen) <= 2  # of the two chunks after the second

@@ -21,7 +21,7 @@ from vitray.evaluation.calibration import (
     reliability,
 )
 from vitray.evaluation.classification import Classification, classify, log_probability_chunks, mean_per_class_of
-from vitray.evaluation.intervals import Comparison, Interval, agreement, bootstrap, compare_hits, wilson
+from vitray.evaluation.intervals import Comparison, Interval, agreement, bootstrap, compare_hits, reflected, wilson
 from vitray.inference.images import ImageSet
 from vitray.inference.models import NetworkSpec
 from vitray.inference.outputs import Outputs
@@ -136,7 +136,7 @@ def score(logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str]) -> S
         "top5": wilson(whole.hits5, whole.images),
         "mean_per_class": bootstrap(np.stack([labels_N, hits_N], 1), mean_per_class_of(logits_NK.shape[1])),
         "nll": bootstrap(losses_N),
-        "ece": bootstrap(ece_rows(logits_NK, labels_N), ece_of),
+        "ece": reflected(bootstrap(ece_rows(logits_NK, labels_N), ece_of)),
     }
     values = {"adaptive_ece": adaptive_ece(logits_NK, labels_N), "brier": brier(logits_NK, labels_N)}
     temperature = fit_temperature(logits_NK, labels_N, keys) if len(labels_N) > 1 else None
