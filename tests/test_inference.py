@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +78,25 @@ def test_actors_give_the_outputs_of_one_process(place, tmp_path, ray_cluster):
     planned = work(place, tmp_path / "refused")._replace(images=open_images(corrupt.url, "val"), chunk=2)
     with pytest.raises(ConfigError, match=r"of 5 images cannot be used, more than max_corrupt 0.01: val:"):
         compute_outputs(planned, 2)
+
+
+@pytest.mark.ray
+def test_an_idle_actor_takes_the_chunks_of_a_lost_one(place, tmp_path, ray_cluster):
+    marker = str(tmp_path / "marker")
+
+    def die_in_the_first_actor(view, key):
+        import ray
+
+        actor = ray.get_runtime_context().get_actor_id()
+        with suppress(FileExistsError), open(marker, "x") as file:
+            file.write(actor)
+        if Path(marker).read_text() == actor:
+            os._exit(1)  # each time that it starts
+        return view
+
+    planned = work(place, tmp_path / "lost", chunk=51)._replace(alter=die_in_the_first_actor)
+    assert compute_outputs(planned, 2).keys == [f"val:{index}" for index in range(101)]
+    assert Path(marker).exists()
 
 
 def test_finished_chunks_are_not_computed_again(place, tmp_path, capsys):

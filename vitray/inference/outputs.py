@@ -9,7 +9,7 @@ import io
 import json
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -33,7 +33,7 @@ FORMAT = 1
 CHUNK = 512
 # Chunks that an actor has at a time: it reads one while it computes another.
 AT_A_TIME = 2
-# Actors and chunks are started again this many times, as when a node is lost.
+# A chunk is computed again this many times after its actor was lost, as with a node.
 RETRIES = 3
 Span = tuple[int, int]
 Missing = Sequence[tuple[Span, tuple[Output, ...]]]
@@ -214,8 +214,9 @@ def _needs_actors(workers: int | None) -> bool:
 def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     """Yield chunks in the order in which actors finish them. Each actor takes the next chunk when it is free."""
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+    lost = RayActorError, ObjectLostError
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     count = min(len(missing), workers or max(1, gpus or int(resources.get("CPU", 1))))
@@ -224,8 +225,8 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
         num_cpus=1,
         num_gpus=1 if gpus else 0,
         max_concurrency=AT_A_TIME,
-        max_restarts=RETRIES,
-        max_task_retries=RETRIES,
+        max_restarts=0,  # a restarted actor waits without end where others have taken its room
+        max_task_retries=0,
         scheduling_strategy="SPREAD",
     )
     shared: Any = [ray.put(value) for value in (work.network, work.images, work.alter)]
@@ -233,29 +234,40 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     starting = {actor.ready.remote(): actor for actor in actors}
     running: dict[Any, tuple[Any, Span, tuple[Output, ...]]] = {}
     waiting = list(reversed(missing))
+    idle: list[Any] = []  # an actor once for each further chunk that it can take
+    losses = Counter[Span]()
     while waiting or running:
         for done in ray.wait([*starting, *running])[0]:
             try:
                 if done in starting:
-                    actor, free = starting.pop(done), AT_A_TIME
+                    actor = starting.pop(done)
                     ray.get(done)
+                    idle += [actor] * AT_A_TIME
                 else:
                     actor, span, outputs = running.pop(done)
-                    free = 1
                     try:
                         tables = ray.get(done)
-                    except RayActorError:
+                    except lost as error:
                         waiting.append((span, outputs))
+                        losses[span] += 1
+                        if losses[span] > RETRIES:
+                            died = f"{losses[span]} actors have died with images {span[0]} to {span[1]}"
+                            raise RunError(f"{died}: {_one_line(error)}") from None
                         raise
                     yield span, tables
-            except RayActorError as error:
-                if not starting and not running:
-                    raise RunError(f"all {count} actors have died: {' '.join(str(error).split())[:500]}") from None
-                continue  # the others go on
+                    idle.append(actor)
+            except lost as error:
+                idle = [each for each in idle if each is not actor]
+                if not (starting or running or idle):
+                    raise RunError(f"all {count} actors have died: {_one_line(error)}") from None
             except RayTaskError as error:
                 if isinstance(error.cause, ConfigError):
                     raise error.cause from None
                 raise
-            for _ in range(min(free, len(waiting))):
-                span, outputs = waiting.pop()
+            while idle and waiting:
+                actor, (span, outputs) = idle.pop(), waiting.pop()
                 running[actor.extract.remote(*span, outputs)] = actor, span, outputs
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
