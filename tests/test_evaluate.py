@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tarfile
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
 
 from pipelines.__main__ import main
+from vitray.cluster import session
 from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.augment.decode import decode_image
@@ -21,6 +23,7 @@ from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_r
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
+from vitray.evaluation.report import driver
 from vitray.evaluation.report.charts import cluster
 from vitray.evaluation.report.classes import check_same_classes, class_numbers
 from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
@@ -227,6 +230,30 @@ def test_corrupted_copies_are_scored(place, tmp_path):
     errors = [result[f"error_contrast_{severity}"] for severity in SEVERITIES]
     assert result["corruption_error_contrast"] == pytest.approx(np.mean(errors))
     assert result["top1"] == scores(tmp_path, place / "a", place / "photos")["top1"]
+
+
+def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypatch):
+    """Nothing is left for its actors to compute, so the test needs no Ray."""
+    request = Request([str(place / "a"), str(place / "b")], str(place / "photos"), out=str(tmp_path), workers=1)
+    compute_evaluation(request)
+    events = []
+
+    @contextmanager
+    def connected(cpus):
+        events.append(f"connect with {cpus}")
+        yield
+        events.append("disconnect")
+
+    def noted(*args):
+        events.append("compute")
+        return compute_outputs(*args)
+
+    monkeypatch.setattr(session, "ray_session", connected)
+    monkeypatch.setattr(driver, "compute_outputs", noted)
+    compute_evaluation(request._replace(workers=2))
+    assert events == ["connect with 2", "compute", "compute", "disconnect"]
+    compute_evaluation(request)
+    assert events[4:] == ["compute", "compute"]
 
 
 def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):

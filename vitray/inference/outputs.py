@@ -12,6 +12,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ def _check_left_out(work: Work, corrupt: Sequence[str]) -> None:
 def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None) -> Computed:
     """Yield each missing chunk, as it is computed."""
     if _needs_actors(workers):
-        with session.ray_session(cpus=workers):
+        with actor_session(workers):
             yield from _on_actors(work, missing, workers)
         return
     extractor = Extractor(work.network, work.images, work.alter, vit)
@@ -197,6 +198,11 @@ def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None
         finally:  # after an error, the pool would compute them before it ends
             for _, future in ahead:
                 future.cancel()
+
+
+def actor_session(workers: int | None) -> AbstractContextManager[None]:
+    """Connect to Ray for a block if actors compute the outputs; several computations then share one connection."""
+    return session.ray_session(cpus=workers) if _needs_actors(workers) else nullcontext()
 
 
 def _needs_actors(workers: int | None) -> bool:

@@ -23,7 +23,7 @@ from vitray.evaluation.report.writing import write_evaluation
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import NetworkSpec, describe_network
-from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
+from vitray.inference.outputs import CHUNK, Outputs, Work, actor_session, compute_outputs
 from vitray.models.vit import ViT
 
 DEFAULT_FOLDER = "evaluations"
@@ -92,7 +92,8 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     _check(request, networks, _Splits(images, train))
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
     check_writable(folder)
-    results = [_result(request, network, _Splits(images, train), folder) for network in networks]
+    with actor_session(request.workers):
+        results = [_result(request, network, _Splits(images, train), folder) for network in networks]
     pairs, shares = compare(results)
     return Evaluation(images, results, pairs, shares, request.command), folder
 
