@@ -22,6 +22,7 @@ from vitray.data.shards import open_dataset
 from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError
+from vitray.evaluation import linear_probe
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report import driver
 from vitray.evaluation.report.charts import cluster
@@ -294,6 +295,18 @@ def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
     assert "top1" not in result
     assert 0 < result["knn10"] < 1
     assert "kNN, 10 neighbours" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_linear_probe_that_does_not_fit_memory_is_refused_before_the_outputs(place, tmp_path, capsys, monkeypatch):
+    size = 130 * max(describe_network(str(place / "a"))[0].features, 10) * 8
+    monkeypatch.setattr(linear_probe, "MOST_BYTES", size)
+    linear_probe.check_size(130, 0, size // 130 // 8)
+    args = (place / "a", place / "data", "--probes", "linear")
+    monkeypatch.setattr(linear_probe, "MOST_BYTES", size - 1)
+    assert "linear probe: 130 training images with" in refusal(capsys, tmp_path / "out", *args)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"need several matrices of 9.5 GiB; wanted at most 2 GiB each"):
+        linear_probe.check_size(1_281_167, 768, 1000)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ EPSILON = 1e-5
 MAX_ITERATIONS = 1000
 COARSE, FINE = 1e-5, 1e-8
 """The largest gradient at which a fit ends: of the grid, and of the head that is scored."""
+MOST_BYTES = 2 * 2**30
+"""The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
 
 
 class LinearHead(NamedTuple):
@@ -72,6 +74,17 @@ class SgdOptions(NamedTuple):
     momentum: float = 0.9
     l2: float = 0.0
     seed: int = 0
+
+
+def check_size(images: int, num_features: int, num_classes: int) -> None:
+    """Refuse a fit by L-BFGS whose matrices are too large for memory."""
+    size = images * max(num_features, num_classes) * 8
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"linear probe: {images:,} training images with {num_features:,} features and {num_classes:,} classes need"
+            f" several matrices of {size / 2**30:.1f} GiB; wanted at most {MOST_BYTES / 2**30:g} GiB each, as with a"
+            " smaller training split; knn and few_shot have no such limit"
+        )
 
 
 def probe_linear(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
+from vitray.evaluation.linear_probe import check_size
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labelling import label_scores, open_label_set
 from vitray.evaluation.report.probes import (
@@ -124,7 +125,10 @@ def _check(request: Request, networks: Sequence[_Network], splits: _Splits) -> N
                 f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
                 f" {' '.join(PROBES)}"
             )
-    all_classes(splits.train, images)
+    classes = all_classes(splits.train, images)
+    if "linear" in request.probes and splits.train is not None:
+        for network in networks:
+            check_size(splits.train.images, network.spec.features, len(classes))
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
 
 
