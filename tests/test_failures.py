@@ -8,7 +8,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.distributed import DistBackendError
 
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.failures import describe_failure, out_of_memory_reason
 from vitray.training.messages import Heartbeat
 from vitray.training.secondary_errors import logs_traceback
@@ -91,6 +91,7 @@ def test_only_a_memory_kill_is_one():
         (DistBackendError("NCCL"), False),
         (actor_died(OWNER), False),
         (ConfigError("data: refused"), False),
+        (OwnershipLost("runs/first: taken over"), False),
     ],
 )
 def test_a_traceback_is_logged_unless_the_driver_explains_the_error(error, is_logged):

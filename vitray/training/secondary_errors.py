@@ -6,7 +6,7 @@ import sys
 from ray.exceptions import RayError, RayTaskError
 from torch.distributed import DistError
 
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost
 
 # Logger of the traceback of each worker's error.
 TRACEBACKS = "ray.train.v2._internal.util"
@@ -24,11 +24,11 @@ def is_secondary(error: BaseException) -> bool:
 def logs_traceback(record: logging.LogRecord) -> bool:
     """Return whether Ray Train logs the traceback of the current error.
 
-    The driver's message replaces those of secondary errors and of bad input.
+    The driver's message replaces those of secondary errors, of bad input and of a lost folder.
     """
     del record
     error = sys.exc_info()[1]
-    return error is None or not (is_secondary(error) or isinstance(error, ConfigError))
+    return error is None or not (is_secondary(error) or isinstance(error, ConfigError | OwnershipLost))
 
 
 logging.getLogger(TRACEBACKS).addFilter(logs_traceback)
