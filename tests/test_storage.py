@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitray import storage
+from vitray import scratch, storage
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
@@ -190,6 +190,19 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_p
     for process in (living, last):
         process.communicate("")
     assert {path.name for path in tmp_path.iterdir()} == {other.name, "vitray-link"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_temporary_folder_needs_no_locks(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(scratch.fcntl, "flock", flock)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with storage.scratch_folder() as folder:
+        scratch._remove_abandoned.__wrapped__()  # as another process does
+        assert folder.is_dir(), "a folder without a lock may be in use"
+    assert not folder.exists()
 
 
 def test_ranges_are_read_and_files_removed(place):

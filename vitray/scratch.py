@@ -20,8 +20,9 @@ def temporary_folder() -> Iterator[Path]:
         folder = Path(name)
         lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / f"{LOCK}.new").rename(folder / LOCK)  # a file of this name has always been locked
+            with suppress(OSError):  # a file system without locks: after a kill the folder stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                (folder / f"{LOCK}.new").rename(folder / LOCK)  # a file of this name has always been locked
             yield folder
         finally:
             os.close(lock)
