@@ -1,5 +1,6 @@
 """The Ray session: waiting for a cluster to grow, and releasing unused resources."""
 
+import contextlib
 import inspect
 import json
 import os
@@ -278,6 +279,26 @@ def test_cleanup_repeats_after_a_failure(monkeypatch):
     with session.failed_starts_released():
         assert is_third.wait(60)
     assert looks[:3] == [set(), set(), {"group 2"}]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_an_interrupted_block_does_not_wait_for_its_cleanup(monkeypatch, is_interrupted):
+    joined = []
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "join", lambda thread, _: joined.append(thread.name))
+        with session.failed_starts_released():
+            if is_interrupted:
+                raise KeyboardInterrupt
+    assert joined == ([] if is_interrupted else ["cleanup"])
+
+
+def test_a_late_cleanup_starts_no_ray(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("it started a Ray"))
+    with pytest.raises(ConnectionError, match="the connection to Ray has ended"):
+        session.remove_stale_groups()
 
 
 @pytest.mark.ray

@@ -147,7 +147,10 @@ def remove_broken_groups(before: Set[str]) -> set[str]:
 
 @contextmanager
 def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
-    """Repeat a function in a thread during a block; its errors are ignored, as the dashboard may be busy or away."""
+    """Repeat a function in a thread during a block; its errors are ignored, as the dashboard may be busy or away.
+
+    After an exception the block does not wait for a call that still runs: an interrupted job has only seconds.
+    """
     ended = threading.Event()
 
     def work() -> None:
@@ -161,7 +164,7 @@ def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(5)
+    thread.join(5)
 
 
 def release_resources(actor_class: str) -> None:
@@ -186,6 +189,8 @@ def _remove_groups(is_removed: Callable[[Any], bool]) -> None:
 
     groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **_list_options())
     for group in filter(is_removed, groups):
+        if not ray.is_initialized():  # a late call would start another Ray
+            return
         remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group.placement_group_id)))
 
 
@@ -193,6 +198,8 @@ def _list_options() -> Any:
     """Return the options of Ray's listings: this cluster, and all entries."""
     import ray
 
+    if not ray.is_initialized():  # the next line would start another Ray
+        raise ConnectionError("the connection to Ray has ended")
     return {"address": ray.get_runtime_context().gcs_address, "limit": LIST_LIMIT}
 
 
