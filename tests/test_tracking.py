@@ -24,7 +24,7 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray.errors import ConfigError, redact, redact_uri
-from vitray.tracking import liveness, system_info, tracker
+from vitray.tracking import liveness, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
@@ -824,6 +824,19 @@ def test_the_ui_reports_a_taken_port_and_a_missing_store(folder, monkeypatch):
     (folder / "mlruns.db").unlink()
     with pytest.raises(ConfigError, match="no runs here"):
         ui.main([])
+
+
+@pytest.mark.parametrize("host", ["vitray.invalid", "a..b"])
+def test_the_ui_refuses_a_mistyped_host(folder, host):
+    with pytest.raises(ConfigError, match=f"--host: got '{host}', wanted an address"):
+        ui.main(["--host", host])
+
+
+def test_a_port_of_an_ipv6_address_may_be_free():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert not ui_server._is_taken("::1", port)
 
 
 @pytest.mark.slow

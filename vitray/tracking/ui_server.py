@@ -21,6 +21,8 @@ RUNS_PAGE = "#/experiments/{}/runs?workflowType=machine_learning"
 DEFAULT_PORTS = range(5000, 5010)
 # Seconds for the server to end: a browser may keep a connection.
 STOP_SECONDS = 5
+# Seconds for a connection to a port that may be taken.
+CONNECT_SECONDS = 2
 
 
 def runs_url(uri: str, address: str) -> str:
@@ -66,7 +68,8 @@ def _serve_at(uri: str, host: str, port: int) -> None:
             while server.poll() is None and not _listens(server.pid, port):
                 time.sleep(0.2)
             if server.poll() is None:
-                print(f"open {runs_url(uri, f'http://{host}:{port}')}   (Ctrl-C ends it)", file=sys.stderr, flush=True)
+                address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                print(f"open {runs_url(uri, address)}   (Ctrl-C ends it)", file=sys.stderr, flush=True)
             status = server.wait()
         finally:
             _end_session(server)
@@ -79,8 +82,13 @@ def _exit(number: int, _frame: Any) -> None:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
+    try:
+        with socket.create_connection((host, port), CONNECT_SECONDS):
+            return True
+    except (socket.gaierror, UnicodeError):  # the latter for a name with an empty or overlong part
+        raise ConfigError(f"--host: got {host!r}, wanted an address of this machine, as in 127.0.0.1") from None
+    except OSError:  # also an address of another machine: MLflow rejects it
+        return False
 
 
 def _listens(pid: int, port: int) -> bool:
