@@ -171,7 +171,7 @@ def test_no_checkpoint_is_written_after_another_process_took_over(place, short_l
         saver = Saver(place, 1, owner=first.id)
         saver.save(checkpoint)
         saver.close()
-        with own_folder(place, "first", patience=1.0) as second:  # renews every 20 s, and the lease is 1 s
+        with own_folder(place, "first", patience=60.0) as second:  # renews every 20 s, and the lease is 1 s
             for one, steps in ((first, [1]), (second, [1, 2])):
                 saver = Saver(place, 9, owner=one.id)
                 saver.save(checkpoint._replace(step=2))
@@ -205,6 +205,27 @@ def test_an_owner_outlives_an_outage_of_its_storage(tmp_path, monkeypatch):
             time.sleep(0.05)
         held.check()
     assert Watch(str(folder)).live() == {}
+
+
+def test_a_late_beat_does_not_undo_the_release(tmp_path, monkeypatch):
+    """The storage takes longer for a beat than the release waits for the thread."""
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(ownership, "POLL_SECONDS", 0.01)
+    began, write = threading.Event(), storage.write_bytes
+
+    def write_late(url, content):
+        if content == b"1":
+            began.set()
+            time.sleep(0.5)
+        write(url, content)
+
+    monkeypatch.setattr(storage, "write_bytes", write_late)
+    with own_folder(str(tmp_path), "first") as held:
+        began.wait()
+    for thread in threading.enumerate():
+        if thread.name == "ownership":
+            thread.join()
+    assert storage.read_bytes(str(tmp_path / FOLDER / f"{held.id}.beat")) == ownership.RELEASED
 
 
 def test_a_lease_that_could_not_be_read_does_not_run_out(tmp_path, monkeypatch):

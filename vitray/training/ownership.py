@@ -54,7 +54,7 @@ class Ownership:
         self.id = uuid.uuid4().hex
         self._folder, self._name = folder, name
         self._lost: OwnershipLost | None = None
-        self._closing = threading.Event()
+        self._closing, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew, name="ownership", daemon=True)
 
     def acquire(self, patience: float) -> None:
@@ -94,9 +94,9 @@ class Ownership:
     def release(self) -> None:
         """Leave the folder to the next process."""
         self._closing.set()
-        self._thread.join(POLL_SECONDS)
-        if not self._lost:
-            with suppress(ConfigError):  # the lease ends by itself
+        # A beat that a slow storage writes later would undo the release.
+        with self._writing, suppress(ConfigError):  # the lease ends by itself
+            if not self._lost:
                 storage.write_bytes(_file(self._folder, self.id, BEAT), RELEASED)
 
     def _claim(self, watch: "Watch") -> bool:
@@ -129,8 +129,10 @@ class Ownership:
                     self._lost = error
                     return
                 # Without a claim the folder is away: a beat would make another one in its place.
-                if self.id in _claims(_names(self._folder)) and not self._closing.is_set():
-                    storage.write_bytes(_file(self._folder, self.id, BEAT), str(count).encode())
+                if self.id in _claims(_names(self._folder)):
+                    with self._writing:
+                        if not self._closing.is_set():
+                            storage.write_bytes(_file(self._folder, self.id, BEAT), str(count).encode())
 
 
 class Watch:
