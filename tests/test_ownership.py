@@ -207,6 +207,28 @@ def test_an_owner_outlives_an_outage_of_its_storage(tmp_path, monkeypatch):
     assert Watch(str(folder)).live() == {}
 
 
+def test_an_owner_that_no_longer_beats_is_not_alive(tmp_path, monkeypatch):
+    """The process of a trial may beat a few more times after the trial was started elsewhere."""
+    claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "yesterday"}
+    storage.write_bytes(str(tmp_path / FOLDER / "a.json"), json.dumps(claim).encode())
+    watch = Watch(str(tmp_path))
+    for beat, is_alive in ((b"7", False), (b"8", True), (b"8", True)):
+        storage.write_bytes(str(tmp_path / FOLDER / "a.beat"), beat)
+        assert watch.live().keys() == {"a"}
+        assert watch.is_alive("a") is is_alive
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.0)  # it has not beaten for twice this time
+    assert not watch.is_alive("a")
+    assert watch.live().keys() == {"a"}, "its lease has not ended"
+
+
+def test_a_folder_in_use_after_the_wait_is_no_bad_input(tmp_path):
+    """A trial starts again then; bad input would be its end."""
+    with own_folder(str(tmp_path), "first"):
+        with pytest.raises(OwnershipLost, match="first: .* is in use by process"):
+            with own_folder(str(tmp_path), "first", patience=0.01):
+                pass
+
+
 def test_a_late_beat_does_not_undo_the_release(tmp_path, monkeypatch):
     """The storage takes longer for a beat than the release waits for the thread."""
     monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.01)

@@ -24,7 +24,7 @@ class RunError(RuntimeError):
 
 
 class OwnershipLost(RuntimeError):  # noqa: N818 (not an error of the program)
-    """Another process has taken over the folder of this run or sweep; the message names it."""
+    """Another process owns the folder of this run or sweep; the message names it."""
 
 
 def cut_middle(text: str, most: int) -> str:

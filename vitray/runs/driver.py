@@ -18,12 +18,15 @@ from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.storage import scratch_folder
-from vitray.training.ownership import LEASE_SECONDS, check_owner, own_folder
+from vitray.training.ownership import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitray.training.messages import WorkerResult
+
+# Seconds for which the process of a trial waits for the end of an earlier one, which may renew its lease meanwhile.
+TRIAL_PATIENCE = 2 * LEASE_SECONDS + RENEW_SECONDS
 
 
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, hook: TrialHook | None = None) -> Outcome:
@@ -36,8 +39,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     out = storage.absolute(out)
     run_dir = storage.join(out, name)
     check_storage(run_dir)
-    # The process of a trial waits for the end of an earlier one, as after a kill.
-    with own_folder(run_dir, name, patience=LEASE_SECONDS if hook else 0.0) as ownership:
+    with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
         uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)

@@ -58,7 +58,10 @@ class Ownership:
         self._thread = threading.Thread(target=self._renew, name="ownership", daemon=True)
 
     def acquire(self, patience: float) -> None:
-        """Wait for the lease of a dead owner; refuse a folder whose owner is alive after `patience` seconds."""
+        """Wait for the lease of a dead owner; refuse a folder whose owner is alive after `patience` seconds.
+
+        Without patience that is bad input, otherwise an OwnershipLost: a later try may succeed.
+        """
         watch, start, is_announced = Watch(self._folder), time.monotonic(), False
         for attempt in itertools.count():
             others = watch.live()
@@ -71,7 +74,7 @@ class Ownership:
                 continue
             owner = others[owners[0]]
             if time.monotonic() - start >= patience and watch.is_alive(owners[0]):
-                raise ConfigError(
+                raise (OwnershipLost if patience else ConfigError)(
                     f"{self._name}: {self._folder} is in use by {owner}; wanted one process at a time: wait for its"
                     " end, stop it, or pick another --name"
                 )
@@ -143,7 +146,8 @@ class Watch:
         self._looked = 0.0
         # {id: the claim and when its beat was first read, on the monotonic clock}
         self._seen: dict[str, tuple[Claim, float]] = {}
-        self._beating: set[str] = set()
+        # {id: when its beat last changed}, on the same clock
+        self._changed: dict[str, float] = {}
         self.void: set[str] = set()
         """Ids of the claims that bind no one."""
 
@@ -154,7 +158,8 @@ class Watch:
         if began - self._looked > RENEW_SECONDS:  # unread meanwhile, as when the storage was away
             self._seen = {}
         self._looked, seen = time.monotonic(), self._seen
-        self._beating |= {each for each in claims if each in seen and seen[each][0].beat != claims[each].beat}
+        changed = [each for each in claims if each in seen and seen[each][0].beat != claims[each].beat]
+        self._changed |= dict.fromkeys(changed, self._looked)
         self._seen = {
             each: seen[each] if each in seen and seen[each][0].beat == claim.beat else (claim, self._looked)
             for each, claim in claims.items()
@@ -168,8 +173,9 @@ class Watch:
         return live
 
     def is_alive(self, claim: str) -> bool:
-        """Whether the process of a claim lives on this machine, or has renewed its lease since the first look."""
-        return claim in self._beating or is_alive(self._seen[claim][0].process) is True
+        """Whether the process of a claim lives on this machine, or has just renewed its lease."""
+        is_renewed = claim in self._changed and time.monotonic() - self._changed[claim] < 2 * RENEW_SECONDS
+        return is_renewed or is_alive(self._seen[claim][0].process) is True
 
 
 @contextmanager
