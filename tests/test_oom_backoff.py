@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from vitray.errors import RunError
+from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.runs import oom_backoff
 from vitray.runs.oom_backoff import CONTROLLER
 from vitray.runs.worker_mailbox import Mailbox
@@ -83,14 +83,19 @@ def test_nothing_waits_after_the_last_failure(mailbox, slept):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("error", "message"),
-    [(ControllerError(ValueError("one")), "the workers failed by: one"), (ANOTHER, "settings: refused")],
+    ("error", "raised"),
+    [
+        (ControllerError(ValueError("one")), RunError("the workers failed by: one")),
+        (ConfigError("settings: refused"), RunError("settings: refused")),
+        (OwnershipLost("runs/first: taken over"), OwnershipLost("runs/first: taken over")),
+    ],
 )
-def test_an_error_that_no_restart_mends_ends_the_run_at_once(mailbox, slept, error, message):
-    if error is ANOTHER:
-        ray.get(mailbox.record_fatal_error.remote("settings: refused"))
-    fit, starts = attempts(error)
-    with pytest.raises(RunError, match=message):
+def test_an_error_that_no_restart_mends_ends_the_run_at_once(mailbox, slept, error, raised):
+    fatal = not isinstance(error, ControllerError)
+    if fatal:
+        ray.get(mailbox.record_fatal_error.remote(error))
+    fit, starts = attempts(ANOTHER if fatal else error)
+    with pytest.raises(type(raised), match=f"^{raised}$"):
         oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
     assert (slept, len(starts)) == ([], 1)
 

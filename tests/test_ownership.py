@@ -224,7 +224,7 @@ def test_an_owner_that_no_longer_beats_is_not_alive(tmp_path, monkeypatch):
 def test_a_folder_in_use_after_the_wait_is_no_bad_input(tmp_path):
     """A trial starts again then; bad input would be its end."""
     with own_folder(str(tmp_path), "first"):
-        with pytest.raises(OwnershipLost, match="first: .* is in use by process"):
+        with pytest.raises(OwnershipLost, match="is in use by process"):
             with own_folder(str(tmp_path), "first", patience=0.01):
                 pass
 

@@ -33,6 +33,7 @@ from vitray.sweep.trial_store import (
     read_record,
     write_record,
 )
+from vitray.training.ownership import own_folder
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -299,6 +300,27 @@ def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, train
     assert trial.step()["step"] == 2
     assert [read_record(store.run_dir(name)).state for name in ("lr=0.1", "lr=0.2")] == ["stopped early", "running"]
     trial.cleanup()
+
+
+def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path, base, monkeypatch):
+    """An error would end the thread that answers, and the workers would wait for ever."""
+    answers = []
+
+    def train(run, name, out, *, hook):
+        with own_folder(out, "another sweep"):
+            answers.append((hook.should_stop(2, 4, {"val/top1": 0.2}), hook.stop_requested.is_set()))
+        return SimpleNamespace(state="stopped early")
+
+    monkeypatch.setattr("vitray.sweep.trial.train", train)
+    monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    trial = open_trial(store, base)
+    with pytest.raises(RuntimeError, match="taken over by process"):
+        trial.step()
+    trial.cleanup()
+    assert answers == [(True, True)]
+    record = read_record(store.run_dir("lr=0.1"))
+    assert (record.state, record.scores) == ("running", ())
 
 
 def suppressed(error, call):

@@ -11,7 +11,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.util.annotations import RayDeprecationWarning
 
-from vitray.errors import RunError
+from vitray.errors import OwnershipLost, RunError
 from vitray.runs.failures import describe_failure, out_of_memory_reason
 from vitray.training.messages import Note
 
@@ -57,7 +57,10 @@ warnings.filterwarnings("ignore", "`ExecutionOptions.exclude_resources` is depre
 
 
 def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> Any:
-    """Call `fit`, and again after each failure of the workers, `restarts` times at most; raise a RunError at last."""
+    """Call `fit`, and again after each failure of the workers, `restarts` times at most; raise a RunError at last.
+
+    A worker's OwnershipLost is raised as such: the run has not failed.
+    """
     kills = 0
     for left in reversed(range(restarts + 1)):
         try:
@@ -66,8 +69,10 @@ def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> An
             fatal, hang, heartbeats = ray.get(
                 [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
             )
+            if isinstance(fatal, OwnershipLost):
+                raise fatal from error
             if fatal:
-                raise RunError(fatal) from error
+                raise RunError(str(fatal)) from error
             cause, is_kill = describe_failure(error, heartbeats), out_of_memory_reason(error) is not None
             if isinstance(error, ControllerError) and not is_kill:
                 raise RunError(f"the workers failed by: {cause}") from error

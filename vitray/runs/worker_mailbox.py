@@ -4,6 +4,7 @@ import time
 
 import ray
 
+from vitray.errors import ConfigError, OwnershipLost
 from vitray.training.messages import Heartbeat, Message
 
 
@@ -15,7 +16,7 @@ class Mailbox:
         self._messages: list[Message] = []
         self._decisions: dict[int, bool] = {}
         self._is_stop_requested = False
-        self._fatal_error: str | None = None
+        self._fatal_error: ConfigError | OwnershipLost | None = None
         self._heartbeats: dict[int, tuple[Heartbeat, float]] = {}
         self._hang: str | None = None
 
@@ -44,11 +45,11 @@ class Mailbox:
         """Return whether the workers should end."""
         return self._is_stop_requested
 
-    def record_fatal_error(self, reason: str) -> None:
+    def record_fatal_error(self, error: ConfigError | OwnershipLost) -> None:
         """Record an error that a restart cannot fix."""
-        self._fatal_error = reason
+        self._fatal_error = error
 
-    def fatal_error(self) -> str | None:
+    def fatal_error(self) -> ConfigError | OwnershipLost | None:
         """Return that error, or None."""
         return self._fatal_error
 

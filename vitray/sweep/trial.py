@@ -17,7 +17,7 @@ from ray import tune
 from vitray import storage
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
-from vitray.errors import ConfigError, RunError
+from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
 from vitray.runs.plan import TrialHook
@@ -162,8 +162,13 @@ class TrialTrainable(tune.Trainable):
             if context.metric not in values or any(step <= known for known, _ in record.scores):
                 return False
             record = record._replace(scores=(*record.scores, (step, values[context.metric])), steps=steps)
-            with contextlib.suppress(ConfigError):  # unreachable storage costs a restart this score, not the trial
+            try:
                 self._write(run_dir, record)
+            except ConfigError:  # unreachable storage costs a restart this score, not the trial
+                pass
+            except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
+                self._stop_requested.set()
+                return True
             return self._should_stop(step, steps, values[context.metric])
 
         try:

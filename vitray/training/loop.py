@@ -59,7 +59,7 @@ def worker(config: dict[str, WorkerContext]) -> WorkerResult:
     try:
         return train_loop(context, share, heartbeat)
     except (ConfigError, OwnershipLost) as error:
-        ray.get(context.mailbox.record_fatal_error.remote(str(error)))
+        ray.get(context.mailbox.record_fatal_error.remote(error))
         raise
     except Exception:
         heartbeat.send(has_failed=True)
