@@ -184,6 +184,34 @@ def test_no_checkpoint_is_written_after_another_process_took_over(place, short_l
             assert check_owner(place, second.id) is None
 
 
+@pytest.mark.parametrize("at", ["upload", "prune"])
+def test_a_folder_lost_while_a_checkpoint_is_written_is_left_alone(tmp_path, monkeypatch, at):
+    run_dir, checkpoint = str(tmp_path), Checkpoint(1, {"model": {"weight": torch.zeros(2)}}, {})
+    with own_folder(run_dir, "first") as first:
+        saver = Saver(run_dir, 1, owner=first.id)
+        saver.save(checkpoint)
+        saver.close()
+
+        def take_over(name, call):
+            def write(*args):
+                call(*args)
+                if not name or args[0].endswith(name):
+                    storage.remove(storage.join(run_dir, FOLDER))
+                    storage.write_bytes(storage.join(run_dir, FOLDER, "b.json"), json.dumps(claim).encode())
+
+            return write
+
+        claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "yesterday"}
+        name, ending = {"upload": ("upload", ""), "prune": ("write_bytes", "checkpoint.json")}[at]
+        monkeypatch.setattr(storage, name, take_over(ending, getattr(storage, name)))
+        saver = Saver(run_dir, 1, owner=first.id)
+        saver.save(checkpoint._replace(step=2))
+        with pytest.raises(OwnershipLost, match="taken over by process 1 on elsewhere"):
+            saver.close()
+        monkeypatch.undo()
+        assert complete_steps(run_dir) == ([1] if at == "upload" else [1, 2]), "and nothing is pruned"
+
+
 def test_an_owner_outlives_an_outage_of_its_storage(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.2)
     folder, away, failed = tmp_path / "run", tmp_path / "away", threading.Event()

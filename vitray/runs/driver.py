@@ -81,7 +81,9 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
                 return logger.finish(result, None)
             case "finished":
                 check_owner(run_dir, info.owner)
-                return logger.finish(result, save_weights(planned.run, run_dir, planned.dataset.classes, start))
+                saved = save_weights(planned.run, run_dir, planned.dataset.classes, start)
+                check_owner(run_dir, info.owner)  # an upload may take minutes
+                return logger.finish(result, saved)
 
 
 def _fit(

@@ -74,8 +74,12 @@ def complete_steps(run_dir: str) -> list[int]:
     return sorted(int(folder.removeprefix("step-")) for folder in folders)
 
 
-def write_checkpoint(run_dir: str, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint folder, its JSON last; leftovers of an interrupted writer are overwritten."""
+def write_checkpoint(run_dir: str, checkpoint: Checkpoint, check: Callable[[], None] = lambda: None) -> None:
+    """Write a checkpoint folder, its JSON last; leftovers of an interrupted writer are overwritten.
+
+    `check` is called before the first write and before the JSON, as an upload may take minutes; it may raise.
+    """
+    check()
     folder = folder_of(run_dir, checkpoint.step)
     meta = storage.join(folder, META)
     if storage.exists(meta):
@@ -88,6 +92,7 @@ def write_checkpoint(run_dir: str, checkpoint: Checkpoint) -> None:
             sizes[path.name] = path.stat().st_size
             storage.upload(path, storage.join(folder, path.name))
     content = {"format": FORMAT, "step": checkpoint.step, "files": sizes, "state": checkpoint.state}
+    check()
     storage.write_bytes(meta, json.dumps(content).encode())
 
 
@@ -258,6 +263,7 @@ class Saver:
             for event in copy.events:
                 event.synchronize()
             self._write_with_retries(copy.checkpoint)
+            self._check_owner()
             prune(self._run_dir, self._keep, protected)
             self.latest = copy.checkpoint.step
             self._on_saved(self.latest)
@@ -267,16 +273,15 @@ class Saver:
     def _write_with_retries(self, checkpoint: Checkpoint) -> None:
         for pause in RETRY_PAUSES:
             try:
-                return self._write_as_owner(checkpoint)
+                return write_checkpoint(self._run_dir, checkpoint, self._check_owner)
             except (ConfigError, SafetensorError, OSError) as error:  # OSError: this node's disk is full
                 self._on_delay(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
                 time.sleep(pause)
-        return self._write_as_owner(checkpoint)
+        return write_checkpoint(self._run_dir, checkpoint, self._check_owner)
 
-    def _write_as_owner(self, checkpoint: Checkpoint) -> None:
+    def _check_owner(self) -> None:
         if self._owner is not None:
             check_owner(self._run_dir, self._owner)
-        write_checkpoint(self._run_dir, checkpoint)
 
     def _raise(self) -> None:
         if self._error is not None:
