@@ -15,15 +15,17 @@ from vitray import storage
 from vitray.config import load_run
 from vitray.config.sweep import Goal
 from vitray.data.shards import read_request, write_dataset
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
+from vitray.sweep.interruption import interruptible, is_interrupted
 from vitray.sweep.plan import plan_sweep
 from vitray.sweep.schedulers import build_scheduler, progress
 from vitray.sweep.searcher import TrialSearcher
 from vitray.sweep.space import SweepPoint, extend_space, read_space
+from vitray.sweep.sweep_logger import SweepLogger
 from vitray.sweep.trial import TrialContext, TrialTrainable
 from vitray.sweep.trial_store import (
     TrialEntry,
@@ -33,7 +35,7 @@ from vitray.sweep.trial_store import (
     read_record,
     write_record,
 )
-from vitray.training.ownership import own_folder
+from vitray.training.ownership import FOLDER, own_folder
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"
@@ -321,6 +323,34 @@ def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path
     assert answers == [(True, True)]
     record = read_record(store.run_dir("lr=0.1"))
     assert (record.state, record.scores) == ("running", ())
+
+
+def test_a_lost_sweep_replaces_no_points_and_leaves_the_marker_of_an_interruption(tmp_path, base):
+    plan, _, _ = open_sweep(tmp_path, base, GRID)
+    home = str(tmp_path / "home")
+    with own_folder(home, "first") as first:
+        store = TrialStore(home, plan.base, plan.points, False, first.id)
+        storage.remove(storage.join(home, FOLDER))
+        with own_folder(home, "another sweep"):
+            store.add("lr=0.5", TrialEntry(SweepPoint({"optim.lr": 0.5}, {}, {}, {})))
+            with pytest.raises(OwnershipLost, match="taken over by process"):
+                store.finish_points()
+            assert "lr=0.5" not in read_entries(home)
+            with contextlib.suppress(OwnershipLost), interruptible(home) as interruption:
+                interruption.mark()
+                raise OwnershipLost("lost")
+            assert is_interrupted(home)
+
+
+@pytest.mark.parametrize(("error", "is_printed"), [(RunError("no room"), True), (OwnershipLost("taken over"), False)])
+def test_only_a_sweep_that_keeps_its_folder_says_how_to_resume_it(capsys, error, is_printed):
+    logger = SweepLogger.__new__(SweepLogger)  # without MLflow
+    logger._stopped, logger._thread = threading.Event(), threading.Thread(target=int)
+    logger._thread.start()
+    logger._console = SimpleNamespace(line=print)
+    logger._tracker, logger.info = contextlib.nullcontext(), SimpleNamespace(command="vitray sweep")
+    logger.__exit__(type(error), error, None)
+    assert ("the same command resumes it" in capsys.readouterr().out) is is_printed
 
 
 def suppressed(error, call):

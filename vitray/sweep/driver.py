@@ -66,7 +66,7 @@ def sweep(
         from vitray.sweep.sweep_logger import SweepLogger  # imports torch, MLflow and Tune, which takes seconds
         from vitray.sweep.trial_store import TrialStore
 
-        store = TrialStore(sweep_dir, plan.base, plan.points, space.learns)
+        store = TrialStore(sweep_dir, plan.base, plan.points, space.learns, ownership.id)
         with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, began)) as logger:
             if any(not record.is_over for record in store.records().values()) or len(store.entries) < plan.trials:
                 _tune(plan, store, logger.info, ownership)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vitray import storage
+from vitray.errors import OwnershipLost
 
 INTERRUPTED = "interrupted"
 
@@ -33,7 +34,10 @@ def is_interrupted(sweep_dir: str) -> bool:
 
 @contextmanager
 def interruptible(sweep_dir: str) -> Iterator[Interruption]:
-    """Let the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once."""
+    """Let the first Ctrl-C or SIGTERM end the trials resumably; a second one ends the driver at once.
+
+    After an OwnershipLost the marker stays: it may be the new owner's.
+    """
     interruption = Interruption(sweep_dir)
     storage.remove(interruption.marker)
 
@@ -47,8 +51,13 @@ def interruptible(sweep_dir: str) -> Iterator[Interruption]:
 
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_lost = False
     try:
         yield interruption
+    except OwnershipLost:
+        is_lost = True
+        raise
     finally:
         restore()
-        storage.remove(interruption.marker)
+        if not is_lost:
+            storage.remove(interruption.marker)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from vitray import storage
-from vitray.errors import one_line
+from vitray.errors import OwnershipLost, one_line
 from vitray.runs.run_dir import RUN_META
 from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
@@ -64,7 +64,7 @@ class SweepLogger:
     def __exit__(self, *error: Any) -> None:
         self._stopped.set()
         self._thread.join(STOP_TIMEOUT)
-        if error[0] is not None:
+        if error[0] is not None and not isinstance(error[1], OwnershipLost):
             self._console.line(f"  stopped; the same command resumes it: {self.info.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
             self._kill_children(

@@ -15,6 +15,7 @@ from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run
 from vitray.sweep.space import SweepPoint, resolve_stages, run_of
+from vitray.training.ownership import check_owner
 
 POINTS, RECORD = "points.json", "trial.json"
 # Threads that read records at the start: a request to a distant storage takes tens of milliseconds.
@@ -132,12 +133,15 @@ class TrialStore:
     that Tune receives, so that Tune's loop never waits for storage.
     """
 
-    def __init__(self, sweep_dir: str, base: Run, points: Mapping[str, SweepPoint], learns: bool) -> None:
+    def __init__(
+        self, sweep_dir: str, base: Run, points: Mapping[str, SweepPoint], learns: bool, owner: str = ""
+    ) -> None:
         """Open the store with these points; a search that learns resumes with the stored ones.
 
-        A population has the stored trials that continue others besides.
+        A population has the stored trials that continue others besides. With the id of an `owner`, no points are
+        written after another process has taken over the folder.
         """
-        self.sweep_dir, self.base = sweep_dir, base
+        self.sweep_dir, self.base, self._owner = sweep_dir, base, owner
         self._runs: dict[str, Run] = {}
         self._sizes: dict[str, Sizes] = {}
         self._records: dict[str, TrialRecord] = {}
@@ -323,6 +327,8 @@ class TrialStore:
         return json.dumps(entries).encode()
 
     def _write(self, content: bytes) -> None:
+        if self._owner:
+            check_owner(self.sweep_dir, self._owner)
         storage.write_bytes(storage.join(self.sweep_dir, POINTS), content)
 
 
