@@ -244,13 +244,13 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     losses = Counter[Span]()
     while waiting or running:
         for done in ray.wait([*starting, *running])[0]:
+            actor = starting[done] if done in starting else running[done][0]
             try:
-                if done in starting:
-                    actor = starting.pop(done)
+                if starting.pop(done, None) is not None:
                     ray.get(done)
                     idle += [actor] * AT_A_TIME
                 else:
-                    actor, span, outputs = running.pop(done)
+                    _, span, outputs = running.pop(done)
                     try:
                         tables = ray.get(done)
                     except lost as error:
