@@ -320,7 +320,7 @@ def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path
     with pytest.raises(RuntimeError, match="taken over by process"):
         trial.step()
     trial.cleanup()
-    assert answers == [(True, True)]
+    assert answers == [(False, True)]
     record = read_record(store.run_dir("lr=0.1"))
     assert (record.state, record.scores) == ("running", ())
 

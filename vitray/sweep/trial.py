@@ -168,7 +168,7 @@ class TrialTrainable(tune.Trainable):
                 pass
             except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
                 self._stop_requested.set()
-                return True
+                return False
             return self._should_stop(step, steps, values[context.metric])
 
         try:
