@@ -354,14 +354,14 @@ def test_lost_nodes_are_replaced(cluster, undisturbed):
     preempted.end()
     step = run.await_resume(1)
     assert f"preempted: step {step:,} is saved" in run.output
-    run.await_checkpoint(step + 2 * SAVE_EVERY)
+    run.await_checkpoint(step // SAVE_EVERY * SAVE_EVERY + 2 * SAVE_EVERY)
     lost = run.worker_hosts()[0]
     faults["a cable is cut, another node comes"] = time.time()
     cluster.site.cut(lost.name)
     cluster.start(cluster.site.add("another", 5))
     step = run.await_resume(2)
     lost.end()
-    run.await_checkpoint(step + 2 * SAVE_EVERY)
+    run.await_checkpoint(step // SAVE_EVERY * SAVE_EVERY + 2 * SAVE_EVERY)
     killed = run.worker_hosts()[0]
     faults["a raylet is killed, and started again"] = time.time()
     killed.signal("raylet/raylet", KILL)
