@@ -197,7 +197,7 @@ def read_json(url: str) -> Any:
 
 def check_plain(url: str) -> None:
     """Refuse a local folder, pipe or device in place of a file: reading a pipe waits, and a device may never end."""
-    if not is_remote(url) and os.path.exists(path := filesystem(url)[1]) and not os.path.isfile(path):
+    if not is_remote(url) and os.path.exists(path := absolute(url)) and not os.path.isfile(path):
         raise ConfigError(f"{url}: a folder, pipe or device; wanted a file")
 
 

@@ -175,8 +175,9 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
                 verbose=0,
                 stop=InterruptionStopper(interruption, ownership),
                 callbacks=[listener],
-                # Runs write their own checkpoints; those of a population are copies for other trials.
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=None if searcher else 3, checkpoint_at_end=False),
+                # Runs write their own checkpoints. Those of a population are copies, all of which stay: Tune would
+                # remove one that a trial is about to continue from.
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 # A trial whose process has died starts again, from the last checkpoint of its run.
                 failure_config=tune.FailureConfig(max_failures=plan.base.compute.max_failures),
             ),

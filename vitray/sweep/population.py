@@ -85,7 +85,7 @@ def param_space(store: TrialStore) -> dict[str, Any]:
     paths = dict.fromkeys(path for settings in configs.values() for path in settings)
 
     def setting(path: str) -> Any:
-        return tune.sample_from(lambda spec: configs[spec["config"]["name"]][path])
+        return tune.sample_from(lambda config: configs[config["name"]][path])
 
     return {"name": tune.grid_search(list(configs))} | {path: setting(path) for path in paths}
 
