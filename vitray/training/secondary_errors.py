@@ -15,7 +15,7 @@ GLOO = "gloo/"
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether an error tells that another process is gone: one of Ray, or of a collective operation."""
+    """Return whether an error means that another process is gone: one of Ray, or of a collective operation."""
     if isinstance(error, RayTaskError):  # an error of a task, such as decoding
         return False
     return isinstance(error, RayError | DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
