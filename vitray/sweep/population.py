@@ -91,7 +91,7 @@ def param_space(store: TrialStore) -> dict[str, Any]:
 
 
 def restore_population(store: TrialStore, size: int) -> None:
-    """Mend what an interruption has left half done: replaced trials end, and continuations get their checkpoints."""
+    """Complete interrupted continuations: replaced trials end, and new ones get their checkpoints."""
     from vitray.training.checkpoints import complete_steps
 
     for entry in store.entries.values():
