@@ -15,7 +15,7 @@ import torch
 
 from vitray import scratch, storage
 from vitray.config import Model, Run
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, RunError
 from vitray.models.vit import ViT
 from vitray.weights import load_model, save_model
 
@@ -233,6 +233,7 @@ def test_a_full_temporary_folder_is_named_with_its_variable(text):
 
 
 def test_other_errors_pass_a_temporary_folder_unchanged():
-    for error in (ValueError("another"), ConfigError("s3://bucket: No space left on device")):
+    full = "s3://bucket: No space left on device"
+    for error in (ValueError("another"), ConfigError(full), RunError(full)):
         with pytest.raises(type(error), match=str(error)), storage.scratch_folder():
             raise error

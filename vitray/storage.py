@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from vitray.errors import ConfigError, cut_middle
+from vitray.errors import ConfigError, RunError, cut_middle
 from vitray.scratch import temporary_folder
 
 _LOCAL = fs.LocalFileSystem()
@@ -357,8 +357,8 @@ def scratch_folder() -> Iterator[Path]:
     with temporary_folder() as folder:
         try:
             yield folder
-        except ConfigError:
-            raise
+        except (ConfigError, RunError):
+            raise  # it names what is full
         except Exception as error:  # safetensors has an error class of its own
             if os.strerror(errno.ENOSPC) not in str(error):
                 raise

@@ -99,7 +99,7 @@ def measure_scaling(settings: ScalingSettings) -> dict[str, Any]:
         for _ in range(settings.nodes):
             cluster.add_node(num_cpus=settings.cpus // settings.nodes, object_store_memory=STORE // settings.nodes)
         with scratch_folder() as log:
-            variables = {DECODE_MS: str(settings.decode_ms), TASK_LOG: log}
+            variables = {DECODE_MS: str(settings.decode_ms), TASK_LOG: str(log)}
             hook = {"worker_process_setup_hook": slow_decoding, "env_vars": variables}
             with ray.init(cluster.address, runtime_env=hook, logging_level=logging.WARNING):
                 return _report(settings, _measure(settings, log))
