@@ -29,7 +29,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_image, decode_wi
 from vitray.data.shards import holdout_mask, open_dataset, read_request
 from vitray.data.shards.inspection import inspect_chunk
 from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, save_dataset
-from vitray.data.shards.sources import detect_kind, list_source
+from vitray.data.shards.sources import detect_source, list_source
 from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
@@ -65,7 +65,7 @@ def run_serially(function, calls):
 def inspect(source, work, *overrides):
     """List a source and inspect its images as the tasks do; return the listing."""
     request = read_request(str(source), str(work), (), overrides)
-    listing = list_source(request, detect_kind(request), run_serially)
+    listing = list_source(request, detect_source(request), run_serially)
     inspect_chunk(request, listing.kind, listing.items, "all")
     return listing
 

@@ -22,14 +22,16 @@ from PIL import Image
 
 from pipelines import shard
 from pipelines.__main__ import run_verb
+from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, open_dataset, read_request, write_dataset
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
-from vitray.data.shards.sources import Listing, detect_kind, list_source, read_items
+from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
 from vitray.errors import ConfigError
+from vitray.inference.images import open_images
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,7 +69,7 @@ def run_serially(function, calls):
 
 def listed(source: Path | str, *overrides: str, splits: tuple[str, ...] = ()) -> Listing:
     request = read_request(str(source), "unused", splits, overrides)
-    return list_source(request, detect_kind(request), run_serially)
+    return list_source(request, detect_source(request), run_serially)
 
 
 def contents(listing: Listing, source: Path | str, *overrides: str) -> list[tuple[bytes, int | None]]:
@@ -103,6 +105,42 @@ def test_a_folder_of_class_folders(tmp_path):
     ]
     assert listing.rejects == [("train", "README", "not in a class folder")]
     assert contents(listing, tmp_path)[1] == ((tmp_path / "cat/000.jpg").read_bytes(), 1)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "parquet", "idx", "index"])
+def test_the_files_of_a_source_are_listed_once(tmp_path, monkeypatch, kind):
+    class_folders(tmp_path / "images", {"x": 2})
+    source = tmp_path / "images"
+    match kind:
+        case "tar":
+            source = tmp_path / "tars"
+            source.mkdir()
+            with tarfile.open(source / "a.tar", "w") as tar:
+                tar.add(tmp_path / "images/x/000.jpg", "0.jpg")
+                add(tar, "0.cls", b"1")
+        case "parquet":
+            source = tmp_path / "tables"
+            source.mkdir()
+            pq.write_table(pa.table({"image": [encoded(photo(0))], "label": [0]}), source / "a.parquet")
+        case "idx":
+            source = tmp_path / "arrays"
+            write(source / "train-images-idx3-ubyte", struct.pack(">IIII", 0x803, 1, 2, 2) + bytes(4))
+            write(source / "train-labels-idx1-ubyte", struct.pack(">II", 0x801, 1) + bytes(1))
+        case "index":
+            source = write(tmp_path / "index.csv", b"path,label\nimages/x/000.jpg,0\n")
+    calls = []
+    real = storage.list_entries
+    monkeypatch.setattr(storage, "list_entries", lambda url: calls.append(url) or real(url))
+    images = open_images(str(source), "train")
+    assert images.images == (2 if kind == "folder" else 1)
+    assert len(calls) == 1
+
+
+def test_a_file_of_any_name_is_read_as_the_kind_that_is_set(tmp_path):
+    with tarfile.open(tmp_path / "images.wds", "w") as tar:
+        add(tar, "0.jpg", encoded(photo(0)))
+        add(tar, "0.cls", b"1")
+    assert [item.label for item in listed(tmp_path / "images.wds", "kind=tar").items] == [1]
 
 
 def test_a_folder_with_splits_on_top(tmp_path):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyarrow import fs
@@ -34,6 +34,15 @@ MAX_ATTEMPTS, CONNECT_TIMEOUT, REQUEST_TIMEOUT = 7, 5, 15
 
 # File systems allow 255 bytes; temporary files and folders of trials add to a name.
 LONGEST_NAME = 200
+
+
+class FileVersion(NamedTuple):
+    """What a listing tells of a file."""
+
+    size: int
+    """In bytes."""
+    changed: int
+    """Time of change in ns since 1970."""
 
 
 def is_remote(url: str) -> bool:
@@ -120,28 +129,30 @@ def list_files(url: str) -> list[str]:
 
 def file_sizes(url: str) -> dict[str, int]:
     """Return {relative name: bytes} of all files below a folder, sorted by name; empty if there is no folder."""
-    return {name: size for name, size in _sizes(url).items() if size is not None}
+    return {name: version.size for name, version in list_entries(url).items() if version}
 
 
-def special_files(url: str) -> list[str]:
-    """Return the sorted relative names of all pipes, sockets, devices and broken links below a folder."""
-    return [] if is_remote(url) else [name for name, size in _sizes(url).items() if size is None]
+def list_entries(url: str) -> dict[str, FileVersion | None]:
+    """Return {relative name: version} of all entries below a folder, sorted by name; empty if there is no folder.
 
-
-def _sizes(url: str) -> dict[str, int | None]:
-    """Return {relative name: bytes} of all entries below a folder but folders; None for one that is no plain file."""
+    A pipe, socket, device or broken link has no version. Folders are not listed, but their entries are.
+    """
     files, path = filesystem(url)
     if not is_remote(url):
         with _as_config_error(url):
-            return dict(sorted(_local_sizes(path, url))) if os.path.lexists(path) else {}
+            return dict(sorted(_local_entries(path, url))) if os.path.lexists(path) else {}
     with _as_config_error(url):
         infos = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-    found = ((info.path[len(path) :].lstrip("/"), info.size) for info in infos if info.type == fs.FileType.File)
+    found = ((info.path[len(path) :].lstrip("/"), _version(info)) for info in infos if info.type == fs.FileType.File)
     return dict(sorted(found))
 
 
-def _local_sizes(root: str, url: str) -> Iterator[tuple[str, int | None]]:
-    """Yield (relative name, bytes) below a folder; refuse a link to a folder above it, which lists it without end."""
+def _version(info: fs.FileInfo) -> FileVersion:
+    return FileVersion(info.size, info.mtime_ns or 0)
+
+
+def _local_entries(root: str, url: str) -> Iterator[tuple[str, FileVersion | None]]:
+    """Yield (relative name, version) below a folder; refuse a link to a folder above it, which lists it without end."""
     waiting = [("", frozenset({os.path.realpath(root)}))]
     while waiting:
         folder, above = waiting.pop()
@@ -152,7 +163,8 @@ def _local_sizes(root: str, url: str) -> Iterator[tuple[str, int | None]]:
                 try:
                     is_folder, is_file = entry.is_dir(), entry.is_file()
                     if not is_folder:
-                        yield name, entry.stat().st_size if is_file else None
+                        status = entry.stat()
+                        yield name, FileVersion(status.st_size, status.st_mtime_ns) if is_file else None
                         continue
                 except OSError:  # a link to itself, or a file that was removed meanwhile
                     yield name, None
@@ -163,18 +175,12 @@ def _local_sizes(root: str, url: str) -> Iterator[tuple[str, int | None]]:
                 waiting.append((name, above | {real}))
 
 
-def file_versions(url: str) -> dict[str, tuple[int, int]]:
-    """Return {relative name: (bytes, time of change in ns)} of all files below a folder; a file itself has no name."""
+def file_version(url: str) -> FileVersion | None:
+    """Return the version of a file; None if it does not exist."""
     files, path = filesystem(url)
     with _as_config_error(url):
-        infos = [files.get_file_info(path)]
-        if infos[0].type != fs.FileType.File:
-            infos = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
-    return {
-        info.path[len(path) :].lstrip("/"): (info.size, info.mtime_ns or 0)
-        for info in infos
-        if info.type == fs.FileType.File
-    }
+        info = files.get_file_info(path)
+    return _version(info) if info.type == fs.FileType.File else None
 
 
 def read_bytes(url: str) -> bytes:

@@ -14,7 +14,7 @@ import numpy as np
 from vitray import storage
 from vitray.data.shards.manifest import MANIFEST, open_dataset
 from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
-from vitray.data.shards.sources import Listing, SourceEntry, detect_kind, list_source, read_items
+from vitray.data.shards.sources import DetectedSource, Listing, SourceEntry, detect_source, list_source, read_items
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
 from vitray.errors import ConfigError
 
@@ -63,10 +63,10 @@ def open_images(url: str, split: str) -> ImageSet:
         return ImageSet(url, name, split, int(rows.starts[-1]), dataset.classes, identity, rows)
     url = "demo" if is_drawn else url
     request = ShardRequest(url, "", ShardSettings(), keep=(split,))
-    kind = detect_kind(request)
-    listing = list_source(request, kind, lambda function, calls: [function(*call) for call in calls])
+    detected = detect_source(request)
+    listing = list_source(request, detected, lambda function, calls: [function(*call) for call in calls])
     set_aside = tuple(f"{reject.file} ({reject.reason})" for reject in listing.rejects)
-    source, identity = ListedItems(kind, request, listing.items), _identity(listing, url)
+    source, identity = ListedItems(listing.kind, request, listing.items), _identity(listing, detected, url)
     return ImageSet(url, name, split, len(listing.items), listing.classes, identity, source, set_aside)
 
 
@@ -91,14 +91,12 @@ def _labelled(images: ImageSet, content: bytes, label: int | None, key: str) -> 
     return EncodedImage(content, label, key)
 
 
-def _identity(listing: Listing, url: str) -> str:
+def _identity(listing: Listing, detected: DetectedSource, url: str) -> str:
     """A hash of the listed images, and of size and time of change of the files that hold them."""
-    folder = url
-    if listing.kind in ("index", "idx") and storage.exists(url):  # images lie beside such a file
-        folder = url.rpartition("/")[0] or "."
     used = {item.file.partition("::")[0] for item in listing.items}
-    versions = {} if listing.kind == "demo" else storage.file_versions(folder)
-    files = {name: version for name, version in versions.items() if {storage.join(folder, name), url} & used}
+    files = {name: each for name, each in detected.files.items() if {storage.join(detected.folder, name), url} & used}
+    if not detected.files and listing.kind != "demo":
+        files = {"": storage.file_version(url)}
     items = [[item.name, item.place, item.size, item.label] for item in listing.items]
     return _hash([listing.kind, listing.classes, items, files])
 

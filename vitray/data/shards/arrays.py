@@ -146,17 +146,15 @@ class _ArraysOnly(pickle.Unpickler):
         return allowed[module, name]
 
 
-def list_idx(source: str) -> list[ArrayFile]:
-    """Return the files of images in a folder, or beside one of them."""
-    folder = source.rpartition("/")[0] if IDX_IMAGES.search(source) else source
-    names = storage.list_files(folder)
+def list_idx(folder: str, names: Sequence[str]) -> list[ArrayFile]:
+    """Return the files of images among those of a folder."""
     files = []
     for name in filter(IDX_IMAGES.search, names):
         expected = re.sub(r"images([-.])idx3", r"labels\1idx1", name)
         choices = (expected, f"{expected}.gz", expected.removesuffix(".gz"))
         labels = next((choice for choice in choices if choice in names), None)
         if labels is None:
-            raise ConfigError(f"{storage.join(source, name)}: no labels beside it: wanted {expected}")
+            raise ConfigError(f"{storage.join(folder, name)}: no labels beside it: wanted {expected}")
         file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels))
         images = _idx(file)
         if images.ndim != 3 or 0 in images.shape[1:] or numbers.ndim != 1:
@@ -165,7 +163,7 @@ def list_idx(source: str) -> list[ArrayFile]:
             raise ConfigError(f"{file}: {len(images)} images, but {len(numbers)} labels")
         files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers.tolist()))
     if len({each.name for each in files}) < len(files):
-        raise ConfigError(f"{source}: contains the same images packed and unpacked: remove one of them")
+        raise ConfigError(f"{folder}: contains the same images packed and unpacked: remove one of them")
     return files
 
 

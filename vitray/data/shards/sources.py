@@ -1,13 +1,11 @@
 """Sources of images: each kind lists its images in a fixed order, and reads some of them."""
 
-import csv
 import hashlib
-import io
 import json
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
@@ -24,7 +22,7 @@ from vitray.data.shards.tables import (
     holds_images,
     read_image_table,
     read_images,
-    read_text,
+    read_index,
 )
 from vitray.errors import ConfigError, nearest, printable
 
@@ -88,32 +86,45 @@ class Listing(NamedTuple):
     """(split, Parquet file), for datasets indexed in place."""
 
 
+class DetectedSource(NamedTuple):
+    """The kind of a source, and its files, which are listed once."""
+
+    kind: Kind
+    folder: str
+    files: dict[str, storage.FileVersion | None]
+    """Below the folder: that of the source, or of an index or an IDX file; empty if the source is another single file.
+    None stands for a pipe, device or broken link."""
+
+
 # Calls a function once per tuple of arguments and returns the results in order.
 Mapped = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 
 
-def list_source(request: ShardRequest, kind: Kind, mapped: Mapped) -> Listing:
+def list_source(request: ShardRequest, detected: DetectedSource, mapped: Mapped) -> Listing:
     """Return every image of the source, in an order that depends on the source alone."""
-    source, settings = request.source, request.settings
+    source, settings, kind = request.source, request.settings, detected.kind
     names: Sequence[str] | None = None
     tables: list[ImageTable] = []
     match kind:
         case "folder":
-            entries = _list_folder(source)
+            entries = _list_folder(detected)
         case "index":
-            entries = _list_index(request)
+            entries = _list_index(request, detected)
         case "tar":
-            calls = [(file, _relative(file, source), settings.label) for file in _files(source, ".tar")]
+            calls = [(file, _relative(file, source), settings.label) for file in _files(source, detected, ".tar")]
             entries = [entry for listed in mapped(list_tar, calls) for entry in listed]
         case "parquet":
-            calls = [(file, settings.image, settings.label) for file in _files(source, ".parquet")]
+            calls = [(file, settings.image, settings.label) for file in _files(source, detected, ".parquet")]
             tables = mapped(read_image_table, calls)
             names = next((table.names for table in tables if table.names), None)
             if storage.exists(storage.join(source, MANIFEST)):  # a dataset of ours that is sharded again
                 names = open_dataset(source).classes
             entries = [entry for table in tables for entry in _list_rows(table, source)]
         case "cifar" | "idx":
-            files, names = list_cifar(source, settings.label) if kind == "cifar" else (list_idx(source), None)
+            if kind == "cifar":
+                files, names = list_cifar(source, settings.label)
+            else:
+                files = list_idx(detected.folder, [name for name, version in detected.files.items() if version])
             entries = [
                 SourceEntry(split_in(each.name), f"{each.name}/{row:05d}", each.file, row, 0, label)
                 for each in files
@@ -177,12 +188,30 @@ def split_in(name: str) -> str:
     return next((SPLITS[part] for part in parts if part in SPLITS), "")
 
 
-def detect_kind(request: ShardRequest) -> Kind:
-    """Return the kind of the source: the setting `kind`, or the kind that its file names show."""
-    if request.settings.kind:
-        if request.settings.kind != "demo" and not storage.exists(request.source):
-            _check_files(request.source)
-        return request.settings.kind
+def detect_source(request: ShardRequest) -> DetectedSource:
+    """Return the kind of the source, as `kind` sets it or as its file names show it, and its files."""
+    source, kind = request.source, request.settings.kind or _kind_of_address(request)
+    match kind:
+        case "demo":
+            return DetectedSource(kind, "", {})
+        case "index" | "idx" if kind == "index" or IDX_IMAGES.search(source):
+            folder = source.rpartition("/")[0] or "."
+            return DetectedSource(kind, folder, storage.list_entries(folder))
+        case "tar" | "parquet" | "cifar" if storage.exists(source) or not request.settings.kind:
+            return DetectedSource(kind, source, {})
+    files = storage.list_entries(source)
+    names = [name for name, version in files.items() if version]
+    if not names:
+        raise ConfigError(f"{source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
+    kinds: list[Kind] = [kind] if kind else [each for each, sign in SIGNS if any(map(sign.search, names))]
+    if len(kinds) != 1:
+        problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
+        raise ConfigError(f"{source}: {problem}: set kind=, one of {', '.join(get_args(Kind))}")
+    return DetectedSource(kinds[0], source, files)
+
+
+def _kind_of_address(request: ShardRequest) -> Kind | None:
+    """Return the kind that the address of a source shows; None if it may be a folder."""
     source = request.source.lower().rstrip("/")
     if source == "demo":
         return "demo"
@@ -192,29 +221,15 @@ def detect_kind(request: ShardRequest) -> Kind:
         return "parquet" if holds_images(request.source, request.settings.image) else "index"
     if source.endswith(".tar"):
         return "tar"
-    if source.endswith((".tar.gz", ".tgz")):
-        return "cifar"
-    names = _check_files(request.source)
-    kinds: list[Kind] = [kind for kind, sign in SIGNS if any(sign.search(name) for name in names)]
-    if len(kinds) != 1:
-        problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
-        raise ConfigError(f"{request.source}: {problem}: set kind=, one of {', '.join(get_args(Kind))}")
-    return kinds[0]
+    return "cifar" if source.endswith((".tar.gz", ".tgz")) else None
 
 
-def _check_files(source: str) -> list[str]:
-    """Return the names of the files below a source, before Ray starts."""
-    if names := storage.list_files(source):
-        return names
-    raise ConfigError(f"{source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
-
-
-def _files(source: str, ending: str) -> list[str]:
-    """Return the source itself, if it is such a file, or those below it."""
-    if source.endswith(ending):
+def _files(source: str, detected: DetectedSource, ending: str) -> list[str]:
+    """Return the files of a source with this ending, or the source itself, if it is a file."""
+    if not detected.files:
         return [source]
     # An earlier index may have left its files beside the data.
-    names = (name for name in storage.list_files(source) if name != REJECTS and not name.startswith("."))
+    names = (name for name, version in detected.files.items() if version and name != REJECTS and name[0] != ".")
     return [storage.join(source, name) for name in names if name.endswith(ending)]
 
 
@@ -222,54 +237,38 @@ def _relative(file: str, source: str) -> str:
     return file.rpartition("/")[2] if file == source else file.removeprefix(source.rstrip("/")).lstrip("/")
 
 
-def _list_folder(source: str) -> Iterator[SourceEntry]:
-    files = storage.file_sizes(source)
-    tops = {name.partition("/")[0] for name in files if "/" in name}
+def _list_folder(detected: DetectedSource) -> Iterator[SourceEntry]:
+    tops = {name.partition("/")[0] for name, version in detected.files.items() if version and "/" in name}
     is_split_on_top = bool(tops) and tops <= SPLITS.keys()
-    for name, size in files.items():
+    for name, version in detected.files.items():
+        file = storage.join(detected.folder, name)
+        if version is None:
+            yield SourceEntry("", name, file, reason="a pipe, device or broken link")
+            continue
         *folders, _ = name.split("/")
         split = SPLITS[folders.pop(0)] if is_split_on_top and folders else ""
         reason = None if folders else "not in a class folder"
-        yield SourceEntry(split, name, storage.join(source, name), 0, size, folders[0] if folders else None, reason)
-    for name in storage.special_files(source):
-        yield SourceEntry("", name, storage.join(source, name), reason="a pipe, device or broken link")
+        yield SourceEntry(split, name, file, 0, version.size, folders[0] if folders else None, reason)
 
 
-def _list_index(request: ShardRequest) -> Iterator[SourceEntry]:
+def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[SourceEntry]:
     """Paths are relative to the folder of the index; an absolute path must lie there."""
-    source, settings = request.source, request.settings
-    root = source.rpartition("/")[0] or "."
-    header, rows = _index_rows(source)
+    source, settings, root = request.source, request.settings, detected.folder
+    header, rows = read_index(source)
     path_column = find_column(header, settings.image, PATH_COLUMNS, source, "image")
     label_column = find_column(header, settings.label, LABEL_COLUMNS, source, "label")
-    sizes = storage.file_sizes(root)
     for row in rows:
         path = row[path_column]
         inside = posixpath.normpath(path.removeprefix(f"{root.rstrip('/')}/"))
         split = row.get("split") or ""
         split = SPLITS.get(split, split)
-        reason = None
+        reason, version = None, detected.files.get(inside)
         if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "://" in path.removeprefix(root):
             reason = "the path leaves the folder of the index"
-        elif inside not in sizes:
+        elif version is None:
             reason = "no such file"
-        file = storage.join(root, inside)
-        yield SourceEntry(split, path, file, 0, sizes.get(inside, 0), row[label_column], reason)
-
-
-def _index_rows(source: str) -> tuple[list[str], Iterable[dict[str, str]]]:
-    if source.lower().endswith(".parquet"):
-        return read_text(source)
-    try:
-        text = storage.read_bytes(source).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: cannot be read as text: {error}") from None
-    lines = io.StringIO(text, newline="")
-    reader = csv.DictReader(lines, delimiter="\t" if source.lower().endswith(".tsv") else ",", restval="")
-    try:
-        return list(reader.fieldnames or []), list(reader)
-    except csv.Error as error:
-        raise ConfigError(f"{source}:{reader.line_num}: cannot be read as a table: {error}") from None
+        file, size = storage.join(root, inside), version.size if version else 0
+        yield SourceEntry(split, path, file, 0, size, row[label_column], reason)
 
 
 def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:

@@ -1,5 +1,7 @@
 """Parquet sources: files with images in their rows, and indexes of paths."""
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,9 +113,20 @@ def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[by
             yield contents[row - int(starts[group])].as_py() or b""
 
 
-def read_text(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
+def read_index(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
     """Return the columns and the rows of an index, with all values as text."""
-    with _opened(url) as file:
-        table = file.read()
-    rows = table.to_pylist()
-    return table.column_names, ({key: "" if (v := row[key]) is None else str(v) for key in row} for row in rows)
+    if url.lower().endswith(".parquet"):
+        with _opened(url) as file:
+            table = file.read()
+        rows = table.to_pylist()
+        return table.column_names, ({key: "" if (v := row[key]) is None else str(v) for key in row} for row in rows)
+    try:
+        text = storage.read_bytes(url).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{url}: cannot be read as text: {error}") from None
+    lines = io.StringIO(text, newline="")
+    reader = csv.DictReader(lines, delimiter="\t" if url.lower().endswith(".tsv") else ",", restval="")
+    try:
+        return list(reader.fieldnames or []), list(reader)
+    except csv.Error as error:
+        raise ConfigError(f"{url}:{reader.line_num}: cannot be read as a table: {error}") from None

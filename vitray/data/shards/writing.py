@@ -33,7 +33,7 @@ from vitray.data.shards.manifest import (
 from vitray.data.shards.options import ShardRequest
 from vitray.data.shards.plan import channel_statistics, find_duplicates, plan_shards
 from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_a_time
-from vitray.data.shards.sources import Listing, Reject, detect_kind, list_source, read_ranges
+from vitray.data.shards.sources import Listing, Reject, detect_source, list_source, read_ranges
 from vitray.data.shards.tables import ImageTable
 from vitray.errors import ConfigError
 
@@ -52,12 +52,14 @@ def write_dataset(request: ShardRequest) -> Dataset:
     check_readable(request.dest, MANIFEST)
     if finished := _finished_dataset(request):
         return finished
-    kind = detect_kind(request)
-    if request.index_only and kind != "parquet":
-        raise ConfigError(f"--index-only: wanted Parquet with images in it; {request.source} is of kind {kind}")
+    detected = detect_source(request)
+    if request.index_only and detected.kind != "parquet":
+        raise ConfigError(
+            f"--index-only: wanted Parquet with images in it; {request.source} is of kind {detected.kind}"
+        )
     check_writable(request.dest)
     with tasks_at_a_time(request.settings.workers) as at_a_time:
-        listing = list_source(request, kind, partial(run_tasks, at_a_time=at_a_time))
+        listing = list_source(request, detected, partial(run_tasks, at_a_time=at_a_time))
         if request.index_only:
             _check_indexable(listing)
         # The first file in the folder: it marks the folder as ours.
