@@ -4,8 +4,10 @@ import hashlib
 import io
 import json
 import os
+import re
 import socket
 import struct
+import subprocess
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,6 +280,19 @@ def test_a_tar_that_is_cut_or_damaged_anywhere_never_loses_images_silently(tmp_p
             assert len(listing.items) + len(listing.rejects) == 3
         else:
             assert "damaged one" in message or "no image" in message
+
+
+def test_a_tar_without_end_blocks_is_refused_with_the_command_that_adds_them(tmp_path):
+    """Such a tar equals one that was cut between two members, so it is not read on suspicion."""
+    content = tar_of(tmp_path / "x.tar").read_bytes()
+    end = 3 * 4 * 512
+    for size in (end, end - 4 * 512):
+        (tmp_path / "x.tar").write_bytes(content[:size])
+        message = refusal(inspect, tmp_path / "x.tar", tmp_path / "work")
+        assert "members may be missing" in message
+        command = re.search(r"head -c 1024 /dev/zero >> FILE", message)[0]
+        subprocess.run(command.replace("FILE", "x.tar"), shell=True, check=True, cwd=tmp_path)
+        assert len(inspect(tmp_path / "x.tar", tmp_path / "work").items) == size // 2048
 
 
 # ---- Parquet and datasets --------------------------------------------------------------------------------------------

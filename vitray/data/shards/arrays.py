@@ -107,6 +107,11 @@ def check_tar_end(tar: tarfile.TarFile) -> None:
     assert file is not None
     file.seek(tar.offset)
     end = file.read(tarfile.BLOCKSIZE)
+    if not end:
+        raise tarfile.ReadError(
+            "no blocks of zeros at its end: members may be missing. If none is, add them to the uncompressed file:"
+            " head -c 1024 /dev/zero >> FILE"
+        )
     if len(end) < tarfile.BLOCKSIZE or any(end):
         raise tarfile.ReadError("cut off, or a damaged header in the middle")
     while rest := file.read(2**20):
