@@ -9,6 +9,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layers import ROOT
@@ -17,6 +18,9 @@ import tune_spaces
 from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.config.sweep import Distribution, slug
+from vitray.data.augment.batch import normalised, one_hot
+from vitray.data.augment.decode import decode_image
+from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
 from vitray.sweep.expressions import evaluate, names_in
 from vitray.sweep.space import (
@@ -33,7 +37,10 @@ from vitray.sweep.space import (
     split_overrides,
     stage_space,
 )
+from vitray.tasks.build import build_task
+from vitray.training.optim import build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import learning_rate, total_steps
+from vitray.weights.pretrained import adapt
 
 DEPTH = """
 space:
@@ -686,6 +693,61 @@ def test_every_cell_of_a_fine_tuning_has_a_rate_and_steps_to_learn_with(name, ce
     sums = rate_sums(tune_spaces.path_of(name))
     assert len(sums) == cells
     assert {cell: rates for cell, rates in sums.items() if rates < ENOUGH[cell[2]]} == {}
+
+
+def drawn(start, count):
+    """Drawn images of 32 px as the device gets them, and their shapes."""
+    items = [demo_item(index, 0, 32, "shape") for index in range(start, start + count)]
+    images = torch.from_numpy(np.stack([decode_image(content) for content, _ in items]))
+    return normalised(images, Run().data.normalise), torch.tensor([label for _, label in items])
+
+
+def fitted(task, run, images, labels):
+    """Train a task as the training loop does, without augmentation."""
+    optimizer = build_optimizer(task, run.optim, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(run.seed)
+    for step in range(total_steps(run.optim, 1)):
+        set_learning_rate(optimizer, learning_rate(run.optim, step, 1))
+        rows = torch.randint(len(images), (run.optim.batch,), generator=draw)
+        task(images[rows], one_hot(labels[rows], run.model.num_classes)).backward()
+        clip_gradients(task.parameters(), run.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return task.vit.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_each_cell_of_table_6_learns_more_than_its_zero_head():
+    """From the ten shapes of drawn images to pairs of them, at the space's largest rate, by three seeds."""
+    small = ["model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=32"]
+    learn = ["optim.duration=600 steps", "optim.warmup=60 steps", "optim.lr=2e-3", "optim.rule=adamw"]
+    source = load_run(None, [*small, *learn, "model.num_classes=10"])
+    (images, labels), (test_images, test_labels) = drawn(0, 2000), drawn(2000, 1000)
+    torch.manual_seed(0)
+    pretrained = fitted(build_task(source), source, images, labels)
+
+    transfer = [*small, "model.num_classes=5", "optim.duration=300 steps", "optim.warmup=60 steps"]
+    base = load_run(recipes.path_of("finetune_sgd_imagenet"), transfer)
+    points = check_space(read_space(tune_spaces.path_of("finetune_transfer")), base)
+    runs = [run_of(base, point) for point in points]
+    largest = max(run.optim.lr for run in runs)
+    zero_head = (test_labels // 2).bincount().max().item() / len(test_labels)  # one class for all images
+    cells = {run.task.mode: run for run in runs if run.optim.lr == largest}
+    assert cells.keys() == {"full", "attn", "ffn"}
+    for mode, run in cells.items():
+        scores = []
+        for seed in range(3):
+            task = build_task(run)
+            state = adapt(pretrained, run.model, "", new_head=True)
+            task.load_state_dict({f"vit.{name}": tensor.clone() for name, tensor in state.items()})
+            with torch.no_grad():
+                assert not task.vit(test_images[:9]).any(), "the head starts from zeros"
+            vit = fitted(task, run.replace({"seed": seed}), images, labels // 2)
+            with torch.no_grad():
+                scores.append((vit(test_images).argmax(1) == test_labels // 2).float().mean().item())
+        mean, spread = np.mean(scores), max(np.std(scores, ddof=1), np.sqrt(0.25 / len(test_labels)))
+        assert mean - 5 * spread > zero_head, f"{mode}: {mean:.3f} ± {spread:.3f}, zero head {zero_head:.3f}"
 
 
 def test_twenty_epochs_of_adamw_are_too_few_on_a_small_dataset():
