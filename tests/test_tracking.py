@@ -24,7 +24,7 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray.errors import ConfigError, redact, redact_uri
-from vitray.tracking import liveness, system_info, tracker, ui_server
+from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
@@ -758,29 +758,47 @@ def test_two_processes_that_create_a_store_get_the_same_one(tmp_path):
     assert not list(tmp_path.glob("mlruns.db.*"))
 
 
-def test_an_incomplete_store_is_set_aside_by_name(folder, caplog):
-    file = folder / "mlruns.db"
-    with closing(sqlite3.connect(file)) as database:  # as a kill during MLflow's migrations leaves it
-        database.execute("delete from alembic_version")
-        database.execute("drop table runs")
-        database.commit()
-    uri = f"sqlite:///{folder}/young.db"  # MLflow opens a store once per address and process
-    shutil.copy(file, folder / "young.db")
-    with pytest.raises(Exception, match="duplicate column"):  # another process may still be creating it
-        open_client(uri)
-    os.utime(file, (0, 0))
-    assert open_client(tracking_uri()).search_experiments()
-    [aside] = folder.glob("mlruns.db.incomplete-*")
-    assert str(aside) in caplog.text
-
-
-def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
-    file = tmp_path / "mlruns.db"
+def damage(file):
+    """Make a store as a kill during MLflow's migrations leaves it, long ago."""
     with closing(sqlite3.connect(file)) as database:
         database.execute("delete from alembic_version")
         database.execute("drop table runs")
         database.commit()
     os.utime(file, (0, 0))
+
+
+def test_an_incomplete_store_is_set_aside_by_name(folder, caplog):
+    file = folder / "mlruns.db"
+    damage(file)
+    uri = f"sqlite:///{folder}/young.db"  # MLflow opens a store once per address and process
+    shutil.copy(file, folder / "young.db")
+    with pytest.raises(Exception, match="duplicate column"):  # another process may still be creating it
+        open_client(uri)
+    assert open_client(tracking_uri()).search_experiments()
+    [aside] = folder.glob("mlruns.db.incomplete-*")
+    assert str(aside) in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["_is_unusable", "flock"])
+def test_a_store_that_another_process_sets_aside_meanwhile_is_made_anew(tmp_path, monkeypatch, moment):
+    file, owner = tmp_path / "mlruns.db", mlflow_client if moment == "_is_unusable" else fcntl
+    damage(file)
+    real = getattr(owner, moment)
+
+    def call_and_set_aside(*args):
+        answer = real(*args)
+        if file.exists():
+            file.rename(tmp_path / "aside")
+        return answer
+
+    monkeypatch.setattr(owner, moment, call_and_set_aside)
+    assert open_client(f"sqlite:///{file}").search_experiments()
+    assert {path.name for path in tmp_path.iterdir()} >= {"aside", "mlruns.db"}
+
+
+def test_two_processes_that_set_a_store_aside_get_the_same_new_one(tmp_path):
+    file = tmp_path / "mlruns.db"
+    damage(file)
     inode = f":{file.stat().st_ino} "
     code = (
         "from vitray.tracking.mlflow_client import import_mlflow, open_client;"
