@@ -31,13 +31,23 @@ def write_dataset(folder: Path, sizes: dict[str, int], corrupt: int = 0, classes
             keys = [f"{split}:{start + at}" for at in range(len(part))]
             columns = {"image": [image for image, _ in part], "label": [label for _, label in part], "key": keys}
             pq.write_table(pa.table(columns), folder / name, row_group_size=16)
-            groups = tuple(min(16, len(part) - at) for at in range(0, len(part), 16))
-            content = (folder / name).read_bytes()
-            sha256 = hashlib.sha256(content).hexdigest()
-            shards.append(Shard(name=name, rows=len(part), bytes=len(content), sha256=sha256, row_groups=groups))
+            shards.append(shard_of(folder / name))
         labels = Counter(label for _, label in items)
         splits[split] = Split(shards=tuple(shards), class_counts=tuple(labels[label] for label in range(len(classes))))
         first += count
+    return save_splits(folder, splits, classes)
+
+
+def shard_of(path: Path) -> Shard:
+    """Describe a file as a shard."""
+    content, layout = path.read_bytes(), pq.ParquetFile(path).metadata
+    groups = tuple(layout.row_group(group).num_rows for group in range(layout.num_row_groups))
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Shard(name=path.name, rows=layout.num_rows, bytes=len(content), sha256=sha256, row_groups=groups)
+
+
+def save_splits(folder: Path, splits: dict[str, Split], classes: tuple[str, ...]) -> Dataset:
+    """Write the manifest of a dataset."""
     dataset = Dataset(
         splits=splits,
         classes=classes,

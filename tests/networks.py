@@ -1,4 +1,4 @@
-"""Networks of the tests of weights."""
+"""Networks of the tests of weights, and the difference of two."""
 
 import torch
 from torch import nn
@@ -12,3 +12,11 @@ def scrambled(module: nn.Module, seed: int = 0) -> nn.Module:
             noise = torch.randn(tensor.shape, generator=generator) * 0.2
             tensor.copy_(noise.abs() + 0.5 if key.endswith("running_var") else noise)
     return module.eval()
+
+
+@torch.no_grad()
+def difference(ours: nn.Module, theirs: nn.Module, height: int, width: int | None = None) -> float:
+    """The largest difference of two networks' logits, in double precision."""
+    x = torch.randn(2, 3, height, width or height, generator=torch.Generator().manual_seed(1)).double()
+    output = theirs.double()(x)
+    return (ours.double()(x) - getattr(output, "logits", output)).abs().max().item()

@@ -1,6 +1,5 @@
 """Hostile and broken files: sources, shards, manifests and weights give one short message, or a counted reject."""
 
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_sets import save_splits, shard_of
 from mlflow.exceptions import MlflowException
 from PIL import Image
 from safetensors.torch import save_file
@@ -30,7 +30,7 @@ from vitray.config import load_run
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
 from vitray.data.shards import holdout_mask, open_dataset, read_request
 from vitray.data.shards.inspection import inspect_chunk
-from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, save_dataset
+from vitray.data.shards.manifest import Split
 from vitray.data.shards.sources import detect_source, list_source
 from vitray.data.stream import decoding
 from vitray.errors import ConfigError
@@ -332,18 +332,9 @@ def dataset_of(folder, table):
     """Write a dataset of one shard."""
     folder.mkdir()
     pq.write_table(table, folder / "all.parquet", row_group_size=5)
-    describe(folder)
+    split = Split(shards=(shard_of(folder / "all.parquet"),), class_counts=(10, 10))
+    save_splits(folder, {"train": split}, ("a", "b"))
     return folder
-
-
-def describe(folder):
-    content = (folder / "all.parquet").read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    one = Shard(name="all.parquet", rows=20, bytes=len(content), sha256=sha256, row_groups=(5,) * 4)
-    splits = {"train": Split(shards=(one,), class_counts=(10, 10))}
-    counts = {"rejects": Rejects(count=0, reasons={}), "duplicates": Duplicates(within={}, across=0, removed=0)}
-    known = {"classes": ("a", "b"), "mean": (0.5,) * 3, "std": (0.2,) * 3, "source": "x", "seed": 0, "settings": {}}
-    save_dataset(Dataset(splits=splits, url=str(folder), **known, **counts))
 
 
 def rows_of(columns):

@@ -1,7 +1,6 @@
 """Every setting with bad values: refused with one short message that names its path, or good enough for a dry run."""
 
 import argparse
-import hashlib
 import re
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from image_sets import save_splits, shard_of
 
 from pipelines import bench, model, sweep, train, ui, weights
 from pipelines.__main__ import run_verb
@@ -16,7 +16,7 @@ from vitray.bench.options import build_parser
 from vitray.config import Run, load_run
 from vitray.config.parsing import apply_changes, dump_yaml, parse_overrides
 from vitray.config.validation import sections_in
-from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.data.shards.manifest import Split, open_dataset
 from vitray.data.shards.options import ShardSettings, read_request, read_settings
 from vitray.data.stream.preview import PreviewSettings
 from vitray.errors import ConfigError
@@ -67,23 +67,8 @@ def write_dataset(folder):
     folder.mkdir()
     columns = {"image": [b""] * 100, "label": [0] * 100, "key": [f"key {row}" for row in range(100)]}
     pq.write_table(pa.table(columns), folder / "all.parquet")
-    content = (folder / "all.parquet").read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    shard = Shard(name="all.parquet", rows=100, bytes=len(content), sha256=sha256, row_groups=(100,))
-    split = Split(shards=(shard,), class_counts=(100, 0, 0))
-    dataset = Dataset(
-        splits={"train": split, "val": split},
-        classes=("a", "b", "c"),
-        mean=(0.5,) * 3,
-        std=(0.2,) * 3,
-        source="test",
-        seed=0,
-        settings={},
-        rejects=Rejects(count=0, reasons={}),
-        duplicates=Duplicates(within={}, across=0, removed=0),
-        url=str(folder),
-    )
-    save_dataset(dataset)
+    split = Split(shards=(shard_of(folder / "all.parquet"),), class_counts=(100, 0, 0))
+    save_splits(folder, {"train": split, "val": split}, ("a", "b", "c"))
 
 
 @pytest.fixture(scope="module")

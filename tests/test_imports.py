@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from networks import scrambled
+from networks import difference, scrambled
 from safetensors.torch import save_file
 from timm.layers import GELUTanh
 from timm.models.vision_transformer import VisionTransformer
@@ -43,13 +43,6 @@ SAMPLE = (
     *("vit_tiny_r_s16_p8_224", "deit_tiny_distilled_patch16_224", "beit_base_patch16_224", "beit3_base_patch16_224"),
     *("eva02_tiny_patch14_224", "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vitamin_small_224"),
 )
-
-
-def difference(ours: nn.Module, theirs: nn.Module, height: int, width: int | None = None) -> float:
-    """The largest difference of two networks' logits, in double precision."""
-    x = torch.randn(2, 3, height, width or height, generator=torch.Generator().manual_seed(1)).double()
-    output = theirs.double()(x)
-    return (ours.double()(x) - getattr(output, "logits", output)).abs().max().item()
 
 
 # The class token with its position is rounded to single precision, which leaves 1e-8; the two forms of gelu differ by
