@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from image_sets import write_dataset
 
 from vitray.cluster import session
 from vitray.config import load_run
@@ -220,6 +222,16 @@ def test_a_job_releases_its_own_placement_groups(ray_cluster):
 
 
 @pytest.mark.ray
+def test_an_interrupted_sweep_does_not_wait_for_a_dashboard_that_hangs(ray_cluster, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(session, "_list_options", lambda: {"address": address})
+        began = time.monotonic()
+        session.release_resources("Trial")
+        assert 1 < time.monotonic() - began < 9
+
+
+@pytest.mark.ray
 def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cluster, monkeypatch):
     """A faked listing reports this job as ended, since Ray loses a group only in a race."""
     import ray
@@ -338,18 +350,17 @@ with session.ray_session(cpus=3, object_store_bytes=300 * 10**6):
 """
 
 
+def run_script(text, folder, **options):
+    """Run a text as a Python script in its own process, with a dataset and a tracking store in a folder."""
+    write_dataset(folder / "demo", {"train": 100, "val": 17})
+    places = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlruns.db'}", "VITRAY_HOME": str(folder / "home")}
+    return subprocess.run([sys.executable, "-c", text, str(folder)], cwd=ROOT, env=os.environ | places, **options)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_failed_start_of_the_workers_keeps_no_cpus(tmp_path, ray_cluster):
-    from vitray.data.shards import read_request, write_dataset
-
-    write_dataset(read_request("demo", str(tmp_path / "demo"), overrides=["images=100", "image_size=32"]))
-    environment = os.environ | {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlruns.db'}",
-        "VITRAY_HOME": str(tmp_path / "home"),
-    }
-    command = [sys.executable, "-c", FAILED_START, str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
+def test_a_failed_start_of_the_workers_keeps_no_cpus(tmp_path):
+    run_script(FAILED_START, tmp_path, check=True, timeout=240)
 
 
 # Runs in its own process, since the other tests share one Ray.
@@ -383,16 +394,8 @@ sys.exit(driver.wait())
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_starts_on_nodes_that_join_for_it(tmp_path, ray_cluster):
-    from vitray.data.shards import read_request, write_dataset
-
-    write_dataset(read_request("demo", str(tmp_path / "demo"), overrides=["images=100", "image_size=32"]))
-    environment = os.environ | {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlruns.db'}",
-        "VITRAY_HOME": str(tmp_path / "home"),
-    }
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def test_a_run_starts_on_nodes_that_join_for_it(tmp_path):
+    done = run_script(SCRIPT, tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "waiting for nodes with 3 x (1 CPU)" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4

@@ -59,6 +59,9 @@ START_TIMED_OUT = "timed out during startup"
 CLEANUP_INTERVAL, START_CLEANUP_INTERVAL = 60.0, 10.0
 # The most jobs, actors or placement groups that Ray lists.
 LIST_LIMIT = 10_000
+# An interrupted sweep waits RELEASE_SECONDS for the end of its trials' actors, and QUICK_LISTING_SECONDS for each of
+# Ray's listings: a submitted job is killed after 30 s (STOP_GRACE), of which its trials may take 20 (SAVE_SECONDS).
+RELEASE_SECONDS, QUICK_LISTING_SECONDS = 5, 2
 
 
 # The raylet of the local Ray that this process started.
@@ -168,26 +171,32 @@ def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
 
 
 def release_resources(actor_class: str) -> None:
-    """Wait until all actors of this class in this job have ended, then remove the job's placement groups."""
+    """Wait until all actors of this class in this job have ended, then remove the job's placement groups.
+
+    It takes at most 9 seconds. What is left is removed by the next command, or by one that runs.
+    """
     import ray
     from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
 
     job = ray.get_runtime_context().get_job_id()
     alive: Any = [("job_id", "=", job), ("class_name", "=", actor_class), ("state", "!=", "DEAD")]
-    deadline = time.monotonic() + 30
-    with suppress(ConnectionError):  # a cluster without a dashboard lists nothing
-        while list_actors(filters=alive, **_list_options()) and time.monotonic() < deadline:
+    deadline, options = time.monotonic() + RELEASE_SECONDS, {"timeout": QUICK_LISTING_SECONDS}
+    with suppress(ConnectionError, RayStateApiException):  # no dashboard, or one that does not answer
+        while list_actors(filters=alive, **_list_options(), **options) and time.monotonic() < deadline:
             time.sleep(0.5)
-        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached)
+        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached, **options)
 
 
-def _remove_groups(is_removed: Callable[[Any], bool]) -> None:
+def _remove_groups(is_removed: Callable[[Any], bool], timeout: int = 30) -> None:
     """Remove the placement groups for which a function of Ray's listing is true."""
     import ray
     from ray.util.placement_group import PlacementGroup, remove_placement_group
     from ray.util.state import list_placement_groups
 
-    groups: Any = list_placement_groups(filters=[("state", "!=", "REMOVED")], detail=True, **_list_options())
+    groups: Any = list_placement_groups(
+        filters=[("state", "!=", "REMOVED")], detail=True, timeout=timeout, **_list_options()
+    )
     for group in filter(is_removed, groups):
         if not ray.is_initialized():  # a late call would start another Ray
             return
