@@ -25,7 +25,7 @@ from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.evaluation.scores import Mistake, Score
-from vitray.runs import hangs
+from vitray.runs import hangs, worker_mailbox
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training import checkpoints
@@ -206,6 +206,28 @@ def test_a_killed_worker_changes_nothing(place, undisturbed):
     assert re.fullmatch(r"worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note)
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
+
+
+@pytest.mark.slow
+def test_a_killed_mailbox_changes_nothing(place, undisturbed):
+    killed = []
+
+    def kill(run_dir):
+        while not checkpoints.complete_steps(str(run_dir)):
+            time.sleep(0.01)
+        for each in psutil.Process().children(recursive=True):
+            if "Mailbox" in each.name() + "".join(each.cmdline()):
+                each.kill()
+                killed.append(each.pid)
+
+    threading.Thread(target=kill, args=(place / "runs" / "unheard",), daemon=True).start()
+    outcome = train(recipe(place), "unheard", str(place / "runs"))
+    assert killed
+    note = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags["vitray.note"]
+    assert note == f"{worker_mailbox.LOST}; the workers start again"
+    assert same(weights(outcome.home), undisturbed[1])
+    assert losses(outcome.mlflow_run) == undisturbed[2]
+    assert scores(outcome.mlflow_run, "val/loss") == scores(undisturbed[0].mlflow_run, "val/loss")
 
 
 def scores(run_id, key):

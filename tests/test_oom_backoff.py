@@ -13,7 +13,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.runs import oom_backoff
 from vitray.runs.oom_backoff import CONTROLLER
-from vitray.runs.worker_mailbox import Mailbox
+from vitray.runs.worker_mailbox import Mailbox, MailboxLost
 
 # The beginning of the message of Ray 2.60.
 KILLED = (
@@ -96,6 +96,15 @@ def test_an_error_that_no_restart_mends_ends_the_run_at_once(mailbox, slept, err
         ray.get(mailbox.record_fatal_error.remote(error))
     fit, starts = attempts(ANOTHER if fatal else error)
     with pytest.raises(type(raised), match=f"^{raised}$"):
+        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+    assert (slept, len(starts)) == ([], 1)
+
+
+@pytest.mark.ray
+def test_training_without_its_mailbox_does_not_start_again(mailbox, slept):
+    ray.kill(mailbox)
+    fit, starts = attempts(ANOTHER)
+    with pytest.raises(MailboxLost):
         oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
     assert (slept, len(starts)) == ([], 1)
 

@@ -21,8 +21,11 @@ from vitray.storage import scratch_folder
 from vitray.training.ownership import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from vitray.runs.run_logger import RunLogger
     from vitray.training.messages import WorkerResult
 
 # Seconds for which the process of a trial waits for the end of an earlier one, which may renew its lease meanwhile.
@@ -67,9 +70,7 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
     initial = start.task_state if start else last_weights(source) if source else None
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     with scratch_folder() as scratch, RunLogger(info, console) as logger:
-        result = _fit(info, logger.mailbox, initial, shutdown, scratch)
-        while result.ending == "preempted":
-            result = _fit(info, logger.mailbox, initial, shutdown, scratch)
+        result = _fit_to_end(partial(_fit, info, initial, shutdown, scratch), logger, planned.run.compute.max_failures)
         match result.ending:
             case "interrupted":
                 console.line(f"  step {result.step:,} is saved")
@@ -86,8 +87,35 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
                 return logger.finish(result, saved)
 
 
+def _fit_to_end(fit: "Callable[[Any], WorkerResult]", logger: "RunLogger", restarts: int) -> "WorkerResult":
+    """Call `fit` with a mailbox, and again after a preemption or the loss of the mailbox, the latter `restarts` times.
+
+    Messages that are lost with a mailbox are in the checkpoint from which the workers start again, or come once more.
+    """
+    import ray
+    from ray.exceptions import RayActorError
+
+    from vitray.runs.worker_mailbox import LOST, MailboxLost
+    from vitray.training.messages import Note
+
+    while True:
+        try:
+            result = fit(logger.mailbox)
+            if result.ending != "interrupted":
+                ray.get(logger.mailbox.hang.remote())  # fails if the last messages are lost
+        except (MailboxLost, RayActorError) as error:
+            if not restarts:
+                raise RunError(f"training failed: {LOST}; free memory there, and repeat the command") from error
+            restarts -= 1
+            logger.replace_mailbox()
+            logger.mailbox.put.remote(Note(f"{LOST}; the workers start again"))
+            continue
+        if result.ending != "preempted":
+            return result
+
+
 def _fit(
-    info: RunInfo, mailbox: Any, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown, scratch: Path
+    info: RunInfo, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown, scratch: Path, mailbox: Any
 ) -> "WorkerResult":
     """Run the training loop on the workers and return the result of the first one."""
     import ray

@@ -13,6 +13,7 @@ from ray.util.annotations import RayDeprecationWarning
 
 from vitray.errors import OwnershipLost, RunError
 from vitray.runs.failures import describe_failure, out_of_memory_reason
+from vitray.runs.worker_mailbox import MailboxLost
 from vitray.training.messages import Note
 
 # Seconds before the first restart, the second, and each later one.
@@ -59,16 +60,20 @@ warnings.filterwarnings("ignore", "`ExecutionOptions.exclude_resources` is depre
 def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> Any:
     """Call `fit`, and again after each failure of the workers, `restarts` times at most; raise a RunError at last.
 
-    A worker's OwnershipLost is raised as such: the run has not failed.
+    A worker's OwnershipLost is raised as such: the run has not failed. Without its mailbox, training cannot start again
+    here: a MailboxLost is raised.
     """
     kills = 0
     for left in reversed(range(restarts + 1)):
         try:
             return fit()
         except (TrainingFailedError, RayActorError, OutOfMemoryError) as error:
-            fatal, hang, heartbeats = ray.get(
-                [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
-            )
+            try:
+                fatal, hang, heartbeats = ray.get(
+                    [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
+                )
+            except RayActorError as lost:
+                raise MailboxLost from lost
             if isinstance(fatal, OwnershipLost):
                 raise fatal from error
             if fatal:

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
@@ -43,8 +44,8 @@ class RunLogger:
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.mailbox: Any = Mailbox.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
+        self.mailbox: Any = None
+        self.replace_mailbox()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="run-logger", daemon=True)
         self._tracker = self._begin_tracking()
@@ -69,6 +70,11 @@ class RunLogger:
         if start:
             tracker.text("audit.md", audit_table(start.audit))
         return tracker
+
+    def replace_mailbox(self) -> None:
+        """Start a mailbox on this node, the first one or in place of a dead one."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.mailbox = Mailbox.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
 
     def __enter__(self) -> "RunLogger":
         self._tracker.__enter__()
@@ -150,8 +156,14 @@ class RunLogger:
         is_last = False
         while not is_last:  # after the stop, the last messages are fetched
             is_last = self._stopped.wait(0.25)
-            for message in ray.get(self.mailbox.take.remote()):
+            for message in self._take():
                 self._log(message)
+
+    def _take(self) -> list[messages.Message]:
+        try:
+            return ray.get(self.mailbox.take.remote())
+        except RayActorError:  # training then fails, too, and starts again with another mailbox
+            return []
 
     def _stop_thread(self) -> None:
         self._stopped.set()

@@ -7,6 +7,13 @@ import ray
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.training.messages import Heartbeat, Message
 
+# Its loss, for the user.
+LOST = "the process that passes the workers' messages on was killed on the driver's node, as for lack of memory"
+
+
+class MailboxLost(Exception):  # noqa: N818 (as OwnershipLost)
+    """Training failed, and the mailbox had died."""
+
 
 @ray.remote(num_cpus=0)
 class Mailbox:
