@@ -20,6 +20,8 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
     parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
     parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
+    parser.add_argument("--imagenet-c", metavar="DIR", help="score a folder corruption/severity/class/image too")
+    parser.add_argument("--baseline", metavar="FILE", help="errors of a network, {corruption: share}, for the mCE")
     parser.add_argument("--labels", metavar="KIND=PATH", help="published labels, as in real=real.json (docs: kinds)")
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
     parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
@@ -39,7 +41,8 @@ def main(args: list[str]) -> dict[str, Any]:
     probes = [name for part in options.probes for name in part.split(",")]
     request = Request(models, data, options.split, probes, options.train_split, options.out)
     request = request._replace(workers=options.workers, max_corrupt=options.max_corrupt, corrupt=options.corrupt)
-    evaluation, page = evaluate(request._replace(labels=options.labels))
+    request = request._replace(labels=options.labels, imagenet_c=options.imagenet_c, baseline=options.baseline)
+    evaluation, page = evaluate(request)
     print(f"{scores_text(evaluation)}\n\n{page}")
     return evaluation.flat() | {"page": page}
 

@@ -31,6 +31,7 @@ from vitray.evaluation.report.driver import Request, compute_evaluation, evaluat
 from vitray.evaluation.report.probes import all_classes, numbered
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
+from vitray.inference import outputs
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import Outputs, Work, compute_outputs
@@ -233,6 +234,76 @@ def test_corrupted_copies_are_scored(place, tmp_path):
     assert result["top1"] == scores(tmp_path, place / "a", place / "photos")["top1"]
 
 
+def imagenet_c(root, place, sizes):
+    """Folders corruption/severity/class with the first of the photos, {(corruption, severity): images of a class}."""
+    for (corruption, severity), count in sizes.items():
+        for shape in SHAPES[:3]:
+            (root / corruption / str(severity) / shape).mkdir(parents=True)
+            for image in sorted((place / "photos" / shape).iterdir())[:count]:
+                shutil.copy(image, root / corruption / str(severity) / shape)
+    return root
+
+
+def test_a_folder_laid_out_as_imagenet_c_is_scored_by_kind_and_severity(place, tmp_path, capsys):
+    sizes = {("fog", 1): 2, ("fog", 3): 3, ("snow", 1): 4, ("snow", 3): 1}
+    root = imagenet_c(tmp_path / "c", place, sizes)
+    (tmp_path / "baseline.json").write_text('{"fog": [0.5, 0.9], "snow": 0.8, "rain": 0.1}')
+    options = ("--imagenet-c", root, "--baseline", tmp_path / "baseline.json")
+    result = verb(capsys, place / "a", place / "photos", *options, "--out", tmp_path / "out")
+    spec, vit = describe_network(str(place / "a"))
+    errors = {}
+    for corruption, severity in sizes:
+        wrong = []
+        for path in sorted((root / corruption / str(severity)).glob("*/*.jpg")):
+            view = crop_centre(decode_image(path.read_bytes()), CentreCrop(), (32, 32))
+            with torch.inference_mode():
+                logits = vit(normalised(torch.from_numpy(view)[None], spec.normalise))
+            wrong.append(SHAPES[int(logits.argmax())] != path.parent.name)
+        errors[corruption, severity] = np.mean(wrong)
+        assert result[f"error_{corruption}_{severity}"] == errors[corruption, severity]
+    assert result["corruption_error_fog"] == pytest.approx((errors["fog", 1] + errors["fog", 3]) / 2)
+    fog, snow = errors["fog", 1] + errors["fog", 3], errors["snow", 1] + errors["snow", 3]
+    assert result["corruption_error"] == pytest.approx((fog + snow) / 4)
+    assert result["mce"] == pytest.approx((fog / 1.4 + snow / 1.6) / 2)
+    assert (result["images"], result["corruption_images"], result["corruption_left_out"]) == (60, 3, 0)
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count("severity 3") == 1
+    assert f"{errors['snow', 3]:.1%}" in page
+    assert "mCE, relative to the baseline" in page
+    # The same command computes nothing again.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "outputs").rglob("*.parquet")}
+    assert len(before) == 5
+    files = {"imagenet_c": str(root), "baseline": str(tmp_path / "baseline.json")}
+    again = scores(tmp_path / "out", place / "a", place / "photos", **files)
+    assert again == {name: value for name, value in result.items() if name != "page"}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "outputs").rglob("*.parquet")} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--imagenet-c", "nowhere"], "nowhere: not a folder; wanted corruption/severity/class"),
+        (["--imagenet-c", "c", "--corrupt"], "--corrupt: got --imagenet-c too, .* wanted one of them"),
+        (["--baseline", "half.json"], "--baseline: got no corrupted images; wanted --imagenet-c DIR or --corrupt"),
+        (["--imagenet-c", "c", "--baseline", "half.json"], "baseline errors: no snow; wanted every corruption"),
+        (["--imagenet-c", "c", "--baseline", "percent.json"], "percent.json: fog: got 88.6, wanted shares from 0 to 1"),
+        (["--imagenet-c", "c", "--baseline", "list.json"], "list.json: wanted a JSON object"),
+        (["--imagenet-c", "c", "--baseline", "five.json"], "fog has .*; wanted 2 severities"),
+        (["--imagenet-c", "c", "--baseline", "none.json"], "none.json"),
+        (["--imagenet-c", "others"], "classes: got n01, which .*a does not have"),
+    ],
+)
+def test_corruptions_that_do_not_fit_get_one_message(place, tmp_path, capsys, monkeypatch, options, message):
+    imagenet_c(tmp_path / "c", place, {("fog", 1): 1, ("fog", 2): 1, ("snow", 1): 1, ("snow", 2): 1})
+    shutil.copytree(tmp_path / "c" / "fog" / "1" / SHAPES[0], tmp_path / "others" / "fog" / "1" / "n01")
+    (tmp_path / "half.json").write_text('{"fog": 0.5}')
+    (tmp_path / "percent.json").write_text('{"fog": 88.6, "snow": 86.7}')
+    (tmp_path / "list.json").write_text("[0.5]")
+    (tmp_path / "five.json").write_text('{"fog": [0.1, 0.2, 0.3, 0.4, 0.5], "snow": 0.5}')
+    monkeypatch.chdir(tmp_path)
+    assert re.search(message, refusal(capsys, tmp_path / "out", place / "a", place / "photos", *options))
+
+
 def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypatch):
     """Nothing is left for its actors to compute, so the test needs no Ray."""
     request = Request([str(place / "a"), str(place / "b")], str(place / "photos"), out=str(tmp_path), workers=1)
@@ -297,16 +368,44 @@ def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
     assert "kNN, 10 neighbours" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_a_linear_probe_that_does_not_fit_memory_is_refused_before_the_outputs(place, tmp_path, capsys, monkeypatch):
+def test_sgd_fits_the_linear_probe_where_features_do_not_fit_memory(place, tmp_path, capsys, monkeypatch):
+    whole = scores(tmp_path, place / "a", place / "data", probes=("linear",))
+    assert (whole["linear_fit"], whole["linear_converged"]) == ("l-bfgs", True)
     size = 130 * max(describe_network(str(place / "a"))[0].features, 10) * 8
-    monkeypatch.setattr(linear_probe, "MOST_BYTES", size)
-    linear_probe.check_size(130, 0, size // 130 // 8)
-    args = (place / "a", place / "data", "--probes", "linear")
     monkeypatch.setattr(linear_probe, "MOST_BYTES", size - 1)
-    assert "linear probe: 130 training images with" in refusal(capsys, tmp_path / "out", *args)
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"need several matrices of 9.5 GiB; wanted at most 2 GiB each"):
-        linear_probe.check_size(1_281_167, 768, 1000)
+    monkeypatch.setattr(linear_probe, "SGD_CHUNK", 40)
+    monkeypatch.setattr(outputs, "MOST_IN_MEMORY", 0)
+    result = verb(capsys, place / "a", place / "data", "--probes", "linear", "--out", tmp_path)
+    assert (result["linear_fit"], result["linear_epochs"]) == ("sgd", 10)
+    assert result["linear_lr"] in linear_probe.RATES
+    assert "linear_l2" not in result
+    assert abs(result["linear"] - whole["linear"]) < 0.15
+    assert result["linear_low"] < result["linear"] < result["linear_high"]
+    assert "by SGD" in (tmp_path / "index.html").read_text()
+    assert not linear_probe.is_too_large(130, 0, size // 130 // 8 - 1)
+    assert linear_probe.is_too_large(1_281_167, 768, 1000)
+
+
+def test_large_outputs_are_read_into_a_temporary_file(place, tmp_path, monkeypatch):
+    """Without the images that cannot be decoded, and in the same order."""
+    write_dataset(tmp_path / "data", {"val": 101}, corrupt=3)
+    network, images = describe_network(str(place / "a")), open_images(str(tmp_path / "data"), "val")
+    work = Work(network[0], images, ("logits", "features"), str(tmp_path / "out"), 24, max_corrupt=0.05)
+    small = compute_outputs(work, 1, network[1])
+    monkeypatch.setattr(outputs, "MOST_IN_MEMORY", 101 * 10 * 4)  # the features are wider
+    large = compute_outputs(work, 1, network[1])
+    assert isinstance(large.features, np.memmap)
+    assert not isinstance(large.logits, np.memmap)
+    assert np.array_equal(small.features, large.features)
+    assert large.features.shape == (98, network[0].features)
+    assert (large.keys, large.left_out) == (small.keys, small.left_out)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs.os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"TMPDIR: .*: No space left on device; wanted 0.0 GiB for the"):
+        compute_outputs(work, 1, network[1])
 
 
 @pytest.mark.parametrize(

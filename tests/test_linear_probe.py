@@ -7,8 +7,17 @@ from sklearn.linear_model import LogisticRegression
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
+from vitray.evaluation import linear_probe
 from vitray.evaluation.arrays import Labelled, draw_part
-from vitray.evaluation.linear_probe import SgdOptions, fit_head, fit_head_sgd, probe_linear, score_head
+from vitray.evaluation.linear_probe import (
+    SgdOptions,
+    chunks_of,
+    fit_head,
+    fit_head_sgd,
+    probe_linear,
+    probe_linear_sgd,
+    score_head,
+)
 
 
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])
@@ -115,9 +124,39 @@ def test_sgd_scores_nearly_as_lbfgs_does():
     assert np.allclose(head.std, train.features.astype(float).std(0) + 1e-5)
 
 
+def test_the_learning_rate_of_sgd_is_chosen_on_a_tenth_of_the_training_images(monkeypatch):
+    monkeypatch.setattr(linear_probe, "SGD_CHUNK", 64)
+    train, test = clusters(400), clusters(200, 1)
+    keys = [f"image {row}" for row in range(400)]
+    probe = probe_linear_sgd(train, test, 5, keys)
+    development = draw_part(400, 40, 0, keys)
+    held = Labelled(train.features[development], train.labels[development])
+    for lr, hits in probe.hits.items():
+        head = fit_head_sgd(chunks_of(train, ~development, 0), 5, SgdOptions(epochs=1, lr=lr))
+        assert score_head(head, held).hits == hits
+    assert probe.lr == min(lr for lr, hits in probe.hits.items() if hits == max(probe.hits.values()))
+    whole = fit_head_sgd(chunks_of(train, np.ones(400, bool), 0), 5, SgdOptions(lr=probe.lr))
+    assert probe.score.hits == score_head(whole, test).hits
+    assert probe.score.top1 == pytest.approx(probe_linear(train, test, 5, keys=keys).score.top1, abs=0.05)
+
+
+def test_chunks_deal_the_flagged_images_in_random_order_and_begin_anew(monkeypatch):
+    """Of images sorted by class, as in folders, each chunk has several classes."""
+    monkeypatch.setattr(linear_probe, "SGD_CHUNK", 30)
+    labels = np.repeat(np.arange(10), 20)
+    data, mask = Labelled(np.arange(200.0)[:, None], labels), np.arange(200) % 4 > 0
+    chunks = chunks_of(data, mask, 1)
+    first, again = list(chunks()), list(chunks())
+    assert [len(chunk.labels) for chunk in first] == [30, 30, 30, 30, 30]
+    assert sorted(np.concatenate([chunk.features[:, 0] for chunk in first])) == np.flatnonzero(mask).tolist()
+    assert all(np.array_equal(one.features, other.features) for one, other in zip(first, again, strict=True))
+    assert min(len(set(chunk.labels)) for chunk in first) >= 7
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5), "1 training image; wanted at least 2"),
         (lambda: probe_linear(clusters(1), clusters(1), 5), "1 training image; wanted at least 2"),
         (lambda: probe_linear(clusters(9), clusters(9), 5, [0.0]), r"got L2 \[0.0\]; wanted positive"),
         (lambda: fit_head_sgd(list, 5), "no chunk"),

@@ -1,12 +1,13 @@
 """Linear probe of frozen features: logistic regression, by L-BFGS over a grid of L2, or by SGD over chunks.
 
 The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularised.
-scikit-learn's C is 1 / (l2 N). Features are standardised by the training images.
+scikit-learn's C is 1 / (l2 N). Features are standardised by the training images. SGD holds one chunk of them in
+float64, L-BFGS all.
 
 Shapes: N images, F features, K classes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,10 @@ COARSE, FINE = 1e-5, 1e-8
 """The largest gradient at which a fit ends: of the grid, and of the head that is scored."""
 MOST_BYTES = 2 * 2**30
 """The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
+RATES = (0.003, 0.01, 0.03, 0.1)
+"""The learning rates of SGD, of which a tenth of the training images chooses one after an epoch of each."""
+SGD_CHUNK = 2**15
+"""Images that SGD reads at a time."""
 
 
 class LinearHead(NamedTuple):
@@ -76,15 +81,20 @@ class SgdOptions(NamedTuple):
     seed: int = 0
 
 
-def check_size(images: int, num_features: int, num_classes: int) -> None:
-    """Refuse a fit by L-BFGS whose matrices are too large for memory."""
-    size = images * max(num_features, num_classes) * 8
-    if size > MOST_BYTES:
-        raise ConfigError(
-            f"linear probe: {images:,} training images with {num_features:,} features and {num_classes:,} classes need"
-            f" several matrices of {size / 2**30:.1f} GiB; wanted at most {MOST_BYTES / 2**30:g} GiB each, as with a"
-            " smaller training split; knn and few_shot have no such limit"
-        )
+class SgdProbe(NamedTuple):
+    """The score of the head that SGD fits on all training images with the best learning rate."""
+
+    score: ProbeScore
+    lr: float
+    epochs: int
+    hits: dict[float, int]
+    """{learning rate: hits on the development part after an epoch}."""
+    head: LinearHead
+
+
+def is_too_large(images: int, num_features: int, num_classes: int) -> bool:
+    """Whether the matrices of a fit by L-BFGS are too large for memory."""
+    return images * max(num_features, num_classes) * 8 > MOST_BYTES
 
 
 def probe_linear(
@@ -125,6 +135,40 @@ def probe_linear(
     )
 
 
+def probe_linear_sgd(
+    train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str] | None = None, seed: int = 0
+) -> SgdProbe:
+    """Return the score of the learning rate with the most hits on a tenth of the training images.
+
+    The head is then fitted on all of them. Of equal hits, the smaller rate is better.
+    """
+    train, test = check_probe(train, test, num_classes)
+    images = len(train.labels)
+    if images < 2:
+        raise ConfigError("linear probe: 1 training image; wanted at least 2, one to choose the lr and one to fit")
+    development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
+    development, part = chunks_of(train, development_N, seed), chunks_of(train, ~development_N, seed)
+    hits = {}
+    for lr in RATES:
+        head = fit_head_sgd(part, num_classes, SgdOptions(epochs=1, lr=lr, seed=seed))
+        hits[lr] = sum(score_head(head, chunk).hits for chunk in development())
+    options = SgdOptions(lr=max(RATES, key=lambda lr: (hits[lr], -lr)), seed=seed)
+    head = fit_head_sgd(chunks_of(train, np.ones(images, dtype=bool), seed), num_classes, options)
+    return SgdProbe(score_head(head, test), options.lr, options.epochs, hits, head)
+
+
+def chunks_of(data: Labelled, mask_N: np.ndarray, seed: int) -> Callable[[], Iterator[Labelled]]:
+    """Return a function that yields the flagged images in chunks; a permutation deals the images to the chunks."""
+    order_N = np.random.default_rng(seed).permutation(np.flatnonzero(mask_N))
+
+    def chunks() -> Iterator[Labelled]:
+        for first in range(0, len(order_N), SGD_CHUNK):
+            rows_M = np.sort(order_N[first : first + SGD_CHUNK])  # a file is read from its start to its end
+            yield Labelled(data.features[rows_M], data.labels[rows_M])
+
+    return chunks
+
+
 def score_head(head: LinearHead, test: Labelled) -> ProbeScore:
     """Return the score of a head on the images of a split."""
     return score_predictions(head.logits(test.features).argmax(1), test.labels)
@@ -158,7 +202,7 @@ def fit_head(
 def fit_head_sgd(
     chunks: Callable[[], Iterable[Labelled]], num_classes: int, options: SgdOptions | None = None
 ) -> LinearHead:
-    """Return the head after SGD over features that do not fit memory.
+    """Return the head after SGD over chunks of the features.
 
     Each call of `chunks` begins the same chunks anew: once for mean and deviation, then once an epoch.
     """

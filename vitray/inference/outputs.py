@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,10 @@ CHUNK = 512
 AT_A_TIME = 2
 # A chunk is computed again this many times after its actor was lost, as with a node.
 RETRIES = 3
+# Chunks that are read at a time.
+READS_AT_ONCE = 8
+# Larger outputs are read into a temporary file.
+MOST_IN_MEMORY = 2 * 2**30
 Span = tuple[int, int]
 Missing = Sequence[tuple[Span, tuple[Output, ...]]]
 Computed = Iterator[tuple[Span, dict[str, pa.Table]]]
@@ -115,16 +120,15 @@ def compute_outputs(work: Work, workers: int | None = None, vit: ViT | None = No
 
 def read_outputs(work: Work) -> Outputs:
     """Return the outputs of a complete set of chunks; each image is in them exactly once."""
-    tables = {output: _read(work, output) for output in work.outputs}
-    first = tables[work.outputs[0]]
-    for table in tables.values():
+    parts = {output: _read(work, output) for output in work.outputs}
+    for table, _ in parts.values():
         rows = table["row"].to_numpy()
         if not np.array_equal(rows, np.arange(work.images.images)):
             raise RuntimeError(f"{work.place}: got {len(rows)} rows, wanted each of {work.images.images} images once")
-    corrupt = _corrupt_images(first)
+    first = parts[work.outputs[0]][0]
+    corrupt, usable = _corrupt_images(first), _usable(first)
     _check_left_out(work, corrupt)
-    usable = first["corrupt"].is_null().to_numpy(zero_copy_only=False)
-    arrays = {output: _matrix(table[output])[usable] for output, table in tables.items()}
+    arrays = {output: values for output, (_, values) in parts.items()}
     return Outputs(
         rows=np.flatnonzero(usable),
         keys=[key for key, is_usable in zip(first["key"].to_pylist(), usable, strict=True) if is_usable],
@@ -150,12 +154,41 @@ def _file_name(output: str, span: Span) -> str:
     return f"{output}-{span[0]:09d}-{span[1]:09d}.parquet"
 
 
-def _read(work: Work, output: Output) -> pa.Table:
+def _read(work: Work, output: Output) -> tuple[pa.Table, np.ndarray]:
+    """Return the other columns of all images, and the outputs of those that can be decoded."""
+
     def one(span: Span) -> pa.Table:
         return pq.read_table(io.BytesIO(storage.read_bytes(storage.join(work.place, _file_name(output, span)))))
 
-    with ThreadPoolExecutor(8) as pool:
-        return pa.concat_tables(pool.map(one, work.spans))
+    tables, values_ND, filled = [], np.empty((0, 0), np.float32), 0
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        for at in range(0, len(work.spans), READS_AT_ONCE):
+            for table in pool.map(one, work.spans[at : at + READS_AT_ONCE]):
+                part_MD = _matrix(table[output])[_usable(table)]
+                if not tables:
+                    values_ND = _empty(work.images.images, part_MD.shape[1])
+                values_ND[filled : filled + len(part_MD)] = part_MD
+                filled += len(part_MD)
+                tables.append(table.drop_columns([output]))
+    return pa.concat_tables(tables), values_ND[:filled]
+
+
+def _empty(rows: int, width: int) -> np.ndarray:
+    """Return uninitialised outputs: in memory, or in an unnamed temporary file where they are large."""
+    size = rows * width * 4
+    if size <= MOST_IN_MEMORY:
+        return np.empty((rows, width), np.float32)
+    with TemporaryFile() as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk would kill the process at a later write
+        except OSError as error:
+            wanted = f"{size / 2**30:.1f} GiB for the outputs of {rows:,} images"
+            raise ConfigError(f"TMPDIR: {gettempdir()}: {error.strerror}; wanted {wanted}, or another folder") from None
+        return np.memmap(file, np.float32, "r+", shape=(rows, width))
+
+
+def _usable(table: pa.Table) -> np.ndarray:
+    return table["corrupt"].is_null().to_numpy(zero_copy_only=False)
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:

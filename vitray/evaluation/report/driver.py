@@ -7,7 +7,6 @@ from typing import NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
-from vitray.evaluation.linear_probe import check_size
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labelling import label_scores, open_label_set
 from vitray.evaluation.report.probes import (
@@ -19,7 +18,7 @@ from vitray.evaluation.report.probes import (
     probe_features,
 )
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
-from vitray.evaluation.report.robustness import corruption_errors
+from vitray.evaluation.report.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
 from vitray.evaluation.report.writing import write_evaluation
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
@@ -47,6 +46,10 @@ class Request(NamedTuple):
     max_corrupt: float = MAX_CORRUPT
     corrupt: bool = False
     """Whether corrupted copies of the images are scored too."""
+    imagenet_c: str | None = None
+    """A folder corruption/severity/class, whose images are scored too."""
+    baseline: str | None = None
+    """A JSON file with the errors of another network on the corrupted images."""
     labels: str | None = None
     """A label set as KIND=PATH; its images may have other classes than the network."""
 
@@ -57,7 +60,8 @@ class Request(NamedTuple):
         words += ["--probes", ",".join(self.probes), "--train-split", self.train_split] if self.probes else []
         words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
         words += ["--corrupt"] if self.corrupt else []
-        words += ["--labels", self.labels] if self.labels else []
+        named = {"--imagenet-c": self.imagenet_c, "--baseline": self.baseline, "--labels": self.labels}
+        words += [word for option, value in named.items() if value for word in (option, value)]
         return shlex.join(words + (["--out", self.out] if self.out else []))
 
 
@@ -67,10 +71,11 @@ class _Network(NamedTuple):
     vit: ViT
 
 
-class _Splits(NamedTuple):
+class _Data(NamedTuple):
     scored: ImageSet
     train: ImageSet | None
     """None without a probe that learns."""
+    corrupted: CorruptedImages | None
 
 
 def evaluate(request: Request) -> tuple[Evaluation, str]:
@@ -90,11 +95,12 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
             f"--train-split: got {request.train_split}, whose images are those of --split {request.split} in"
             f" {request.data}; wanted other images than the scored ones, as of a source with splits"
         )
-    _check(request, networks, _Splits(images, train))
+    data = _Data(images, train, open_corrupted(request.corrupt, request.imagenet_c, request.baseline))
+    _check(request, networks, data)
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
     check_writable(folder)
     with actor_session(request.workers):
-        results = [_result(request, network, _Splits(images, train), folder) for network in networks]
+        results = [_result(request, network, data, folder) for network in networks]
     pairs, shares = compare(results)
     return Evaluation(images, results, pairs, shares, request.command), folder
 
@@ -110,8 +116,8 @@ def _open_networks(urls: Sequence[str]) -> list[_Network]:
     return [_Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
 
 
-def _check(request: Request, networks: Sequence[_Network], splits: _Splits) -> None:
-    images = splits.scored
+def _check(request: Request, networks: Sequence[_Network], data: _Data) -> None:
+    images = data.scored
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
     for network in networks:
@@ -120,15 +126,14 @@ def _check(request: Request, networks: Sequence[_Network], splits: _Splits) -> N
                 open_label_set(request.labels, network.spec)
             if request.corrupt or not request.labels:
                 class_numbers(network.spec, images)
+            if data.corrupted:
+                check_corrupted(data.corrupted, network.spec)
         elif not request.probes:
             raise ConfigError(
                 f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
                 f" {' '.join(PROBES)}"
             )
-    classes = all_classes(splits.train, images)
-    if "linear" in request.probes and splits.train is not None:
-        for network in networks:
-            check_size(splits.train.images, network.spec.features, len(classes))
+    all_classes(data.train, images)  # refuses classes of one name
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
 
 
@@ -138,9 +143,9 @@ def _folder_name(networks: Sequence[_Network], images: ImageSet) -> str:
     return "-".join([*names, images.name, *split]).replace("/", "-")
 
 
-def _result(request: Request, network: _Network, splits: _Splits, folder: str) -> Result:
+def _result(request: Request, network: _Network, data: _Data, folder: str) -> Result:
     """Compute and score one network."""
-    spec, images = network.spec._replace(name=network.name), splits.scored
+    spec, images = network.spec._replace(name=network.name), data.scored
 
     work = Work(spec, images, (), storage.join(folder, "outputs"), request.chunk, request.max_corrupt)
 
@@ -152,15 +157,15 @@ def _result(request: Request, network: _Network, splits: _Splits, folder: str) -
     outputs = outputs_of(images, *head, *body)
     more = {}
     if request.probes:
-        classes = all_classes(splits.train, images)
-        learnt = outputs_of(splits.train, "features") if splits.train else None
-        train = numbered(learnt, splits.train, classes) if learnt and splits.train else None
+        classes = all_classes(data.train, images)
+        learnt = outputs_of(data.train, "features") if data.train else None
+        train = numbered(learnt, data.train, classes) if learnt and data.train else None
         keys = learnt.keys if learnt else []
         more |= probe_features(request.probes, train, numbered(outputs, images, classes), len(classes), keys)
         if learnt is not None:
             more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
-    if request.corrupt and head:
-        more |= corruption_errors(work, class_numbers(spec, images), request.workers, network.vit)
+    if data.corrupted and head:
+        more |= corruption_errors(data.corrupted, work, request.workers, network.vit)
     if request.labels and outputs.logits is not None:
         more |= label_scores(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)

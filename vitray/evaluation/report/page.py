@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from vitray.evaluation.report.charts import class_chart, confused_pairs, confusion_chart, reliability_chart
 from vitray.evaluation.report.galleries import differing, gallery, mistakes
 from vitray.evaluation.report.results import Evaluation, PairResult, Result, Scored
-from vitray.evaluation.report.texts import TITLES, score_text
+from vitray.evaluation.report.robustness import errors_of
+from vitray.evaluation.report.texts import TITLES, score_text, titles_of
 from vitray.pages.markup import Column, Content, Html, command_box, illustrated, joined, table, tag
 from vitray.pages.shell import PageSection, html_page
 
@@ -29,6 +30,7 @@ def render(evaluation: Evaluation) -> str:
     parts = [
         _scores(evaluation),
         _differences(evaluation),
+        _corruptions(evaluation),
         *([_calibration(heads), _classes(heads), _confusion(heads), _mistakes(evaluation, heads)] if heads else []),
         _left_out(evaluation),
         PageSection("origin", "How to reproduce", _origin(evaluation)),
@@ -97,7 +99,7 @@ def _scores(evaluation: Evaluation) -> PageSection:
     columns = [Column("score"), *(Column(result.name, True) for result in results)]
     rows = [
         [title, *(score_text(result, name) or "–" for result in results)]
-        for name, title in TITLES.items()
+        for name, title in titles_of(results).items()
         if any(score_text(result, name) for result in results)
     ]
     prose = "In brackets: 95 % intervals, by Wilson for proportions and by a bootstrap over images for the rest."
@@ -143,6 +145,25 @@ def _agreement(evaluation: Evaluation) -> Html | None:
     rows = [[name, *(f"{share:.1%}" for share in shares)] for name, shares in lines]
     columns = [Column("same prediction"), *(Column(name, True) for name in names)]
     return table("Agreement", columns, rows)
+
+
+# ---- corrupted images ------------------------------------------------------------------------------------------------
+
+
+def _corruptions(evaluation: Evaluation) -> PageSection | None:
+    tables = [(result.name, errors_of(result.more)) for result in evaluation.results]
+    severities = sorted({severity for _, errors in tables for row in errors.values() for severity in row})
+    if not severities:
+        return None
+    columns = [Column("network"), Column("corruption"), *(Column(f"severity {at}", True) for at in severities)]
+    rows: list[list[Content]] = [
+        [name, kind.replace("_", " "), *(f"{row[severity]:.1%}" for severity in severities)]
+        for name, errors in tables
+        for kind, row in errors.items()
+    ]
+    images = evaluation.results[0].more["corruption_images"]
+    prose = f"Top-1 errors. Each is of {images:,} images, and has no interval of its own."
+    return PageSection("corruptions", "Corruptions", joined(tag("p", prose), table("Corruptions", columns, rows)))
 
 
 # ---- each network ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from vitray.evaluation.feature_rank import class_separation, effective_rank, ran
 from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
-from vitray.evaluation.linear_probe import probe_linear
+from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
 from vitray.evaluation.report.classes import check_distinct
 from vitray.inference.images import ImageSet
 from vitray.inference.outputs import Outputs
@@ -62,14 +62,23 @@ def probe_features(
         for shots, mean in mean_of_seeds(probe_few_shot(train, test, num_classes)).items():
             values |= {f"few_shot{shots}": mean.top1, f"few_shot{shots}_std": mean.std}
     if train is not None and "linear" in names:
-        fitted = probe_linear(train, test, num_classes, keys=keys)
-        values |= _with_interval("linear", fitted.score)
-        values |= {"linear_l2": fitted.l2, "linear_converged": fitted.converged}
+        values |= _linear(train, test, num_classes, keys)
     if "rank" in names:
         separation = class_separation(*test, num_classes)
         values |= {"rankme": rankme(test.features), "effective_rank": effective_rank(test.features)}
         values |= {"separation_variance_share": separation.variance_share, "separation_cosine": separation.cosine}
     return values
+
+
+def _linear(train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the score of a linear probe, and how it was fitted: by SGD where L-BFGS needs too much memory."""
+    if is_too_large(*train.features.shape, num_classes):
+        by_sgd = probe_linear_sgd(train, test, num_classes, keys)
+        how = {"linear_fit": "sgd", "linear_lr": by_sgd.lr, "linear_epochs": by_sgd.epochs}
+        return _with_interval("linear", by_sgd.score) | how
+    fitted = probe_linear(train, test, num_classes, keys=keys)
+    how = {"linear_fit": "l-bfgs", "linear_l2": fitted.l2, "linear_converged": fitted.converged}
+    return _with_interval("linear", fitted.score) | how
 
 
 def _with_interval(name: str, score: ProbeScore) -> dict[str, float]:

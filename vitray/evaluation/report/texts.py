@@ -1,7 +1,9 @@
 """Scores as text: with their intervals, and as a table for a terminal."""
 
-from vitray.evaluation.corruptions import CORRUPTIONS
+from collections.abc import Sequence
+
 from vitray.evaluation.report.results import Evaluation, Result
+from vitray.evaluation.report.robustness import ERROR_OF
 
 # Scores in the order in which they are shown.
 TITLES = {
@@ -27,12 +29,17 @@ TITLES = {
     "effective_rank": "effective rank",
     "separation_variance_share": "variance between classes",
     "separation_cosine": "cosine separation",
-    "corruption_error": "mean corruption error",
-    **{f"corruption_error_{name}": f"error, {name.replace('_', ' ')}" for name in CORRUPTIONS},
+    "corruption_error": "error on corrupted images",
+    "mce": "mCE, relative to the baseline",
 }
-SHARES = {name for name in TITLES if name.startswith("corruption_error")}
-SHARES |= {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", "knn10", "knn20", "linear"}
-SHARES |= {name for name in TITLES if name.startswith("few_shot")}
+SHARES = {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", "knn10", "knn20", "linear", "mce"}
+SHARES |= {name for name in TITLES if name.startswith(("few_shot", "corruption_error"))}
+
+
+def titles_of(results: Sequence[Result]) -> dict[str, str]:
+    """Return {score: title} in the order of the page, with the kinds of corruption that these networks have."""
+    kinds = dict.fromkeys(name for result in results for name in result.more if name.startswith(ERROR_OF))
+    return TITLES | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
 
 
 def score_text(result: Result, name: str) -> str:
@@ -40,20 +47,21 @@ def score_text(result: Result, name: str) -> str:
     values = result.flat()
     if values.get(name) is None:
         return ""
-    unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES else (1, "{:.4f}", "")
+    unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES or name.startswith(ERROR_OF) else (1, "{:.4f}", "")
     text = digits.format(unit * values[name])
     if f"{name}_low" in values:
         text += f" ({' to '.join(digits.format(unit * values[f'{name}_{end}']) for end in ('low', 'high'))})"
     elif values.get(f"{name}_std") is not None:
         text += f" ± {digits.format(unit * values[f'{name}_std'])}"
-    return text + percent
+    by_sgd = " by SGD" if name == "linear" and values.get("linear_fit") == "sgd" else ""
+    return f"{text}{percent}{by_sgd}"
 
 
 def scores_text(evaluation: Evaluation) -> str:
     """Return a table for a terminal: a line for each score, a column for each network, and the verdicts of pairs."""
     results = evaluation.results
     lines = [["", *(result.name for result in results)]]
-    for name, title in TITLES.items():
+    for name, title in titles_of(results).items():
         texts = [score_text(result, name) for result in results]
         if any(texts):
             lines.append([title, *texts])
