@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from pipelines import recipes
 from pipelines.__main__ import run_verb
 
 
@@ -12,10 +13,11 @@ def main(args: list[str]) -> dict[str, Any]:
         description="Scores networks on each image of a split exactly once, and compares several in pairs. MODEL is a"
         " model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library."
         " DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that was"
-        " killed continues when it is repeated.",
-        epilog="example: vitray evaluate runs/first/model runs/second/model data/demo --json",
+        " killed continues when it is repeated. Example: vitray evaluate runs/first/model runs/second/model data/demo",
     )
     parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
+    parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")
+    parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
     parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
     parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
     parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
@@ -28,22 +30,29 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help="of unusable images, at most")
     parser.add_argument("--json", action="store_true", help="print the result as JSON: images, top1, top1_low, ...")
     options = parser.parse_intermixed_args(args)
-    if len(options.words) < 2:
+    if len(options.words) < 2 and not options.vtab:
         parser.error("wanted at least one MODEL, and DATA")
-    if (options.workers is not None and options.workers < 1) or not 0 <= options.max_corrupt < 1:
-        parser.error("wanted --workers from 1 on, and --max-corrupt from 0 to below 1")
-    *models, data = options.words
+    if not (options.workers is None or options.workers > 0) or options.seeds < 1 or not 0 <= options.max_corrupt < 1:
+        parser.error("wanted --workers and --seeds from 1 on, and --max-corrupt from 0 to below 1")
+    if options.vtab and (options.probes or options.corrupt or options.imagenet_c or options.baseline or options.labels):
+        parser.error("wanted --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
+    if options.vtab:  # both are imported late, because torch takes a second
+        from vitray.vtab.driver import VtabRequest, evaluate_vtab
+        from vitray.vtab.report import vtab_text
 
-    # Imported late, because torch takes a second.
-    from vitray.evaluation.report.driver import Request, evaluate
-    from vitray.evaluation.report.texts import scores_text
+        vtab = VtabRequest(options.words, options.vtab, recipes.path_of("finetune_sgd_imagenet"), options.split)
+        vtab = vtab._replace(train_split=options.train_split, out=options.out, seeds=options.seeds)
+        scores, page = evaluate_vtab(vtab._replace(workers=options.workers, max_corrupt=options.max_corrupt))
+        print(f"{vtab_text(scores)}\n\n{page}")
+        return scores.flat() | {"page": page}
+    from vitray.evaluation.report import driver, texts
 
     probes = [name for part in options.probes for name in part.split(",")]
-    request = Request(models, data, options.split, probes, options.train_split, options.out)
-    request = request._replace(workers=options.workers, max_corrupt=options.max_corrupt, corrupt=options.corrupt)
-    request = request._replace(labels=options.labels, imagenet_c=options.imagenet_c, baseline=options.baseline)
-    evaluation, page = evaluate(request)
-    print(f"{scores_text(evaluation)}\n\n{page}")
+    request = driver.Request(options.words[:-1], options.words[-1], options.split, probes, options.train_split)
+    request = request._replace(out=options.out, workers=options.workers, max_corrupt=options.max_corrupt)
+    request = request._replace(corrupt=options.corrupt, imagenet_c=options.imagenet_c, baseline=options.baseline)
+    evaluation, page = driver.evaluate(request._replace(labels=options.labels))
+    print(f"{texts.scores_text(evaluation)}\n\n{page}")
     return evaluation.flat() | {"page": page}
 
 

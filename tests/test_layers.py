@@ -25,7 +25,7 @@ FLOORS = (
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
     {"vitray.training", "vitray.inference"},
     {"vitray.runs", "vitray.bench", "vitray.evaluation.report"},
-    {"vitray.sweep"},
+    {"vitray.sweep", "vitray.vtab"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}

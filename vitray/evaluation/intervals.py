@@ -71,8 +71,8 @@ class Comparison(NamedTuple):
         )
 
 
-def wilson(hits: int, n: int, level: float = 0.95) -> Interval:
-    """Return Wilson's score interval of a proportion."""
+def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
+    """Return Wilson's score interval of a proportion; hits may be a mean over repetitions."""
     from scipy.special import ndtri  # loads slowly
 
     _check_level(level)

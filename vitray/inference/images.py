@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitray import storage
-from vitray.data.shards.manifest import MANIFEST, open_dataset
+from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
 from vitray.data.shards.options import Kind, ShardRequest, ShardSettings
 from vitray.data.shards.sources import DetectedSource, Listing, SourceEntry, detect_source, list_source, read_items
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_rows
@@ -83,6 +83,20 @@ def read_encoded(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]
                 _labelled(images, content, label, item.name)
                 for item, (content, label) in zip(chosen, contents, strict=True)
             ]
+
+
+def read_names(images: ImageSet) -> list[str]:
+    """Return the name of each image: the same in a source and in the dataset that `vitray shard` wrote from it."""
+    match images.source:
+        case SplitRows():
+            return [name_of(key) for key in row_keys(open_dataset(images.url), images.split)]
+        case ListedItems(items=items):
+            return [item.name for item in items]
+
+
+def name_of(key: str) -> str:
+    """Return the name in the key of a dataset's row, which has a hash before it."""
+    return key.partition(":")[2] or key
 
 
 def _labelled(images: ImageSet, content: bytes, label: int | None, key: str) -> EncodedImage:

@@ -163,9 +163,13 @@ def holdout_mask(dataset: Dataset, split: str, share: float) -> np.ndarray:
 
     A hash of an image's key decides.
     """
-    keys = (key for index in range(len(dataset.splits[split].shards)) for key in _keys(dataset, split, index))
-    limit = int(share * 2**64)
+    limit, keys = int(share * 2**64), row_keys(dataset, split)
     return np.array([int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") < limit for key in keys])
+
+
+def row_keys(dataset: Dataset, split: str) -> Iterator[str]:
+    """Yield the key of each row of a split, in order."""
+    return (key for index in range(len(dataset.splits[split].shards)) for key in _keys(dataset, split, index))
 
 
 def _keys(dataset: Dataset, split: str, index: int) -> list[str]:

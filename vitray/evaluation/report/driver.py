@@ -15,6 +15,7 @@ from vitray.evaluation.report.probes import (
     check_probes,
     needs_training,
     numbered,
+    open_training,
     probe_features,
 )
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
@@ -65,8 +66,11 @@ class Request(NamedTuple):
         return shlex.join(words + (["--out", self.out] if self.out else []))
 
 
-class _Network(NamedTuple):
+class Network(NamedTuple):
+    """An opened network of a request."""
+
     name: str
+    """Unique in the request."""
     spec: NetworkSpec
     vit: ViT
 
@@ -87,14 +91,9 @@ def evaluate(request: Request) -> tuple[Evaluation, str]:
 def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     """Return the scores of all networks, and the folder that holds their outputs."""
     check_probes(request.probes)
-    networks = _open_networks(request.models)
+    networks = open_networks(request.models)
     images = open_images(request.data, request.split)
-    train = open_images(request.data, request.train_split) if needs_training(request.probes) else None
-    if train is not None and train.identity == images.identity:
-        raise ConfigError(
-            f"--train-split: got {request.train_split}, whose images are those of --split {request.split} in"
-            f" {request.data}; wanted other images than the scored ones, as of a source with splits"
-        )
+    train = open_training(images, request.train_split) if needs_training(request.probes) else None
     data = _Data(images, train, open_corrupted(request.corrupt, request.imagenet_c, request.baseline))
     _check(request, networks, data)
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
@@ -105,7 +104,8 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     return Evaluation(images, results, pairs, shares, request.command), folder
 
 
-def _open_networks(urls: Sequence[str]) -> list[_Network]:
+def open_networks(urls: Sequence[str]) -> list[Network]:
+    """Return the networks at these addresses, each under a name of its own."""
     for url in urls:
         if urls.count(url) > 1:
             raise ConfigError(f"{url}: given {urls.count(url)} times; wanted each network once")
@@ -113,10 +113,10 @@ def _open_networks(urls: Sequence[str]) -> list[_Network]:
     names = [spec.name for spec, _ in opened]
     if len(set(names)) < len(names):
         names = list(urls)
-    return [_Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
+    return [Network(name, spec, vit) for name, (spec, vit) in zip(names, opened, strict=True)]
 
 
-def _check(request: Request, networks: Sequence[_Network], data: _Data) -> None:
+def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
     images = data.scored
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
@@ -137,13 +137,13 @@ def _check(request: Request, networks: Sequence[_Network], data: _Data) -> None:
     check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
 
 
-def _folder_name(networks: Sequence[_Network], images: ImageSet) -> str:
+def _folder_name(networks: Sequence[Network], images: ImageSet) -> str:
     names = [network.spec.name for network in networks]
     split = [images.split] if images.split != "val" else []
     return "-".join([*names, images.name, *split]).replace("/", "-")
 
 
-def _result(request: Request, network: _Network, data: _Data, folder: str) -> Result:
+def _result(request: Request, network: Network, data: _Data, folder: str) -> Result:
     """Compute and score one network."""
     spec, images = network.spec._replace(name=network.name), data.scored
 

@@ -9,7 +9,7 @@ from vitray.data.stream.decoding import SplitRows
 from vitray.errors import ConfigError
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.label_sets import LabelSet, read_label_set, score_label_set
-from vitray.inference.images import ImageSet
+from vitray.inference.images import ImageSet, name_of
 from vitray.inference.models import NetworkSpec
 
 
@@ -25,8 +25,7 @@ def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:
 
 def label_scores(logits_NK: np.ndarray, keys: Sequence[str], images: ImageSet, labels: LabelSet) -> dict[str, Any]:
     """Return the top-1 and top-5 by a label set, of the images that it counts."""
-    # A dataset of ours has a hash before each name.
-    names = [key.partition(":")[2] for key in keys] if isinstance(images.source, SplitRows) else keys
+    names = [name_of(key) for key in keys] if isinstance(images.source, SplitRows) else keys
     scored = score_label_set(logits_NK, labels.ids(names), labels)
     values: dict[str, Any] = {"labels": scored.name, "labels_images": scored.images}
     values["labels_not_counted"] = scored.not_counted

@@ -13,7 +13,7 @@ from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
 from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
 from vitray.evaluation.report.classes import check_distinct
-from vitray.inference.images import ImageSet
+from vitray.inference.images import ImageSet, open_images
 from vitray.inference.outputs import Outputs
 
 PROBES = ("knn", "few_shot", "linear", "rank")
@@ -29,6 +29,17 @@ def check_probes(names: Sequence[str]) -> None:
 def needs_training(names: Sequence[str]) -> bool:
     """Whether some of the probes learn from another split."""
     return bool(set(names) - {"rank"})
+
+
+def open_training(images: ImageSet, train_split: str) -> ImageSet:
+    """Return the training images beside those of a split; refuse a source that has only the latter."""
+    train = open_images(images.url, train_split)
+    if train.identity == images.identity:
+        raise ConfigError(
+            f"--train-split: got {train_split}, whose images are those of --split {images.split} in {images.url};"
+            " wanted other images than the scored ones, as of a source with splits"
+        )
+    return train
 
 
 def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
@@ -72,7 +83,7 @@ def probe_features(
 
 def _linear(train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str]) -> dict[str, Any]:
     """Return the score of a linear probe, and how it was fitted: by SGD where L-BFGS needs too much memory."""
-    if is_too_large(*train.features.shape, num_classes):
+    if is_too_large(len(train.labels), train.features.shape[1], num_classes):
         by_sgd = probe_linear_sgd(train, test, num_classes, keys)
         how = {"linear_fit": "sgd", "linear_lr": by_sgd.lr, "linear_epochs": by_sgd.epochs}
         return _with_interval("linear", by_sgd.score) | how

@@ -74,7 +74,8 @@ def corruption_errors(corrupted: CorruptedImages, work: Work, workers: int | Non
         counts.add(len(outputs.labels))
         left_out += len(outputs.left_out)
     rows = {name: list(by_severity.values()) for name, by_severity in errors.items()}
-    means = mean_corruption_error(rows, corrupted.baseline and _as_rows(corrupted.baseline, rows))
+    baseline = None if corrupted.baseline is None else _as_rows(corrupted.baseline, rows)
+    means = mean_corruption_error(rows, baseline)
     values: dict[str, Any] = {"corruption_images": min(counts), "corruption_left_out": left_out}
     values |= {"corruption_error": means.mean} | ({} if means.relative is None else {"mce": means.relative})
     values |= {f"{ERROR_OF}{name}": error for name, error in means.by_corruption.items()}
