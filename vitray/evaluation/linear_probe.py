@@ -30,8 +30,8 @@ COARSE, FINE = 1e-5, 1e-8
 """The largest gradient at which a fit ends: of the grid, and of the head that is scored."""
 MOST_BYTES = 2 * 2**30
 """The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
-RATES = (0.003, 0.01, 0.03, 0.1)
-"""The learning rates of SGD, of which a tenth of the training images chooses one after an epoch of each."""
+RATES = (0.03, 0.1, 0.3)
+"""The learning rates of SGD, of which a tenth of the training images chooses one; fewer epochs favour high ones."""
 SGD_CHUNK = 2**15
 """Images that SGD reads at a time."""
 
@@ -88,7 +88,7 @@ class SgdProbe(NamedTuple):
     lr: float
     epochs: int
     hits: dict[float, int]
-    """{learning rate: hits on the development part after an epoch}."""
+    """{learning rate: hits on the development part}."""
     head: LinearHead
 
 
@@ -150,7 +150,7 @@ def probe_linear_sgd(
     development, part = chunks_of(train, development_N, seed), chunks_of(train, ~development_N, seed)
     hits = {}
     for lr in RATES:
-        head = fit_head_sgd(part, num_classes, SgdOptions(epochs=1, lr=lr, seed=seed))
+        head = fit_head_sgd(part, num_classes, SgdOptions(lr=lr, seed=seed))
         hits[lr] = sum(score_head(head, chunk).hits for chunk in development())
     options = SgdOptions(lr=max(RATES, key=lambda lr: (hits[lr], -lr)), seed=seed)
     head = fit_head_sgd(chunks_of(train, np.ones(images, dtype=bool), seed), num_classes, options)
