@@ -6,6 +6,7 @@ import re
 import shutil
 import tarfile
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_r
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError
 from vitray.evaluation import linear_probe
+from vitray.evaluation.classification import classify
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
 from vitray.evaluation.report import driver
-from vitray.evaluation.report.charts import cluster
+from vitray.evaluation.report.charts import CONFUSED, GROUPS, cluster, confusion_charts, grouped, most_confused
 from vitray.evaluation.report.classes import check_same_classes, class_numbers
 from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
 from vitray.evaluation.report.probes import all_classes, numbered
@@ -450,6 +452,34 @@ def test_the_default_folder_is_named_after_networks_and_data(place, tmp_path, mo
     request = Request([str(place / "a"), str(place / "b")], "data", "train", workers=1)
     assert compute_evaluation(request)[1] == "evaluations/a-b-data-train"
     assert (tmp_path / "evaluations" / "a-b-data-train" / "outputs").is_dir()
+
+
+def drawn(classes, images, seed=0):
+    """A network with drawn logits on drawn labels, as far as the charts need it."""
+    rng = np.random.default_rng(seed)
+    labels, logits = rng.integers(0, classes, images), rng.normal(size=(images, classes))
+    logits[np.arange(images), labels] += 2.5
+    names = tuple(f"class {index}" for index in range(classes))
+    return SimpleNamespace(name="a", classes=names), SimpleNamespace(classification=classify(logits, labels))
+
+
+def test_many_classes_are_drawn_as_groups_and_as_the_most_confused_ones():
+    """Each image of the confusion matrix is in one cell of the groups."""
+    result, scored = drawn(90, 2000)
+    confusion = scored.classification.confusion
+    order = np.random.default_rng(1).permutation(90)
+    groups = np.array_split(order, GROUPS)
+    matrix = grouped(result, confusion, order)
+    wanted = [[sum(confusion[a, b] for a in one for b in other) for other in groups] for one in groups]
+    assert matrix.counts.tolist() == wanted
+    assert matrix.images.sum() == 2000
+    for name, group in zip(matrix.names, groups, strict=True):
+        wrong = {f"class {each} +{len(group) - 1}": confusion[each].sum() - confusion[each, each] for each in group}
+        assert wrong[name] == max(wrong.values())
+    most, confused = most_confused(scored), confusion - np.diag(confusion.diagonal())
+    assert len(set(most)) == len(most) == CONFUSED
+    assert confused[most[0], most[1]] == confused.max()
+    assert [len(confusion_charts(*drawn(classes, 500))) for classes in (2, 40, 41)] == [1, 1, 2]
 
 
 def test_confused_classes_are_neighbours():

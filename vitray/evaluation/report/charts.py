@@ -1,7 +1,7 @@
 """The charts of an evaluation: reliability, classes and confusion, in both themes. K classes."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,7 +16,9 @@ from vitray.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis
 
 WIDTH, DPI = 4.0, 220
 # The most classes with a bar each, with a name in the matrix, and with their counts in it.
-MOST_BARS, MOST_NAMES, MOST_COUNTS = 30, 40, 12
+MOST_BARS, MOST_NAMES, MOST_COUNTS = 30, 40, 16
+# Of more classes than have names: the groups of neighbours in one matrix, and the most confused classes in another.
+GROUPS, CONFUSED = 25, 16
 
 
 class Chart(NamedTuple):
@@ -64,14 +66,14 @@ def reliability_chart(result: Result, scored: Scored) -> Chart:
         for each in filled:
             interval, middle = wilson(each.hits, each.images), (each.low + each.high) / 2
             upper.plot([middle, middle], [interval.low, interval.high], color=theme.ink, linewidth=0.9)
-        upper.plot([0, 1], [0, 1], color=theme.pale, linewidth=1, linestyle=(0, (4, 3)))
+        upper.plot([0, 1], [0, 1], color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
         upper.set(xlim=(0, 1), ylim=(0, 1))
-        upper.set_ylabel("accuracy", color=theme.pale, fontsize=8)
+        upper.set_ylabel("accuracy", **_pale(theme))
         images = sum(each.images for each in filled)
         shares = [each.images / images for each in filled]
         lower.bar(left, shares, width, align="edge", color=theme.rest, edgecolor=theme.paper, linewidth=0.8)
-        lower.set_ylabel("share", color=theme.pale, fontsize=8)
-        lower.set_xlabel("confidence of the predicted class", color=theme.pale, fontsize=8)
+        lower.set_ylabel("share", **_pale(theme))
+        lower.set_xlabel("confidence of the predicted class", **_pale(theme))
         return figure
 
     return Chart(f"Reliability diagram of {result.name}", caption, draw)
@@ -81,37 +83,60 @@ def reliability_chart(result: Result, scored: Scored) -> Chart:
 
 
 def class_chart(result: Result, scored: Scored) -> Chart:
-    """Return the recall of each class, sorted; of many classes, of the lowest and the highest."""
+    """Return the recall of each class, sorted; of many classes as a curve, and bars of the lowest and the highest."""
     classes = sorted(
         (each for each in scored.classification.classes if each.images), key=lambda each: each.hits / each.images
     )
-    shown = f"{len(classes)} classes"
-    if len(classes) > MOST_BARS:
-        half = MOST_BARS // 2
-        shown = f"the {half} lowest and {half} highest of {len(classes):,} classes"
-        classes = [*classes[:half], *classes[-half:]]
+    is_many, half = len(classes) > MOST_BARS, MOST_BARS // 2
+    shown = [*classes[:half], *classes[-half:]] if is_many else classes
+    places = [place + (is_many and place >= half) for place in range(len(shown))]  # a gap between the halves
+    bars = f"the {half} lowest and {half} highest of {len(classes):,}" if is_many else f"{len(classes)}"
     caption = (
-        f"{result.name}: recall of {shown}, with 95 % intervals. The line is the mean of all classes; those surely"
-        " below it have the second colour."
+        f"{result.name}: recall of {bars} classes, with 95 % intervals. The line is the mean of all classes; those"
+        " surely below it have the second colour."
     )
+    mean = scored.classification.mean_per_class
 
     def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, WIDTH, 0.8 + 0.2 * len(classes), DPI)
-        axis = figure.add_subplot()
-        _prepare(axis, theme, result.name)
+        height = 0.8 + 0.2 * len(shown)
+        figure = new_figure(theme, WIDTH, height + 1.6 * is_many, DPI)
+        axes = figure.subplots(2, 1, height_ratios=(1.3, height)) if is_many else [figure.add_subplot()]
+        axis = axes[-1]
+        _prepare(axes[0], theme, result.name)
+        style_axis(axis, theme)
+        if is_many:
+            _draw_curve(axes[0], theme, [each.hits / each.images for each in classes], mean)
+            axis.text(0.02, half, f"{len(classes) - 2 * half:,} classes between", va="center", **_pale(theme))
         axis.grid(False, axis="y")
-        for place, each in enumerate(classes):
+        for place, each in zip(places, shown, strict=True):
             interval = wilson(each.hits, each.images)
-            axis.barh(place, interval.estimate, 0.72, color=_class_colour(each, scored, theme))
+            # A class without a hit has a thin bar, too.
+            axis.barh(place, max(interval.estimate, 0.006), 0.72, color=_class_colour(each, scored, theme))
             axis.plot([interval.low, interval.high], [place] * 2, color=theme.ink, linewidth=0.9)
-        axis.axvline(scored.classification.mean_per_class, color=theme.rest, linewidth=1, zorder=0.9)
-        axis.set_yticks(range(len(classes)), [one_line(result.classes[each.label], 22) for each in classes])
-        axis.set(xlim=(0, 1), ylim=(len(classes) - 0.4, -0.6))
+        axis.axvline(mean, color=theme.rest, linewidth=1, zorder=0.9)
+        axis.set_yticks(places, [one_line(result.classes[each.label], 22) for each in shown])
+        axis.set(xlim=(0, 1), ylim=(places[-1] + 0.6, -0.6))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axis.set_xlabel("recall", color=theme.pale, fontsize=8)
+        axis.set_xlabel("recall", **_pale(theme))
         return figure
 
     return Chart(f"Recall of the classes of {result.name}", caption, draw)
+
+
+def _draw_curve(axis: Axes, theme: Theme, recalls: Sequence[float], mean: float) -> None:
+    """Draw the recall of all classes, sorted."""
+    axis.fill_between(np.arange(len(recalls)), recalls, step="mid", color=theme.series[0], linewidth=0)
+    axis.axhline(mean, color=theme.rest, linewidth=1)
+    axis.set(xlim=(-0.5, len(recalls) - 0.5), ylim=(0, 1))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_xlabel("classes by recall", **_pale(theme))
+    axis.set_ylabel("recall", **_pale(theme))
+
+
+def _pale(theme: Theme) -> dict[str, Any]:
+    """Return the style of a label."""
+    return {"color": theme.pale, "fontsize": 8}
 
 
 def _class_colour(each: ClassScore, scored: Scored, theme: Theme) -> str:
@@ -123,14 +148,72 @@ def _class_colour(each: ClassScore, scored: Scored, theme: Theme) -> str:
 # ---- confusion -------------------------------------------------------------------------------------------------------
 
 
-def confusion_chart(result: Result, scored: Scored) -> Chart:
-    """Return the confusion matrix as shares of each row, with confused classes beside each other."""
+class Matrix(NamedTuple):
+    """A confusion matrix to draw: named rows, columns of the same names."""
+
+    names: Sequence[str]
+    counts: np.ndarray
+    images: np.ndarray
+    """Of each row, also those predicted as a class without a column."""
+
+
+def confusion_charts(result: Result, scored: Scored) -> list[Chart]:
+    """Return the confusion matrix, with confused classes beside each other.
+
+    Many classes have a matrix of groups of such neighbours, and one of the most confused classes.
+    """
     confusion = scored.classification.confusion
     used = np.flatnonzero(confusion.sum(0) + confusion.sum(1))
     order = used[cluster(confusion[np.ix_(used, used)])]
-    counts = confusion[np.ix_(order, order)]
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    caption = f"{result.name}: a row for each class, a column for each prediction. Confused classes are neighbours."
+    if len(order) <= MOST_NAMES:
+        text = "a row for each class, a column for each prediction. Confused classes are neighbours."
+        return [_matrix_chart(result, matrix_of(result, confusion, order), text)]
+    text = (
+        f"all {len(order):,} classes in {GROUPS} groups of neighbours, which are confused with each other. A row for"
+        " each group, a column for that of the prediction. The class with the most mistakes names its group."
+    )
+    charts = [_matrix_chart(result, grouped(result, confusion, order), text)]
+    if most := most_confused(scored):
+        text = (
+            f"the {len(most)} classes of the most frequent confusions, as counts of images. Predictions of other"
+            " classes have no column."
+        )
+        labels = np.array(most)[cluster(confusion[np.ix_(most, most)])]
+        charts.append(_matrix_chart(result, matrix_of(result, confusion, labels), text))
+    return charts
+
+
+def matrix_of(result: Result, confusion: np.ndarray, labels: np.ndarray) -> Matrix:
+    """Return the matrix of some classes."""
+    names = [result.classes[label] for label in labels]
+    return Matrix(names, confusion[np.ix_(labels, labels)], confusion[labels].sum(1))
+
+
+def grouped(result: Result, confusion: np.ndarray, order: np.ndarray) -> Matrix:
+    """Return the matrix of groups of neighbours; each is named after its class with the most mistakes."""
+    groups = np.array_split(order, GROUPS)
+    starts = np.cumsum([0, *map(len, groups[:-1])])
+    counts = np.add.reduceat(np.add.reduceat(confusion[np.ix_(order, order)], starts, 0), starts, 1)
+    mistakes = confusion.sum(1) - confusion.diagonal()
+    worst = [group[mistakes[group].argmax()] for group in groups]
+    names = [
+        one_line(result.classes[label], 16) + (f" +{len(group) - 1}" if len(group) > 1 else "")
+        for label, group in zip(worst, groups, strict=True)
+    ]
+    return Matrix(names, counts, counts.sum(1))
+
+
+def most_confused(scored: Scored) -> list[int]:
+    """Return the classes of the most frequent confusions."""
+    labels: list[int] = []
+    for label, predicted, _ in confused_pairs(scored, CONFUSED**2):
+        labels += [each for each in (label, predicted) if each not in labels]
+    return labels[:CONFUSED]
+
+
+def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Chart:
+    shares = matrix.counts / np.maximum(matrix.images, 1)[:, None]
+    count = len(matrix.names)
 
     def draw(theme: Theme) -> Figure:
         figure = new_figure(theme, WIDTH, WIDTH, DPI)
@@ -140,22 +223,21 @@ def confusion_chart(result: Result, scored: Scored) -> Chart:
         colours = LinearSegmentedColormap.from_list("confusion", [theme.low, theme.high])
         # The square root keeps rare confusions visible beside the diagonal.
         axis.imshow(shares, cmap=colours, norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
-        axis.set_xlabel("predicted", color=theme.pale, fontsize=8)
-        axis.set_ylabel("class", color=theme.pale, fontsize=8)
-        if len(order) > MOST_NAMES:
-            axis.set(xticks=[], yticks=[])
-            return figure
-        names, size = [one_line(result.classes[label], 18) for label in order], 7.5 if len(order) <= 20 else 5
-        axis.set_xticks(range(len(order)), names, rotation=90, fontsize=size)
-        axis.set_yticks(range(len(order)), names, fontsize=size)
-        if len(order) <= MOST_COUNTS:
-            for row, column in zip(*np.nonzero(counts), strict=True):
+        axis.set_xlabel("predicted", **_pale(theme))
+        axis.set_ylabel("class", **_pale(theme))
+        names, size = [one_line(name, 22) for name in matrix.names], 7.5 if count <= 20 else 5.5
+        axis.set_xticks(range(count), names, rotation=90, fontsize=size)
+        axis.set_yticks(range(count), names, fontsize=size)
+        if count <= MOST_COUNTS:
+            for row, column in zip(*np.nonzero(matrix.counts), strict=True):
                 ink = theme.paper if shares[row, column] > 0.25 else theme.ink
-                text = f"{counts[row, column]:,}"
-                axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
+                number = f"{matrix.counts[row, column]:,}"
+                axis.text(
+                    column, row, number, ha="center", va="center", fontsize=6.5 if count <= 12 else 5.5, color=ink
+                )
         return figure
 
-    return Chart(f"Confusion matrix of {result.name}", caption, draw)
+    return Chart(f"Confusion matrix of {result.name}", f"{result.name}: {text}", draw)
 
 
 def cluster(confusion: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vitray.evaluation.report.charts import class_chart, confused_pairs, confusion_chart, reliability_chart
+from vitray.evaluation.report.charts import class_chart, confused_pairs, confusion_charts, reliability_chart
 from vitray.evaluation.report.galleries import differing, gallery, mistakes
 from vitray.evaluation.report.results import Evaluation, PairResult, Result, Scored
 from vitray.evaluation.report.robustness import errors_of
@@ -191,7 +191,7 @@ def _classes(heads: Heads) -> PageSection:
 
 
 def _confusion(heads: Heads) -> PageSection:
-    pictures = [confusion_chart(result, scored).picture() for result, scored in heads]
+    pictures = [chart.picture() for result, scored in heads for chart in confusion_charts(result, scored)]
     columns = [Column("network"), Column("class"), Column("predicted as"), Column("images", True)]
     rows: list[list[Content]] = [
         [result.name, result.classes[label], result.classes[predicted], f"{count:,}"]
