@@ -13,6 +13,7 @@ VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
     "sweep": "train many variants from a search space: depth x branches, learning rate, fine-tuning mode",
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",
+    "promote": "give a registered model version an alias, if it is better than the alias's version",
     "model": "show a network's costs and draw it; convert weights between layouts",
     "weights": "describe a model folder; write a delta as a whole model",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",

@@ -81,6 +81,17 @@ def ray_cluster(s3_server) -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory) -> Path:
+    """An empty MLflow store, created once: the creation of its tables takes seconds."""
+    from vitray.tracking.mlflow_client import import_mlflow, open_client
+
+    import_mlflow()
+    path = tmp_path_factory.mktemp("template") / "mlruns.db"
+    open_client(f"sqlite:///{path}")
+    return path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU on a machine without one."""
     import torch

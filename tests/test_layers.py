@@ -24,7 +24,8 @@ FLOORS = (
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
     {"vitray.training", "vitray.inference"},
-    {"vitray.runs", "vitray.bench", "vitray.evaluation.report"},
+    {"vitray.evaluation.report"},
+    {"vitray.runs", "vitray.bench"},
     {"vitray.sweep", "vitray.vtab"},
 )
 # Above all floors: the public names, and the verbs.

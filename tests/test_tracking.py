@@ -26,22 +26,13 @@ from pipelines import track, ui
 from vitray.errors import ConfigError, redact, redact_uri
 from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
-from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
 
 EXPERIMENT = "vitray"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="session")
-def migrated(tmp_path_factory) -> Path:
-    """An empty store, created once: the creation of its tables takes seconds."""
-    import_mlflow()
-    path = tmp_path_factory.mktemp("template") / "mlruns.db"
-    open_client(f"sqlite:///{path}")
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -482,6 +473,13 @@ def test_the_champion_moves_only_for_a_better_top1(logged):
     assert [key for key in client.get_run(champion.run_id).data.tags if key.startswith("vitray.model.")]
     assert logged == [f"folder{number}" for number in range(6)]
     assert "MLFLOW_TRACKING_URI" not in os.environ
+
+
+def test_a_version_that_is_compared_first_moves_no_alias(logged):
+    for number, top1 in enumerate([0.5, 0.6]):
+        with begin(f"u{number}") as run:
+            run.model("folder", "vit", top1, moves_champion=number == 0)
+    assert open_client(tracking_uri()).get_registered_model("vit").aliases == {"champion": "1"}
 
 
 def test_a_model_is_logged_and_registered_once(logged):

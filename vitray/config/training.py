@@ -329,6 +329,23 @@ class Guard(Section):
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
 
 
+def check_alias(alias: str) -> str:
+    """Return an alias that MLflow's registry accepts; refuse any other."""
+    is_reserved = alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias)
+    if is_reserved or not re.fullmatch(r"[\w-]{1,255}", alias, re.ASCII):
+        raise ValueError(f"got {short(alias)}, wanted letters, digits, - and _, and neither `latest` nor `v1`")
+    return alias
+
+
+class Promote(Section):
+    """Moves an alias to the registered version, if it is better than the alias's version on the images of data.val."""
+
+    alias: Annotated[str, AfterValidator(check_alias)] = "champion"
+    """The alias in MLflow's model registry."""
+    when: Literal["better", "significantly_better"] = "significantly_better"
+    """better: a higher top-1; significantly_better: and a difference that can be told from zero."""
+
+
 class Tracking(Section):
     """MLflow."""
 
@@ -338,3 +355,11 @@ class Tracking(Section):
     """Logging interval, in epochs or steps."""
     register_as: Text | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""
+    promote: Promote | None = None
+    """What moves an alias to this version; null: `champion` moves to a higher top-1 of training, without a test."""
+
+    @model_validator(mode="after")
+    def _promotes_a_version(self) -> Self:
+        if self.promote and self.register_as is None:
+            raise ValueError("promote compares registered versions, and register_as is null; wanted a name")
+        return self

@@ -6,13 +6,15 @@ library.
 
 import hashlib
 import json
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.tracking.model_uri import pin_uri
+from vitray.tracking.mlflow_client import tracking_env, tracking_uri
+from vitray.tracking.model_uri import is_model_uri, pin_uri
 from vitray.weights import identity_of, open_weights
 
 
@@ -39,6 +41,8 @@ class NetworkSpec(NamedTuple):
     normalise: Normalise
     crop: CentreCrop
     precision: Literal["fp32", "bf16"]
+    store: str | None = None
+    """The MLflow at which the address is valid; None for other addresses."""
 
     @property
     def key(self) -> str:
@@ -65,13 +69,16 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
         precision=run.compute.precision,
+        store=tracking_uri() if is_model_uri(pinned) else None,
     )
     return spec, vit.requires_grad_(False)
 
 
 def open_network(spec: NetworkSpec) -> ViT:
     """Return the described network in evaluation mode; refuse other weights at its address."""
-    vit = open_weights(spec.url).vit
+    # An actor on a cluster has neither the driver's environment nor its working folder.
+    with tracking_env(spec.store) if spec.store else nullcontext():
+        vit = open_weights(spec.url).vit
     if identity_of(vit.state_dict()) != spec.identity or _settings_of(vit.model) != spec.settings:
         raise ConfigError(f"{spec.url}: its weights or settings have changed since the command began; start it again")
     return vit.requires_grad_(False)

@@ -15,6 +15,7 @@ from vitray.errors import RunError
 from vitray.runs.console import Console
 from vitray.runs.placement import await_nodes, place_workers, start_attempts
 from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
+from vitray.runs.promotion import promote_finished
 from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.storage import scratch_folder
@@ -56,7 +57,8 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
             await_nodes(planned.run)
             placement = place_workers(planned.run, hook.concurrent_trials if hook else 1)
             info = RunInfo(name, run_dir, uid, ownership.id, planned, placement, called, fork, hook)
-            return _train(info, shutdown)
+            outcome = _train(info, shutdown)
+            return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
 
 
 def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:

@@ -238,6 +238,7 @@ FREE = (
     "task.delta",
     "task.weights",  # weights may move: their identity is compared instead
     "task.objective.tokenizer",
+    "tracking.promote",
     "tracking.register_as",
 )
 
@@ -260,6 +261,12 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:
         raise ConfigError(f"optim.batch: got {batch}, wanted an even number, as mixup and cutmix pair images")
+    if run.tracking.promote and run.task.kind in ("masked", "tokenizer"):
+        raise ConfigError(f"tracking.promote: got a rule, wanted null: a task of kind {run.task.kind} has no top-1")
+    if run.tracking.promote and (run.data.val is None or run.data.development):
+        got = f"data.development {run.data.development:g}" if run.data.development else "data.val null"
+        wanted = "wanted images on which no version was trained: data.val, and data.development 0"
+        raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
     highest = (run.compute.worker_range or (1, 1))[1]
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         raise ConfigError(f"optim.batch: got {batch}, too few for {highest} workers")

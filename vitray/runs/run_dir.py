@@ -40,6 +40,8 @@ class Outcome(NamedTuple):
     """Median over the records, without the first, which includes the start."""
     start: dict[str, float]
     """Seconds from the call to: ray, workers, first step."""
+    promotion: str | None = None
+    """The result of tracking.promote in words; None without it, and of a run that was finished before."""
 
 
 def finished_outcome(run_dir: str) -> Outcome | None:

@@ -106,7 +106,8 @@ class RunLogger:
         self._tracker.metrics(result.step, costs)
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
-            self._tracker.model(model, register_as=run.tracking.register_as, top1=result.val_top1)
+            moves_champion = run.tracking.promote is None  # else the driver compares the version first
+            self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")

@@ -65,7 +65,10 @@ def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_di
     """Return the stages of the sweep in a folder, each checked to be a sweep of valid runs."""
     base = _with_absolute_urls(base)
     values = base.dotted()
-    shared = {path: values[path] for path in SHARED_SETTINGS} | {"tracking.register_as": None}
+    if base.tracking.promote:
+        wanted = "wanted null in a sweep; `vitray promote` compares its best model afterwards"
+        raise ConfigError(f"tracking.promote: got a rule for {base.tracking.promote.alias}, {wanted}")
+    shared = {path: values[path] for path in SHARED_SETTINGS} | {"tracking.promote": None, "tracking.register_as": None}
     points = check_space(space, base)[: space.budget.trials] if space.before else []
     stages = []
     for name in space.before:

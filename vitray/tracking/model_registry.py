@@ -1,21 +1,30 @@
-"""MLflow's model registry: versions, the `champion` alias, and the link from a delta to its base."""
+"""MLflow's model registry: versions, aliases and their promotion, and the link from a delta to its base."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vitray.errors import ConfigError, one_line, redact_uri
+from vitray.tracking.mlflow_client import database_file, import_mlflow, open_client, tracking_uri, user_dir
 from vitray.tracking.model_uri import NOT_FOUND
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
 
+# Tag of a run: its identity in vitray.
+UID_TAG = "vitray.uid"
 # Tags of a logged delta and of its registered version: the address and the hash of its base network.
 BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
+# Tag of a version: the result of its last comparison with the holder of an alias.
+PROMOTION_TAG = "vitray.promotion"
 
 
-def register_model(client: "MlflowClient", model_uri: str, name: str, top1: float | None) -> None:
-    """Register a logged model as the next version of `name`; the best val/top1 so far gets the alias `champion`.
+def register_model(client: "MlflowClient", model_uri: str, name: str, top1: float | None) -> "ModelVersion":
+    """Register a logged model as the next version of `name`, and return the version.
 
-    A version without val/top1 never becomes champion, and a tie changes nothing. The description of a delta names its
-    base. Repeated calls register a model once.
+    The description of a delta names its base. Repeated calls register a model once.
     """
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -33,16 +42,104 @@ def register_model(client: "MlflowClient", model_uri: str, name: str, top1: floa
         link = _markdown_link(client, base[BASE_TAG])
         description = f"A delta of {link} (identity {base[BASE_IDENTITY_TAG][:12]}), which is needed to load it."
         client.update_model_version(name, version.version, description)
+    return version
+
+
+def move_champion(client: "MlflowClient", version: "ModelVersion", top1: float | None) -> None:
+    """Give a version the alias `champion` if its val/top1 is the best so far.
+
+    A version without val/top1 never becomes champion, and a tie changes nothing.
+    """
     if top1 is None:
         return
+    champion = _version_with(client, version.name, "champion")
+    if champion is None or top1 > float(champion.tags.get("val/top1", "-inf")):
+        client.set_registered_model_alias(version.name, "champion", version.version)
+
+
+# ---- promotion -------------------------------------------------------------------------------------------------------
+
+
+def holder_of(name: str, alias: str) -> str | None:
+    """Return the number of the model's version that has the alias; None if none has."""
+    with _registry(name) as client:
+        return _number(_version_with(client, name, alias))
+
+
+def version_of_run(name: str, experiment: str, uid: str) -> str:
+    """Return the number of the latest version of a model that a run has registered."""
+    with _registry(name) as client:
+        entity = client.get_experiment_by_name(experiment)
+        runs = client.search_runs([entity.experiment_id], f"tags.`{UID_TAG}` = '{uid}'") if entity else []
+        ids = {run.info.run_id for run in runs}
+        versions = [
+            int(each.version) for each in client.search_model_versions(f"name = '{name}'") if each.run_id in ids
+        ]
+    if not versions:
+        raise ConfigError(f"{name}: MLflow at {redact_uri(tracking_uri())} has no version of this run yet")
+    return str(max(versions))
+
+
+def move_alias(name: str, alias: str, version: str, holder: str | None) -> bool:
+    """Give a version the alias if `holder` still has it, or still none; return whether it was so.
+
+    MLflow has no such step. The processes of a user on a machine take turns; between machines, two that end within
+    the same milliseconds may both move the alias.
+    """
+    with _registry(name) as client, _turn():
+        if _number(_version_with(client, name, alias)) != holder:
+            return False
+        client.set_registered_model_alias(name, alias, version)
+        return True
+
+
+def tag_promotion(name: str, version: str, text: str) -> None:
+    """Write the result of a comparison to a version."""
+    with _registry(name) as client:
+        client.set_model_version_tag(name, version, PROMOTION_TAG, text)
+
+
+@contextmanager
+def _registry(name: str) -> "Iterator[MlflowClient]":
+    """Yield a client of a store that exists; turn MLflow's errors into one message."""
+    store = tracking_uri()
+    file = database_file(store)
+    if file and not file.exists():  # a client would create it
+        raise ConfigError(f"{name}: no {file}; wanted the folder that training ran in, or MLFLOW_TRACKING_URI")
+    import_mlflow()
+    from mlflow.exceptions import MlflowException
+
     try:
-        champion = client.get_model_version_by_alias(name, "champion")
+        yield open_client(store)
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"{name}: MLflow at {redact_uri(store)} does not answer: {one_line(error)[:300]}") from None
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other process of this user on this machine is inside such a block."""
+    user_dir().mkdir(parents=True, exist_ok=True)
+    with (user_dir() / "promotion.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+
+
+def _version_with(client: "MlflowClient", name: str, alias: str) -> "ModelVersion | None":
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_model_version_by_alias(name, alias)
     except MlflowException as error:
         if error.error_code not in NOT_FOUND:
             raise
-        champion = None
-    if champion is None or top1 > float(champion.tags.get("val/top1", "-inf")):
-        client.set_registered_model_alias(name, "champion", version.version)
+        return None
+
+
+def _number(version: "ModelVersion | None") -> str | None:
+    return version and str(version.version)
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------------
 
 
 def _markdown_link(client: "MlflowClient", url: str) -> str:

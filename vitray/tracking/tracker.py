@@ -96,10 +96,12 @@ class Tracker:
         """Replace the description at the top of the run's MLflow page."""
         self.tag("mlflow.note.content", markdown)
 
-    def model(self, folder: str, register_as: str | None = None, top1: float | None = None) -> None:
-        """Log a model folder, and register it; it becomes `champion` if `top1` is above the champion's."""
+    def model(
+        self, folder: str, register_as: str | None = None, top1: float | None = None, *, moves_champion: bool = True
+    ) -> None:
+        """Log a model folder, and register it; it becomes `champion` if allowed and `top1` is above the champion's."""
         body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as, "top1": top1}
-        self._record("model", body)
+        self._record("model", body | {"moves_champion": moves_champion})
 
     @property
     def run_id(self) -> str | None:

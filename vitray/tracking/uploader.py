@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitray.errors import one_line
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
-from vitray.tracking.model_registry import register_model
+from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("vitray.tracking")
 
-UID_TAG = "vitray.uid"
 BEGIN_TAG = "vitray.begun"
 REASON_TAG = "vitray.reason"
 
@@ -228,7 +227,9 @@ class Uploader:
                 model_uri = log_model(run_id, body["folder"])
                 self._send_tags(run_id, {tag: model_uri})
             if body["register_as"] is not None:
-                register_model(self.client, model_uri, body["register_as"], body["top1"])
+                version = register_model(self.client, model_uri, body["register_as"], body["top1"])
+                if body.get("moves_champion", True):  # records of earlier versions do
+                    move_champion(self.client, version, body["top1"])
 
     def _send_end(self, run_id: str, body: dict[str, Any]) -> None:
         run = self.client.get_run(run_id)

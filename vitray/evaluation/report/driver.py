@@ -120,6 +120,7 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
     images = data.scored
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
+    check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
     for network in networks:
         if network.spec.num_classes is not None:
             if request.labels:
@@ -134,7 +135,6 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
                 f" {' '.join(PROBES)}"
             )
     all_classes(data.train, images)  # refuses classes of one name
-    check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
 
 
 def _folder_name(networks: Sequence[Network], images: ImageSet) -> str:
