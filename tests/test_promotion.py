@@ -163,6 +163,7 @@ def test_the_first_version_gets_the_alias_without_a_comparison(networks, place, 
     assert tags("1")[PROMOTION_TAG] == result["sentence"]
     again = verb(capsys, "models:/vit/1")
     assert (again["promoted"], again["sentence"]) == (False, "version 1 of vit does not become champion: it is already")
+    assert tags("1")[PROMOTION_TAG] == result["sentence"]
 
 
 def test_a_surely_better_version_gets_the_alias(networks, place, pages, capsys):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never
 
 from vitray import storage
@@ -61,8 +62,9 @@ class Promotion(NamedTuple):
 
     def flat(self) -> dict[str, Any]:
         """Return everything for JSON."""
-        values = self._asdict() | {"pair": self.pair and self.pair.flat()}
-        return values | {"comparison": values.pop("pair"), "sentence": self.sentence()}
+        values = self._asdict()
+        del values["pair"]
+        return values | {"comparison": self.pair and self.pair.flat(), "sentence": self.sentence()}
 
 
 class _Candidate(NamedTuple):
@@ -94,7 +96,9 @@ def promote(request: PromotionRequest) -> Promotion:
         holder = holder_of(candidate.name, alias)
         promotion = _compare(candidate, holder, request._replace(alias=alias, when=when))
         if not promotion.promoted or move_alias(candidate.name, alias, candidate.version, holder):
-            tag_promotion(candidate.name, candidate.version, promotion.sentence())
+            if holder != candidate.version:  # which keeps the reason that it has the alias for
+                with suppress(ConfigError):  # the result stands without its note
+                    tag_promotion(candidate.name, candidate.version, promotion.sentence())
             return promotion
     raise RunError(f"{candidate.name}@{alias}: its version changed {ATTEMPTS} times during the comparison; try again")
 
