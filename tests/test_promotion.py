@@ -260,11 +260,10 @@ def test_a_holder_that_changes_during_the_comparison_is_compared_too(networks, p
 
 
 def test_an_alias_that_never_rests_is_an_error(networks, place, monkeypatch):
-    register(networks / "bad", "champion")
     register(networks / "good")
     monkeypatch.setattr(promotion, "move_alias", lambda *_: False)
     with pytest.raises(RunError, match="vit@champion: its version changed 5 times"):
-        promote(PromotionRequest("vit/2", "data", workers=1))
+        promote(PromotionRequest("vit/1"))
 
 
 # ---- the end of a run ------------------------------------------------------------------------------------------------
