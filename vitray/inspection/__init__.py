@@ -2,6 +2,8 @@
 
 from vitray.inspection.attention_distance import AttentionSpread as AttentionSpread
 from vitray.inspection.attention_distance import attention_distances as attention_distances
+from vitray.inspection.branches import BranchReport as BranchReport
+from vitray.inspection.branches import compare_branches as compare_branches
 from vitray.inspection.changes import FeatureChange as FeatureChange
 from vitray.inspection.changes import TensorChange as TensorChange
 from vitray.inspection.changes import feature_changes as feature_changes
