@@ -7,6 +7,7 @@ import torch
 from networks import scrambled
 
 from vitray.config import Model
+from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, attention_maps, gradient_rollout
 from vitray.inspection import levels as levels_module
 from vitray.inspection.attention_distance import patch_distances, spread_of
@@ -254,3 +255,12 @@ def test_networks_that_cannot_be_inspected_are_refused():
         attention_maps(vit.train(), batch)
     with pytest.raises(ValueError, match="no head"):
         gradient_rollout(network((2, 2), num_classes=None), batch)
+
+
+def test_chosen_levels_are_inspected_alone():
+    vit, batch = network((2, 3), name="vit_u4x2_8"), images((2, 3))
+    whole, chosen = attention_distances(vit, batch), attention_distances(vit, batch, [0, 3])
+    assert torch.equal(whole.distance[[0, 3]], chosen.distance)
+    for levels in ([4], [-1], [1, 1], [2, 0], []):
+        with pytest.raises(ConfigError, match="wanted some of 0 to 3 in ascending order, as vit_u4x2_8 has 4 levels"):
+            attention_distances(vit, batch, levels)

@@ -4,12 +4,13 @@ Shapes: B images, C colours, H x W pixels, N tokens, M patches, L levels, P bran
 (BHNN) and results (LPHB), H heads.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import blocks, grid_of, images_at_once, num_prefix, run_levels
+from vitray.inspection.levels import check_levels, grid_of, images_at_once, num_prefix, run_levels
 from vitray.models.vit import ViT
 
 
@@ -25,19 +26,23 @@ class AttentionSpread(NamedTuple):
 
 
 @torch.no_grad()
-def attention_distances(vit: ViT, images_BCHW: Tensor) -> AttentionSpread:
-    """Return attention distance in both conventions, and entropy, of every head for a batch of normalised images."""
+def attention_distances(vit: ViT, images_BCHW: Tensor, chosen: Sequence[int] | None = None) -> AttentionSpread:
+    """Return attention distance in both conventions, and entropy, of every head for a batch of normalised images.
+
+    `chosen` are the levels that are inspected, counted from 0, in ascending order; by default all.
+    """
+    chosen = range(len(vit.blocks)) if chosen is None else check_levels(vit, chosen)
     grid, prefix = grid_of(vit, images_BCHW), num_prefix(vit)
     distances_MM = patch_distances(grid, vit.stem.patch).to(images_BCHW)
     chunks = [
         [
             torch.stack([spread_of(weights_BHNN, distances_MM, prefix) for weights_BHNN in level.attention()])
             for level in run_levels(vit, chunk)
+            if level.number in chosen
         ]
         for chunk in images_BCHW.split(images_at_once(vit, images_BCHW))
     ]
     spread_LP3HB = torch.cat([torch.stack(chunk) for chunk in chunks], dim=-1)
-    assert spread_LP3HB.shape[:2] == (len(vit.blocks), blocks(vit)[0].branches)
     return AttentionSpread(*spread_LP3HB.unbind(2))
 
 

@@ -7,11 +7,12 @@ Shapes: B images, C colours, H x W pixels, N tokens (the class token first, then
 attention weights (BHNN), H heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from vitray.errors import ConfigError
 from vitray.models.blocks import Block
 from vitray.models.vit import ViT
 
@@ -53,6 +54,15 @@ def check_network(vit: ViT) -> None:
     """Refuse a network in training mode, whose dropout would be inspected too."""
     if vit.training:
         raise ValueError("the network is in training mode, wanted evaluation mode: call .eval() first")
+
+
+def check_levels(vit: ViT, chosen: Sequence[int]) -> Sequence[int]:
+    """Return the chosen levels, counted from 0, or refuse those that the network does not have."""
+    depth = len(vit.blocks)
+    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= depth:
+        wanted = f"some of 0 to {depth - 1} in ascending order, as {vit.model.name} has {depth} levels"
+        raise ConfigError(f"levels: got {', '.join(map(str, chosen)) or 'none'}; wanted {wanted}")
+    return chosen
 
 
 def grid_of(vit: ViT, images_BCHW: Tensor) -> tuple[int, int]:
