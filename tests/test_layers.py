@@ -24,7 +24,7 @@ FLOORS = (
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
     {"vitray.training", "vitray.inference"},
-    {"vitray.runs", "vitray.bench", "vitray.evaluation.report"},
+    {"vitray.runs", "vitray.bench", "vitray.evaluation.report", "vitray.inspection.report"},
     {"vitray.sweep"},
 )
 # Above all floors: the public names, and the verbs.
@@ -51,6 +51,7 @@ DOORS = {
         "vitray.plotting",
         "vitray.bench",
         "vitray.evaluation.report",
+        "vitray.inspection.report",
         "vitray.sweep.report",
         "vitray.tracking",
     },
