@@ -12,6 +12,7 @@ import pytest
 import torch
 from networks import scrambled
 from PIL import Image, ImageFilter
+from test_report import measured_page
 
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
@@ -155,18 +156,31 @@ def test_a_map_without_contrast_leaves_the_image(value):
 
 def test_image_files_are_inspected_from_the_command_line(folder, capsys):
     files = [str(folder / name) for name in ("headless", "a.png", "b <i>.jpg")]
-    words = [*files, "--figures", "rollout,entropy"]
+    words = [*files, "--figures", "rollout,distance"]
     assert main(["inspect", *words, "--levels", "1", "--out", str(folder / "out"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["page"] == str(folder / "out" / "index.html")
-    assert (result["images"], result["figures"]) == (2, ["rollout", "entropy"])
+    assert (result["images"], result["figures"]) == (2, ["rollout", "distance"])
     assert {path.name for path in (folder / "out").iterdir()} == {*result["files"], "index.html"}
     page = (folder / "out" / "index.html").read_text()
     assert "gradient-weighted ×" not in page
     assert "b &lt;i&gt;.jpg" in page
-    assert re.search(r"vitray inspect \S+headless .*--figures rollout,entropy --levels 1", page)
-    levels = {row["level"] for row in csv.DictReader((folder / "out" / "entropy.csv").read_text().splitlines())}
+    assert re.search(r"vitray inspect \S+headless .*--figures rollout,distance --levels 1", page)
+    levels = {row["level"] for row in csv.DictReader((folder / "out" / "distance.csv").read_text().splitlines())}
     assert levels == {"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+def test_a_browser_shows_the_page_in_any_width_and_theme(made, tmp_path, width, theme):
+    rendered = {drawing.file: drawing.rendered() for result in made.results for drawing in result.drawings}
+    measured = measured_page(render(made, rendered), width, theme, tmp_path)
+    assert measured["wide"] <= width
+    assert measured["boxes"] == 0
+    assert measured["drawn"]
+    assert measured["images"] > 12
+    assert measured["dark"] == (len(rendered) if theme == "dark" else 0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +207,7 @@ def test_bad_input_is_one_message_and_writes_nothing(folder, words, message, cap
 
 
 def test_figures_are_those_that_the_inputs_allow():
-    assert choose_figures(["entropy", "rollout"], has_images=True, has_two=False) == ["rollout", "entropy"]
+    assert choose_figures(["distance", "rollout"], has_images=True, has_two=False) == ["rollout", "distance"]
     without = choose_figures([], has_images=False, has_two=False)
     assert all(not FIGURES[name].needs_images and not FIGURES[name].needs_two for name in without)
     assert choose_figures([], has_images=True, has_two=True) == list(FIGURES)

@@ -23,14 +23,11 @@ from vitray.inspection.report.drawings import (
 from vitray.inspection.report.subjects import Subject
 from vitray.plotting import Theme, new_figure
 
-DISTANCE_PROSE = (
-    "A dot is a head: the mean distance between a query patch and the patches that it attends to, over queries and"
-    " images; the thin line through it is one standard deviation over images. The line is the mean of the heads of a"
-    " level. The dashed line is attention to all patches alike. The class token's row and column are cut."
-)
-ENTROPY_PROSE = (
-    "A dot is a head: the entropy of its attention, averaged over queries and images, with one standard deviation over"
-    " images. The line is the mean of the heads of a level. The dashed line is attention to all tokens alike."
+PROSE = (
+    "A dot is a head: the mean over queries and images, and the thin line through it is one standard deviation over"
+    " images. The line is the mean of the heads of a level; the dashed line is attention to all alike. Distance is that"
+    " between a query patch and the patches that it attends to, the class token's row and column cut; entropy is that"
+    " of the attention to all tokens."
 )
 
 
@@ -44,37 +41,28 @@ class _Spread(NamedTuple):
 
 
 def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
-    """Return attention distance by head and level (ViT paper, figures 7 and 11)."""
-    drawings, rows = [], [_header("distance_pixels", "renormalised_pixels")]
-    measured = [(subject, measure(subject, "attention distance")) for subject in subjects]
+    """Return attention distance (ViT paper, figures 7 and 11) and entropy by head and level."""
+    measured = [(subject, measure(subject)) for subject in subjects]
     top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
+    drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
     for subject, spread in measured:
-        distances_MM = patch_distances(subject.vit.model.grid, subject.vit.stem.patch)
+        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), num_prefix(subject.vit)
+        tokens = len(distances_MM) + prefix
         # Each query has its share of the class token too, and the distances do not count it.
-        far = distances_MM.mean().item() * len(distances_MM) / (len(distances_MM) + num_prefix(subject.vit))
+        far, most = distances_MM.mean().item() * len(distances_MM) / tokens, math.log(tokens)
+        caption = f"{subject.name}: {_circumstances(subject)}; uniform attention has"
         values = _Spread(subject, _levels(subject), spread.distance.numpy(), far)
-        caption = f"{subject.name}: {_circumstances(subject)}; uniform attention has {far:.1f} pixels."
-        drawings.append(_by_level(values, ("attention distance, pixels", caption), max(top, far)))
-        rows += _rows(values, spread.distance, spread.renormalised)
-    return FigureResult("distance", "Attention distance", DISTANCE_PROSE, drawings, [Table("distance", rows)])
+        texts = "attention distance, pixels", f"{caption} {far:.1f} pixels."
+        drawings.append(_by_level(values, texts, max(top, far)))
+        entropies = values._replace(values=spread.entropy.numpy(), uniform=most)
+        drawings.append(_by_level(entropies, ("entropy of attention, nats", f"{caption} {most:.2f} nats."), most))
+        rows += _rows(values, *spread)
+    return FigureResult("distance", "Attention distance and entropy", PROSE, drawings, [Table("distance", rows)])
 
 
-def entropy_figure(subjects: Sequence[Subject]) -> FigureResult:
-    """Return the entropy of attention by head and level."""
-    drawings, rows = [], [_header("entropy_nats")]
-    for subject in subjects:
-        spread = measure(subject, "entropy of attention")
-        most = math.log(math.prod(subject.vit.model.grid) + num_prefix(subject.vit))
-        values = _Spread(subject, _levels(subject), spread.entropy.numpy(), most)
-        caption = f"{subject.name}: {_circumstances(subject)}; uniform attention has {most:.2f} nats."
-        drawings.append(_by_level(values, ("entropy of attention, nats", caption), most))
-        rows += _rows(values, spread.entropy)
-    return FigureResult("entropy", "Entropy of attention", ENTROPY_PROSE, drawings, [Table("entropy", rows)])
-
-
-def measure(subject: Subject, doing: str) -> AttentionSpread:
+def measure(subject: Subject) -> AttentionSpread:
     """Return the spread of every head's attention over all images of a subject, on the CPU."""
-    parts = [attention_distances(subject.vit, batch, subject.levels) for batch in subject.batches(doing)]
+    parts = [attention_distances(subject.vit, batch, subject.levels) for batch in subject.batches("attention distance")]
     return AttentionSpread(*(torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True)))
 
 

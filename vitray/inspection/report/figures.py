@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vitray.errors import ConfigError, nearest
-from vitray.inspection.report.attention_figures import distance_figure, entropy_figure
+from vitray.inspection.report.attention_figures import distance_figure
 from vitray.inspection.report.branch_figure import branches_figure
 from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.rollout_figure import rollout_figure
@@ -24,7 +24,6 @@ class Figure(NamedTuple):
 FIGURES = {
     "rollout": Figure(rollout_figure),
     "distance": Figure(distance_figure),
-    "entropy": Figure(entropy_figure),
     "branches": Figure(branches_figure),
 }
 
