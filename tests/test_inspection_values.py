@@ -16,7 +16,7 @@ from vitray.inspection.changes import feature_changes, tensor_changes
 from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
 from vitray.inspection.positions import position_similarity
 from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centred
-from vitray.inspection.states import chunks, states
+from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
 from vitray.inspection.tokens import token_norms
 from vitray.models.positions import resample
@@ -166,7 +166,7 @@ def test_a_network_without_positions_has_no_similarity():
 def test_states_lead_to_the_same_bits_as_the_network(settings):
     vit, batch = network(dtype=torch.float32, **settings), images(dtype=torch.float32)
     with torch.no_grad():
-        passed = list(states(vit, batch))
+        passed = list(run_states(vit, batch))
         assert torch.equal(passed[-1], vit.tokens(batch))
     assert len(passed) == len(vit.blocks) + 1
 
@@ -190,7 +190,7 @@ def song_hsic(x, y):
 
 def features_of(vit, batch, reading) -> list[np.ndarray]:
     with torch.no_grad():
-        passed = list(states(vit, batch))
+        passed = list(run_states(vit, batch))
     if reading == "tokens":
         return [array(state.flatten(1)) for state in passed]
     first = 0 if vit.class_token is None else 1
@@ -266,7 +266,7 @@ def test_norms_are_those_of_each_token_in_parts_of_any_size(monkeypatch):
     monkeypatch.setattr(states_module, "MAX_STATE_BYTES", 1)
     assert len(chunks(vit, batch)) == 6
     with torch.no_grad():
-        passed = list(states(vit, batch))
+        passed = list(run_states(vit, batch))
     for got in (whole, token_norms(vit, batch)):
         for state, image, patch in np.ndindex(3, 6, 6):
             wanted = np.linalg.norm(array(passed[state][image, 1 + patch]))
@@ -391,7 +391,7 @@ def test_feature_changes_equal_a_loop_over_images(monkeypatch):
     batch, of_other = images(), images(seed=4)
     got = feature_changes(base, other, batch, of_other)
     with torch.no_grad():
-        before, after = (array(torch.stack(list(states(*pair)))) for pair in ((base, batch), (other, of_other)))
+        before, after = (array(torch.stack(list(run_states(*pair)))) for pair in ((base, batch), (other, of_other)))
     for state, image in np.ndindex(3, 6):
         old, new = before[state, image], after[state, image]
         assert float(got.relative[state, image]) == pytest.approx(np.linalg.norm(new - old) / np.linalg.norm(old))

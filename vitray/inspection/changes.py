@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitray.config import Learned
 from vitray.inspection.levels import grid_of
-from vitray.inspection.states import chunks, states
+from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import Kind, named_tensors
 from vitray.models.positions import resample
 from vitray.models.vit import ViT
@@ -87,19 +87,21 @@ def feature_changes(base: ViT, other: ViT, images_BCHW: Tensor, images_of_other:
     A network that normalises images in another way takes its own batch of the same images.
     """
     images_of_other = images_BCHW if images_of_other is None else images_of_other
-    if (first := _tokens_of(base, images_BCHW)) != (second := _tokens_of(other, images_of_other)):
+    if (first := tokens_of(base, images_BCHW)) != (second := tokens_of(other, images_of_other)):
         raise ValueError(f"got {first} and {second}, wanted two networks with the same tokens; CKA compares any two")
     relatives, cosines = [], []
     for chunk, chunk_of_other in zip(chunks(base, images_BCHW), chunks(other, images_of_other), strict=True):
         changes = [
-            _state_change(*pair) for pair in zip(states(base, chunk), states(other, chunk_of_other), strict=True)
+            _state_change(*pair)
+            for pair in zip(run_states(base, chunk), run_states(other, chunk_of_other), strict=True)
         ]
         relatives.append(torch.stack([relative_B for relative_B, _ in changes]))
         cosines.append(torch.stack([cosine_B for _, cosine_B in changes]))
     return FeatureChange(torch.cat(relatives, dim=1), torch.cat(cosines, dim=1))
 
 
-def _tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
+def tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
+    """Return the number and the kind of a network's tokens for images, in words."""
     rows, columns = grid_of(vit, images_BCHW)
     token = "" if vit.class_token is None else "a class token and "
     return f"{len(vit.blocks)} levels with {token}{rows} x {columns} patches of width {vit.model.shape.size}"

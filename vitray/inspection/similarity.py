@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitray.inspection.states import chunks, states
+from vitray.inspection.states import chunks, run_states
 from vitray.models.vit import ViT
 
 # Tokens are turned to float64 in slices of this many.
@@ -54,7 +54,7 @@ def cka(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
 def _grams_of_batch(vit: ViT, images_BCHW: Tensor, reading: Reading) -> Tensor:
     grams = []
     # All parts of the batch advance by a level at a time, so that one state of the batch exists.
-    for parts in zip(*(states(vit, chunk) for chunk in chunks(vit, images_BCHW)), strict=True):
+    for parts in zip(*(run_states(vit, chunk) for chunk in chunks(vit, images_BCHW)), strict=True):
         if reading == "pooled":
             parts = [_pooled(vit, x_BND) for x_BND in parts]
         grams.append(u_centred(gram(parts)))

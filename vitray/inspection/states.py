@@ -15,7 +15,7 @@ from vitray.models.vit import ViT
 MAX_STATE_BYTES = 2**26
 
 
-def states(vit: ViT, images_BCHW: Tensor) -> Iterator[Tensor]:
+def run_states(vit: ViT, images_BCHW: Tensor) -> Iterator[Tensor]:
     """Yield the tokens of a batch (BND): before the first level, then after each."""
     for level in run_levels(vit, images_BCHW):
         if level.number == 0:

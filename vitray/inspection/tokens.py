@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitray.inspection.levels import num_prefix
-from vitray.inspection.states import chunks, states
+from vitray.inspection.states import chunks, run_states
 from vitray.models.vit import ViT
 
 # A patch of this many times the median length stands out. The registers of published networks have 3 to 10 times.
@@ -34,7 +34,7 @@ class TokenNorms(NamedTuple):
 def token_norms(vit: ViT, images_BCHW: Tensor, factor: float = OUTLIER_FACTOR) -> TokenNorms:
     """Return the length of every token at every state, and the patches that stand out."""
     prefix = num_prefix(vit)
-    parts = [torch.stack([x_BND.norm(dim=2) for x_BND in states(vit, chunk)]) for chunk in chunks(vit, images_BCHW)]
+    parts = [torch.stack([x_BND.norm(dim=2) for x_BND in run_states(vit, chunk)]) for chunk in chunks(vit, images_BCHW)]
     norms_SBN = torch.cat(parts, dim=1)
     patches_SBM = norms_SBN[..., prefix:]
     median_S = patches_SBM.flatten(1).median(dim=1).values

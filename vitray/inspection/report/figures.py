@@ -6,9 +6,13 @@ from typing import NamedTuple
 from vitray.errors import ConfigError, nearest
 from vitray.inspection.report.attention_figures import distance_figure
 from vitray.inspection.report.branch_figure import branches_figure
+from vitray.inspection.report.change_figures import changes_figure, features_figure
 from vitray.inspection.report.drawings import FigureResult
+from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
 from vitray.inspection.report.rollout_figure import rollout_figure
+from vitray.inspection.report.stem_figures import filters_figure, positions_figure
 from vitray.inspection.report.subjects import Subject
+from vitray.inspection.report.weight_figures import layerscale_figure, spectra_figure
 
 
 class Figure(NamedTuple):
@@ -25,6 +29,14 @@ FIGURES = {
     "rollout": Figure(rollout_figure),
     "distance": Figure(distance_figure),
     "branches": Figure(branches_figure),
+    "filters": Figure(filters_figure, needs_images=False),
+    "positions": Figure(positions_figure, needs_images=False),
+    "similarity": Figure(similarity_figure),
+    "norms": Figure(norms_figure),
+    "layerscale": Figure(layerscale_figure, needs_images=False),
+    "spectra": Figure(spectra_figure, needs_images=False),
+    "changes": Figure(changes_figure, needs_images=False, needs_two=True),
+    "features": Figure(features_figure, needs_two=True),
 }
 
 
