@@ -9,7 +9,7 @@ from vitray.inspection.report.branch_figure import branches_figure
 from vitray.inspection.report.change_figures import changes_figure, features_figure
 from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
-from vitray.inspection.report.rollout_figure import rollout_figure
+from vitray.inspection.report.rollout_figure import maps_figure
 from vitray.inspection.report.stem_figures import filters_figure, positions_figure
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.weight_figures import layerscale_figure, spectra_figure
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 # In the order of the page.
 FIGURES = {
-    "rollout": Figure(rollout_figure),
+    "rollout": Figure(maps_figure),
     "distance": Figure(distance_figure),
     "branches": Figure(branches_figure),
     "filters": Figure(filters_figure, needs_images=False),

@@ -39,7 +39,7 @@ class Maps(NamedTuple):
     """BK; None for a network without a head."""
 
 
-def rollout_figure(subjects: Sequence[Subject]) -> FigureResult:
+def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the attention maps of every image."""
     parts, drawings = [], []
     rows: list[Sequence[Any]] = [["model", "image", "row", "column", "map", "attention"]]
