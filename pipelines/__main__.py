@@ -14,6 +14,7 @@ VERBS = {
     "sweep": "train many variants from a search space: depth x branches, learning rate, fine-tuning mode",
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",
     "promote": "give a registered model version an alias, if it is better than the alias's version",
+    "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
     "model": "show a network's costs and draw it; convert weights between layouts",
     "weights": "describe a model folder; write a delta as a whole model",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
@@ -25,6 +26,8 @@ VERBS = {
     "stop": "stop a job",
     "bench": "measure vitray against a named alternative on this machine",
 }
+# A verb whose file cannot have its name: a runnable file shadows a module of the standard library.
+FILES = {"inspect": "inspection"}
 NOTES = """\
 Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,
 2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C."""
@@ -41,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
         known = f"wanted one of {', '.join(VERBS)}{nearest(verb, VERBS)}"
         print(f"vitray: unknown verb {verb!r}, {known}", file=sys.stderr)
         return 2
-    return run_verb(importlib.import_module(f"pipelines.{verb}").main, rest)
+    return run_verb(importlib.import_module(f"pipelines.{FILES.get(verb, verb)}").main, rest)
 
 
 def run_verb(verb: Callable[[list[str]], dict[str, Any]], args: Sequence[str] | None = None) -> int:

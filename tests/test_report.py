@@ -743,7 +743,7 @@ FRAME = """<!doctype html><iframe id="frame" width="{width}" height="900" srcdoc
       && each.getBoundingClientRect().right > root.clientWidth + 1).length,
     paper: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
     drawn: images.every(image => image.complete && image.naturalWidth > 0),
-    dark: images.filter(image => image.currentSrc === image.previousElementSibling.srcset).length,
+    dark: images.filter(image => image.currentSrc === image.previousElementSibling?.srcset).length,
     images: images.length,
   }});
 }}</script>"""
@@ -758,20 +758,25 @@ def reports(tmp_path_factory):
     return {name: (folder / name / "index.html").read_text() for name in SWEEPS}
 
 
+def measured_page(page, width, theme, folder):
+    """Return the sizes and pictures of a page in a frame of a browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    assert browser, "needs a browser, which `make test-full` installs"
+    (folder / "frame.html").write_text(FRAME.format(width=width, page=html.escape(page)))
+    command = [browser, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    command.append(f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")
+    done = subprocess.run([*command, f"file://{folder / 'frame.html'}"], capture_output=True, text=True, check=True)
+    output = re.search(r'<pre id="measured">(.+?)</pre>', done.stdout)
+    assert output, done.stderr[-2000:]
+    return json.loads(html.unescape(output[1]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1100])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_browser_shows_the_page_in_any_width_and_theme(reports, tmp_path, name, width, theme):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser, "needs a browser, which `make test-full` installs"
-    (tmp_path / "frame.html").write_text(FRAME.format(width=width, page=html.escape(reports[name])))
-    command = [browser, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
-    command.append(f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")
-    done = subprocess.run([*command, f"file://{tmp_path / 'frame.html'}"], capture_output=True, text=True, check=True)
-    output = re.search(r'<pre id="measured">(.+?)</pre>', done.stdout)
-    assert output, done.stderr[-2000:]
-    measured = json.loads(html.unescape(output[1]))
+    measured = measured_page(reports[name], width, theme, tmp_path)
     assert measured["window"] == width
     assert measured["wide"] <= width
     assert measured["boxes"] == 0

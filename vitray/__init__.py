@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitray import inspection as inspect  # noqa: F401 - under another name
     from vitray.config import Model as Model
     from vitray.config import Run as Run
     from vitray.config import load_run as load_run
@@ -40,9 +41,13 @@ PUBLIC = {
     "open_weights": "vitray.weights",
     "save_model": "vitray.weights",
 }
+# Public modules. `vitray.inspect` lies elsewhere, because a file of that name would shadow the standard library's.
+MODULES = {"inspect": "vitray.inspection"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return importlib.import_module(MODULES[name])
     if name not in PUBLIC:
-        raise AttributeError(f"vitray has no {name!r}; it has {', '.join(PUBLIC)}")
+        raise AttributeError(f"vitray has no {name!r}; it has {', '.join([*PUBLIC, *MODULES])}")
     return getattr(importlib.import_module(PUBLIC[name]), name)

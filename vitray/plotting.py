@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -101,6 +102,14 @@ def to_png(figure: Figure) -> bytes:
     with missing_glyphs():
         figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
+
+
+def to_svg(figure: Figure) -> bytes:
+    """Return a figure as SVG; equal figures have equal bytes."""
+    svg = io.BytesIO()
+    with missing_glyphs(), rc_context({"svg.hashsalt": "vitray"}):
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return svg.getvalue()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ class EncodedImage(NamedTuple):
 
     content: bytes
     label: int
+    """Negative where there is none."""
     key: str
 
 
@@ -71,18 +72,25 @@ def open_images(url: str, split: str) -> ImageSet:
 
 
 def read_encoded(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]:
-    """Return some images, in the order of their numbers."""
+    """Return some images with their labels, in the order of their numbers."""
+    encoded = read_with_or_without_labels(images, numbers)
+    for image in encoded:
+        if image.label < 0:
+            raise ConfigError(f"{images.url}: {images.split} has no labels: got none for image {image.key}")
+    return encoded
+
+
+def read_with_or_without_labels(images: ImageSet, numbers: Sequence[int]) -> list[EncodedImage]:
+    """Return some images, in the order of their numbers; the label of an image without one is negative."""
     match images.source:
         case SplitRows():
             stored = read_rows(np.asarray(numbers), images.source)
-            return [_labelled(images, *stored[number]) for number in numbers]
-        case ListedItems(kind, request, items):
-            chosen = [items[number] for number in numbers]
+            items = [stored[number] for number in numbers]
+        case ListedItems(kind, request, listed):
+            chosen = [listed[number] for number in numbers]
             contents = read_items(kind, chosen, request)
-            return [
-                _labelled(images, content, label, item.name)
-                for item, (content, label) in zip(chosen, contents, strict=True)
-            ]
+            items = [(*content, item.name) for item, content in zip(chosen, contents, strict=True)]
+    return [EncodedImage(content, -1 if label is None else label, key) for content, label, key in items]
 
 
 def read_names(images: ImageSet) -> list[str]:
@@ -97,12 +105,6 @@ def read_names(images: ImageSet) -> list[str]:
 def name_of(key: str) -> str:
     """Return the name in the key of a dataset's row, which has a hash before it."""
     return key.partition(":")[2] or key
-
-
-def _labelled(images: ImageSet, content: bytes, label: int | None, key: str) -> EncodedImage:
-    if label is None or label < 0:
-        raise ConfigError(f"{images.url}: {images.split} has no labels: got {label} for image {key}")
-    return EncodedImage(content, label, key)
 
 
 def _identity(listing: Listing, detected: DetectedSource, url: str) -> str:

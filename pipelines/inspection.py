@@ -1,0 +1,55 @@
+"""vitray inspect MODEL [DATA | IMAGES...]: figures of the inside of a network, as a page, PNG, SVG and CSV."""
+
+import argparse
+from typing import Any
+
+from pipelines.__main__ import run_verb
+
+
+def main(args: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="vitray inspect",
+        description="Shows the inside of a network: attention over images with the predicted classes, attention"
+        " distance and entropy by head and level, parallel branches, filters, positions, similarity of levels, token"
+        " lengths, weights, and the changes from MODEL to another network. MODEL is a model folder, a"
+        " delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library. DATA is a dataset"
+        " or source of `vitray evaluate`.",
+        epilog="examples: vitray inspect runs/first/model data/demo; vitray inspect deit_b.pth cat.jpg dog.png"
+        " --figures rollout",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the network")
+    parser.add_argument("words", nargs="*", metavar="DATA | IMAGES", help="a dataset, or image files")
+    parser.add_argument("--figures", default="", metavar="NAMES", help="as in rollout,distance (default: all)")
+    parser.add_argument("--compare", metavar="MODEL", help="another network, shown beside the first")
+    parser.add_argument("--split", default="val", help="the images of DATA (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=64, metavar="N", help="of DATA, at even distances (default: 64)")
+    parser.add_argument("--levels", metavar="NUMBERS", help="of attention distance, as in 0,5,11 (default: all)")
+    parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: inspect/MODEL-DATA)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON: page, figures, files, images")
+    options = parser.parse_intermixed_args(args)
+    levels = None if options.levels is None else options.levels.split(",")
+    if levels is not None and not all(level.isdecimal() for level in levels):
+        parser.error(f"wanted --levels as in 0,5,11, got {options.levels}")
+    if options.images < 1:
+        parser.error("wanted --images from 1 on")
+
+    # Imported late, because torch takes a second.
+    from vitray.inspection.report.driver import Request, inspect_networks
+    from vitray.inspection.report.page import file_names
+
+    figures = [name for name in options.figures.split(",") if name]
+    request = Request(options.model, options.words, figures, options.compare, options.split, options.images)
+    request = request._replace(levels=levels and [int(level) for level in levels], out=options.out)
+    inspection, page = inspect_networks(request)
+    print(page)
+    return {
+        "page": page,
+        "models": [subject.name for subject in inspection.subjects],
+        "images": 0 if inspection.images is None else len(inspection.images.encoded),
+        "figures": [result.name for result in inspection.results],
+        "files": [name for result in inspection.results for name in file_names(result)],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_verb(main))

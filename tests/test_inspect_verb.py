@@ -1,0 +1,215 @@
+"""`vitray inspect`: the page, pictures and tables of a network's inside, and bad input. Nothing here needs Ray."""
+
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from networks import scrambled
+from PIL import Image, ImageFilter
+from test_report import measured_page
+
+from pipelines.__main__ import main
+from vitray import Model, Run, ViT, inspect, save_model
+from vitray.data.augment.batch import normalised
+from vitray.errors import ConfigError
+from vitray.inspection.report.drawings import Rendered
+from vitray.inspection.report.driver import Request, make_figures
+from vitray.inspection.report.figures import FIGURES, choose_figures
+from vitray.inspection.report.overlays import overlay
+from vitray.inspection.report.page import file_names, render
+
+MADE = ["rollout", "distance", "branches"]
+CLASSES = ["cat & <dog>", "owl", "猫"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two networks, a headless one, and pictures of other sizes."""
+    path = tmp_path_factory.mktemp("inspect")
+    kinds = {
+        "parallel": {"name": "vit_u3x2_8"},
+        "mean": {"name": "vit_u2x1_8", "class_token": False, "pool": "mean", "image_size": (16, 32)},
+        "headless": {"name": "vit_u2x1_8", "num_classes": None},
+    }
+    for name, settings in kinds.items():
+        run = Run(model=Model.model_validate({"num_classes": 3, "image_size": 32, **settings}))
+        save_model(str(path / name), run, scrambled(ViT(run.model)), None if name == "headless" else CLASSES)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
+    for name in ("a.png", "b <i>.jpg"):
+        Image.fromarray(pixels).save(path / name)
+    (path / "text.png").write_text("not pixels")
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(folder):
+    """Figures of two networks over demo images, not rendered."""
+    request = Request(str(folder / "parallel"), ["demo"], MADE, str(folder / "mean"), images=6)
+    return make_figures(request._replace(out=str(folder / "made")))[0]
+
+
+def rows_of(table) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(table.csv().decode())))
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.seen = [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("img", "link", "meta", "source"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_has_every_figure_with_its_files(made):
+    picture = Rendered(b"light", b"dark", b"svg")
+    page = render(made, {drawing.file: picture for result in made.results for drawing in result.drawings})
+    tags = Tags(page).seen
+    sections = [attributes["id"] for tag, attributes in tags if tag == "section"]
+    assert sections == [*(result.name for result in made.results), "origin"]
+    links = {attributes["href"] for tag, attributes in tags if tag == "a"}
+    assert links >= {name for result in made.results for name in file_names(result)}
+    assert all(attributes["alt"] for tag, attributes in tags if tag == "img")
+    assert "<i>" not in page
+    assert "cat &amp; &lt;dog&gt;" in page
+    assert "vit_u3x2_8 at 32 x 32 pixels" in page
+    assert re.search(r">[^<]*\. 6 of [\d,]+ images, at even distances", page)
+    assert "script" not in {tag for tag, _ in tags}
+
+
+@pytest.mark.parametrize("place", range(len(MADE)), ids=MADE)
+def test_pictures_and_tables_can_be_read(made, place):
+    result = made.results[place]
+    drawn = result.drawings[0].rendered()
+    assert min(Image.open(io.BytesIO(drawn.light)).size) > 200
+    assert Image.open(io.BytesIO(drawn.light)).size == Image.open(io.BytesIO(drawn.dark)).size
+    assert drawn.light != drawn.dark
+    assert drawn.svg.startswith(b"<?xml")
+    for table in result.tables:
+        assert len({len(row) for row in table.rows}) == 1
+        assert rows_of(table)
+
+
+def test_equal_drawings_have_equal_bytes(made):
+    drawing = made.results[1].drawings[0]
+    assert drawing.rendered() == drawing.rendered()
+
+
+def test_tables_hold_the_values_of_the_functions(made):
+    tables = {table.file: rows_of(table) for result in made.results for table in result.tables}
+    for subject in made.subjects:
+        batch = subject.batch()
+        assert torch.equal(batch, normalised(torch.from_numpy(subject.images), subject.spec.normalise))
+        spread = inspect.attention_distances(subject.vit, batch)
+        own = [row for row in tables["distance"] if row["model"] == subject.name]
+        values = [float(row["distance_pixels"]) for row in own]
+        assert values == pytest.approx(spread.distance.mean(-1).flatten().tolist(), rel=1e-5)
+        deviations = [float(row["distance_pixels_sd_over_images"]) for row in own]
+        assert deviations == pytest.approx(spread.distance.std(-1).flatten().tolist(), rel=1e-3)
+        maps = inspect.attention_maps(subject.vit, batch)
+        own = [row for row in tables["rollout"] if (row["model"], row["map"]) == (subject.name, "rollout")]
+        assert [float(row["attention"]) for row in own] == pytest.approx(maps.rollout.flatten().tolist(), rel=1e-4)
+        own = [row for row in tables["predictions"] if row["model"] == subject.name]
+        best = [(row["class"], float(row["probability"])) for row in own if row["rank"] == "1"]
+        wanted = maps.logits.softmax(1).max(1)
+        assert [name for name, _ in best] == [CLASSES[k] for k in wanted.indices]
+        assert [value for _, value in best] == pytest.approx(wanted.values.tolist(), rel=1e-5)
+
+
+def test_a_figure_that_does_not_apply_says_so(made):
+    [branches] = [result for result in made.results if result.name == "branches"]
+    assert [drawing.file for drawing in branches.drawings] == ["branches-parallel"]
+    assert "The levels of mean have one branch each, so there is nothing to compare." in branches.prose
+
+
+def test_an_overlay_follows_the_recipe():
+    rng = np.random.default_rng(1)
+    image, weights = rng.integers(0, 256, (24, 32, 3), np.uint8), rng.random((3, 4)) + 0.2
+    mask = Image.fromarray((255 * weights / weights.max()).astype(np.uint8)).resize((32, 24), Image.LANCZOS)
+    mask = np.asarray(mask.filter(ImageFilter.GaussianBlur(8))).astype(float)
+    mask = (mask - mask.min()) / (mask - mask.min()).max()
+    shown = overlay(image, weights, 8)
+    assert np.abs(shown - mask[..., None] * image).max() < 1
+    peak = np.unravel_index(mask.argmax(), mask.shape)
+    assert np.array_equal(shown[peak], image[peak])
+    assert shown[np.unravel_index(mask.argmin(), mask.shape)].max() == 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_map_without_contrast_leaves_the_image(value):
+    image = np.random.default_rng(1).integers(0, 256, (16, 16, 3), np.uint8)
+    assert np.array_equal(overlay(image, np.full((2, 2), value), 8), image)
+
+
+def test_image_files_are_inspected_from_the_command_line(folder, capsys):
+    files = [str(folder / name) for name in ("headless", "a.png", "b <i>.jpg")]
+    words = [*files, "--figures", "rollout,distance"]
+    assert main(["inspect", *words, "--levels", "1", "--out", str(folder / "out"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["page"] == str(folder / "out" / "index.html")
+    assert (result["images"], result["figures"]) == (2, ["rollout", "distance"])
+    assert {path.name for path in (folder / "out").iterdir()} == {*result["files"], "index.html"}
+    page = (folder / "out" / "index.html").read_text()
+    assert "gradient-weighted ×" not in page
+    assert "b &lt;i&gt;.jpg" in page
+    assert re.search(r"vitray inspect \S+headless .*--figures rollout,distance --levels 1", page)
+    levels = {row["level"] for row in csv.DictReader((folder / "out" / "distance.csv").read_text().splitlines())}
+    assert levels == {"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+def test_a_browser_shows_the_page_in_any_width_and_theme(made, tmp_path, width, theme):
+    rendered = {drawing.file: drawing.rendered() for result in made.results for drawing in result.drawings}
+    measured = measured_page(render(made, rendered), width, theme, tmp_path)
+    assert measured["wide"] <= width
+    assert measured["boxes"] == 0
+    assert measured["drawn"]
+    assert measured["images"] > 12
+    assert measured["dark"] == (len(rendered) if theme == "dark" else 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel", "a.png", "text.png"], "text.png: not an image; wanted image files, or one dataset"),
+        (["parallel", "a.png", "absent.png"], "absent.png: no such file; wanted image files, or one dataset"),
+        (["parallel", "absent"], "absent: no files here"),
+        (["parallel", "a.png", "--figures", "rolout"], "--figures: got rolout; wanted some of rollout, distance"),
+        (["parallel", "--figures", "distance"], "--figures: distance needs images; wanted a dataset or image files"),
+        (["parallel", "a.png", "--levels", "1,3"], "levels: got 1, 3; wanted some of 0 to 2 in ascending order"),
+        (["parallel", "a.png", "--compare", "parallel"], "which is the inspected network; wanted another"),
+        (["text.png", "a.png"], "text.png"),
+        (["absent", "a.png"], "absent"),
+    ],
+)
+def test_bad_input_is_one_message_and_writes_nothing(folder, words, message, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    assert main(["inspect", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(folder.iterdir()) == before
+
+
+def test_figures_are_those_that_the_inputs_allow():
+    assert choose_figures(["distance", "rollout"], has_images=True, has_two=False) == ["rollout", "distance"]
+    without = choose_figures([], has_images=False, has_two=False)
+    assert all(not FIGURES[name].needs_images and not FIGURES[name].needs_two for name in without)
+    assert choose_figures([], has_images=True, has_two=True) == list(FIGURES)
+    with pytest.raises(ConfigError, match="nearest: rollout"):
+        choose_figures(["rolout"], has_images=True, has_two=False)

@@ -1,0 +1,167 @@
+"""The figures of filters, positions, similarity, token lengths, weights and changes: their tables and pictures."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from networks import scrambled
+from PIL import Image
+
+from vitray.config import Model
+from vitray.config.augmentation import Normalise
+from vitray.inspection import cka, level_grams, position_similarity, stem_filters, tensor_changes, token_norms
+from vitray.inspection.report.change_figures import changes_figure, features_figure
+from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
+from vitray.inspection.report.heat_maps import tiled
+from vitray.inspection.report.stem_figures import filters_figure, positions_figure
+from vitray.inspection.report.subjects import Subject
+from vitray.inspection.report.weight_charts import relative_by_kind
+from vitray.inspection.report.weight_figures import layerscale_figure, spectra_figure
+from vitray.models.vit import ViT
+from vitray.plotting import DARK, LIGHT, to_png
+
+
+def subject(label="base", count=6, seed=0, **settings) -> Subject:
+    model = Model.model_validate(
+        {"name": "vit_u2x2_8", "image_size": (16, 24), "num_classes": 5, "layerscale": 0.1, **settings}
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (count, *model.image_shape, 3), dtype=np.uint8)
+    return Subject(label, SimpleNamespace(normalise=Normalise()), scrambled(ViT(model), seed), None, pixels)
+
+
+def cells(result, table: int = 0) -> list:
+    rows = result.tables[table].rows
+    assert len({len(row) for row in rows}) == 1
+    return rows
+
+
+def grey(drawing, theme) -> np.ndarray:
+    figure = drawing.draw(theme)
+    figure.set_dpi(50)  # faster
+    return np.asarray(Image.open(io.BytesIO(to_png(figure))).convert("L"))
+
+
+def check_pictures(result, number: int) -> None:
+    """Each picture is drawn in both themes, in the same size, and shows something."""
+    assert len({drawing.file for drawing in result.drawings}) == len(result.drawings) == number
+    for drawing in result.drawings:
+        light, dark = (grey(drawing, theme) for theme in (LIGHT, DARK))
+        assert light.shape == dark.shape
+        assert light[0, 0] > 200 > 50 > dark[0, 0]
+        assert all((image != image[0, 0]).mean() > 0.01 for image in (light, dark))
+
+
+def test_filters_are_drawn_and_listed():
+    result = filters_figure([subject(), subject("other", name="vit_u2x1_16_hmlp_bn", image_size=32)])
+    check_pictures(result, 2)
+    assert "28 components of 8 x 8 pixels" in result.drawings[0].caption
+    assert "not linear" not in result.drawings[0].caption
+    assert "at an image of one colour, the mean of 6 images" in result.drawings[1].caption
+    rows = cells(result)
+    assert (len(rows), len(rows[0])) == (29, 2 + 3 * 8 * 8)
+    wanted = stem_filters(subject().vit).components
+    assert float(rows[3][2 + 64 + 8 * 2 + 5]) == pytest.approx(float(wanted.components[2, 1, 2, 5]), rel=1e-5)
+    assert rows[0][2 + 64 + 8 * 2 + 5] == "1_2_5"
+    without_images = filters_figure([subject(name="vit_u2x1_16_conv", image_size=32)._replace(images=None)])
+    assert without_images.drawings[0].caption.endswith("the mean of the normalisation.")
+
+
+def test_positions_are_drawn_where_there_are_any():
+    result = positions_figure([subject(), subject("none", positions="none")])
+    check_pictures(result, 1)
+    assert result.prose.endswith("none has no position embedding.")
+    wanted = position_similarity(subject().vit)
+    assert float(cells(result)[1 + 3 + 1][2 + 2]) == pytest.approx(float(wanted[1, 1, 0, 2]), abs=1e-6)
+    check_pictures(positions_figure([subject(image_size=(160, 240))]), 1)
+
+
+def test_similarity_is_drawn_for_each_network_and_the_pair():
+    both = [subject(), subject("other", seed=1, name="vit_u3x1_8")]
+    result = similarity_figure(both)
+    check_pictures(result, 3)
+    wanted = cka(*(level_grams(each.vit, each.batch()) for each in both))
+    rows = cells(result, 2)
+    assert [len(rows), len(rows[0])] == [1 + 3, 1 + 4]
+    assert float(rows[2][3]) == pytest.approx(float(wanted[1, 2]), abs=1e-6)
+    few = similarity_figure([subject(count=3)])
+    assert few.drawings == []
+    assert few.prose.endswith("It needs at least 4 images and was given 3.")
+
+
+def test_token_lengths_are_drawn_with_the_patches_that_stand_out():
+    only = subject(class_token=False, pool="mean")
+    only.vit.stem.proj[0].weight.data[:] = 0.2
+    only.images[2, :8, 8:16], only.images[only.images > 140] = 255, 140
+    only.images[2, :8, 8:16] = 255
+    result = norms_figure([only])
+    check_pictures(result, 1)
+    norms = token_norms(only.vit, only.batch())
+    assert [int(row[6]) for row in cells(result)[1:]] == norms.is_outlier.sum(dim=(1, 2)).tolist()
+    assert norms.is_outlier[0].nonzero().tolist() == [[2, 1]]
+    assert float(cells(result)[1][2]) == pytest.approx(float(np.median(norms.patches[0])), rel=1e-6)
+    check_pictures(norms_figure([subject()]), 1)
+
+
+def test_weights_are_drawn_and_listed():
+    result = layerscale_figure([subject(), subject("plain", layerscale=None)])
+    check_pictures(result, 1)
+    assert result.prose.endswith("plain has no LayerScale.")
+    scale = np.abs(subject().vit.blocks[1].attn2.scale.detach().numpy())
+    found = {tuple(row[:2]): row for row in cells(result)}
+    assert float(found[1, "attn2"][3]) == pytest.approx(np.median(scale), rel=1e-5)
+    result = spectra_figure([subject()])
+    check_pictures(result, 1)
+    values = np.linalg.svd(subject().vit.blocks[0].ffn2.up.weight.detach().numpy(), compute_uv=False)
+    found = {row[0]: row for row in cells(result)}
+    assert [float(cell) for cell in found["blocks.0.ffn2.up.weight"][6:]] == pytest.approx(values, rel=1e-4)
+
+
+def test_changes_of_fine_tuned_attention_are_drawn_and_listed():
+    base, tuned = subject(), subject("tuned")
+    for block in tuned.vit.blocks:
+        block.attn1.qkv.weight.data += 0.1
+    result = changes_figure([base, tuned])
+    check_pictures(result, 2)
+    assert "6 tensors changed" in result.drawings[0].caption
+    found = {row[0]: row for row in cells(result)}
+    row = found["blocks.1.attn1.qkv.weight (value)"]
+    wanted = 0.1 * 64 / float(base.vit.blocks[1].attn1.qkv.weight.detach()[128:].norm())
+    assert row[4] == "changed"
+    assert float(row[7]) == pytest.approx(wanted, rel=1e-4)
+    features = features_figure([base, tuned])
+    check_pictures(features, 1)
+    assert [float(cell) for cell in cells(features)[1][1:]] == pytest.approx([0, 0, 0, 1, 1, 1])
+
+
+def test_changes_of_equal_networks_and_of_other_shapes():
+    result = changes_figure([subject(), subject("same")])
+    check_pictures(result, 1)
+    assert {row[4] for row in cells(result)[1:]} == {"equal"}
+    other = subject("other", name="vit_ti1x1_8")
+    assert changes_figure([subject(), other]).prose.endswith("The levels of the two networks have no tensor in common.")
+    assert "other has 1 levels with a class token" in features_figure([subject(), other]).prose
+
+
+def test_changes_of_a_kind_join_the_branches_of_a_level():
+    base, other = subject().vit, subject(seed=1).vit
+    squares = [0.0, 0.0]
+    for branch in ("attn1", "attn2"):
+        old, new = (getattr(vit.blocks[1], branch).out for vit in (base, other))
+        for name in ("weight", "bias"):
+            a, b = (getattr(layer, name).detach().double().numpy() for layer in (old, new))
+            squares = [squares[0] + ((b - a) ** 2).sum(), squares[1] + (a**2).sum()]
+    found = relative_by_kind(tensor_changes(base, other))
+    assert found[1, "output"] == pytest.approx((squares[0] / squares[1]) ** 0.5)
+    base.head.bias.data.zero_()
+    base.head.weight.data.zero_()
+    assert np.isnan(relative_by_kind(tensor_changes(base, other))[None, "head"])
+
+
+def test_tiles_lie_in_rows_and_columns_with_gaps():
+    tiles = np.arange(2 * 3 * 2 * 2).reshape(2, 3, 2, 2, 1)
+    image = tiled(tiles, -1)[..., 0]
+    assert image.shape == (5, 8)
+    assert (image[2] == -1).all()
+    assert (image[:, [2, 5]] == -1).all()
+    assert image[3:, 6:].tolist() == tiles[1, 2, ..., 0].tolist()

@@ -1,0 +1,112 @@
+"""The change from one network to another: of every tensor, and of the tokens of images at every level.
+
+Made for a base and a network fine-tuned from it. Shapes: S states (before the first level, then after each), B images,
+N tokens, D width.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitray.config import Learned
+from vitray.inspection.levels import grid_of
+from vitray.inspection.states import chunks, run_states
+from vitray.inspection.tensors import Kind, named_tensors
+from vitray.models.positions import resample
+from vitray.models.vit import ViT
+
+Status = Literal["equal", "changed", "new", "gone", "reshaped"]
+
+
+class TensorChange(NamedTuple):
+    """The change of one tensor; lengths are the root of the sum of squares."""
+
+    name: str
+    kind: Kind
+    level: int | None
+    branch: str | None
+    status: Status
+    base: float
+    """The length in the base; 0 for a new tensor."""
+    change: float
+    """The length of the difference; 0 for tensors that cannot be compared."""
+
+    @property
+    def relative(self) -> float | None:
+        """The change over the base; None where the base is zero and the tensor is not, or nothing can be compared."""
+        if self.status == "equal":
+            return 0.0
+        return self.change / self.base if self.status == "changed" and self.base else None
+
+
+class FeatureChange(NamedTuple):
+    """The change of the tokens of each image at every state."""
+
+    relative: Tensor
+    """The length of the difference over that of the base's tokens, all tokens of an image as one vector."""
+    cosine: Tensor
+    """Between the tokens of both networks, averaged over tokens."""
+
+
+@torch.no_grad()
+def tensor_changes(base: ViT, other: ViT) -> list[TensorChange]:
+    """Return the change of every tensor that either network has, in the order of the second, then of the base.
+
+    A learned table of positions of another grid is first resized as the base would do it.
+    """
+    before = {each.name: each for each in named_tensors(_comparable_state(base, other))}
+    after = {each.name: each for each in named_tensors(other.state_dict())}
+    changes = []
+    for name, each in after.items():
+        old = before.get(name)
+        status, length, change = "new", 0.0, 0.0
+        if old is not None:
+            status, length = "reshaped", float(old.values.double().norm())
+            if old.values.shape == each.values.shape:
+                change = float((each.values.double() - old.values.double()).norm())
+                status = "changed" if change else "equal"
+        changes.append(TensorChange(name, each.kind, each.level, each.branch, status, length, change))
+    gone = [each for name, each in before.items() if name not in after]
+    return changes + [TensorChange(*each[:4], "gone", float(each.values.double().norm()), 0.0) for each in gone]
+
+
+def _comparable_state(base: ViT, other: ViT) -> dict[str, Tensor]:
+    state, kind = base.state_dict(), base.positions.kind
+    grids = base.model.grid, other.model.grid
+    if isinstance(kind, Learned) and isinstance(other.positions.kind, Learned) and grids[0] != grids[1]:
+        state["positions.table"] = resample(state["positions.table"], *grids, kind.resample)
+    return state
+
+
+@torch.no_grad()
+def feature_changes(base: ViT, other: ViT, images_BCHW: Tensor, images_of_other: Tensor | None = None) -> FeatureChange:
+    """Return the change of the tokens of images at every state of two networks with equally many, equally wide.
+
+    A network that normalises images in another way takes its own batch of the same images.
+    """
+    images_of_other = images_BCHW if images_of_other is None else images_of_other
+    if (first := tokens_of(base, images_BCHW)) != (second := tokens_of(other, images_of_other)):
+        raise ValueError(f"got {first} and {second}, wanted two networks with the same tokens; CKA compares any two")
+    relatives, cosines = [], []
+    for chunk, chunk_of_other in zip(chunks(base, images_BCHW), chunks(other, images_of_other), strict=True):
+        changes = [
+            _state_change(*pair)
+            for pair in zip(run_states(base, chunk), run_states(other, chunk_of_other), strict=True)
+        ]
+        relatives.append(torch.stack([relative_B for relative_B, _ in changes]))
+        cosines.append(torch.stack([cosine_B for _, cosine_B in changes]))
+    return FeatureChange(torch.cat(relatives, dim=1), torch.cat(cosines, dim=1))
+
+
+def tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
+    """Return the number and the kind of a network's tokens for images, in words."""
+    rows, columns = grid_of(vit, images_BCHW)
+    token = "" if vit.class_token is None else "a class token and "
+    return f"{len(vit.blocks)} levels with {token}{rows} x {columns} patches of width {vit.model.shape.size}"
+
+
+def _state_change(old_BND: Tensor, new_BND: Tensor) -> tuple[Tensor, Tensor]:
+    relative_B = (new_BND - old_BND).flatten(1).norm(dim=1) / old_BND.flatten(1).norm(dim=1)
+    return relative_B, F.cosine_similarity(old_BND, new_BND, dim=2).mean(dim=1)

@@ -1,0 +1,135 @@
+"""The figures of attention: maps over images, distance and entropy by head and level."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vitray.inspection.attention_distance import AttentionSpread, attention_distances, patch_distances
+from vitray.inspection.levels import num_prefix
+from vitray.inspection.report.drawings import (
+    DPI,
+    Drawing,
+    FigureResult,
+    Table,
+    file_name,
+    prepare_axis,
+    prepare_depth_axis,
+)
+from vitray.inspection.report.subjects import Subject
+from vitray.plotting import Theme, new_figure
+
+PROSE = (
+    "A dot is a head: the mean over queries and images, and the thin line through it is one standard deviation over"
+    " images. The line is the mean of the heads of a level; the dashed line is attention to all alike. Distance is that"
+    " between a query patch and the patches that it attends to, the class token's row and column cut; entropy is that"
+    " of the attention to all tokens."
+)
+
+
+class _Spread(NamedTuple):
+    """One value of each head and image (LPHB) of a network, with its level numbers and its uniform value."""
+
+    subject: Subject
+    levels: Sequence[int]
+    values: np.ndarray
+    uniform: float
+
+
+def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
+    """Return attention distance (ViT paper, figures 7 and 11) and entropy by head and level."""
+    measured = [(subject, measure(subject)) for subject in subjects]
+    top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
+    drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
+    for subject, spread in measured:
+        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), num_prefix(subject.vit)
+        tokens = len(distances_MM) + prefix
+        # Each query has its share of the class token too, and the distances do not count it.
+        far, most = distances_MM.mean().item() * len(distances_MM) / tokens, math.log(tokens)
+        caption = f"{subject.name}: {_circumstances(subject)}; uniform attention has"
+        values = _Spread(subject, _levels(subject), spread.distance.numpy(), far)
+        texts = "attention distance, pixels", f"{caption} {far:.1f} pixels."
+        drawings.append(_by_level(values, texts, max(top, far)))
+        entropies = values._replace(values=spread.entropy.numpy(), uniform=most)
+        drawings.append(_by_level(entropies, ("entropy of attention, nats", f"{caption} {most:.2f} nats."), most))
+        rows += _rows(values, *spread)
+    return FigureResult("distance", "Attention distance and entropy", PROSE, drawings, [Table("distance", rows)])
+
+
+def measure(subject: Subject) -> AttentionSpread:
+    """Return the spread of every head's attention over all images of a subject, on the CPU."""
+    parts = [attention_distances(subject.vit, batch, subject.levels) for batch in subject.batches("attention distance")]
+    return AttentionSpread(*(torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True)))
+
+
+def _levels(subject: Subject) -> Sequence[int]:
+    return range(len(subject.vit.blocks)) if subject.levels is None else subject.levels
+
+
+def _circumstances(subject: Subject) -> str:
+    assert subject.images is not None
+    height, width = subject.images.shape[1:3]
+    heads, branches = subject.vit.model.num_heads, subject.vit.model.shape.branches
+    of_branches = f" in each of {branches} branches" if branches > 1 else ""
+    return f"{len(subject.images):,} images of {height} x {width} pixels, {heads} heads{of_branches}"
+
+
+def _header(*names: str) -> Sequence[Any]:
+    parts = [f"{name}{end}" for name in names for end in ("", "_sd_over_images")]
+    return ["model", "level", "branch", "head", "images", *parts]
+
+
+def _rows(spread: _Spread, *tensors: torch.Tensor) -> list[Sequence[Any]]:
+    """A row for each head: the mean and the standard deviation over images of each value."""
+    _, branches, heads, images = spread.values.shape
+    summaries = [part for values in tensors for part in (values.mean(-1), _deviation(values))]
+    return [
+        [spread.subject.name, number, branch + 1, head + 1, images]
+        + [summary[place, branch, head].item() for summary in summaries]
+        for place, number in enumerate(spread.levels)
+        for branch in range(branches)
+        for head in range(heads)
+    ]
+
+
+def _deviation(values_LPHB: torch.Tensor) -> torch.Tensor:
+    """The standard deviation over images; nan for a single one."""
+    return values_LPHB.std(-1) if values_LPHB.shape[-1] > 1 else torch.full_like(values_LPHB[..., 0], torch.nan)
+
+
+def _by_level(spread: _Spread, texts: tuple[str, str], top: float) -> Drawing:
+    """Dots by head and a line by level, in the colour of each branch."""
+    label, caption = texts
+
+    def draw(theme: Theme) -> Figure:
+        figure = new_figure(theme, 5.2, 3.6, DPI)
+        axis = figure.add_subplot()
+        prepare_axis(axis, theme, spread.subject.name, label)
+        prepare_depth_axis(axis, theme)
+        for branch in range(spread.values.shape[1]):
+            _draw_branch(axis, spread, branch, theme)
+        axis.axhline(spread.uniform, color=theme.pale, linewidth=1, linestyle=(0, (4, 3)))
+        axis.set(ylim=(0, 1.08 * top), xlim=(min(spread.levels) - 0.6, max(spread.levels) + 0.6))
+        if spread.values.shape[1] > 1:
+            axis.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink, loc="lower right")
+        return figure
+
+    measured = label.partition(",")[0]
+    name = file_name(measured.replace(" ", "_"), spread.subject.name)
+    return Drawing(name, f"{measured.capitalize()} by head and level of {spread.subject.name}", caption, draw)
+
+
+def _draw_branch(axis: Axes, spread: _Spread, branch: int, theme: Theme) -> None:
+    values_LHB, branches = spread.values[:, branch], spread.values.shape[1]
+    levels, colour = np.array(spread.levels), theme.series[branch % len(theme.series)]
+    places = levels + (branch - (branches - 1) / 2) * 0.22
+    means_LH, deviations_LH = values_LHB.mean(-1), values_LHB.std(-1, ddof=min(1, values_LHB.shape[-1] - 1))
+    for head in range(means_LH.shape[1]):
+        low, high = means_LH[:, head] - deviations_LH[:, head], means_LH[:, head] + deviations_LH[:, head]
+        axis.vlines(places, low, high, color=colour, linewidth=0.7, alpha=0.45)
+        axis.plot(places, means_LH[:, head], "o", color=colour, markersize=3.6, markeredgewidth=0)
+    axis.plot(places, means_LH.mean(1), color=colour, linewidth=1.4, label=f"branch {branch + 1}")

@@ -1,0 +1,58 @@
+"""Parts that several figures share: axes with a title, colour maps of the theme, colour bars, bands over levels."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from vitray.plotting import Theme, one_line, style_axis
+
+
+def to_array(values: Tensor) -> np.ndarray:
+    """Return a tensor as an array in float64."""
+    return values.detach().double().cpu().numpy()
+
+
+def prepare(axis: Axes, theme: Theme, title: str) -> None:
+    """Style an axis and write its title."""
+    style_axis(axis, theme)
+    axis.set_title(one_line(title, 64), loc="left", color=theme.ink, fontsize=9.5)
+
+
+def prepare_levels(axis: Axes, theme: Theme, title: str) -> None:
+    """Style an axis over the states of a network: 0 before the first level, then after each."""
+    prepare(axis, theme, title)
+    axis.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axis.set_xlabel("levels passed", color=theme.pale, fontsize=8)
+
+
+def heat(theme: Theme) -> LinearSegmentedColormap:
+    """Return the colours of a heat map; cells without a value are transparent."""
+    return LinearSegmentedColormap.from_list("heat", [theme.low, theme.high])
+
+
+def add_bar(figure: Figure, axis: Axes, image: AxesImage, theme: Theme, label: str) -> None:
+    """Draw the scale of a heat map beside its axis."""
+    bar = figure.colorbar(image, ax=axis, shrink=0.8, aspect=35, pad=0.02)
+    bar.ax.tick_params(length=0, labelsize=7, labelcolor=theme.pale)
+    bar.outline.set_visible(False)  # type: ignore[operator] - the stubs call it a method
+    bar.set_label(label, color=theme.pale, fontsize=8)
+
+
+def draw_band(axis: Axes, values_SX: np.ndarray, colour: str, label: str) -> None:
+    """Draw the median of each row as a line over the rows, in a band from the 5th to the 95th percentile."""
+    low, middle, high = np.nanpercentile(values_SX, [5, 50, 95], axis=1)
+    places = np.arange(len(values_SX))
+    axis.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(places, middle, color=colour, linewidth=1.4, marker="o" if len(places) < 30 else "", ms=3, label=label)
+
+
+def tiled(tiles_RQHWC: np.ndarray, gap: float) -> np.ndarray:
+    """Return rows and columns of tiles as one image, with one pixel of the value `gap` between them."""
+    padded = np.pad(tiles_RQHWC, ((0, 0), (0, 0), (1, 0), (1, 0), (0, 0)), constant_values=gap)
+    rows, columns, height, width, colours = padded.shape
+    image = padded.transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, colours)
+    return image[1:, 1:]

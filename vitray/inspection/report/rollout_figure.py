@@ -1,0 +1,177 @@
+"""Attention maps over images: overlays with the predicted classes under each picture (ViT paper, figures 6 and 14)."""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.overlays import overlay
+from vitray.inspection.report.subjects import ChosenImages, Subject
+from vitray.inspection.rollout import attention_maps, gradient_rollout
+from vitray.pages.markup import Html, data_url, joined, tag
+from vitray.plotting import Theme, new_figure, one_line
+
+# Images with all their maps on the page; pairs of an image and its rollout in the grid, as many as in figure 14.
+MOST_SHOWN, MOST_PAIRS = 12, 64
+PREDICTIONS = 3
+# Pixels of the longer side on the page; images below the second are enlarged with their pixels visible.
+THUMBNAIL, TINY = 256, 96
+PROSE = (
+    "Each image, then the patches that its output attends to: by attention rollout through all levels, by rollout"
+    " weighted with the gradient of the predicted class, and by the last level alone. Bright patches have the most"
+    " attention of their image. Each map is stretched to its own contrast, so that faint ones look as sharp as clear"
+    " ones: the number under each is the most attended patch over the mean patch. Below: the predicted classes."
+)
+
+
+class Maps(NamedTuple):
+    """The maps (BRQ) and predictions of a subject's images, on the CPU."""
+
+    names: tuple[str, ...]
+    maps: list[np.ndarray]
+    probabilities: np.ndarray | None
+    """BK; None for a network without a head."""
+
+
+def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
+    """Return the attention maps of every image."""
+    parts, drawings = [], []
+    rows: list[Sequence[Any]] = [["model", "image", "row", "column", "map", "attention"]]
+    predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
+    for subject in subjects:
+        maps, images = compute_maps(subject), subject.chosen
+        assert images is not None
+        title = tag("h3", subject.name) if len(subjects) > 1 else None
+        parts += [title, _gallery(subject, images, maps)]
+        drawings.append(_sheet(subject, images, maps))
+        rows += _map_rows(subject, images, maps)
+        predicted += _prediction_rows(subject, images, maps)
+    tables = [Table("rollout", rows), Table("predictions", predicted)]
+    return FigureResult("rollout", "Attention maps", PROSE, drawings, tables, joined(*parts))
+
+
+def compute_maps(subject: Subject) -> Maps:
+    """Return the maps and predictions of all images."""
+    has_head = subject.spec.num_classes is not None
+    rollouts, gradients, last, logits = [], [], [], []
+    for batch_BCHW in subject.batches("attention maps"):
+        maps = attention_maps(subject.vit, batch_BCHW)
+        rollouts.append(maps.rollout)
+        last.append(maps.last_level)
+        logits.append(maps.logits)
+        if has_head:
+            gradients.append(gradient_rollout(subject.vit, batch_BCHW, maps.logits.argmax(dim=1)))
+    named = {"rollout": rollouts, "gradient-weighted": gradients, "last level": last}
+    named = {name: torch.cat(parts).cpu().numpy() for name, parts in named.items() if parts}
+    probabilities = torch.cat(logits).float().softmax(dim=1).cpu().numpy() if has_head else None
+    return Maps(tuple(named), list(named.values()), probabilities)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def predictions(subject: Subject, maps: Maps, place: int) -> list[tuple[str, float]]:
+    """Return the most probable classes of one image, with their probabilities."""
+    if maps.probabilities is None:
+        return []
+    values_K = maps.probabilities[place]
+    return [(subject.class_name(k), float(values_K[k])) for k in np.argsort(-values_K, kind="stable")[:PREDICTIONS]]
+
+
+def true_class(images: ChosenImages, place: int) -> str | None:
+    """Return the class that the dataset has for an image, or None."""
+    label = images.encoded[place].label
+    return images.classes[label] if 0 <= label < len(images.classes) else None
+
+
+def _prediction_rows(subject: Subject, images: ChosenImages, maps: Maps) -> list[Sequence[Any]]:
+    return [
+        [subject.name, image.key, true_class(images, place) or "", rank, name, probability]
+        for place, image in enumerate(images.encoded)
+        for rank, (name, probability) in enumerate(predictions(subject, maps, place), start=1)
+    ]
+
+
+def _map_rows(subject: Subject, images: ChosenImages, maps: Maps) -> list[Sequence[Any]]:
+    return [
+        [subject.name, image.key, row, column, name, float(map_BRQ[place, row, column])]
+        for name, map_BRQ in zip(maps.names, maps.maps, strict=True)
+        for place, image in enumerate(images.encoded)
+        for row, column in np.ndindex(*map_BRQ.shape[1:])
+    ]
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _gallery(subject: Subject, images: ChosenImages, maps: Maps) -> Html:
+    """The first images with all their maps."""
+    assert subject.images is not None
+    items = []
+    for place, image in enumerate(images.encoded[:MOST_SHOWN]):
+        view_HWC = subject.images[place]
+        pictures = [_thumbnail(view_HWC, image.key, "image")]
+        for name, map_BRQ in zip(maps.names, maps.maps, strict=True):
+            shown_HWC = overlay(view_HWC, map_BRQ[place], subject.vit.stem.patch)
+            pictures.append(_thumbnail(shown_HWC, f"{name} of {image.key}", f"{name} {contrast(map_BRQ[place])}"))
+        texts = [f"{name} {probability:.1%}" for name, probability in predictions(subject, maps, place)]
+        named = true_class(images, place)
+        text = tag("span", ", ".join(texts)) if texts else None
+        items.append(tag("li", tag("div.strip", *pictures), tag("strong", named or image.key), text))
+    return tag("ul.strips", *items)
+
+
+def contrast(map_RQ: np.ndarray) -> str:
+    """Return the largest value of a map over its mean: ×1 where all patches have the same attention."""
+    mean = map_RQ.mean()
+    return f"×{map_RQ.max() / mean:.2f}" if mean > 0 else "none"
+
+
+def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Html:
+    image = Image.fromarray(view_HWC)
+    is_tiny = max(image.size) <= TINY
+    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    image.save(content := io.BytesIO(), "PNG" if is_tiny else "JPEG", quality=90)
+    kind = "image/png" if is_tiny else "image/jpeg"
+    attributes = {"src": data_url(kind, content.getvalue()), "alt": alt, "title": alt}
+    return tag("figure", tag("img.tiny" if is_tiny else "img", has=attributes), tag("figcaption", name))
+
+
+def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
+    """Pairs of an image and its rollout, with the prediction under each."""
+    assert subject.images is not None
+    shown = min(len(images.encoded), MOST_PAIRS)
+    columns = min(8 if shown > 16 else 4, shown)
+    lines = math.ceil(shown / columns)
+    ratio = subject.images.shape[1] / subject.images.shape[2]
+    caption = (
+        f"{subject.name}: {shown:,} of {len(images.encoded):,} images of {images.name}, each beside its attention"
+        " rollout, with the predicted class and its probability."
+    )
+
+    def draw(theme: Theme) -> Figure:
+        side = 1.0 if columns == 8 else 1.5
+        figure = new_figure(theme, 2 * side * columns + 0.3, (ratio * side + 0.35) * lines + 0.3)
+        axes = figure.subplots(lines, columns, squeeze=False).flatten()
+        for place, axis in enumerate(axes):
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+            if place >= shown:
+                axis.set_axis_off()
+                continue
+            assert subject.images is not None
+            view_HWC = subject.images[place]
+            pair = [view_HWC, overlay(view_HWC, maps.maps[0][place], subject.vit.stem.patch)]
+            axis.imshow(np.concatenate(pair, axis=1), interpolation="nearest")
+            for name, probability in predictions(subject, maps, place)[:1]:
+                text = f"{one_line(name, 24)} {probability:.0%}"
+                axis.set_xlabel(text, fontsize=7, color=theme.ink, labelpad=2)
+        return figure
+
+    return Drawing(file_name("rollout", subject.name), f"Attention rollout of {subject.name}", caption, draw)
