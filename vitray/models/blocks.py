@@ -45,6 +45,11 @@ class Attention(nn.Module):
         h_BND = F.dropout(self.out(h_BND), dropout, self.training)
         return h_BND if self.scale is None else h_BND * self.scale
 
+    def weights(self, x_BND: Tensor) -> Tensor:
+        """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
+        q_BHNd, k_BHNd, _ = split_heads(self.qkv(self.norm(x_BND)), self.heads)
+        return attention_weights(q_BHNd, k_BHNd)
+
 
 class FeedForward(nn.Module):
     """One feed-forward branch, without the residual connection."""
@@ -72,14 +77,23 @@ def _layerscale(spec: BlockSpec) -> nn.Parameter | None:
 
 def attend(qkv_BNK: Tensor, heads: int, trace: Trace | None = None, key: str = "") -> Tensor:
     """Return self-attention of concatenated queries, keys and values; a trace receives the weights (BHNN)."""
-    batch, tokens, channels = qkv_BNK.shape
-    q, k, v = qkv_BNK.view(batch, tokens, 3, heads, channels // (3 * heads)).permute(2, 0, 3, 1, 4)
+    q, k, v = split_heads(qkv_BNK, heads)
     if trace is None:
         h_BHNd = F.scaled_dot_product_attention(q, k, v)
     else:
-        trace[key] = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
+        trace[key] = attention_weights(q, k)
         h_BHNd = trace[key] @ v
-    return h_BHNd.transpose(1, 2).reshape(batch, tokens, channels // 3)
+    return h_BHNd.transpose(1, 2).flatten(2)
+
+
+def split_heads(qkv_BNK: Tensor, heads: int) -> Tensor:
+    """Return queries, keys and values as one tensor, 3BHNd."""
+    return qkv_BNK.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def attention_weights(q_BHNd: Tensor, k_BHNd: Tensor) -> Tensor:
+    """Return the explicit attention weights, BHNN: each query's row sums to one."""
+    return (q_BHNd @ k_BHNd.transpose(-2, -1) * q_BHNd.shape[-1] ** -0.5).softmax(dim=-1)
 
 
 class Block(nn.Module):

@@ -51,12 +51,16 @@ class ViT(nn.Module):
 
     def encode(self, x_BND: Tensor, trace: Trace | None = None) -> Tensor:
         """Return the last block's output for patches with positions added: all of an image, or a subset."""
-        if self.class_token is not None:
-            x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(len(x_BND), 1, -1), x_BND], dim=1)
-        x_BND = self.dropout(x_BND)
+        x_BND = self.first_input(x_BND)
         for level, block in enumerate(self.blocks):
             x_BND = block(x_BND, trace, f"block{level:02d}")
         return x_BND
+
+    def first_input(self, x_BND: Tensor) -> Tensor:
+        """Return the input of the first block: the class token, if the model has one, before the patches."""
+        if self.class_token is not None:
+            x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(len(x_BND), 1, -1), x_BND], dim=1)
+        return self.dropout(x_BND)
 
     def pooled(self, x_BND: Tensor) -> Tensor:
         """Return one normalised vector per image, BD."""
