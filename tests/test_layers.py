@@ -22,7 +22,7 @@ FLOORS = (
         "vitray.data.augment",
     },
     {"vitray.weights", "vitray.cluster"},
-    {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.tracking"},
+    {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
     {"vitray.training", "vitray.inference"},
     {"vitray.runs", "vitray.bench", "vitray.evaluation.report"},
     {"vitray.sweep"},

@@ -1,0 +1,58 @@
+"""Attention distance: the mean distance in pixels between a query patch and the patches it attends to (ViT paper, D.7).
+
+Shapes: B images, C colours, H x W pixels, N tokens, M patches, L levels, P branches of a level; of attention weights
+(BHNN) and results (LPHB), H heads.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitray.inspection.levels import blocks, grid_of, images_at_once, num_prefix, run_levels
+from vitray.models.vit import ViT
+
+
+class AttentionSpread(NamedTuple):
+    """The spread of each head's attention, averaged over queries, for each image: LPHB."""
+
+    distance: Tensor
+    """In pixels. The class token's row and column are cut, and the rest is not renormalised."""
+    renormalised: Tensor
+    """In pixels, each query's attention to the patches divided by its sum; differs only with a class token."""
+    entropy: Tensor
+    """In nats, of all rows and columns: log N for uniform attention, 0 for attention to one token."""
+
+
+@torch.no_grad()
+def attention_distances(vit: ViT, images_BCHW: Tensor) -> AttentionSpread:
+    """Return attention distance in both conventions, and entropy, of every head for a batch of normalised images."""
+    grid, prefix = grid_of(vit, images_BCHW), num_prefix(vit)
+    distances_MM = patch_distances(grid, vit.stem.patch).to(images_BCHW)
+    chunks = [
+        [
+            torch.stack([spread_of(weights_BHNN, distances_MM, prefix) for weights_BHNN in level.attention()])
+            for level in run_levels(vit, chunk)
+        ]
+        for chunk in images_BCHW.split(images_at_once(vit, images_BCHW))
+    ]
+    spread_LP3HB = torch.cat([torch.stack(chunk) for chunk in chunks], dim=-1)
+    assert spread_LP3HB.shape[:2] == (len(vit.blocks), blocks(vit)[0].branches)
+    return AttentionSpread(*spread_LP3HB.unbind(2))
+
+
+def spread_of(weights_BHNN: Tensor, distances_MM: Tensor, prefix: int) -> Tensor:
+    """Return distance, renormalised distance and entropy of one branch, 3HB."""
+    patches_BHMM = weights_BHNN[..., prefix:, prefix:]
+    distance_BHM = torch.einsum("bhij,ij->bhi", patches_BHMM, distances_MM)
+    # A query that attends to the class token alone has no distance: 0 / 0, left out of the mean.
+    renormalised_BH = (distance_BHM / patches_BHMM.sum(dim=-1)).nanmean(dim=-1)
+    entropy_BH = torch.special.entr(weights_BHNN).sum(dim=-1).mean(dim=-1)
+    return torch.stack([distance_BHM.mean(dim=-1), renormalised_BH, entropy_BH]).mT
+
+
+def patch_distances(grid: tuple[int, int], patch: int) -> Tensor:
+    """Return the distance in pixels between the centres of any two patches of a grid, MM, in float64."""
+    rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    centres_M2 = torch.stack([rows.flatten(), columns.flatten()], dim=1) * patch
+    return torch.cdist(centres_M2, centres_M2, compute_mode="donot_use_mm_for_euclid_dist")

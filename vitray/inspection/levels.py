@@ -1,0 +1,73 @@
+"""A network level by level: the input and output of each, and the explicit attention of those that are inspected.
+
+The network computes with its own kernels throughout. Attention weights are computed beside it from a level's input, so
+that its outputs stay the same bits, and only one level's weights exist at a time.
+
+Shapes: B images, C colours, H x W pixels, N tokens (the class token first, then patches row by row), D width; of
+attention weights (BHNN), H heads.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vitray.models.blocks import Block
+from vitray.models.vit import ViT
+
+# The largest explicit attention of one branch in bytes, where a single image allows it. Reductions need a few copies.
+MAX_ATTENTION_BYTES = 2**28
+
+
+class Level(NamedTuple):
+    """One level while a batch passes through it; its input and output are BND."""
+
+    number: int
+    block: Block
+    input: Tensor
+    output: Tensor
+
+    def attention(self) -> Iterator[Tensor]:
+        """Yield the attention weights of one branch after another, BHNN."""
+        for branch in self.block.attentions:
+            yield branch.weights(self.input)
+
+
+def run_levels(vit: ViT, images_BCHW: Tensor) -> Iterator[Level]:
+    """Yield each level with its input and output. `vit.head(vit.pooled(last.output))` are the logits."""
+    check_network(vit)
+    x_BND, grid = vit.stem(images_BCHW)
+    x_BND = vit.first_input(vit.positions(x_BND, grid))
+    for index, block in enumerate(blocks(vit)):
+        output_BND = block(x_BND)
+        yield Level(index, block, x_BND, output_BND)
+        x_BND = output_BND
+
+
+def blocks(vit: ViT) -> list[Block]:
+    """Return the levels of a network."""
+    return list(vit.blocks)  # pyright: ignore[reportReturnType]
+
+
+def check_network(vit: ViT) -> None:
+    """Refuse a network in training mode, whose dropout would be inspected too."""
+    if vit.training:
+        raise ValueError("the network is in training mode, wanted evaluation mode: call .eval() first")
+
+
+def grid_of(vit: ViT, images_BCHW: Tensor) -> tuple[int, int]:
+    """Return the rows and columns of patches of images."""
+    height, width = images_BCHW.shape[-2:]
+    return height // vit.stem.patch, width // vit.stem.patch
+
+
+def num_prefix(vit: ViT) -> int:
+    """Return the number of tokens before the patches."""
+    return 0 if vit.class_token is None else 1
+
+
+def images_at_once(vit: ViT, images_BCHW: Tensor) -> int:
+    """Return the number of images whose attention weights are computed together."""
+    rows, columns = grid_of(vit, images_BCHW)
+    tokens = rows * columns + num_prefix(vit)
+    return max(1, MAX_ATTENTION_BYTES // (blocks(vit)[0].heads * tokens**2 * images_BCHW.element_size()))
