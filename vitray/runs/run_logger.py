@@ -16,15 +16,18 @@ from vitray.cluster import local_ray
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
+from vitray.evaluation.arrays import Examples
+from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
-from vitray.runs.run_summary import describe_run, end_block, incident_block, start_block
+from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
+from vitray.tracking.lineage import ModelScores
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
-from vitray.training import messages
+from vitray.training import checkpoints, messages
 from vitray.training.profiling import forward_passes_per_step, peak_flops
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
@@ -43,6 +46,8 @@ class RunLogger:
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
+        self._best = BestCheckpoint()
+        self._datasets = run_datasets(info.planned)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.mailbox: Any = Mailbox.options(scheduling_strategy=here).remote()  # pyright: ignore[reportAttributeAccessIssue]
         self._stopped = threading.Event()
@@ -65,6 +70,7 @@ class RunLogger:
             tags | system_info.facts(),
             describe_run(run, plan, info.placement),
         )
+        tracker.datasets(self._datasets)
         tracker.text("run.yaml", run.to_yaml())
         if start:
             tracker.text("audit.md", audit_table(start.audit))
@@ -101,6 +107,8 @@ class RunLogger:
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
             self._tracker.model(model, register_as=run.tracking.register_as, top1=result.val_top1)
+            if scores := self._last_scores(result.step):
+                self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")
@@ -127,6 +135,12 @@ class RunLogger:
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
             self._console.block(facts | incident_block(result))
         return outcome
+
+    def _last_scores(self, step: int) -> dict[str, float]:
+        """Return the scores of the weights in the model folder, which are the averaged ones where there are some."""
+        history = self._history.items()
+        last = {key: points[-1][1] for key, points in history if key.startswith("val/") and points[-1][0] == step}
+        return {key: value for key, value in last.items() if key.endswith("_ema")} or last
 
     def _costs(self, result: messages.WorkerResult, speed: float | None) -> dict[str, float]:
         plan, precision = self._info.planned.plan, self._info.planned.run.compute.precision
@@ -173,17 +187,22 @@ class RunLogger:
                 self._log_metrics(message)
             case messages.Evaluation():
                 self._draw(message)
-            case messages.Pictures(pictures=pictures):
+            case messages.Pictures(step=step, pictures=pictures):
                 from vitray.tracking import figures
 
                 normalise = self._info.planned.run.data.normalise
-                self._tracker.figure("reconstructed.png", figures.draw_pictures(pictures, normalise))
+                png = figures.draw_pictures(pictures, normalise)
+                self._tracker.figure("reconstructed.png", png)
+                self._tracker.image("examples/reconstructed", step, png)
+            case messages.ExamplePictures(step=step, examples=examples):
+                self._draw_examples(step, examples)
             case messages.Note(text=text):
                 self._console.line(f"  {text}")
                 self._notes.append(text)
                 self._tracker.tag("vitray.note", "\n".join(self._notes))
             case messages.CheckpointSaved(step=step):
                 self._tracker.tag("vitray.checkpoint", str(step))
+                self._log_best(self._best.saved(step))
             case _:
                 assert_never(message)
 
@@ -199,6 +218,14 @@ class RunLogger:
         if hook and "val/loss" in values:
             steps = self._info.planned.plan.steps
             self.mailbox.decide.remote(step, hook.should_stop(step, steps, values))
+        self._log_best(self._best.evaluated(step, values))
+
+    def _log_best(self, best: Best | None) -> None:
+        if best is None:
+            return
+        name = f"{self._info.planned.run.model.name}-best"
+        folder = checkpoints.folder_of(self._info.run_dir, best.step)
+        self._tracker.checkpoint(folder, name, ModelScores(best.step, best.scores, self._datasets[-1]))
 
     def _log_start(self, step: int) -> None:
         """Log the duration of the start, once after the first step."""
@@ -227,3 +254,15 @@ class RunLogger:
                 figures.MistakePicture(decode_image(content), classes[label], classes[predicted], probability, key)
             )
         self._tracker.figure("mistakes.png", figures.draw_mistakes(drawn))
+
+    def _draw_examples(self, step: int, examples: Examples) -> None:
+        from vitray.tracking import figures
+
+        classes = self._info.planned.dataset.classes
+        columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, examples.attention)
+        drawn = [
+            figures.ExamplePicture(image, classes[label], classes[predicted], float(probability), attention)
+            for image, label, predicted, probability, attention in zip(*columns, strict=True)
+        ]
+        png = figures.draw_examples(drawn, f"step {step:,}: predictions, and below attention rollout")
+        self._tracker.image("examples/predictions", step, png)
