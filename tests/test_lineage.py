@@ -9,13 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from image_sets import write_dataset, write_network
 from PIL import Image
 
+from vitray.evaluation.report.driver import Request, evaluate
 from vitray.tracking import system_info
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
+from vitray.weights import load_model, save_model
 
 EXPERIMENT = "linked"
 DIGEST = "0123456789abcdef" * 4
@@ -276,3 +279,39 @@ def test_system_metrics_are_named_as_mlflows_own():
 def test_a_source_is_a_script_or_a_verb(monkeypatch, argv, name):
     monkeypatch.setattr(sys, "argv", argv)
     assert system_info.source_name() == name
+
+
+def test_an_evaluation_becomes_a_run_of_the_trainings_experiment(tmp_path, logged):
+    data = write_dataset(tmp_path / "demo", {"val": 40})
+    write_network(tmp_path / "runs" / "a" / "model")
+    run, vit, classes = load_model(str(tmp_path / "runs" / "a" / "model"))
+    save_model(str(tmp_path / "model"), run.replace({"tracking.experiment": EXPERIMENT}), vit, classes)
+    with begin("u1", "trained") as tracker:
+        tracker.model(str(tmp_path / "model"), register_as="vit", top1=0.5)
+    request = Request(["model"], data.url, out=str(tmp_path / "out"), workers=1)
+    evaluated, _ = evaluate(request)
+    evaluate(request)
+    client = open_client(tracking_uri())
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    [run] = client.search_runs([experiment], "tags.`vitray.kind` = 'evaluation'")  # continued, not repeated
+    assert (run.info.run_name, run.info.status) == ("model on demo/val", "FINISHED")
+    assert run.data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
+    assert run.data.tags["vitray.model_version"] == "models:/vit/1"
+    assert run.data.metrics["val/top1"] == evaluated.flat()["top1"]
+    assert run.data.metrics["val/top1_low"] == evaluated.flat()["top1_low"]
+    assert run.data.params["data_identity"] == evaluated.images.identity
+    assert "with its 95 % interval" in run.data.tags["mlflow.note.content"]
+    [dataset] = client.get_run(run.info.run_id).inputs.dataset_inputs
+    assert (dataset.dataset.name, dataset.dataset.digest) == ("demo/val", evaluated.images.identity[:36])
+    page = Path(run.info.artifact_uri) / "evaluation" / "index.html"
+    assert page.read_text() == (tmp_path / "out" / "index.html").read_text()
+    assert "val/top1" in {each.key for each in models()[0].metrics}
+
+
+def test_an_evaluation_makes_no_store(tmp_path):
+    (tmp_path / "mlruns.db").unlink()
+    data = write_dataset(tmp_path / "demo", {"val": 20})
+    write_network(tmp_path / "model")
+    evaluate(Request(["model"], data.url, out=str(tmp_path / "out"), workers=1))
+    assert not (tmp_path / "mlruns.db").exists()
+    assert not (tmp_path / "home" / "spool").exists()

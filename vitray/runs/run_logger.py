@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
 from vitray.cluster import local_ray
+from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
@@ -256,13 +257,11 @@ class RunLogger:
         self._tracker.figure("mistakes.png", figures.draw_mistakes(drawn))
 
     def _draw_examples(self, step: int, examples: Examples) -> None:
-        from vitray.tracking import figures
-
         classes = self._info.planned.dataset.classes
         columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, examples.attention)
         drawn = [
-            figures.ExamplePicture(image, classes[label], classes[predicted], float(probability), attention)
+            Prediction(image, classes[label], classes[predicted], float(probability), attention)
             for image, label, predicted, probability, attention in zip(*columns, strict=True)
         ]
-        png = figures.draw_examples(drawn, f"step {step:,}: predictions, and below attention rollout")
+        png = prediction_sheet(drawn, f"step {step:,}: predictions, and below attention rollout")
         self._tracker.image("examples/predictions", step, png)

@@ -20,7 +20,6 @@ from vitray.plotting import DPI, LIGHT, missing_glyphs, new_figure, one_line, st
 MOST_COUNTED, MOST_NAMED = 20, 60
 MOST_PAIRS = 25
 MOST_MISTAKES, MISTAKES_WIDE = 24, 6
-EXAMPLES_WIDE = 8
 # Inches of a contact sheet: an image with the gap beside it, the text below it, the title above.
 CELL, GAP, TEXT, TITLE = 1.75, 0.15, 0.5, 0.45
 
@@ -221,59 +220,6 @@ def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], s
         text.set_text(text_of(length))
         if text.get_window_extent().width <= axis.bbox.width:
             break
-
-
-# ---- examples --------------------------------------------------------------------------------------------------------
-
-
-class ExamplePicture(NamedTuple):
-    """An image (HWC, uint8) with its classes, the predicted probability, and the attention to each patch."""
-
-    image: np.ndarray
-    true: str
-    predicted: str
-    probability: float
-    attention: np.ndarray
-
-
-def draw_examples(examples: Sequence[ExamplePicture], title: str) -> bytes:
-    """Draw images, each above the same image lit where the network attends to it, with its prediction."""
-    columns = min(EXAMPLES_WIDE, len(examples))
-    cell_height = 2 * CELL + TEXT
-    width, height = CELL * columns + GAP, cell_height * math.ceil(len(examples) / columns) + TITLE
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor=LIGHT.paper)
-    figure.text(GAP / width, 1 - TITLE / 2 / height, title, color=LIGHT.ink, fontsize=10, va="center")
-    side = CELL - GAP
-    for place, example in enumerate(examples):
-        left = GAP + CELL * (place % columns)
-        top = height - TITLE - cell_height * (place // columns)
-        plain = (left / width, (top - side) / height, side / width, side / height)
-        attended = (left / width, (top - CELL - side) / height, side / width, side / height)
-        figure.add_axes(plain).imshow(example.image)
-        with missing_glyphs():
-            _draw_prediction(figure.add_axes(attended), example)
-    for axis in figure.axes:
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_visible(False)
-    return to_png(figure)
-
-
-def _draw_prediction(axis: Axes, example: ExamplePicture) -> None:
-    axis.imshow(lit_by(example.image, example.attention))
-    percent = f"{100 * example.probability:.0f} %"
-    colour = LIGHT.ink if example.true == example.predicted else LIGHT.series[1]
-    _write_fitting(axis, 0, colour, lambda length: f"{one_line(example.predicted, length)} {percent}")
-    _write_fitting(axis, 1, LIGHT.ink, lambda length: f"is {one_line(example.true, length)}")
-
-
-def lit_by(image_HWC: np.ndarray, attention: np.ndarray) -> np.ndarray:
-    """Return an image whose patches are dark where their attention is least, and unchanged where it is most."""
-    least, most = float(attention.min()), float(attention.max())
-    shares = (attention - least) / (most - least) if most > least else np.ones_like(attention)
-    high, wide = image_HWC.shape[:2]
-    rows, columns = np.arange(high) * len(shares) // high, np.arange(wide) * shares.shape[1] // wide
-    light_HW = 0.2 + 0.8 * shares[rows][:, columns]
-    return (image_HWC * light_HW[:, :, None]).astype(np.uint8)
 
 
 # ---- reconstructions -------------------------------------------------------------------------------------------------

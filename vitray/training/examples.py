@@ -1,5 +1,7 @@
 """A few images of the evaluated split, the same at every evaluation: predictions, and the patches attended to."""
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 
@@ -14,37 +16,43 @@ from vitray.training.context import WorkerContext
 
 
 class ExampleImages:
-    """The images, read once."""
+    """The images, read at the first evaluation."""
 
     def __init__(self, context: WorkerContext, device: torch.device) -> None:
-        run, dataset = context.run, context.dataset
-        assert run.data.evaluated is not None
-        rows, mask = locate_rows(dataset, run.data.evaluated), context.holdout_mask
-        used = np.arange(rows.starts[-1]) if mask is None else np.flatnonzero(mask)
-        # Evenly spaced rows are a random sample: the stored order is shuffled.
-        number = min(run.evaluate.pictures, len(used))
-        chosen = used[np.linspace(0, len(used) - 1, number).astype(np.int64)]
-        views, labels = [], []
-        for content, label, _ in read_rows(chosen, rows).values():
-            try:
-                image_HWC = decode_image(content)
-            except UndecodableImage:
-                continue
-            views.append(crop_centre(image_HWC, run.data.eval_crop, run.model.image_shape))
-            labels.append(label)
-        self._images, self._labels = np.stack(views) if views else None, np.array(labels)
-        self._normalise, self._device = run.data.normalise, device
+        self._context, self._device = context, device
+        self._images: np.ndarray | None = None
+        self._labels = np.zeros(0, np.int64)
 
     @torch.no_grad()
     def look(self, vit: ViT) -> Examples | None:
         """Return the predictions of a network with a head; None if no image can be decoded."""
         if self._images is None:
+            self._images, self._labels = read_examples(self._context)
+        if not len(self._images):
             return None
         was_training = vit.training
         vit.eval()
-        images_BCHW = normalised(torch.from_numpy(self._images).to(self._device), self._normalise)
-        maps = attention_maps(vit, images_BCHW)
+        pixels_BHWC = torch.from_numpy(self._images).to(self._device)
+        maps = attention_maps(vit, normalised(pixels_BHWC, self._context.run.data.normalise))
         vit.train(was_training)
         probability_B, predicted_B = maps.logits.float().softmax(1).max(1)
-        arrays = [each.float().cpu().numpy() for each in (predicted_B, probability_B, maps.rollout)]
-        return Examples(self._images, self._labels, arrays[0].astype(np.int64), *arrays[1:])
+        attention_BRQ = maps.rollout.float().cpu().numpy()
+        arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
+        return Examples(self._images, self._labels, *arrays)
+
+
+def read_examples(context: WorkerContext) -> tuple[np.ndarray, np.ndarray]:
+    """Return the evaluation's views of a few images (BHWC, uint8) and their labels, without corrupt images."""
+    run, dataset, split = context.run, context.dataset, context.run.data.evaluated
+    assert split is not None
+    rows = locate_rows(dataset, split)
+    used = np.arange(rows.starts[-1]) if context.holdout_mask is None else np.flatnonzero(context.holdout_mask)
+    number = min(run.evaluate.pictures, len(used))
+    # Evenly spaced rows are a random sample: the stored order is shuffled.
+    chosen = used[np.linspace(0, len(used) - 1, number).astype(np.int64)]
+    views, labels = [], []
+    for content, label, _ in read_rows(chosen, rows).values():
+        with suppress(UndecodableImage):
+            views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
+            labels.append(label)
+    return np.array(views, np.uint8), np.array(labels, np.int64)
