@@ -210,6 +210,18 @@ def test_the_final_models_scores_are_linked_to_it(logged):
     assert "vitray.training_run" not in run.data.tags
 
 
+def test_a_run_scores_its_own_model_of_a_folder_that_another_run_logs_too(logged):
+    with begin("u1", "trial") as tracker:
+        tracker.model("/runs/a/model")
+        assert tracker.flush(60) is None
+        with begin("u2", "sweep") as sweep:
+            sweep.model("/runs/a/model")
+        tracker.scores("/runs/a/model", ModelScores(30, {"val/top1": 0.5}, VAL))
+    [own] = [model for model in models() if model.source_run_id == the_run("u1").info.run_id]
+    assert [each.key for each in own.metrics] == ["val/top1"]
+    assert the_run("u1").data.tags["mlflow.note.content"] == "# a run"
+
+
 @pytest.mark.parametrize("address", ["/runs/a/model", "models:/vit/1", "runs:/{run}/vit", "models:/{model}"])
 def test_an_evaluation_is_linked_to_the_training_run_and_to_the_registered_version(logged, address):
     with begin("u1", "trained") as tracker:

@@ -124,7 +124,7 @@ def log_scores(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> 
 
     If MLflow has the model from another run, the two runs are linked in both directions.
     """
-    model = find_model(client, body["model"])
+    model = find_model(client, body["model"], run_id)
     _log_model_metrics(client, run_id, model and model.model_id, body)
     if model is None or model.source_run_id in (None, run_id):
         return
@@ -145,15 +145,18 @@ def log_scores(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> 
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
 
 
-def find_model(client: "MlflowClient", url: str) -> "LoggedModel | None":
-    """Return the logged model at an address; of a folder, the latest one that was logged from it. None without one."""
+def find_model(client: "MlflowClient", url: str, run_id: str) -> "LoggedModel | None":
+    """Return the logged model at an address, or None; of a folder that of the run, otherwise the latest.
+
+    A sweep logs the folder of its best trial once more.
+    """
     if is_model_uri(url):
         return find_logged_model(client, url)
     if "'" in url or '"' in url:  # MLflow's filters cannot escape a quote
         return None
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     models = client.search_logged_models(experiments, f"tags.`{FOLDER_TAG}` = '{url}'")
-    return max(models, key=lambda model: model.creation_timestamp, default=None)
+    return max(models, key=lambda model: (model.source_run_id == run_id, model.creation_timestamp), default=None)
 
 
 def _versions(client: "MlflowClient", model: "LoggedModel") -> list[Any]:
