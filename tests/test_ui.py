@@ -104,7 +104,10 @@ def test_the_printed_page_lists_the_run(pages):
     address, _, folder = pages
     printed = re.search(r"open (\S+)", (folder / "log").read_text())[1]
     assert printed == f"{address}/#/experiments/1/runs?workflowType=machine_learning"
-    assert "shown-run" in page(printed, folder, ["shown-run"])
+    html = page(printed, folder, ["shown-run"])
+    assert "shown-run" in html
+    assert "Model training" in html
+    assert "Judges" not in html, "of the pages of language models"
 
 
 def test_the_run_shows_its_metrics_and_its_description(pages):
@@ -128,11 +131,12 @@ def test_the_run_shows_its_datasets_its_source_and_its_best_checkpoint(pages):
     expected = ["demo/train", "demo/val", "vitray train", "c0ffee", "vit-best"]
     html = page(f"{address}/#/experiments/1/runs/{run_id}?workflowType=machine_learning", folder, expected)
     assert [text for text in expected if text not in html] == []
+    assert "Judges" not in html, "of the pages of language models"
 
 
 def test_the_run_shows_system_metrics_under_mlflows_names(pages):
     address, run_id, folder = pages
-    expected = ["cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_available_megabytes"]
+    expected = ["cpu_utilization_percentage", "disk_usage_megabytes"]
     html = page(f"{address}/#/experiments/1/runs/{run_id}/system-metrics", folder, expected)
     assert [text for text in expected if text not in html] == []
     assert "system/system/" not in html
