@@ -44,6 +44,12 @@ FILES = {"index.html", "results.json", "scores.csv", "classes.csv", "predictions
 PROBES = ("--probes", "knn", "few_shot", "linear", "rank")
 
 
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch):
+    """Without the tracking store that a user of this folder may have."""
+    monkeypatch.setattr(driver, "has_store", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A dataset, a folder of images, and networks: two of the same classes, and two of others."""

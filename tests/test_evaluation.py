@@ -291,7 +291,7 @@ class Val:
 def test_evaluation_is_compiled_when_training_is(compile_it, monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(evaluator, "open_evaluation", lambda _: Val())
-    settings = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7"]
+    settings = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7", "evaluate.pictures=0"]
     run = load_run(None, [*settings, f"compute.compile={compile_it}"])
     context = WorkerContext(run, None, None, "", 1, None)
     task = context.build(CPU)

@@ -121,10 +121,21 @@ def test_a_run_ends_with_its_model_and_its_metrics(place, undisturbed):
         "train/grad_norm",
     } <= run.data.metrics.keys()
     assert {"val/top1", "val/top5", "best/val_top1", "cost/device_seconds", "cost/flops"} <= run.data.metrics.keys()
-    assert any(name.startswith("system/node0/") for name in run.data.metrics)
+    assert "system/cpu_utilization_percentage" in run.data.metrics
     names = {
         item.path for item in mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).list_artifacts(outcome.mlflow_run)
     }
+    inputs = {each.dataset.name: each.tags[0].value for each in run.inputs.dataset_inputs}
+    assert inputs == {"demo/train": "training", "demo/val": "validation"}
+    assert run.data.tags["mlflow.source.name"]
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    pictures = {item.path.partition("+timestamp")[0] for item in client.list_artifacts(outcome.mlflow_run, "images")}
+    assert pictures == {"images/examples~predictions+step+10", "images/examples~predictions+step+20"}
+    models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{outcome.mlflow_run}'")
+    [final] = [model for model in models if "vitray.folder" in model.tags]
+    linked = {(each.key, each.value, each.dataset_name) for each in final.metrics}
+    assert ("val/top1_ema", outcome.val_top1, "demo/val") in linked
+    assert all(key != "val/top1" for key, _, _ in linked), "those of weights that the folder does not hold"
     assert {"augmented.png", "curves.png", "confusion.png", "mistakes.png", "run.yaml"} <= names
     assert load_model(outcome.model).vit.model.name == "vit_u2x2_8"
 

@@ -579,8 +579,7 @@ def test_only_a_provably_dead_process_is_dead():
 
 
 def test_a_machine_has_metrics_and_facts():
-    metrics = system_info.sample()
-    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= set(metrics)
+    metrics = system_info.SystemSampler().sample()
     assert all(math.isfinite(value) for value in metrics.values())
     facts = system_info.facts()
     assert {"version.torch", "version.ray", "version.mlflow", "hardware.cpu", "hardware.cores"} <= set(facts)

@@ -12,7 +12,10 @@ import urllib.request
 import numpy as np
 import pytest
 
+from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
 from vitray.tracking import figures
+from vitray.tracking.lineage import ModelScores, TrackedDataset
+from vitray.tracking.system_info import SystemSampler
 from vitray.tracking.tracker import TrackedRun, Tracker
 
 pytestmark = pytest.mark.slow
@@ -29,8 +32,13 @@ def pages(tmp_path_factory):
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.setenv("VITRAY_HOME", str(folder / "home"))
+        patch.setattr(sys, "argv", ["/bin/vitray", "train", "recipe.yaml"])
         tracked = TrackedRun("a" * 32, "shown-run", "shown")
-        with Tracker(tracked, {"optim.lr": 1e-3}, {}, "| a | table |\n|---|---|") as tracker:
+        facts = {"git.commit": "c0ffee1234567890"}
+        with Tracker(tracked, {"optim.lr": 1e-3}, facts, "| a | table |\n|---|---|") as tracker:
+            train = TrackedDataset("demo/train", "1d" * 32, "/data/demo", "training", 4000, 10)
+            val = TrackedDataset("demo/val", "2e" * 32, "/data/demo", "validation", 500, 10)
+            tracker.datasets([train, val])
             history = {
                 "train/loss": [(step, 1 / (step + 1)) for step in range(20)],
                 "val/top1": [(10, 0.5), (19, 0.75)],
@@ -38,6 +46,13 @@ def pages(tmp_path_factory):
             for key, points in history.items():
                 for step, value in points:
                     tracker.metrics(step, {key: value})
+            sampler, pixels = SystemSampler(), np.zeros((32, 32, 3), np.uint8)
+            for step in (10, 19):
+                tracker.metrics(step, sampler.sample())
+                example = Prediction(pixels + step, "one", "two", 0.5, np.ones((4, 4)))
+                tracker.image("examples/predictions", step, prediction_sheet([example] * 3, f"step {step}"))
+                scores = ModelScores(step, {"val/top1": dict(history["val/top1"])[step]}, val)
+                tracker.checkpoint(f"/runs/shown/checkpoints/step-{step:08d}", "vit-best", scores)
             tracker.figure("curves.png", figures.draw_curves(history))
             tracker.figure("confusion.png", figures.draw_confusion(np.eye(3, dtype=int) * 7, ["one", "two", "three"]))
             assert tracker.flush(120) is None
@@ -89,7 +104,10 @@ def test_the_printed_page_lists_the_run(pages):
     address, _, folder = pages
     printed = re.search(r"open (\S+)", (folder / "log").read_text())[1]
     assert printed == f"{address}/#/experiments/1/runs?workflowType=machine_learning"
-    assert "shown-run" in page(printed, folder, ["shown-run"])
+    html = page(printed, folder, ["shown-run"])
+    assert "shown-run" in html
+    assert "Model training" in html
+    assert "Judges" not in html, "of the pages of language models"
 
 
 def test_the_run_shows_its_metrics_and_its_description(pages):
@@ -106,3 +124,26 @@ def test_the_run_shows_its_figures(pages):
     )
     assert "curves.png" in html
     assert "confusion.png" in html
+
+
+def test_the_run_shows_its_datasets_its_source_and_its_best_checkpoint(pages):
+    address, run_id, folder = pages
+    expected = ["demo/train", "demo/val", "vitray train", "c0ffee", "vit-best"]
+    html = page(f"{address}/#/experiments/1/runs/{run_id}?workflowType=machine_learning", folder, expected)
+    assert [text for text in expected if text not in html] == []
+    assert "Judges" not in html, "of the pages of language models"
+
+
+def test_the_run_shows_system_metrics_under_mlflows_names(pages):
+    address, run_id, folder = pages
+    expected = ["cpu_utilization_percentage", "disk_usage_megabytes"]
+    html = page(f"{address}/#/experiments/1/runs/{run_id}/system-metrics", folder, expected)
+    assert [text for text in expected if text not in html] == []
+    assert "system/system/" not in html
+
+
+def test_the_run_shows_its_example_pictures_by_step(pages):
+    address, run_id, folder = pages
+    expected = ["examples/predictions", "Step"]
+    html = page(f"{address}/#/experiments/1/runs/{run_id}/model-metrics", folder, expected)
+    assert [text for text in expected if text not in html] == []

@@ -301,6 +301,8 @@ class Evaluate(Section):
     """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
+    pictures: Annotated[int, Field(ge=0, le=64)] = 8
+    """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
 
     @model_validator(mode="after")
     def _share_is_of_a_gpu(self) -> Self:

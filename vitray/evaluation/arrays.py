@@ -104,3 +104,16 @@ def draw_part(count: int, part: int, seed: int, keys: Any = None) -> np.ndarray:
     mask_N = np.zeros(count, dtype=bool)
     mask_N[order_N[:part]] = True
     return mask_N
+
+
+class Examples(NamedTuple):
+    """Images with the predictions of one network."""
+
+    images: np.ndarray
+    """BHWC, uint8, as the network sees them."""
+    labels: np.ndarray
+    predicted: np.ndarray
+    probabilities: np.ndarray
+    """Of the predicted classes: B."""
+    attention: np.ndarray
+    """Attention rollout to each patch: B x rows x columns."""

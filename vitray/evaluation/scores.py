@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitray.config.augmentation import Normalise
 from vitray.data.augment.batch import DeviceBatch, normalised, to_device
+from vitray.evaluation.arrays import Examples
 from vitray.models.tokenizer import VisualTokenizer
 
 MAX_MISTAKES = 16
@@ -46,6 +47,8 @@ class Score(NamedTuple):
     """Of a tokenizer: the number of equally frequent codes with the same entropy."""
     pictures: np.ndarray | None = None
     """A few images on rank 0: original, masked, reconstructed (RBCHW, normalised)."""
+    examples: Examples | None = None
+    """A few images on rank 0, the same at every evaluation."""
 
     def metrics(self, suffix: str = "") -> dict[str, float]:
         """Return the numbers under their metric names."""

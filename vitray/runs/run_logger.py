@@ -14,18 +14,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
 from vitray.cluster import local_ray
+from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
+from vitray.evaluation.arrays import Examples
+from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
-from vitray.runs.run_summary import describe_run, end_block, incident_block, start_block
+from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
+from vitray.tracking.lineage import ModelScores
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
-from vitray.training import messages
+from vitray.training import checkpoints, messages
 from vitray.training.profiling import forward_passes_per_step, peak_flops
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
@@ -44,6 +48,8 @@ class RunLogger:
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
+        self._best = BestCheckpoint()
+        self._datasets = run_datasets(info.planned)
         self.mailbox: Any = None
         self.replace_mailbox()
         self._stopped = threading.Event()
@@ -66,6 +72,7 @@ class RunLogger:
             tags | system_info.facts(),
             describe_run(run, plan, info.placement),
         )
+        tracker.datasets(self._datasets)
         tracker.text("run.yaml", run.to_yaml())
         if start:
             tracker.text("audit.md", audit_table(start.audit))
@@ -108,6 +115,8 @@ class RunLogger:
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
             self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
+            if scores := self._last_scores(result.step):
+                self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")
@@ -134,6 +143,12 @@ class RunLogger:
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
             self._console.block(facts | incident_block(result))
         return outcome
+
+    def _last_scores(self, step: int) -> dict[str, float]:
+        """Return the scores of the weights in the model folder, which are the averaged ones where there are some."""
+        history = self._history.items()
+        last = {key: points[-1][1] for key, points in history if key.startswith("val/") and points[-1][0] == step}
+        return {key: value for key, value in last.items() if key.endswith("_ema")} or last
 
     def _costs(self, result: messages.WorkerResult, speed: float | None) -> dict[str, float]:
         plan, precision = self._info.planned.plan, self._info.planned.run.compute.precision
@@ -186,17 +201,22 @@ class RunLogger:
                 self._log_metrics(message)
             case messages.Evaluation():
                 self._draw(message)
-            case messages.Pictures(pictures=pictures):
+            case messages.Pictures(step=step, pictures=pictures):
                 from vitray.tracking import figures
 
                 normalise = self._info.planned.run.data.normalise
-                self._tracker.figure("reconstructed.png", figures.draw_pictures(pictures, normalise))
+                png = figures.draw_pictures(pictures, normalise)
+                self._tracker.figure("reconstructed.png", png)
+                self._tracker.image("examples/reconstructed", step, png)
+            case messages.ExamplePictures(step=step, examples=examples):
+                self._draw_examples(step, examples)
             case messages.Note(text=text):
                 self._console.line(f"  {text}")
                 self._notes.append(text)
                 self._tracker.tag("vitray.note", "\n".join(self._notes))
             case messages.CheckpointSaved(step=step):
                 self._tracker.tag("vitray.checkpoint", str(step))
+                self._log_best(self._best.saved(step))
             case _:
                 assert_never(message)
 
@@ -212,6 +232,14 @@ class RunLogger:
         if hook and "val/loss" in values:
             steps = self._info.planned.plan.steps
             self.mailbox.decide.remote(step, hook.should_stop(step, steps, values))
+        self._log_best(self._best.evaluated(step, values))
+
+    def _log_best(self, best: Best | None) -> None:
+        if best is None:
+            return
+        name = f"{self._info.planned.run.model.name}-best"
+        folder = checkpoints.folder_of(self._info.run_dir, best.step)
+        self._tracker.checkpoint(folder, name, ModelScores(best.step, best.scores, self._datasets[-1]))
 
     def _log_start(self, step: int) -> None:
         """Log the duration of the start, once after the first step."""
@@ -240,3 +268,13 @@ class RunLogger:
                 figures.MistakePicture(decode_image(content), classes[label], classes[predicted], probability, key)
             )
         self._tracker.figure("mistakes.png", figures.draw_mistakes(drawn))
+
+    def _draw_examples(self, step: int, examples: Examples) -> None:
+        classes = self._info.planned.dataset.classes
+        columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, examples.attention)
+        drawn = [
+            Prediction(image, classes[label], classes[predicted], float(probability), attention)
+            for image, label, predicted, probability, attention in zip(*columns, strict=True)
+        ]
+        png = prediction_sheet(drawn, f"step {step:,}: predictions, and below attention rollout")
+        self._tracker.image("examples/predictions", step, png)

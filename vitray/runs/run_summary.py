@@ -3,14 +3,16 @@
 import platform
 from typing import assert_never
 
+from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.errors import redact_uri
 from vitray.runs.console import clock
 from vitray.runs.placement import Placement
-from vitray.runs.plan import Plan, RunInfo
+from vitray.runs.plan import Plan, PlannedRun, RunInfo
 from vitray.runs.run_dir import Outcome
+from vitray.tracking.lineage import TrackedDataset
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
 from vitray.weights import SavedModel
@@ -36,6 +38,22 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "results": info.run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
+
+
+def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
+    """Return the images that a run trains on, and those that it evaluates if there are any, as inputs in MLflow."""
+    data, plan, dataset = planned.run.data, planned.plan, planned.dataset
+    name, url = dataset.url.rstrip("/").rpartition("/")[2], storage.absolute(dataset.url)
+    classes = len(dataset.classes)
+    part = [f"without {data.development:g}"] if data.development else []
+    digest = dataset.part_identity(data.train, *part)
+    label = f"{name}/{data.train}" + (f", without {data.development:.0%}" if part else "")
+    inputs = [TrackedDataset(label, digest, url, "training", plan.images, classes)]
+    if data.evaluated:
+        digest = dataset.part_identity(data.evaluated, *([f"{data.development:g}"] if part else []))
+        label = f"{name}/{data.evaluated}" + (f", {data.development:.0%}" if part else "")
+        inputs.append(TrackedDataset(label, digest, url, "validation", plan.val_images, classes))
+    return inputs
 
 
 def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:

@@ -44,6 +44,14 @@ def tracking_uri() -> str:
     return uri
 
 
+def has_store() -> bool:
+    """Whether the environment names a store, or the working folder has one."""
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        tracking_uri()  # refuses a store that would be removed with its job
+        return True
+    return (Path.cwd() / "mlruns.db").exists()
+
+
 def database_file(uri: str) -> Path | None:
     """Return the database file of an embedded store; None for any other address."""
     path = uri.removeprefix("sqlite:///")

@@ -19,6 +19,7 @@ from PIL import Image
 from vitray import storage
 from vitray.config import Run, load_run
 from vitray.storage import scratch_folder
+from vitray.tracking.lineage import FOLDER_TAG
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.model_uri import MODEL_DIR
 from vitray.weights.delta import CLASSES, DELTA, RUN, WEIGHTS, Delta, read_delta
@@ -46,7 +47,8 @@ def log_model(run_id: str, folder: str) -> str:
             tracked.info.experiment_id,
             name=run.model.name,
             source_run_id=run_id,
-            tags=None if delta is None else {BASE_TAG: delta.base.url, BASE_IDENTITY_TAG: delta.base.identity},
+            tags={FOLDER_TAG: folder}
+            | ({} if delta is None else {BASE_TAG: delta.base.url, BASE_IDENTITY_TAG: delta.base.identity}),
             params=tracked.data.params,
         )
         description = Model(logged.artifact_location, run_id, model_uuid=logged.model_id, model_id=logged.model_id)

@@ -15,6 +15,7 @@ from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_u
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
 
 GRAMMAR = "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>"
@@ -62,6 +63,23 @@ def pin_uri(url: str) -> str:
         return storage.absolute(url)
     with _mlflow_lookup(url) as (client, uri):
         return f"models:/{uri['name']}/{_model_version(client, uri).version}" if uri["alias"] else url
+
+
+def find_logged_model(client: "MlflowClient", url: str) -> "LoggedModel | None":
+    """Return the logged model at an MLflow address; None if there is none, as for a version made from a folder."""
+    from mlflow.exceptions import MlflowException
+
+    uri = _MODEL_URI.fullmatch(url)
+    try:
+        if uri and uri["name"]:  # an embedded store knows only the source
+            version = _model_version(client, uri)
+            uri = _MODEL_URI.fullmatch(f"models:/{version.model_id}" if version.model_id else version.source or "")
+        model_id = uri and _artifact_location(client, uri)[1]
+        return client.get_logged_model(model_id) if model_id else None
+    except MlflowException as error:
+        if error.error_code not in NOT_FOUND:
+            raise
+        return None
 
 
 def _artifact_location(client: "MlflowClient", uri: re.Match[str]) -> tuple[str, str | None]:

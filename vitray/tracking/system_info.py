@@ -14,23 +14,40 @@ import psutil
 MEGABYTE = 1e6
 
 
-def sample() -> dict[str, float]:
-    """Return the load of this process's node, named as MLflow's page of system metrics expects.
+class SystemSampler:
+    """Samples of this process's node, with the names and meanings of MLflow's own system metrics."""
 
-    CPU is the mean since the previous call; GPU values are of the GPU that this process uses.
-    """
-    memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
+    def __init__(self, node: int | None = None) -> None:
+        """`node` is its number among several nodes, which becomes a part of the names; None for a single one."""
+        self._prefix = "system/" if node is None else f"system/node_{node}/"
+        self._received, self._sent = _network_megabytes()
+
+    def sample(self) -> dict[str, float]:
+        """Return the load by name.
+
+        CPU is the mean since the previous call, network traffic is counted from the sampler's start, and GPU values
+        are of the GPU that this process uses.
+        """
+        memory, disk = psutil.virtual_memory(), shutil.disk_usage(".")
+        received, sent = _network_megabytes()
+        values = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / MEGABYTE,
+            "system_memory_usage_percentage": 100 * memory.used / memory.total,
+            "disk_usage_percentage": 100 * disk.used / disk.total,
+            "disk_usage_megabytes": disk.used / MEGABYTE,
+            "disk_available_megabytes": disk.free / MEGABYTE,
+            "network_receive_megabytes": received - self._received,
+            "network_transmit_megabytes": sent - self._sent,
+            **_gpu_sample(),
+        }
+        return {f"{self._prefix}{name}": value for name, value in values.items()}
+
+
+def _network_megabytes() -> tuple[float, float]:
+    """Return the traffic since the boot; zeros on a machine without network."""
     network = psutil.net_io_counters()
-    return {
-        "system/cpu_utilization_percentage": psutil.cpu_percent(),
-        "system/system_memory_usage_megabytes": (memory.total - memory.available) / MEGABYTE,
-        "system/system_memory_usage_percentage": memory.percent,
-        "system/disk_usage_percentage": 100 * disk.used / disk.total,
-        "system/disk_available_megabytes": disk.free / MEGABYTE,
-        "system/network_receive_megabytes": network.bytes_recv / MEGABYTE if network else 0.0,
-        "system/network_transmit_megabytes": network.bytes_sent / MEGABYTE if network else 0.0,
-        **_gpu_sample(),
-    }
+    return (network.bytes_recv / MEGABYTE, network.bytes_sent / MEGABYTE) if network else (0.0, 0.0)
 
 
 def _gpu_sample() -> dict[str, float]:
@@ -41,12 +58,18 @@ def _gpu_sample() -> dict[str, float]:
     device = torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(device)
     values = {
-        f"system/gpu_{device}_memory_usage_megabytes": (total - free) / MEGABYTE,
-        f"system/gpu_{device}_memory_usage_percentage": 100 * (total - free) / total,
+        f"gpu_{device}_memory_usage_megabytes": (total - free) / MEGABYTE,
+        f"gpu_{device}_memory_usage_percentage": 100 * (total - free) / total,
     }
     with contextlib.suppress(ImportError, RuntimeError):  # torch needs nvidia-ml-py here, which is optional
-        values[f"system/gpu_{device}_utilization_percentage"] = float(torch.cuda.utilization(device))
+        values[f"gpu_{device}_utilization_percentage"] = float(torch.cuda.utilization(device))
     return values
+
+
+def source_name() -> str:
+    """Return the program that runs here: the address of its script, or `vitray` with a verb."""
+    program, verb = sys.argv[0] or "python", next(iter(sys.argv[1:]), "")
+    return f"vitray {verb}" if Path(program).name in ("vitray", "__main__.py") else program
 
 
 def facts() -> dict[str, str]:

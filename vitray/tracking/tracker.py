@@ -4,19 +4,20 @@ import getpass
 import json
 import logging
 import os
-import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from vitray.errors import ConfigError, one_line, redact, redact_uri
 from vitray.tracking.flush import close_dead_runs
+from vitray.tracking.lineage import ModelScores, TrackedDataset, clean_key, run_page
 from vitray.tracking.liveness import process_tags
 from vitray.tracking.mlflow_client import import_mlflow, store_address, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
+from vitray.tracking.system_info import source_name
 from vitray.tracking.uploader import Uploader
 
 LOG = logging.getLogger("vitray.tracking")
@@ -65,11 +66,12 @@ class Tracker:
         except BlockingIOError:
             raise ConfigError(f"{folder}: another process tracks this run; wanted that it ends first") from None
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in params.items()}
-        commit = {"mlflow.source.git.commit": tags["git.commit"]} if "git.commit" in tags else {}
-        user_tags = {_clean_key(key): str(value) for key, value in tags.items()}
+        source = {"mlflow.source.name": source_name(), "mlflow.source.type": "LOCAL"}
+        source |= {f"mlflow.source.{key}": tags[key] for key in ("git.commit", "git.dirty") if key in tags}
+        user_tags = {clean_key(key): str(value) for key, value in tags.items()}
         begin = {
-            "params": {_clean_key(key): text for key, text in texts.items()},
-            "tags": {"mlflow.user": _user()} | commit | user_tags | process_tags(),
+            "params": {clean_key(key): text for key, text in texts.items()},
+            "tags": {"mlflow.user": _user()} | source | user_tags | process_tags(),
             "description": description,
         }
         self._record("begin", run._asdict() | {"store": store_address(uri)} | begin)
@@ -77,20 +79,24 @@ class Tracker:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics of a step."""
-        numbers = {_clean_key(key): float(value) for key, value in values.items()}
+        numbers = {clean_key(key): float(value) for key, value in values.items()}
         self._record("metrics", {"step": int(step), "values": numbers})
 
     def figure(self, path: str, png: bytes) -> None:
         """Record an image as the artifact `path`, for example `figures/loss.png`."""
-        self._record_file(path, png)
+        self._record_file("artifact", path, png, {})
+
+    def image(self, key: str, step: int, png: bytes) -> None:
+        """Record an image of a step; MLflow shows the steps of a key side by side for several runs."""
+        self._record_file("image", f"{key}.png", png, {"key": key, "step": int(step)})
 
     def text(self, path: str, text: str) -> None:
         """Record a text as the artifact `path`."""
-        self._record_file(path, redact(text).encode())
+        self._record_file("artifact", path, redact(text).encode(), {})
 
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
-        self._record("tags", {"tags": {_clean_key(key): str(value)}})
+        self._record("tags", {"tags": {clean_key(key): str(value)}})
 
     def describe(self, markdown: str) -> None:
         """Replace the description at the top of the run's MLflow page."""
@@ -102,6 +108,18 @@ class Tracker:
         """Log a model folder, and register it; it becomes `champion` if allowed and `top1` is above the champion's."""
         body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as, "top1": top1}
         self._record("model", body | {"moves_champion": moves_champion})
+
+    def datasets(self, datasets: Sequence[TrackedDataset]) -> None:
+        """Record the datasets that the run reads."""
+        self._record("datasets", {"datasets": [each._asdict() for each in datasets]})
+
+    def checkpoint(self, folder: str, name: str, scores: ModelScores) -> None:
+        """Record the best checkpoint so far as a logged model; it replaces that of an earlier checkpoint."""
+        self._record("checkpoint", {"folder": folder, "name": name} | scores.record())
+
+    def scores(self, model: str, scores: ModelScores, description: str = "") -> None:
+        """Record scores of a model by its address; a model of another run is linked, below the description."""
+        self._record("scores", {"model": model, "description": description} | scores.record())
 
     @property
     def run_id(self) -> str | None:
@@ -118,8 +136,9 @@ class Tracker:
     def url_of(self, run_id: str) -> str | None:
         """Return the address of the page of any run of the experiment; None without a server."""
         experiment = self._upload.uploader.experiment_id
-        has_page = self._store.startswith("http") and experiment is not None
-        return f"{self._store}/#/experiments/{experiment}/runs/{run_id}" if has_page else None
+        if experiment is None or not self._store.startswith("http"):
+            return None
+        return f"{self._store}/{run_page(experiment, run_id)}"
 
     def kill(self, uid: str, reason: str) -> None:
         """End another run of the experiment, whose driver is gone, as KILLED."""
@@ -154,13 +173,13 @@ class Tracker:
             case _:
                 self.end("FAILED", one_line(error))
 
-    def _record_file(self, path: str, content: bytes) -> None:
+    def _record_file(self, kind: str, path: str, content: bytes, body: dict[str, Any]) -> None:
         try:
             file = self._spool.store_file(path.rpartition("/")[2], content)
         except OSError as error:
             self._warn_once(error)
         else:
-            self._record("artifact", {"path": path, "file": file})
+            self._record(kind, {"path": path, "file": file} | body)
 
     def _record(self, kind: str, body: dict[str, Any]) -> None:
         try:
@@ -257,11 +276,6 @@ def _close_dead_runs(experiment: str, uri: str) -> None:
         close_dead_runs(experiment, uri)
     except Exception as error:
         LOG.debug("tracking: records of dead drivers are not complete: %s", one_line(error))
-
-
-def _clean_key(key: str) -> str:
-    """Return a key with MLflow's legal characters: all but letters, digits and `_-. :/` become `_`."""
-    return re.sub(r"[^\w\-. :/]", "_", key)
 
 
 def _user() -> str:

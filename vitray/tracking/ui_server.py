@@ -13,10 +13,11 @@ from typing import Any
 import psutil
 
 from vitray.errors import ConfigError, one_line, redact_uri
+from vitray.tracking.lineage import WORKFLOW
 from vitray.tracking.mlflow_client import artifact_root, import_mlflow, open_client
 
 # The page of an experiment that lists its runs; without the query MLflow 3.17 may open that of traces.
-RUNS_PAGE = "#/experiments/{}/runs?workflowType=machine_learning"
+RUNS_PAGE = f"#/experiments/{{}}/runs?{WORKFLOW}"
 # Ports that are tried where none is asked for.
 DEFAULT_PORTS = range(5000, 5010)
 # Seconds for the server to end: a browser may keep a connection.

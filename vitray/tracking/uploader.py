@@ -5,6 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vitray.errors import one_line
+from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
@@ -17,6 +18,8 @@ LOG = logging.getLogger("vitray.tracking")
 
 BEGIN_TAG = "vitray.begun"
 REASON_TAG = "vitray.reason"
+# MLflow's pages of model training, rather than of language models.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 # MLflow's limits: metrics per call, and characters per value.
 MAX_METRICS, MAX_PARAM_VALUE, MAX_TAG_VALUE = 1000, 6000, 8000
@@ -67,7 +70,7 @@ class Uploader:
             if _is_permanent(error) and kind != "begin":
                 self._skip(run_id, batch[0].body, error)
             else:
-                if kind in ("artifact", "model"):
+                if kind in ("artifact", "image", "model", "checkpoint"):
                     # Re-queue a file that its store rejects at the end, so that it does not delay metrics.
                     self.spool.append(batch[0].body)
                     self._advance(run_id, batch)
@@ -75,7 +78,7 @@ class Uploader:
                 raise
         self._advance(run_id, batch)
         for record in batch:
-            if record.body.get("kind") == "artifact":
+            if "file" in record.body:
                 (self.spool.folder / record.body["file"]).unlink(missing_ok=True)
 
     def _advance(self, run_id: str, batch: list[SpoolRecord]) -> None:
@@ -134,10 +137,13 @@ class Uploader:
         experiment = self.client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return self.client.create_experiment(name, artifact_root(self.uri))
+                return self.client.create_experiment(name, artifact_root(self.uri), EXPERIMENT_TAGS)
             except Exception:  # another process may have created it first
                 if (experiment := self.client.get_experiment_by_name(name)) is None:
                     raise
+        for key, value in EXPERIMENT_TAGS.items():
+            if key not in experiment.tags:  # made by an earlier version
+                self.client.set_experiment_tag(experiment.experiment_id, key, value)
         return experiment.experiment_id
 
     def _parent_tag(self, begin: dict[str, Any]) -> dict[str, str]:
@@ -164,6 +170,17 @@ class Uploader:
                     self.client.log_artifact(run_id, str(path), body["path"].rpartition("/")[0] or None)
             case "model":
                 self._send_model(run_id, body)
+            case "datasets":
+                log_datasets(self.client, run_id, body["datasets"])
+            case "image":
+                path = self.spool.folder / body["file"]
+                if path.exists():
+                    log_image(self.client, run_id, path, body["key"], body["step"])
+            case "checkpoint":
+                with tracking_env(self.uri):
+                    log_checkpoint(self.client, run_id, body)
+            case "scores":
+                log_scores(self.client, run_id, body)
             case "kill":
                 self._send_kill(body)
             case "end":

@@ -18,8 +18,9 @@ from vitray.training import checkpoints
 from vitray.training.context import WorkerContext
 from vitray.training.data import open_evaluation, own_broadcast, with_masks
 from vitray.training.driver_client import DriverClient
+from vitray.training.examples import ExampleImages
 from vitray.training.learner import Learner
-from vitray.training.messages import Pictures
+from vitray.training.messages import ExamplePictures, Pictures
 from vitray.training.state import TrainState
 
 # A task's tensors by name.
@@ -114,6 +115,8 @@ class Scorer:
     def __init__(self, context: WorkerContext, task: Task, share: Share, device: torch.device) -> None:
         self._run, self._task, self._share, self._device = context.run, task, share, device
         self._val = open_evaluation(context)
+        has_pictures = isinstance(task, Supervised) and share.rank == 0 and context.run.evaluate.pictures
+        self._examples = ExampleImages(context, device) if has_pictures else None
         network = task.vit if isinstance(task, Supervised) else task
         # Compiled once, for one shape: every batch is padded to the same size.
         self._forward: Any = torch.compile(network, dynamic=False) if self._run.compute.compile else network
@@ -124,7 +127,8 @@ class Scorer:
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
         data, precision = EvaluationSet(batches, self._val.images, run.data.normalise), autocast(run, device)
         if isinstance(task, Supervised):
-            return evaluate(self._forward, data, run.model.num_classes or 0, device, precision)
+            score = evaluate(self._forward, data, run.model.num_classes or 0, device, precision)
+            return score._replace(examples=self._examples and self._examples.look(task.vit))
         return evaluate_loss(task, task.pictures, data, device, precision, self._forward)
 
 
@@ -143,7 +147,9 @@ def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, c
             values |= score.metrics(suffix)
         client.metrics(step, state, values)
         if scores[-1].pictures is not None:
-            client.send(Pictures(scores[-1].pictures))
+            client.send(Pictures(step, scores[-1].pictures))
+        if scores[-1].examples is not None:
+            client.send(ExamplePictures(step, scores[-1].examples))
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -27,7 +27,7 @@ from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.tracking import system_info
+from vitray.tracking.system_info import SystemSampler
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
 from vitray.training.context import WorkerContext
@@ -102,6 +102,9 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         if saver:
             saver.close()
 
+    # One worker a node measures it; as in MLflow, the nodes have numbers if there are several.
+    node = None if session.get_local_world_size() == share.workers else session.get_node_rank()
+    sampler = SystemSampler(node) if session.get_local_rank() == 0 else None
     saver, prefetcher = open_pipeline()
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     steps, seconds = 0, 0.0  # since the last record
@@ -172,10 +175,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             )
             state.losses = []
             steps, seconds, prefetcher.waited = 0, 0.0, 0.0
-            if session.get_local_rank() == 0:
-                node = f"system/node{session.get_node_rank()}"
-                usage = {f"{node}/{name}": value for name, value in system_info.sample().items()}
-                context.mailbox.put.remote(Metrics(state.step, usage))
+            if sampler is not None:
+                context.mailbox.put.remote(Metrics(state.step, sampler.sample()))
         unread = {}
         notice = None
         if is_check and context.watches_preemption and not is_preempted:

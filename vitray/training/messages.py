@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from vitray.evaluation.arrays import Examples
+
 
 class WorkersStarted(NamedTuple):
     """The worker group has started."""
@@ -45,9 +47,17 @@ class Evaluation(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """Reconstructed images."""
+    """Reconstructed images of an evaluation."""
 
+    step: int
     pictures: np.ndarray
+
+
+class ExamplePictures(NamedTuple):
+    """Predictions of an evaluation for the same few images."""
+
+    step: int
+    examples: Examples
 
 
 class Note(NamedTuple):
@@ -79,7 +89,9 @@ class Heartbeat(NamedTuple):
     has_failed: bool = False
 
 
-Message = WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | Note | CheckpointSaved
+Message = (
+    WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | ExamplePictures | Note | CheckpointSaved
+)
 
 
 # The reason why a worker returns; after a preemption the driver starts the workers again.

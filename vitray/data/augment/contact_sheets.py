@@ -1,4 +1,4 @@
-"""A contact sheet: images beside their augmented views."""
+"""Contact sheets: images beside their augmented views, and images above their predictions."""
 
 import io
 import textwrap
@@ -14,7 +14,8 @@ from vitray.data.augment.image import ImageSize, augment_image
 from vitray.data.augment.keyed_random import generator
 
 CELL, GAP, MARGIN, CORNER = 144, 8, 24, 10
-PAPER, INK, PALE, FRAME = "#fbfaf8", "#1f2430", "#8a8f9c", "#e7e4de"
+PAPER, INK, PALE, FRAME, WRONG = "#fbfaf8", "#1f2430", "#8a8f9c", "#e7e4de", "#b4521e"
+MOST_COLUMNS = 8
 
 
 class Sample(NamedTuple):
@@ -58,6 +59,46 @@ def contact_sheet(
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()
+
+
+class Prediction(NamedTuple):
+    """An image (HWC, uint8) with its classes, the predicted probability, and the attention to each patch."""
+
+    image: np.ndarray
+    true: str
+    predicted: str
+    probability: float
+    attention: np.ndarray
+
+
+def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
+    """Return a PNG with each image above the same image lit where the network attends to it, and its prediction."""
+    small, columns = ImageFont.load_default(13), min(MOST_COLUMNS, len(predictions))
+    cell, top = 2 * (CELL + GAP) + 48, MARGIN + 24
+    height = top + cell * -(-len(predictions) // columns)
+    sheet = Image.new("RGB", (2 * MARGIN + columns * (CELL + GAP) - GAP, height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((MARGIN, MARGIN), title, PALE, small, anchor="ls")
+    for place, each in enumerate(predictions):
+        x, y = MARGIN + place % columns * (CELL + GAP), top - GAP + place // columns * cell
+        _place(sheet, each.image, (x, y))
+        _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
+        below, colour = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
+        draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", colour, small)
+        draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
+    png = io.BytesIO()
+    sheet.save(png, "PNG")
+    return png.getvalue()
+
+
+def lit_by(image_HWC: np.ndarray, attention: np.ndarray) -> np.ndarray:
+    """Return an image whose patches are dark where their attention is least, and unchanged where it is most."""
+    least, most = float(attention.min()), float(attention.max())
+    shares = (attention - least) / (most - least) if most > least else np.ones_like(attention)
+    high, wide = image_HWC.shape[:2]
+    rows, columns = np.arange(high) * len(shares) // high, np.arange(wide) * shares.shape[1] // wide
+    light_HW = 0.2 + 0.8 * shares[rows][:, columns]
+    return (image_HWC * light_HW[:, :, None]).astype(np.uint8)
 
 
 def _column(left: int, column: int) -> int:

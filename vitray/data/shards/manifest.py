@@ -129,6 +129,10 @@ class Dataset(Section):
         content = json.dumps([self.format, files, self.classes, self.columns.model_dump()], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def part_identity(self, split: str, *part: str) -> str:
+        """Return a hash of the images of a split, or of a named part of it."""
+        return hashlib.sha256(json.dumps([self.identity, split, *part]).encode()).hexdigest()
+
     def address(self, shard: Shard) -> str:
         """Return the address of a shard."""
         is_in_place = storage.is_remote(shard.name) or shard.name.startswith("/")

@@ -20,12 +20,14 @@ from vitray.evaluation.report.probes import (
 )
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
 from vitray.evaluation.report.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
+from vitray.evaluation.report.tracking import track_evaluation
 from vitray.evaluation.report.writing import write_evaluation
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import NetworkSpec, describe_network
 from vitray.inference.outputs import CHUNK, Outputs, Work, actor_session, compute_outputs
 from vitray.models.vit import ViT
+from vitray.tracking.mlflow_client import has_store
 
 DEFAULT_FOLDER = "evaluations"
 MAX_CORRUPT = 0.01
@@ -83,9 +85,16 @@ class _Data(NamedTuple):
 
 
 def evaluate(request: Request) -> tuple[Evaluation, str]:
-    """Score all networks, write the folder, and return the scores and the address of the page."""
+    """Score all networks, write the folder, and return the scores and the address of the page.
+
+    If a tracking store is configured, each network's scores become a run there.
+    """
+    is_tracked = has_store()
     evaluation, folder = compute_evaluation(request)
-    return evaluation, write_evaluation(evaluation, folder)
+    page = write_evaluation(evaluation, folder)
+    if is_tracked:
+        track_evaluation(evaluation, folder)
+    return evaluation, page
 
 
 def compute_evaluation(request: Request) -> tuple[Evaluation, str]:

@@ -1,0 +1,145 @@
+"""The same few images at every evaluation, and the best checkpoint: what a run sends to MLflow between evaluations."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from image_sets import SHAPES, write_dataset
+from PIL import Image
+
+from vitray.config import Run
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.contact_sheets import Prediction, lit_by, prediction_sheet
+from vitray.data.augment.decode import decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.data.shards import holdout_mask
+from vitray.inference.images import open_images, read_encoded
+from vitray.inspection import attention_maps
+from vitray.models.vit import ViT
+from vitray.runs.best_checkpoint import BestCheckpoint
+from vitray.runs.plan import make_plan
+from vitray.runs.run_summary import run_datasets
+from vitray.training.context import WorkerContext
+from vitray.training.examples import ExampleImages
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("pictures") / "demo", {"train": 90, "val": 50}, corrupt=1)
+
+
+def settings(dataset, **changes):
+    model = {"model.name": "vit_u2x2_8", "model.image_size": 32, "model.num_classes": len(SHAPES)}
+    return Run().replace(model | {"data.url": dataset.url, "optim.batch": 16} | changes)
+
+
+def examples_of(run, dataset, mask=None):
+    return ExampleImages(WorkerContext(run, dataset, mask, "", 1, None), torch.device("cpu"))
+
+
+def test_examples_are_spread_over_the_split_and_are_the_same_at_every_evaluation(dataset):
+    run = settings(dataset, **{"evaluate.pictures": 8})
+    torch.manual_seed(0)
+    vit = ViT(run.model).train()
+    first = examples_of(run, dataset).look(vit)
+    assert vit.training, "the mode of the network is kept"
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    second = examples_of(run, dataset).look(vit)
+    assert (first.images == second.images).all()
+    assert (first.labels == second.labels).all()
+    assert (first.probabilities != second.probabilities).any()
+    # Row 0 of the split is corrupt, and left out.
+    assert first.images.shape == (7, 32, 32, 3)
+    stored = open_images(dataset.url, "val")
+    wanted = read_encoded(stored, [7, 14, 21, 28, 35, 42, 49])
+    assert first.labels.tolist() == [each.label for each in wanted]
+
+
+def test_an_examples_numbers_are_those_of_the_network(dataset):
+    run = settings(dataset)
+    torch.manual_seed(0)
+    vit = ViT(run.model).eval()
+    seen = examples_of(run, dataset).look(vit)
+    images_BCHW = normalised(torch.from_numpy(seen.images), run.data.normalise)
+    with torch.no_grad():
+        probabilities_BK = vit(images_BCHW).softmax(1)
+        maps = attention_maps(vit, images_BCHW)
+    assert seen.predicted.tolist() == probabilities_BK.argmax(1).tolist()
+    assert seen.probabilities == pytest.approx(probabilities_BK.max(1).values.numpy(), abs=1e-6)
+    assert seen.attention == pytest.approx(maps.rollout.numpy(), abs=1e-6)
+    assert seen.attention.shape == (len(seen.images), 4, 4)
+
+
+def test_examples_of_a_hold_out_are_held_out_images(dataset):
+    run = settings(dataset, **{"data.development": 0.3, "evaluate.pictures": 5})
+    mask = holdout_mask(dataset, "train", 0.3)
+    seen = examples_of(run, dataset, mask)
+    stored = np.flatnonzero(mask)
+    images = open_images(dataset.url, "train")
+    held_out = [each.content for each in read_encoded(images, stored.tolist()) if each.content != b"none"]
+    shown = seen.look(ViT(run.model)).images
+    assert len(shown) >= 4
+    views = {crop_centre(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in held_out}
+    assert {image.tobytes() for image in shown} <= views
+
+
+def test_an_image_is_lit_where_the_network_attends_to_it():
+    image_HWC = np.full((8, 12, 3), 200, np.uint8)
+    attention = np.array([[0.1, 0.1, 0.1], [0.1, 0.5, 0.3]])
+    lit = lit_by(image_HWC, attention)
+    assert lit[4:, 4:8].min() == lit[4:, 4:8].max() == 200  # the most
+    assert lit[:4].max() == 40  # the least: a fifth
+    assert lit[4:, 8:].min() == lit[4:, 8:].max() == 120  # half-way
+    assert (lit_by(image_HWC, np.ones((2, 3))) == image_HWC).all()
+
+
+@pytest.mark.parametrize("number", [1, 8, 9])
+def test_the_sheet_of_examples_is_drawn(number):
+    image_HWC = np.zeros((16, 24, 3), np.uint8)
+    example = Prediction(image_HWC, "a class with a name that is too long for it", "狗 <b>", 0.5, np.ones((2, 3)))
+    with Image.open(io.BytesIO(prediction_sheet([example] * number, "step 1"))) as sheet:
+        rows, columns = -(-number // 8), min(8, number)
+        assert sheet.size == (40 + 152 * columns, 48 + 352 * rows)
+
+
+def test_the_best_checkpoint_is_named_once_its_scores_and_its_files_are_known():
+    best = BestCheckpoint()
+    assert best.evaluated(10, {"val/top1": 0.5, "val/top1_ema": 0.6, "best/val_top1": 0.6, "train/lr": 1}) is None
+    assert best.saved(10) == (10, {"val/top1": 0.5, "val/top1_ema": 0.6})
+    assert best.saved(15) is None, "a checkpoint without an evaluation"
+    # Worse, and equal: the earlier one stays.
+    assert best.evaluated(15, {"val/top1": 0.9, "val/top1_ema": 0.55, "best/val_top1": 0.6}) is None
+    assert best.evaluated(15, {"val/top1": 0.9, "val/top1_ema": 0.6, "best/val_top1": 0.6}) is None
+    # A separate evaluation ends after its checkpoint.
+    assert best.saved(20) is None
+    assert best.evaluated(20, {"val/top1": 0.7, "val/top1_ema": 0.7, "best/val_top1": 0.7}) == (
+        20,
+        {"val/top1": 0.7, "val/top1_ema": 0.7},
+    )
+    assert best.evaluated(20, {"train/loss": 1.0}) is None
+
+
+def test_the_best_checkpoint_without_labels_has_the_lowest_loss():
+    best = BestCheckpoint()
+    best.saved(1)
+    assert best.evaluated(1, {"val/loss": 0.5, "best/val_loss": 0.5}) == (1, {"val/loss": 0.5})
+    assert best.evaluated(2, {"val/loss": 0.6, "best/val_loss": 0.5}) is None
+
+
+def test_a_runs_datasets_have_the_digests_of_an_evaluation_of_the_same_images(dataset):
+    train, val = run_datasets(make_plan(settings(dataset)))
+    assert (train.name, train.context, train.images) == ("demo/train", "training", 90)
+    assert (val.name, val.context, val.images) == ("demo/val", "validation", 50)
+    assert [train.digest, val.digest] == [open_images(dataset.url, split).identity for split in ("train", "val")]
+
+
+def test_the_parts_of_a_hold_out_are_different_datasets(dataset):
+    held = run_datasets(make_plan(settings(dataset, **{"data.development": 0.3})))
+    assert [each.name for each in held] == ["demo/train, without 30%", "demo/train, 30%"]
+    whole = open_images(dataset.url, "train").identity
+    assert len({whole, *(each.digest for each in held)}) == 3
+    assert sum(each.images for each in held) == 90
+    assert len(run_datasets(make_plan(settings(dataset, **{"data.val": None})))) == 1

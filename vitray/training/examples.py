@@ -1,0 +1,58 @@
+"""A few images of the evaluated split, the same at every evaluation: predictions, and the patches attended to."""
+
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.evaluation.arrays import Examples
+from vitray.inspection.rollout import attention_maps
+from vitray.models.vit import ViT
+from vitray.training.context import WorkerContext
+
+
+class ExampleImages:
+    """The images, read at the first evaluation."""
+
+    def __init__(self, context: WorkerContext, device: torch.device) -> None:
+        self._context, self._device = context, device
+        self._images: np.ndarray | None = None
+        self._labels = np.zeros(0, np.int64)
+
+    @torch.no_grad()
+    def look(self, vit: ViT) -> Examples | None:
+        """Return the predictions of a network with a head; None if no image can be decoded."""
+        if self._images is None:
+            self._images, self._labels = read_examples(self._context)
+        if not len(self._images):
+            return None
+        was_training = vit.training
+        vit.eval()
+        pixels_BHWC = torch.from_numpy(self._images).to(self._device)
+        maps = attention_maps(vit, normalised(pixels_BHWC, self._context.run.data.normalise))
+        vit.train(was_training)
+        probability_B, predicted_B = maps.logits.float().softmax(1).max(1)
+        attention_BRQ = maps.rollout.float().cpu().numpy()
+        arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
+        return Examples(self._images, self._labels, *arrays)
+
+
+def read_examples(context: WorkerContext) -> tuple[np.ndarray, np.ndarray]:
+    """Return the evaluation's views of a few images (BHWC, uint8) and their labels, without corrupt images."""
+    run, dataset, split = context.run, context.dataset, context.run.data.evaluated
+    assert split is not None
+    rows = locate_rows(dataset, split)
+    used = np.arange(rows.starts[-1]) if context.holdout_mask is None else np.flatnonzero(context.holdout_mask)
+    number = min(run.evaluate.pictures, len(used))
+    # Evenly spaced rows are a random sample: the stored order is shuffled.
+    chosen = used[np.linspace(0, len(used) - 1, number).astype(np.int64)]
+    views, labels = [], []
+    for content, label, _ in read_rows(chosen, rows).values():
+        with suppress(UndecodableImage):
+            views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
+            labels.append(label)
+    return np.array(views, np.uint8), np.array(labels, np.int64)
