@@ -13,7 +13,7 @@ def main(args: list[str]) -> dict[str, Any]:
         description="Scores networks on each image of a split exactly once, and compares several in pairs. MODEL is a"
         " model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library."
         " DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that was"
-        " killed continues when it is repeated. Example: vitray evaluate runs/first/model runs/second/model data/demo",
+        " killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
     )
     parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
     parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")

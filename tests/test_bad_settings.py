@@ -29,7 +29,7 @@ from vitray.weights import save_model
 from vitray.weights.folder import save_tokenizer
 
 TINY = ["model.name=vit_u1x1_8", "model.image_size=32", "model.num_classes=3", "optim.batch=16"]
-TINY += ["optim.duration=3 epochs", "optim.warmup=1 epoch", "data.mix={mixup: 0.1}"]
+TINY += ["optim.duration=3 epochs", "optim.warmup=1 epoch", "data.mix={mixup: 0.1}", "tracking.register_as=vit"]
 NEEDS = {
     "task.kind=finetune": ["task.weights=base"],
     "task.kind=masked": ["data.mix={}", "model.num_classes=null"],

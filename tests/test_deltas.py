@@ -20,7 +20,7 @@ from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking.model_flavour import log_model
-from vitray.tracking.model_registry import register_model
+from vitray.tracking.model_registry import move_champion, register_model
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
 
@@ -431,7 +431,7 @@ def logged(store, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     run_id = new_run(store)
     whole = log_model(run_id, save(folder / "base", fresh(), classes=list("abcde")))
-    register_model(store, whole, "vit", 0.5)
+    move_champion(store, register_model(store, whole, "vit", 0.5), 0.5)
     delta = log_model(new_run(store), save(folder / "d", tuned(fresh()), "models:/vit@champion", list("abcde")))
     register_model(store, delta, "vit", 0.25)
     return {"run": run_id, "whole": whole, "delta": delta}

@@ -79,6 +79,7 @@ def pages(monkeypatch) -> list[dict]:
         return f"{folder}/index.html"
 
     monkeypatch.setattr(driver, "write_evaluation", write)
+    monkeypatch.setattr(driver, "track_evaluation", lambda *_: None)
     return contents
 
 

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -290,11 +291,17 @@ def test_bce_gives_sigmoids_and_unnamed_classes_are_numbers(store, tmp_path):
 def test_logging_a_model_changes_only_its_run(store, folder):
     active_id, run_id = new_run(store), new_run(store)
     store.log_param(run_id, "optim.lr", "3e-4")
-    with mlflow.start_run(active_id):
-        uri = log_model(run_id, folder)
-        assert mlflow.active_run().info.run_id == active_id
-        assert mlflow.get_active_model_id() is None
-        assert mlflow.last_logged_model() is None
+
+    def log_in_an_active_run() -> str:
+        with mlflow.start_run(active_id):
+            uri = log_model(run_id, folder)
+            assert mlflow.active_run().info.run_id == active_id
+            assert mlflow.get_active_model_id() is None
+            assert mlflow.last_logged_model() is None
+        return uri
+
+    with ThreadPoolExecutor(1) as thread:  # MLflow remembers the last model of a thread, and other tests log some
+        uri = thread.submit(log_in_an_active_run).result()
     logged = store.get_logged_model(uri.removeprefix("models:/"))
     assert (logged.source_run_id, logged.name, logged.status.value) == (run_id, "vit_u2x2_8", "READY")
     assert logged.experiment_id == store.get_run(run_id).info.experiment_id

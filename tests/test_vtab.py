@@ -100,7 +100,7 @@ def shrink(monkeypatch, *sweep):
 def small(monkeypatch):
     """A protocol of 40 + 10 images, whose fine-tunings are `shift_head`."""
     shrink(monkeypatch, Setting(0.1, 10), Setting(0.2, 20))
-    monkeypatch.setattr(session, "ray_session", nullcontext)
+    monkeypatch.setattr(session, "ray_session", lambda **_: nullcontext())
     runs = []
 
     def recorded(run, name, out):
@@ -188,7 +188,7 @@ def test_the_verb_chooses_one_setting_and_scores_each_seed(place, small, tmp_pat
     monkeypatch.setattr(session, "ray_session", lambda: pytest.fail("Ray starts"))
     assert main([*args_of(place, tmp_path, "--seeds", 2), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
-    monkeypatch.setattr(session, "ray_session", nullcontext)
+    monkeypatch.setattr(session, "ray_session", lambda **_: nullcontext())
     before = len(small)
     assert main(args_of(place, tmp_path, "--seeds", 3)) == 0
     assert [(run.seed, run.data.val) for run, _, _ in small[before:]] == [(2, None)] * 2
