@@ -1,0 +1,171 @@
+"""README and docs: their commands, Python and spaces run in order in a new clone, on few images and small networks."""
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from image_sets import SHAPES, write_dataset, write_folder
+from test_layers import ROOT
+from test_readme import CLONED, UNCHECKED, Block, blocks, commands, run_python
+
+from pipelines import recipes
+from pipelines.__main__ import main
+from vitray import storage
+from vitray.weights import load_model, save_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# The order in which a reader meets the pages: later ones use what earlier ones have made.
+ORDER = ["README.md", "training.md", "data.md", "evaluation.md", "sweeps.md", "cluster.md"]
+# Verbs that need a cluster, serve, or measure for minutes: test_jobs, test_doctor, test_ui and test_bench_* run them.
+ELSEWHERE = {"submit", "jobs", "stop", "doctor", "ui", "bench"}
+NOT_RUN = UNCHECKED | {"make", "mlflow"}
+
+# Settings in place of those of a command, {setting: value}; all others are as the page has them.
+RUN = {
+    "optim.duration": "4 steps",
+    "optim.warmup": "0 steps",
+    "optim.batch": "8",
+    "evaluate.every": "2 steps",
+    "checkpoint.every": "2 steps",
+    "compute.workers": "1",
+}
+FINETUNE_IMAGENET = RUN | {"model.image_size": "64", "compute.local_batch": "8", "compute.precision": "fp32"}
+TRAIN_IMAGENET = FINETUNE_IMAGENET | {"model.name": "vit_u2x1_8", "model.num_classes": "10"}
+DRAWN = {"images": "300", "image_size": "32"}
+# Texts in place of those of a space or of Python code.
+SPACE = {"vit_s{": "vit_u{", "trials: 24": "trials: 2", "trials: 8": "trials: 2", " 10 epochs": " 2 steps"}
+SPACE |= {" 5 epochs": " 2 steps"}
+PYTHON = {"batch=256": "batch=16"}
+
+
+def settings_of(verb: str, first: str) -> dict[str, str]:
+    """Return the settings that make a command small."""
+    if verb == "shard":
+        return DRAWN if first == "demo" else {}
+    if not first.endswith("_imagenet"):
+        return RUN
+    return FINETUNE_IMAGENET if first.startswith("finetune") else TRAIN_IMAGENET
+
+
+def shrunk(words: list[str], stages: tuple[str, ...] = ()) -> list[str]:
+    """Return the words of a command with small sizes, for the stages of its space too."""
+    verb, *args = words
+    if verb == "shard":  # its tasks are those of a Ray that was started in another folder
+        args = [word if word[0] == "-" or "=" in word or word == "demo" else storage.absolute(word) for word in args]
+    if verb == "evaluate":  # in this process, as without a cluster: actors of that Ray lack this folder's store
+        args = [*args, "--workers", "1"]
+    if verb not in ("train", "sweep", "shard") or "--resume" in args or "--look" in args:
+        return [verb, *args]
+    small = settings_of(verb, args[0])
+    kept = [verb, *(word for word in args if word.partition("=")[0] not in small)]
+    return kept + [
+        f"{prefix}{key}={small[key]}" for prefix in ("", *(f"{stage}." for stage in stages)) for key in small
+    ]
+
+
+def replaced(text: str, sizes: dict[str, str]) -> str:
+    for large, small in sizes.items():
+        text = text.replace(large, small)
+    return text
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory, ray_cluster):
+    """A new clone after `make demo`, with what a reader has: photos, archives, weights and a registered model."""
+    clone = tmp_path_factory.mktemp("clone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(clone)
+        patch.setenv("VITRAY_HOME", str(clone / "home"))
+        for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        for name in CLONED:
+            (clone / name).symlink_to(ROOT / name)
+        run(["shard", "demo", "data/demo", "images=6000", "image_size=64"])  # as `make demo` does
+        (clone / "my_recipe.yaml").write_text(recipes.path_of("demo").read_text())
+        write_folder(clone / "photos", 60)
+        for split, count in (("train", 80), ("val", 20)):  # the images of val are those of train, which lose them
+            write_folder(clone / "ILSVRC2012" / split, count)
+        write_dataset(clone / "data/pets", {"train": 40, "test": 20})
+        write_cifar(clone / "cifar-10-python.tar.gz")
+        write_deit3(clone / "deit_3_base_224_1k.pth")
+        run(["train", "demo", "tracking.register_as=vit", "--name", "registered"])
+        yield clone
+
+
+def write_cifar(path: Path) -> None:
+    draw = np.random.default_rng(0)
+    labels = [index % len(SHAPES) for index in range(20)]
+    pixels = {name: draw.integers(0, 256, (20, 3072), np.uint8) for name in ("data_batch_1", "test_batch")}
+    members = {name: {"data": data, "labels": labels} for name, data in pixels.items()}
+    members["batches.meta"] = {"label_names": list(SHAPES)}
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
+            info.size = len(packed := pickle.dumps(content, protocol=2))
+            tar.addfile(info, io.BytesIO(packed))
+
+
+def write_deit3(path: Path) -> None:
+    """Write a checkpoint with DeiT III's names and one of its twelve blocks."""
+    state = timm.create_model("deit3_base_patch16_224", depth=1, num_classes=10).state_dict()
+    for number in (1, 2):
+        state = {name.replace(f"ls{number}.gamma", f"gamma_{number}"): each for name, each in state.items()}
+    torch.save({"model": state}, path)
+
+
+def write_deltas() -> None:
+    """Write fine-tunings of models/deit3_b, which a page takes for granted."""
+    model_run, vit, classes = load_model("models/deit3_b")
+    for name in ("cars", "birds"):
+        vit.head.bias.data += 1
+        save_model(f"models/{name}", model_run, vit, classes, relative_to="models/deit3_b")
+
+
+def run(words: list[str], stages: tuple[str, ...] = ()) -> None:
+    small = shrunk(words, stages)
+    assert main(small) == 0, f"vitray {' '.join(small)}"
+
+
+def run_commands(text: str) -> None:
+    for program, *words in commands(text):
+        if program.removeprefix(".venv/bin/") != "vitray":
+            assert program in NOT_RUN
+        elif words[0] not in ELSEWHERE:
+            if words[:2] == ["weights", "show"]:
+                write_deltas()
+            run(words)
+
+
+def run_space(text: str) -> None:
+    small = replaced(text, SPACE)
+    Path("space.yaml").write_text(small)
+    stages = tuple(yaml.safe_load(small).get("before", ()))
+    run(["sweep", "demo", "space.yaml", "model.image_size=32", "compute.cpus=0.25"], stages)
+
+
+def blocks_of(page: str) -> list[Block]:
+    found = [each.values[0] for language in ("", "python", "yaml") for each in blocks(language)]
+    return sorted((block for block in found if block.page == page), key=lambda block: block.line)
+
+
+def test_no_page_with_commands_is_missed():
+    assert {each.values[0].page for language in ("", "python", "yaml") for each in blocks(language)} == set(ORDER)
+
+
+@pytest.mark.parametrize("page", ORDER)
+def test_a_page_runs_from_its_first_block_to_its_last(clone, page):
+    for block in blocks_of(page):
+        match block.language:
+            case "":
+                run_commands(block.text)
+            case "python":
+                run_python(replaced(block.text, PYTHON | {'"data/demo"': repr(storage.absolute("data/demo"))}))
+            case _:
+                run_space(block.text)
