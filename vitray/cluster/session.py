@@ -181,11 +181,13 @@ def release_resources(actor_class: str) -> None:
 
     job = ray.get_runtime_context().get_job_id()
     alive: Any = [("job_id", "=", job), ("class_name", "=", actor_class), ("state", "!=", "DEAD")]
-    deadline, options = time.monotonic() + RELEASE_SECONDS, {"timeout": QUICK_LISTING_SECONDS}
+    deadline = time.monotonic() + RELEASE_SECONDS
     with suppress(ConnectionError, RayStateApiException):  # no dashboard, or one that does not answer
-        while list_actors(filters=alive, **_list_options(), **options) and time.monotonic() < deadline:
+        while list_actors(filters=alive, timeout=QUICK_LISTING_SECONDS, **_list_options()):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.5)
-        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached, **options)
+        _remove_groups(lambda group: group.creator_job_id == job and not group.is_detached, QUICK_LISTING_SECONDS)
 
 
 def _remove_groups(is_removed: Callable[[Any], bool], timeout: int = 30) -> None:

@@ -73,6 +73,7 @@ def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     with scratch_folder() as scratch, RunLogger(info, console) as logger:
         result = _fit_to_end(partial(_fit, info, initial, shutdown, scratch), logger, planned.run.compute.max_failures)
+        assert result.ending != "preempted"
         match result.ending:
             case "interrupted":
                 console.line(f"  step {result.step:,} is saved")
