@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from vitray.evaluation.report.driver import Request, evaluate
 from vitray.tracking import system_info
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
 from vitray.weights import load_model, save_model
@@ -82,13 +84,17 @@ def points(run, key):
 
 
 def send_again(tracker):
-    """Upload all records a second time, as after a kill before the cursor was written."""
+    """Upload all records a second time, as after a kill before the cursor was written.
+
+    From a copy without a cursor: the tracker's own thread may still write its own.
+    """
     assert tracker.flush(60) is None
-    (tracker._spool.folder / "mark").unlink()
-    uploader = Uploader(tracker._spool, tracking_uri())
-    uploader.send_next()
-    while uploader.remaining:
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copy(tracker._spool.folder / RECORDS, name)
+        uploader = Uploader(Spool(Path(name)), tracking_uri())
         uploader.send_next()
+        while uploader.remaining:
+            uploader.send_next()
 
 
 def png(colour):
