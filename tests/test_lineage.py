@@ -91,10 +91,12 @@ def send_again(tracker):
     assert tracker.flush(60) is None
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(tracker._spool.folder / RECORDS, name)
-        uploader = Uploader(Spool(Path(name)), tracking_uri())
+        spool = Spool(Path(name))
+        uploader = Uploader(spool, tracking_uri())
         uploader.send_next()
         while uploader.remaining:
             uploader.send_next()
+        spool.close()
 
 
 def png(colour):
