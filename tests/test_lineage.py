@@ -16,7 +16,7 @@ from PIL import Image
 from vitray.evaluation.report.driver import Request, evaluate
 from vitray.tracking import system_info
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
-from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
@@ -26,15 +26,6 @@ EXPERIMENT = "linked"
 DIGEST = "0123456789abcdef" * 4
 TRAIN = TrackedDataset("demo/train", DIGEST, "/data/demo", "training", 4000, 10)
 VAL = TrackedDataset("demo/val", DIGEST[::-1], "s3://bucket/demo", "validation", 500, 10)
-
-
-@pytest.fixture(scope="module")
-def migrated(tmp_path_factory) -> Path:
-    """An empty store, created once: the creation of its tables takes seconds."""
-    import_mlflow()
-    path = tmp_path_factory.mktemp("template") / "mlruns.db"
-    open_client(f"sqlite:///{path}")
-    return path
 
 
 @pytest.fixture(autouse=True)
