@@ -395,7 +395,7 @@ sys.exit(driver.wait())
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_starts_on_nodes_that_join_for_it(tmp_path):
-    done = run_script(SCRIPT, tmp_path, capture_output=True, text=True)
+    done = run_script(SCRIPT, tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert "waiting for nodes with 3 x (1 CPU)" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4
