@@ -33,7 +33,7 @@ def main(words: list[str]) -> dict[str, Any]:
     if "--follow" in options.args:
         raise ConfigError(f"--follow: wanted before {options.verb}, as in vitray submit --follow {options.verb} ...")
     files = job_package.list_files(Path.cwd())
-    command = job_package.command_line(FILES.get(options.verb, options.verb), options.args, files)
+    command = job_package.command_line(FILES.get(options.verb) or options.verb, options.args, files)
     variables, messages = job_package.job_environment()
     variables |= commit_variables()
     messages += job_package.check_tracking(options.verb, variables)

@@ -27,6 +27,7 @@ from vitray.errors import ConfigError
 from vitray.evaluation import linear_probe
 from vitray.evaluation.classification import ClassScore, classify
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
+from vitray.evaluation.label_sets import LabelSet
 from vitray.evaluation.report import driver
 from vitray.evaluation.report.charts import (
     CONFUSED,
@@ -348,6 +349,12 @@ def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypa
     assert events[4:] == ["compute", "compute"]
 
 
+def shapes_of(names):
+    """A label set of folders of shapes, of which the others are not counted."""
+    targets = {shape: (index,) if shape in names else () for index, shape in enumerate(SHAPES)}
+    return LabelSet("objectnet", targets, False, tuple(range(10)), 10)
+
+
 def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
     """As on ImageNet-A: only the classes that have a folder compete."""
     ids = [f"n{index:08d}" for index in range(10)]
@@ -365,6 +372,31 @@ def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
     assert result["top1"] <= result["labels_top1"]
     assert "imagenet-a" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", labels)
     assert "--labels: got real" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", "real")
+
+
+def test_a_label_set_compares_networks_whose_classes_are_not_those_of_the_folders(place, tmp_path, capsys, monkeypatch):
+    ids = [f"n{index:08d}" for index in range(10)]
+    for name, source in (("model", "a"), ("second", "b")):
+        run, vit, _ = load_model(str(place / source))
+        save_model(str(tmp_path / name), run, vit, ids)
+    mappings = tmp_path / "mappings"
+    mappings.mkdir()
+    monkeypatch.setattr("vitray.evaluation.report.labelling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
+    both = verb(
+        *(capsys, tmp_path / "model", tmp_path / "second", place / "photos", "--labels", f"objectnet={mappings}"),
+        *("--out", tmp_path / "both"),
+    )
+    [pair] = both["comparisons"]
+    one, other = (model["labels_top1"] for model in both["models"])
+    assert (pair["score"], pair["difference"]) == ("labels_top1", pytest.approx(one - other))
+    assert both["agreement"] is None
+    assert all("top1" not in model for model in both["models"])
+    counted = sum(image.parent.name in SHAPES[:4] for image in (place / "photos").glob("*/*"))
+    assert {model["labels_images"] for model in both["models"]} == {counted}
+    assert round(counted * (one - other)) == pair["only_first"] - pair["only_second"]
+    page = (tmp_path / "both" / "index.html").read_text()
+    assert f"{100 * max(one, other):.2f} %<small>highest top-1 by the label set" in page
+    assert "Difference of top-1 by the label set" in page
 
 
 def test_names_are_escaped(tmp_path, capsys):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from vitray.evaluation.classification import ClassScore
 from vitray.evaluation.intervals import Interval, wilson
 from vitray.evaluation.report.results import PairResult, Result, Scored
+from vitray.evaluation.report.texts import TITLES
 from vitray.pages.markup import Picture
 from vitray.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis, to_png
 
@@ -87,7 +88,7 @@ def difference_chart(pairs: Sequence[PairResult]) -> Chart:
         interval = Interval(found.difference, found.low, found.high, found.level)
         lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.distinguishable))
     caption = "Grey: a difference that cannot be told from zero, by its interval or by McNemar's test."
-    return interval_chart("Difference of top-1", lines, [""], "points", caption, with_zero=True)
+    return interval_chart(f"Difference of {TITLES[pairs[0].score]}", lines, [""], "points", caption, with_zero=True)
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

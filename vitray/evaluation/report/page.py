@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from vitray.evaluation.intervals import Interval, wilson
 from vitray.evaluation.report.charts import (
     class_chart,
     confused_pairs,
@@ -64,19 +65,27 @@ def _headline(evaluation: Evaluation) -> Html:
 
 
 def _best(evaluation: Evaluation) -> Html:
-    scored = [(result.name, result.scored.intervals["top1"]) for result in evaluation.results if result.scored]
+    scored = [(result.name, top1) for result in evaluation.results if (top1 := _top1(result))]
     if not scored:
         return tag(
             "div", tag("p", "No network predicts the classes of these images; the table below has other scores.")
         )
     name, top1 = max(scored, key=lambda pair: pair[1].estimate)
-    is_alone = len(evaluation.results) == 1
+    is_alone, title = len(evaluation.results) == 1, "top-1" if evaluation.results[0].scored else TITLES["labels_top1"]
     return tag(
         "div",
-        tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", "top-1" if is_alone else "highest top-1")),
+        tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", title if is_alone else f"highest {title}")),
         None if is_alone else tag("p", tag("strong", name)),
         tag("p", f"95 % interval {100 * top1.low:.2f} to {100 * top1.high:.2f} %, by Wilson."),
     )
+
+
+def _top1(result: Result) -> Interval | None:
+    """Return the top-1 of a network: by the labels of the images, or else by the label set."""
+    if result.scored is not None:
+        return result.scored.intervals["top1"]
+    scored = result.by_labels
+    return None if scored is None else wilson(scored.hits1, scored.images)
 
 
 def _beside(evaluation: Evaluation) -> Html:
@@ -122,13 +131,14 @@ def _differences(evaluation: Evaluation) -> PageSection | None:
     if not pairs:
         return None
     correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
-    prose = f"The first network's top-1 minus the second's, paired by image. Each interval is at 95 %{correction}."
+    title = TITLES[pairs[0].score]
+    prose = f"The first network's {title} minus the second's, paired by image. Each interval is at 95 %{correction}."
     columns = [Column("first"), Column("second"), Column("difference, points", True), Column("95 % interval", True)]
     columns += [Column("only first right", True), Column("only second right", True), Column("McNemar p", True)]
     parts: list[Content] = [illustrated([prose], [difference_chart(pairs).picture()])]
     parts += [table("Differences", columns, [_pair_row(pair) for pair in pairs])]
     parts += [*(tag("p", _verdict(pair)) for pair in pairs), _agreement(evaluation)]
-    for pair in pairs[:MOST_PAIRS]:
+    for pair in pairs[:MOST_PAIRS] if evaluation.agreement is not None else ():
         for right, wrong in ((pair.first, pair.second), (pair.second, pair.first)):
             if examples := differing(results[right], results[wrong]):
                 parts += [tag("h3", f"{right} is right, {wrong} is wrong"), gallery(evaluation.images, examples)]
