@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipelines.__main__ import VERBS, run_verb
+from pipelines.__main__ import FILES, VERBS, run_verb
 from vitray.cluster import job_package, jobs
+from vitray.cluster.source import commit_variables
 from vitray.errors import ConfigError, nearest
 
 LOCAL_VERBS = {"submit", "jobs", "stop", "ui"}
@@ -32,8 +33,9 @@ def main(words: list[str]) -> dict[str, Any]:
     if "--follow" in options.args:
         raise ConfigError(f"--follow: wanted before {options.verb}, as in vitray submit --follow {options.verb} ...")
     files = job_package.list_files(Path.cwd())
-    command = job_package.command_line(options.verb, options.args, files)
+    command = job_package.command_line(FILES.get(options.verb) or options.verb, options.args, files)
     variables, messages = job_package.job_environment()
+    variables |= commit_variables()
     messages += job_package.check_tracking(options.verb, variables)
     job_package.check_size(files)
     if files.skipped:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
+from test_report import measured_page
 
 from pipelines.__main__ import main
 from vitray.cluster import session
@@ -24,13 +25,25 @@ from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_r
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError
 from vitray.evaluation import linear_probe
-from vitray.evaluation.classification import classify
+from vitray.evaluation.classification import ClassScore, classify
 from vitray.evaluation.corruptions import SEVERITIES, corrupt
+from vitray.evaluation.label_sets import LabelSet
 from vitray.evaluation.report import driver
-from vitray.evaluation.report.charts import CONFUSED, GROUPS, cluster, confusion_charts, grouped, most_confused
+from vitray.evaluation.report.charts import (
+    CONFUSED,
+    GROUPS,
+    cluster,
+    confusion_charts,
+    grouped,
+    most_confused,
+    recall_rank,
+)
 from vitray.evaluation.report.classes import check_same_classes, class_numbers
 from vitray.evaluation.report.driver import Request, compute_evaluation, evaluate
+from vitray.evaluation.report.page import render
 from vitray.evaluation.report.probes import all_classes, numbered
+from vitray.evaluation.report.results import Evaluation, Result, compare, score
+from vitray.evaluation.report.texts import scores_text
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference import outputs
@@ -336,6 +349,12 @@ def test_one_connection_to_ray_serves_all_computations(place, tmp_path, monkeypa
     assert events[4:] == ["compute", "compute"]
 
 
+def shapes_of(names):
+    """A label set of folders of shapes, of which the others are not counted."""
+    targets = {shape: (index,) if shape in names else () for index, shape in enumerate(SHAPES)}
+    return LabelSet("objectnet", targets, False, tuple(range(10)), 10)
+
+
 def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
     """As on ImageNet-A: only the classes that have a folder compete."""
     ids = [f"n{index:08d}" for index in range(10)]
@@ -353,6 +372,31 @@ def test_a_label_set_restricts_the_classes(place, tmp_path, capsys):
     assert result["top1"] <= result["labels_top1"]
     assert "imagenet-a" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", labels)
     assert "--labels: got real" in refusal(capsys, tmp_path / "no", place / "a", place / "photos", "--labels", "real")
+
+
+def test_a_label_set_compares_networks_whose_classes_are_not_those_of_the_folders(place, tmp_path, capsys, monkeypatch):
+    ids = [f"n{index:08d}" for index in range(10)]
+    for name, source in (("model", "a"), ("second", "b")):
+        run, vit, _ = load_model(str(place / source))
+        save_model(str(tmp_path / name), run, vit, ids)
+    mappings = tmp_path / "mappings"
+    mappings.mkdir()
+    monkeypatch.setattr("vitray.evaluation.report.labelling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
+    both = verb(
+        *(capsys, tmp_path / "model", tmp_path / "second", place / "photos", "--labels", f"objectnet={mappings}"),
+        *("--out", tmp_path / "both"),
+    )
+    [pair] = both["comparisons"]
+    one, other = (model["labels_top1"] for model in both["models"])
+    assert (pair["score"], pair["difference"]) == ("labels_top1", pytest.approx(one - other))
+    assert both["agreement"] is None
+    assert all("top1" not in model for model in both["models"])
+    counted = sum(image.parent.name in SHAPES[:4] for image in (place / "photos").glob("*/*"))
+    assert {model["labels_images"] for model in both["models"]} == {counted}
+    assert round(counted * (one - other)) == pair["only_first"] - pair["only_second"]
+    page = (tmp_path / "both" / "index.html").read_text()
+    assert f"{100 * max(one, other):.2f} %<small>highest top-1 by the label set" in page
+    assert "Difference of top-1 by the label set" in page
 
 
 def test_names_are_escaped(tmp_path, capsys):
@@ -486,6 +530,60 @@ def test_many_classes_are_drawn_as_groups_and_as_the_most_confused_ones():
     assert len(set(most)) == len(most) == CONFUSED
     assert confused[most[0], most[1]] == confused.max()
     assert [len(confusion_charts(*drawn(classes, 500))) for classes in (2, 40, 41)] == [1, 1, 2]
+
+
+def test_classes_of_equal_recall_are_ordered_by_their_images():
+    """Many images without a hit say more than few: they are the lowest of all."""
+    counts = [(4, 4), (2, 0), (9, 5), (30, 30), (40, 0)]
+    shuffled = [ClassScore(0, images, hits, hits, hits / images, None, None) for images, hits in counts]
+    assert [(each.images, each.hits) for each in sorted(shuffled, key=recall_rank)] == [
+        (40, 0),
+        (2, 0),
+        (9, 5),
+        (4, 4),
+        (30, 30),
+    ]
+
+
+def synthetic(place, classes, images, networks):
+    """An evaluation with drawn logits on drawn images."""
+    names = SHAPES if classes == 10 else tuple(f"class {index} <&> of many" for index in range(classes))
+    spec, opened = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
+    labels, results = np.random.default_rng(0).integers(0, classes, images), []
+    keys = [f"{index}.jpg" for index in range(images)]
+    for seed in range(networks):
+        logits = np.random.default_rng(seed).normal(size=(images, classes)).astype(np.float32)
+        logits[np.arange(images), labels] += 2.0 + seed
+        found = Outputs(np.arange(images) % 101, keys, labels, logits, None, ())
+        more = {"knn10": 0.5, "knn10_low": 0.4, "knn10_high": 0.6, "few_shot5": 0.25, "few_shot5_std": 0.01}
+        results.append(Result(f"vit_b12x{seed}_16", spec, found, names, score(logits, labels, keys), more))
+    return Evaluation(opened._replace(classes=names), results, *compare(results), "vitray evaluate a b data")
+
+
+def test_a_score_and_its_interval_do_not_break_at_the_end_of_a_line(place):
+    evaluation = synthetic(place, 10, 101, 1)
+    page = render(evaluation)
+    top5 = evaluation.results[0].scored.intervals["top5"]
+    low, high = f"{100 * top5.low:.2f}", f"{100 * top5.high:.2f}"
+    shown = f'{100 * top5.estimate:.2f}\u00a0% <small class="pale">{low}\u00a0to\u00a0{high}</small>'
+    assert page.count(shown) == 2  # beside the headline, and in the table
+    assert '25.00\u00a0% <small class="pale">±\u00a01.00</small>' in page
+    assert f"{100 * top5.estimate:.2f} % ({low} to {high})" in scores_text(evaluation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+@pytest.mark.parametrize(("classes", "networks"), [(10, 1), (10, 2), (10, 4), (1000, 2)])
+def test_a_browser_shows_the_page_in_any_width_and_theme(place, tmp_path, classes, networks, width, theme):
+    page = render(synthetic(place, classes, 2000 if classes > 10 else 101, networks))
+    measured = measured_page(page, width, theme, tmp_path)
+    assert measured["wide"] <= width
+    assert measured["boxes"] == 0
+    assert measured["drawn"]
+    assert measured["dark"] == (page.count("<source") if theme == "dark" else 0)
+    charts = networks * (4 if classes > 10 else 3) + (networks > 1)
+    assert measured["images"] == charts + page.count("data:image/jpeg")
 
 
 def test_confused_classes_are_neighbours():

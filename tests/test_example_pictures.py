@@ -1,6 +1,7 @@
 """The same few images at every evaluation, and the best checkpoint: what a run sends to MLflow between evaluations."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from vitray.data.augment.batch import normalised
 from vitray.data.augment.contact_sheets import Prediction, lit_by, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_centre
-from vitray.data.shards import holdout_mask
+from vitray.data.shards import holdout_mask, open_dataset
 from vitray.inference.images import open_images, read_encoded
 from vitray.inspection import attention_maps
 from vitray.models.vit import ViT
 from vitray.runs.best_checkpoint import BestCheckpoint
 from vitray.runs.plan import make_plan
 from vitray.runs.run_summary import run_datasets
+from vitray.training import messages
 from vitray.training.context import WorkerContext
 from vitray.training.examples import ExampleImages
 
@@ -120,6 +122,70 @@ def test_the_best_checkpoint_is_named_once_its_scores_and_its_files_are_known():
         {"val/top1": 0.7, "val/top1_ema": 0.7},
     )
     assert best.evaluated(20, {"train/loss": 1.0}) is None
+
+
+def test_the_best_scores_may_have_no_checkpoint():
+    best = BestCheckpoint()
+    assert best.without_checkpoint is None
+    best.saved(10)
+    best.evaluated(10, {"val/top1": 0.5, "best/val_top1": 0.5})
+    assert best.without_checkpoint is None
+    best.evaluated(15, {"val/top1": 0.6, "best/val_top1": 0.6})
+    assert best.without_checkpoint == (15, {"val/top1": 0.6})
+    best.saved(20)
+    assert best.without_checkpoint == (15, {"val/top1": 0.6}), "another step's"
+    best.saved(15)
+    assert best.without_checkpoint is None
+
+
+def logged_by(dataset, monkeypatch, *received):
+    """What a run logger sends for these messages: images by (key, step), and notes."""
+    from vitray.runs import run_logger
+
+    logger = object.__new__(run_logger.RunLogger)
+    plan = SimpleNamespace(dataset=open_dataset(dataset.url), run=Run())
+    images, tags = [], {}
+    tracker = SimpleNamespace(
+        image=lambda key, step, png: images.append((key, step, Image.open(io.BytesIO(png)).size)),
+        figure=lambda *_: None,
+        tag=tags.__setitem__,
+    )
+    for name, value in {
+        "_info": SimpleNamespace(planned=plan),
+        "_tracker": tracker,
+        "_has_pictures": False,
+        "_notes": [],
+        "_console": SimpleNamespace(line=lambda _: None),
+    }.items():
+        setattr(logger, name, value)
+    for message in received:
+        logger._log(message)
+    return images, tags
+
+
+def test_the_image_grid_has_a_picture_at_step_0_where_mlflow_opens_it(dataset, monkeypatch):
+    run = settings(dataset, **{"evaluate.pictures": 3})
+    seen = examples_of(run, dataset).look(ViT(run.model))
+    received = [messages.ExamplePictures(step, seen) for step in (10, 20)]
+    images, _ = logged_by(dataset, monkeypatch, *received)
+    assert [each[:2] for each in images] == [("examples/predictions", step) for step in (0, 10, 20)]
+    assert len({size for _, _, size in images}) == 1
+    pictures = np.random.default_rng(0).normal(size=(3, 2, 3, 16, 16))
+    images, _ = logged_by(dataset, monkeypatch, *(messages.Pictures(step, pictures) for step in (5, 9)))
+    assert [each[:2] for each in images] == [("examples/reconstructed", step) for step in (0, 5, 9)]
+
+
+def test_a_sheet_without_predictions_shows_the_images_alone():
+    image_HWC = np.full((16, 16, 3), 90, np.uint8)
+    known = Prediction(image_HWC, "one", None, 0.5, np.ones((2, 2)))
+    sheets = [
+        Image.open(io.BytesIO(prediction_sheet([each], "x"))) for each in (known, known._replace(predicted="two"))
+    ]
+    above, below = (40, 50, 160, 150), (40, 210, 160, 340)
+    assert sheets[0].size == sheets[1].size
+    assert sheets[0].crop(above).tobytes() == sheets[1].crop(above).tobytes()
+    assert sheets[0].getpixel((96, 260)) != sheets[1].getpixel((96, 260))
+    assert len(sheets[0].crop(below).getcolors()) == 1
 
 
 def test_the_best_checkpoint_without_labels_has_the_lowest_loss():

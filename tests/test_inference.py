@@ -16,11 +16,14 @@ import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_layers import ROOT
 
+from vitray.cluster import session
 from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.errors import ConfigError
+from vitray.inference import outputs
+from vitray.inference.extractor import Extractor
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network, open_network, short_name
 from vitray.inference.outputs import Work, compute_outputs
@@ -78,6 +81,40 @@ def test_actors_give_the_outputs_of_one_process(place, tmp_path, ray_cluster):
     planned = work(place, tmp_path / "refused")._replace(images=open_images(corrupt.url, "val"), chunk=2)
     with pytest.raises(ConfigError, match=r"of 5 images cannot be used, more than max_corrupt 0.01: val:"):
         compute_outputs(planned, 2)
+
+
+def test_an_extractor_refuses_its_network_after_its_constructor(place, tmp_path):
+    """Ray reports an error of an actor's constructor as a death without a cause."""
+    write_network(tmp_path / "model")
+    spec = describe_network(str(tmp_path / "model"))[0]
+    shutil.rmtree(tmp_path / "model")
+    extractor = Extractor(spec, open_images(str(place / "data"), "val"))
+    with pytest.raises(ConfigError, match="model: "):
+        extractor.load()
+    write_network(tmp_path / "model", seed=1)
+    with pytest.raises(ConfigError, match="its weights or settings have changed since the command began"):
+        extractor.load()
+    shutil.rmtree(tmp_path / "model")
+    write_network(tmp_path / "model")
+    extractor.load()
+    assert len(extractor.extract(0, 3, ["logits"])["logits"]) == 3
+
+
+def test_a_cluster_that_grows_is_asked_for_its_gpus(monkeypatch):
+    """Its head, which has no GPU, does not compute in their place."""
+    asked, resources = [], {"CPU": 8.0}
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    monkeypatch.setattr(session, "wait_for_nodes", lambda *args: asked.append(args))
+    for name, value in (("VITRAY_GROWS_WITHIN", "1800"), ("VITRAY_GROWS_DEVICE", "gpu")):
+        outputs.await_gpus(None)
+        monkeypatch.setenv(name, value)
+    assert not asked
+    outputs.await_gpus(None)
+    outputs.await_gpus(2)
+    assert asked == [([{"CPU": 1.0, "GPU": 1.0}] * count, 1800.0) for count in (1, 2)]
+    resources["GPU"] = 1.0
+    outputs.await_gpus(2)
+    assert len(asked) == 2
 
 
 @pytest.mark.ray

@@ -27,7 +27,9 @@ from vitray.cluster.job_package import (
     list_files,
     write_package,
 )
+from vitray.cluster.source import commit_facts, commit_variables
 from vitray.errors import ConfigError
+from vitray.tracking import system_info
 from vitray.tracking.mlflow_client import tracking_uri
 
 ROOT = Path(__file__).parent.parent
@@ -178,6 +180,8 @@ OUT = ["--out", "s3://b/runs"]
         (["evaluate", "s3://b/x", "s3://b/d"], "--out: got evaluations, in the job's own folder"),
         (["train", "demo", "data.url=data/demo", *OUT], "data.url=data/demo: would not be sent"),
         (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: an argument has a password in it"),
+        (["promote", "vit@challenger", "s3://b/d"], "--out: got evaluations, in the job's own folder"),
+        (["inspect", "s3://b/x"], "--out: got inspect, in the job's own folder"),
         (["trian", "demo"], "got 'trian', wanted one of .*nearest: train"),
         (["ui"], "got 'ui', wanted one of"),
         (["train", "demo", *OUT, "--follow"], "--follow: wanted before train"),
@@ -214,7 +218,30 @@ def test_a_dry_run_lists_the_package_and_the_command(bare_environment, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["command"] == "python -m pipelines.train demo data.url=s3://b/d --out s3://b/runs --json"
     assert result["files"] > 100
-    assert result["environment"] == []
+    assert result["environment"] == sorted(commit_variables())
+
+
+def test_a_verb_whose_file_has_another_name_runs_as_a_job(bare_environment, capsys):
+    command = ["submit", "--dry-run", "inspect", "s3://b/model", "--out", "s3://b/inspect", "--json"]
+    assert main(command) == 0
+    words = json.loads(capsys.readouterr().out.splitlines()[-1])["command"].split()
+    assert (ROOT / f"{words[2].replace('.', '/')}.py").exists()
+
+
+def test_a_job_knows_the_commit_that_it_was_submitted_from(bare_environment, folder, tmp_path, capsys):
+    bare_environment.chdir(folder)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    facts = {"git.commit": head, "git.dirty": "true"}  # a file is removed
+    assert commit_facts() == facts
+    sent = commit_variables()
+    assert main(["submit", "--dry-run", "train", "demo", *OUT, "--json"]) == 0
+    assert set(sent) <= set(json.loads(capsys.readouterr().out.splitlines()[-1])["environment"])
+    bare_environment.chdir(tmp_path)
+    assert commit_facts() == commit_variables() == {}  # no repository, as in a job
+    for name, value in sent.items():
+        bare_environment.setenv(name, value)
+    assert commit_facts() == facts
+    assert facts.items() <= system_info.facts().items()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Nearest neighbours: equal to a loop over the published rule and to scikit-learn; ties go to the first."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
@@ -56,9 +58,41 @@ def test_chunks_and_the_order_of_images_change_nothing(monkeypatch):
     first, second = rng.permutation(120), rng.permutation(50)
     shuffled = [Labelled(each.features[order], each.labels[order]) for each, order in ((train, first), (test, second))]
     assert {k: each.hits for k, each in probe_knn(*shuffled, 5).items()} == {k: s.hits for k, s in whole.items()}
-    monkeypatch.setattr("vitray.evaluation.knn.CHUNK_VALUES", 900)
-    for k, score in probe_knn(train, test, 5).items():
-        assert np.array_equal(score.predictions, whole[k].predictions)
+    for block in (1, 7, 50, 119):
+        monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
+        for k, score in probe_knn(train, test, 5).items():
+            assert np.array_equal(score.predictions, whole[k].predictions)
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 64])
+def test_blocks_keep_the_order_of_equal_similarities(monkeypatch, block):
+    """Features along axes: their similarities are exactly 0, 1 or -1, so most of them are equal."""
+    rng = np.random.default_rng(0)
+    axes = np.concatenate([np.eye(3), -np.eye(3)])
+    train = Labelled(axes[rng.integers(0, 6, 40)], rng.integers(0, 4, 40))
+    test = Labelled(axes[rng.integers(0, 6, 25)], rng.integers(0, 4, 25))
+    order = np.argsort(-(test.features @ train.features.T), axis=1, kind="stable")
+    monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
+    for k, score in probe_knn(train, test, 4, [1, 5, 40]).items():
+        similar = np.take_along_axis(test.features @ train.features.T, order, 1)
+        weights = np.exp(similar / 0.07) / np.exp(similar / 0.07).sum(1, keepdims=True)
+        votes = np.zeros((25, 4))
+        for row in range(25):
+            np.add.at(votes[row], train.labels[order[row, :k]], weights[row, :k])
+        assert np.array_equal(score.predictions, votes.argmax(1))
+
+
+def test_memory_does_not_grow_with_the_training_images(tmp_path):
+    """Features in a file of 64 MB are read block by block."""
+    features = np.memmap(tmp_path / "features", np.float32, "w+", shape=(200_000, 80))
+    features[:] = np.random.default_rng(0).random((200_000, 80), np.float32)
+    train = Labelled(features, np.arange(200_000) % 5)
+    tracemalloc.start()
+    score = probe_knn(train, Labelled(np.array(features[:8]), np.arange(8) % 5), 5, [1])[1]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert score.top1 == 1.0
+    assert peak < features.nbytes / 4
 
 
 def test_one_image_zero_features_and_half_precision():

@@ -47,6 +47,8 @@ def pages(tmp_path_factory):
                 for step, value in points:
                     tracker.metrics(step, {key: value})
             sampler, pixels = SystemSampler(), np.zeros((32, 32, 3), np.uint8)
+            known = Prediction(pixels, "one", None, 0.5, np.ones((4, 4)))
+            tracker.image("examples/predictions", 0, prediction_sheet([known] * 3, "step 0"))  # as a run does
             for step in (10, 19):
                 tracker.metrics(step, sampler.sample())
                 example = Prediction(pixels + step, "one", "two", 0.5, np.ones((4, 4)))
@@ -90,7 +92,7 @@ def page(address, folder, expected):
     """Return the rendered page, once it contains the expected texts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "needs a browser, which `make test-full` installs"
-    for time_budget in (20_000, 60_000):
+    for time_budget in (20_000, 60_000, 120_000):
         options = [f"--user-data-dir={folder / 'profile'}", f"--virtual-time-budget={time_budget}", "--dump-dom"]
         done = subprocess.run(
             [browser, *FLAGS, *options, address], capture_output=True, text=True, timeout=240, check=True
@@ -144,6 +146,7 @@ def test_the_run_shows_system_metrics_under_mlflows_names(pages):
 
 def test_the_run_shows_its_example_pictures_by_step(pages):
     address, run_id, folder = pages
-    expected = ["examples/predictions", "Step"]
+    # The address of the picture at which the grid opens.
+    expected = ["examples/predictions", "Step", "examples~predictions%2Bstep%2B0%2B"]
     html = page(f"{address}/#/experiments/1/runs/{run_id}/model-metrics", folder, expected)
     assert [text for text in expected if text not in html] == []

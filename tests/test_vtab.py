@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
+from test_report import measured_page
 
 from pipelines import recipes
 from pipelines.__main__ import main
@@ -22,9 +23,12 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.shards import open_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import open_images, read_encoded
+from vitray.inference.models import describe_network
 from vitray.runs.run_dir import Outcome
 from vitray.vtab import driver, protocol, tasks
 from vitray.vtab.protocol import SWEEP, TASKS, Setting, best_setting, hash_order, mean_score
+from vitray.vtab.report import render
+from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation
 from vitray.weights import load_model, open_weights, save_model
 
 # Table 9 of the ViT paper, ViT-H/14 and ViT-L/16, both pre-trained on JFT.
@@ -306,6 +310,29 @@ def test_bad_input_gets_one_message_and_writes_nothing(place, small, tmp_path, c
     assert captured.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert not small
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1100])
+def test_a_browser_shows_the_page_in_any_width_and_theme(place, tmp_path, width, theme):
+    """With all 19 datasets and two networks."""
+    spec, rng, results = describe_network(str(place / "a"))[0], np.random.default_rng(0), []
+    for name in ("vit_b12x1_16", "vit_b12x2_16"):
+        done = [
+            TaskResult(
+                task, GROUPS[task], f"/data/{task}", "test", "ab" * 32, 10, 500, 0, tuple(rng.integers(0, 500, 3))
+            )
+            for task in TASKS
+        ]
+        swept = {setting: dict.fromkeys(TASKS, 0.5) for setting in SWEEP}
+        results.append(NetworkResult(name, spec, SWEEP[3], swept, done))
+    page = render(VtabEvaluation(results, 3, {"optim.batch": 512}, "vitray evaluate a b --vtab"))
+    measured = measured_page(page, width, theme, tmp_path)
+    assert measured["wide"] <= width
+    assert measured["boxes"] == 0
+    assert measured["drawn"]
+    assert (measured["images"], measured["dark"]) == (1, theme == "dark")
 
 
 def test_probes_with_vtab_are_a_usage_error(place):

@@ -45,10 +45,11 @@ SECRET_VARIABLES = (
 )
 # Seconds to connect to a tracking server.
 CONNECT_SECONDS = 5
-# Verbs with runs in MLflow.
-TRACKED_VERBS = {"train", "sweep"}
+# Verbs that need an MLflow, and one that logs to it if there is one.
+TRACKED_VERBS, OPTIONALLY_TRACKED = {"train", "sweep", "promote"}, {"evaluate"}
 # The default of --out for each verb that has one.
-DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "evaluate": "evaluations", "bench": "bench_out"}
+DEFAULT_OUTPUTS = {"train": "runs", "sweep": "sweeps", "evaluate": "evaluations", "promote": "evaluations"}
+DEFAULT_OUTPUTS |= {"inspection": "inspect", "bench": "bench_out"}
 
 
 class PackageFiles(NamedTuple):
@@ -170,9 +171,11 @@ def check_tracking(verb: str, variables: Mapping[str, str]) -> list[str]:
     An address that this machine cannot reach may still be one of the nodes' own network.
     """
     address = variables.get("MLFLOW_TRACKING_URI")
-    if verb not in TRACKED_VERBS:
+    if verb not in TRACKED_VERBS | OPTIONALLY_TRACKED:
         return []
     if address is None:
+        if verb in OPTIONALLY_TRACKED:
+            return []
         return ["MLFLOW_TRACKING_URI: none is sent; the job uses the cluster's own, and ends if there is none"]
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https"):

@@ -10,6 +10,9 @@ import numpy as np
 
 from vitray.errors import ConfigError
 
+# Rows that are checked at a time.
+CHECKED_ROWS = 2**16
+
 
 class Labelled(NamedTuple):
     """Features of images and their labels."""
@@ -43,9 +46,11 @@ def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
         raise ConfigError(f"{name}: the shape is {matrix.shape}; wanted images x {columns}, at least one of each")
     if matrix.dtype.kind not in "fiu":
         raise ConfigError(f"{name}: the type is {matrix.dtype}; wanted numbers")
-    if not np.isfinite(matrix).all():
-        row = int(np.flatnonzero(~np.isfinite(matrix).all(1))[0])
-        raise ConfigError(f"{name}: row {row} holds {matrix[row][~np.isfinite(matrix[row])][0]}; wanted finite numbers")
+    for start in range(0, len(matrix), CHECKED_ROWS):  # a matrix in a file may be larger than the memory
+        is_finite = np.isfinite(matrix[start : start + CHECKED_ROWS])
+        if not is_finite.all():
+            row, column = np.argwhere(~is_finite)[0]
+            raise ConfigError(f"{name}: row {start + row} holds {matrix[start + row, column]}; wanted finite numbers")
     return matrix
 
 

@@ -4,7 +4,10 @@ Similarity is the cosine. The weights of an image are the softmax of its largest
 k neighbours vote with the first k weights. Of equal similarities the lower training row comes first, of equal votes the
 lower class.
 
-Shapes: N training images, B test images of a chunk, F features, K classes, T the largest k.
+Memory is bounded for any number of images: blocks of test images meet blocks of training images, of which the nearest
+so far are kept. Features may lie in a file.
+
+Shapes: B test images of a block, N training images of one, F features, K classes, T the largest k.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,8 @@ from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, score_pr
 
 NEIGHBOURS = (10, 20)
 TEMPERATURE = 0.07
-CHUNK_VALUES = 2**24
+BLOCK = 4096
+"""Images of a block, of training and of test images."""
 
 
 def probe_knn(
@@ -34,17 +38,30 @@ def probe_knn(
     if not temperature > 0:
         raise ConfigError(f"knn: got temperature {temperature}; wanted a positive number")
     predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbours}
-    train_NF, size = unit_rows(train.features), max(1, CHUNK_VALUES // len(train.labels))
-    for start in range(0, len(test.labels), size):
-        similar_BN = unit_rows(test.features[start : start + size]) @ train_NF.T
-        rows_BT = nearest_rows(similar_BN, most)
-        logits_BT = np.take_along_axis(similar_BN, rows_BT, 1).astype(np.float64) / temperature
+    for start in range(0, len(test.labels), BLOCK):
+        rows_BT, similar_BT = _neighbours(train.features, test.features[start : start + BLOCK], most)
+        logits_BT = similar_BT.astype(np.float64) / temperature
         weights_BT = np.exp(logits_BT - logits_BT[:, :1])
         weights_BT /= weights_BT.sum(1, keepdims=True)
         labels_BT = train.labels[rows_BT]
         for k, predictions_N in predictions_kN.items():
-            predictions_N[start : start + size] = _vote(labels_BT[:, :k], weights_BT[:, :k], num_classes)
+            predictions_N[start : start + BLOCK] = _vote(labels_BT[:, :k], weights_BT[:, :k], num_classes)
     return {k: score_predictions(predictions_N, test.labels) for k, predictions_N in predictions_kN.items()}
+
+
+def _neighbours(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of the nearest training images of each test image, in order, and their similarities."""
+    test_BF = unit_rows(test_BF)
+    rows_BT, similar_BT = np.empty((len(test_BF), 0), np.int64), np.empty((len(test_BF), 0), np.float32)
+    for start in range(0, len(train_NF), BLOCK):
+        similar_BN = test_BF @ unit_rows(train_NF[start : start + BLOCK]).T
+        first_BT = nearest_rows(similar_BN, min(count, similar_BN.shape[1]))
+        # Of equal similarities those of earlier blocks stand first, so the lower row stays ahead.
+        similar_BM = np.concatenate([similar_BT, np.take_along_axis(similar_BN, first_BT, 1)], axis=1)
+        rows_BM = np.concatenate([rows_BT, first_BT + start], axis=1)
+        kept_BT = nearest_rows(similar_BM, min(count, similar_BM.shape[1]))
+        rows_BT, similar_BT = (np.take_along_axis(values_BM, kept_BT, 1) for values_BM in (rows_BM, similar_BM))
+    return rows_BT, similar_BT
 
 
 def nearest_rows(similar_BN: np.ndarray, count: int) -> np.ndarray:

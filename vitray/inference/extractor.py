@@ -33,15 +33,15 @@ class Extractor:
     """A network and its images in one process; two chunks at a time keep its device and its decoders busy."""
 
     def __init__(self, spec: NetworkSpec, images: ImageSet, alter: Alter | None = None, vit: ViT | None = None) -> None:
-        self._spec, self._images, self._alter = spec, images, alter
+        self._spec, self._images, self._alter, self._vit = spec, images, alter, vit
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._vit = (vit or open_network(spec)).to(self._device).eval()
         devices = max(1, torch.cuda.device_count())
         self._decoders = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // devices))
         self._lock = threading.Lock()
 
-    def ready(self) -> None:
-        """Return once the network is loaded."""
+    def load(self) -> None:
+        """Load the network, before the first call of `extract`: an actor's constructor would hide the error."""
+        self._vit = (self._vit or open_network(self._spec)).to(self._device).eval()
 
     def extract(self, start: int, stop: int, outputs: Sequence[Output]) -> dict[str, pa.Table]:
         """Return a table of each kind of output for the images from `start` to `stop`."""
@@ -74,6 +74,7 @@ class Extractor:
 
     @torch.inference_mode()
     def _forward(self, images_BHWC: Tensor, outputs: Sequence[Output]) -> dict[str, Tensor]:
+        assert self._vit is not None, "load comes first"
         autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.precision == "bf16")
         with self._lock, autocast:
             images_BCHW = normalised(to_device(images_BHWC, self._device), self._spec.normalise)

@@ -220,6 +220,7 @@ def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None
             yield from _on_actors(work, missing, workers)
         return
     extractor = Extractor(work.network, work.images, work.alter, vit)
+    extractor.load()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         futures = ((span, pool.submit(extractor.extract, *span, outputs)) for span, outputs in missing)
         ahead = deque(islice(futures, AT_A_TIME + 1))
@@ -256,6 +257,7 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
     lost = RayActorError, ObjectLostError
+    await_gpus(workers)
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     count = min(len(missing), workers or max(1, gpus or int(resources.get("CPU", 1))))
@@ -270,7 +272,7 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
     )
     shared: Any = [ray.put(value) for value in (work.network, work.images, work.alter)]
     actors = [actor_class.remote(*shared) for _ in range(count)]
-    starting = {actor.ready.remote(): actor for actor in actors}
+    starting = {actor.load.remote(): actor for actor in actors}
     running: dict[Any, tuple[Any, Span, tuple[Output, ...]]] = {}
     waiting = list(reversed(missing))
     idle: list[Any] = []  # an actor once for each further chunk that it can take
@@ -306,6 +308,15 @@ def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
             while idle and waiting:
                 actor, (span, outputs) = idle.pop(), waiting.pop()
                 running[actor.extract.remote(*span, outputs)] = actor, span, outputs
+
+
+def await_gpus(workers: int | None) -> None:
+    """Wait for GPU nodes on a cluster that adds them: its head's CPUs would do the work instead."""
+    import ray
+
+    seconds = session.autoscaling_timeout()
+    if seconds and session.autoscaling_device() == "gpu" and not ray.cluster_resources().get("GPU"):
+        session.wait_for_nodes([{"CPU": 1.0, "GPU": 1.0}] * (workers or 1), seconds)
 
 
 def _one_line(error: Exception) -> str:

@@ -100,6 +100,11 @@ def state_dot(state: str) -> Html:
     return tag("span.dot", has={"style": f"background: var(--{STATE_COLOURS[state]})", "aria-hidden": "true"})
 
 
+def fact_list(facts: Mapping[str, Content]) -> Html:
+    """Return names with what they stand for."""
+    return tag("dl", *(part for name, fact in facts.items() for part in (tag("dt", name), tag("dd", fact))))
+
+
 def command_box(command: str) -> Html:
     """Return a command that one click selects."""
     return tag("code.command", command, has={"title": "one click selects the whole command"})

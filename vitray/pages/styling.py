@@ -36,7 +36,8 @@ code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaV
 .hero > div { flex: 1 1 300px; min-width: 0; }
 .big { font-size: 52px; line-height: 1; font-weight: 650; letter-spacing: -0.03em; margin: 0 0 6px;
   font-variant-numeric: tabular-nums; }
-.big small { font-size: 16px; font-weight: 400; letter-spacing: 0; color: var(--pale); margin-left: 8px; }
+.big small { display: inline-block; line-height: 1.4; font-size: 16px; font-weight: 400; letter-spacing: 0;
+  color: var(--pale); margin-left: 8px; }
 .hero p { margin-bottom: 6px; }
 .hero p:last-child { margin-bottom: 0; }
 .bar { display: flex; gap: 2px; height: 10px; margin: 10px 0 14px; border-radius: 5px; overflow: hidden; }
@@ -56,7 +57,7 @@ td { border-top: 1px solid var(--grid); }
 .number { text-align: right; }
 tr.best td { font-weight: 600; }
 tr.best code { font-weight: 400; }
-td small { color: var(--pale); font-size: 13px; font-weight: 400; }
+td small, dd small { color: var(--pale); font-size: 13px; font-weight: 400; }
 
 figure { margin: 0; min-width: 0; }
 .pictures { display: grid; gap: 28px 36px; margin-top: 18px;

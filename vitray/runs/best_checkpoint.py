@@ -31,6 +31,11 @@ class BestCheckpoint:
         self._best, self._best_value = Best(step, scores), best
         return self._best if step in self._saved else None
 
+    @property
+    def without_checkpoint(self) -> Best | None:
+        """The best scores so far, if no checkpoint has their weights."""
+        return self._best if self._best and self._best.step not in self._saved else None
+
     def saved(self, step: int) -> Best | None:
         """Note a complete checkpoint; return its scores if they are the best."""
         self._saved.add(step)

@@ -49,6 +49,7 @@ class RunLogger:
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
+        self._has_pictures = False
         self._datasets = run_datasets(info.planned)
         self.mailbox: Any = None
         self.replace_mailbox()
@@ -117,6 +118,9 @@ class RunLogger:
             self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
             if scores := self._last_scores(result.step):
                 self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
+            if best := self._best.without_checkpoint:
+                text = f"step {best.step:,} has the best scores and no checkpoint, so MLflow has no logged model of it"
+                self._log(messages.Note(f"{text}; wanted checkpoint.every as often as evaluate.every"))
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")
@@ -207,6 +211,8 @@ class RunLogger:
                 normalise = self._info.planned.run.data.normalise
                 png = figures.draw_pictures(pictures, normalise)
                 self._tracker.figure("reconstructed.png", png)
+                if self._is_first_picture(step):
+                    self._tracker.image("examples/reconstructed", 0, figures.draw_pictures(pictures[:1], normalise))
                 self._tracker.image("examples/reconstructed", step, png)
             case messages.ExamplePictures(step=step, examples=examples):
                 self._draw_examples(step, examples)
@@ -276,5 +282,14 @@ class RunLogger:
             Prediction(image, classes[label], classes[predicted], float(probability), attention)
             for image, label, predicted, probability, attention in zip(*columns, strict=True)
         ]
+        if self._is_first_picture(step):
+            known = [each._replace(predicted=None) for each in drawn]
+            title = f"step 0: the images and their classes; the first predictions are of step {step:,}"
+            self._tracker.image("examples/predictions", 0, prediction_sheet(known, title))
         png = prediction_sheet(drawn, f"step {step:,}: predictions, and below attention rollout")
         self._tracker.image("examples/predictions", step, png)
+
+    def _is_first_picture(self, step: int) -> bool:
+        """Whether step 0, at which MLflow opens its image grid, would stay without a picture."""
+        is_first, self._has_pictures = not self._has_pictures and step > 0, True
+        return is_first

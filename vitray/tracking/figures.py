@@ -226,8 +226,12 @@ def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], s
 
 
 def draw_pictures(pictures_RBCHW: np.ndarray, normalise: Normalise) -> bytes:
-    """Draw columns of images: the originals, their visible parts if some are masked, and the reconstructions."""
-    names = {2: ("as they are", "drawn from codes"), 3: ("as they are", "seen", "predicted")}[len(pictures_RBCHW)]
+    """Draw columns of images: the originals, their visible parts if some are masked, and the reconstructions.
+
+    Of a single row, they are the originals.
+    """
+    titles = {2: ("as they are", "drawn from codes"), 3: ("as they are", "seen", "predicted")}
+    names = titles.get(len(pictures_RBCHW), ("as they are",))
     mean, std = (np.array(values)[:, None, None] for values in (normalise.mean, normalise.std))
     images_RBHWC = np.clip(pictures_RBCHW * std + mean, 0, 1).transpose(0, 1, 3, 4, 2)
     high, wide = images_RBHWC.shape[2:4]

@@ -4,12 +4,13 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+
+from vitray.cluster.source import command_output, commit_facts
 
 MEGABYTE = 1e6
 
@@ -74,18 +75,15 @@ def source_name() -> str:
 
 def facts() -> dict[str, str]:
     """Return the commit, the versions and the hardware behind a measurement, without unknown ones."""
-    result = {}
-    if commit := _output("git", "rev-parse", "HEAD"):
-        result["git.commit"] = commit
-        changes = _output("git", "status", "--porcelain", "--untracked-files=no")
-        if changes is not None:  # it is unknown after a timeout in a large tree
-            result["git.dirty"] = str(bool(changes)).lower()
+    result = commit_facts()
     result |= versions() | {
         "hardware.cpu": _cpu_model(),
         "hardware.cores": str(os.cpu_count()),
         "hardware.memory_gigabytes": f"{psutil.virtual_memory().total / 1e9:.1f}",
     }
-    if shutil.which("nvidia-smi") and (names := _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")):
+    if shutil.which("nvidia-smi") and (
+        names := command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    ):
         result["hardware.gpus"] = ", ".join(names.splitlines())
     return result
 
@@ -105,12 +103,3 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _output(*command: str) -> str | None:
-    """Return a command's output; None if it is missing, fails or takes longer than three seconds."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,37 +1,34 @@
 """The folder of a VTAB-1k evaluation: index.html, results.json and two CSV files; the page is written last."""
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from vitray import storage
-from vitray.pages.markup import Column, Content, Html, command_box, joined, table, tag
+from vitray.evaluation.report.charts import Line, interval_chart
+from vitray.evaluation.report.texts import aligned
+from vitray.pages.files import csv_text, list_of_files, write_files
+from vitray.pages.markup import Column, Content, Html, command_box, fact_list, illustrated, joined, table, tag
 from vitray.pages.shell import PageSection, html_page
 from vitray.vtab.protocol import TASKS, Setting
 from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation, deviation
 
 FILES = {
-    "results.json": "everything on this page",
+    "results.json": "all numbers of this page",
     "scores.csv": "a row for each network and dataset",
     "sweep.csv": "a row for each network, setting and dataset",
 }
 
 
 def write_vtab(evaluation: VtabEvaluation, folder: str) -> str:
-    """Write or replace the files of an evaluation, each whole, and return the address of the page."""
+    """Write or replace the files of an evaluation and return the address of the page."""
     files = {
         "results.json": json.dumps(evaluation.flat(), indent=1) + "\n",
         "scores.csv": scores_csv(evaluation),
         "sweep.csv": sweep_csv(evaluation),
-        "index.html": render(evaluation),
     }
-    for name, text in files.items():
-        storage.write_bytes(storage.join(folder, name), text.encode(errors="backslashreplace"))
-    return storage.join(folder, "index.html")
+    return write_files(folder, files, render(evaluation))
 
 
 def scores_csv(evaluation: VtabEvaluation) -> str:
@@ -44,7 +41,7 @@ def scores_csv(evaluation: VtabEvaluation) -> str:
             values = {"model": result.name, **flat, **seeds, **result.setting._asdict()}
             rows += [list(values)] if not rows else []
             rows.append(list(values.values()))
-    return _csv(rows)
+    return csv_text(rows)
 
 
 def sweep_csv(evaluation: VtabEvaluation) -> str:
@@ -53,7 +50,7 @@ def sweep_csv(evaluation: VtabEvaluation) -> str:
     for result in evaluation.results:
         for setting, scores in result.development.items():
             rows += [[result.name, *setting, dataset, score] for dataset, score in scores.items()]
-    return _csv(rows)
+    return csv_text(rows)
 
 
 def vtab_text(evaluation: VtabEvaluation) -> str:
@@ -67,9 +64,7 @@ def vtab_text(evaluation: VtabEvaluation) -> str:
     count = len(evaluation.results[0].tasks)
     lines.append([f"mean of {count} datasets", *(_mean_text(result) for result in evaluation.results)])
     lines.append(["setting", *(_setting_text(result.setting) for result in evaluation.results)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*rows, _caveat(evaluation)])
+    return f"{aligned(lines)}\n{_caveat(evaluation)}"
 
 
 def render(evaluation: VtabEvaluation) -> str:
@@ -80,23 +75,33 @@ def render(evaluation: VtabEvaluation) -> str:
         PageSection("sweep", "The choice of the setting", _sweep(evaluation)),
         PageSection("origin", "How to reproduce", _origin(evaluation)),
     ]
-    links = [tag("li", tag("a", name, has={"href": name}), f", {text}") for name, text in FILES.items()]
     names = ", ".join(result.name for result in evaluation.results)
-    footer = tag("footer", "Beside this page:", tag("ul", *links))
-    return html_page(f"{names} by VTAB-1k", _headline(evaluation), parts, footer)
+    return html_page(f"{names} by VTAB-1k", _headline(evaluation), parts, list_of_files(FILES))
 
 
 def _headline(evaluation: VtabEvaluation) -> Html:
     best = max(evaluation.results, key=lambda result: result.mean.mean)
     count, names = len(best.tasks), [result.name for result in evaluation.results]
-    label = f"mean top-1 of {count} datasets" + (f", {best.name}, the highest" if len(names) > 1 else "")
+    label = f"{'highest ' if len(names) > 1 else ''}mean top-1 of {count} datasets"
+    named = [tag("p", tag("strong", best.name))] if len(names) > 1 else []
+    std = deviation([mean.mean for mean in best.seed_means])
+    spread = [] if std is None else [tag("p", f"± {100 * std:.2f}, the standard deviation over {_seeds(evaluation)}.")]
+    caveat = tag("p.pale", _caveat(evaluation))
+    if len(names) > 1:
+        beside = {result.name: _mean_text(result) for result in evaluation.results}
+    else:
+        beside = {group: _group_text(best, group) for group in best.mean.groups}
     lede = f"Fine-tuned on 1,000 images of each dataset, {_seeds(evaluation)}; one setting for all datasets."
     return tag(
         "header",
         tag("p.eyebrow", "Evaluation by the protocol of VTAB-1k"),
         tag("h1", " against ".join(names) if len(names) < 3 else f"{len(names)} networks"),
         tag("p.lede", lede),
-        tag("div.hero", tag("div", tag("p.big", _mean_text(best), tag("small", label)), tag("p", _caveat(evaluation)))),
+        tag(
+            "div.hero",
+            tag("div", tag("p.big", f"{100 * best.mean.mean:.2f} %", tag("small", label)), *named, *spread, caveat),
+            tag("div", fact_list({name: text.replace(" ", "\u00a0") for name, text in beside.items()})),
+        ),
     )
 
 
@@ -110,7 +115,14 @@ def _datasets(evaluation: VtabEvaluation) -> Html:
     prose = f"After ±: the standard deviation over {_seeds(evaluation)}. In brackets: 95 % intervals for the images."
     left_out = sum(task.left_out for task in evaluation.results[0].tasks)
     note = tag("p", f"{left_out:,} test images cannot be decoded and do not count.") if left_out else None
-    return joined(tag("p", prose), table("Datasets", columns, rows), note)
+    names = [result.name for result in evaluation.results]
+    lines = [
+        Line(name, [result.tasks[at].interval for result in evaluation.results])
+        for at, name in enumerate(task.name for task in evaluation.results[0].tasks)
+    ]
+    caption = "The lines are 95 % intervals for the test images alone."
+    chart = interval_chart("Top-1 of each dataset", lines, names, "%", caption).picture()
+    return joined(illustrated([prose], [chart]), table("Datasets", columns, rows), note)
 
 
 def _groups(evaluation: VtabEvaluation) -> Html:
@@ -143,14 +155,13 @@ def _sweep(evaluation: VtabEvaluation) -> Html:
 
 
 def _origin(evaluation: VtabEvaluation) -> Html:
-    facts = {}
+    facts: dict[str, Content] = {}
     for result in evaluation.results:
         facts[result.name] = f"{result.spec.url}: {result.spec.network}; weights {result.spec.identity}"
     for task in evaluation.results[0].tasks:
         facts[task.name] = f"{task.url}, {task.split}; identity {task.identity}"
     facts["settings"] = ", ".join(f"{name}={json.dumps(value)}" for name, value in evaluation.settings.items())
-    entries = [part for name, text in facts.items() for part in (tag("dt", name), tag("dd", text))]
-    return joined(command_box(evaluation.command), tag("dl", *entries))
+    return joined(command_box(evaluation.command), fact_list(facts))
 
 
 # ---- numbers as text -------------------------------------------------------------------------------------------------
@@ -186,9 +197,3 @@ def _text(share: float, std: float | None) -> str:
 
 def _setting_text(setting: Setting) -> str:
     return f"lr {setting.lr:g}, {setting.steps:,} steps"
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerows(rows)
-    return text.getvalue()

@@ -66,7 +66,8 @@ class Prediction(NamedTuple):
 
     image: np.ndarray
     true: str
-    predicted: str
+    predicted: str | None
+    """None before the first evaluation: only the image and its class are drawn."""
     probability: float
     attention: np.ndarray
 
@@ -82,10 +83,11 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
     for place, each in enumerate(predictions):
         x, y = MARGIN + place % columns * (CELL + GAP), top - GAP + place // columns * cell
         _place(sheet, each.image, (x, y))
-        _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
         below, colour = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
-        draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", colour, small)
         draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
+        if each.predicted is not None:
+            _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
+            draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", colour, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()

@@ -9,8 +9,9 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
 from vitray.evaluation.classification import ClassScore
-from vitray.evaluation.intervals import wilson
-from vitray.evaluation.report.results import Result, Scored
+from vitray.evaluation.intervals import Interval, wilson
+from vitray.evaluation.report.results import PairResult, Result, Scored
+from vitray.evaluation.report.texts import TITLES
 from vitray.pages.markup import Picture
 from vitray.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis, to_png
 
@@ -36,6 +37,58 @@ class Chart(NamedTuple):
 def _prepare(axis: Axes, theme: Theme, title: str) -> None:
     style_axis(axis, theme)
     axis.set_title(one_line(title, 52), loc="left", color=theme.ink, fontsize=9.5)
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A line of a chart of intervals: its name, and an interval of each series."""
+
+    name: str
+    intervals: Sequence[Interval]
+    is_pale: bool = False
+
+
+def interval_chart(
+    title: str, lines: Sequence[Line], series: Sequence[str], unit: str, caption: str, with_zero: bool = False
+) -> Chart:
+    """Return estimates with their intervals, a line below the other; several series have a legend."""
+
+    def draw(theme: Theme) -> Figure:
+        figure = new_figure(theme, WIDTH, 0.9 + max(0.3, 0.2 * len(series)) * len(lines) + 0.2 * len(series), DPI)
+        axis = figure.add_subplot()
+        _prepare(axis, theme, title)
+        axis.grid(False, axis="y")
+        for place, line in enumerate(lines):
+            for index, interval in enumerate(line.intervals):
+                colour = theme.rest if line.is_pale else theme.series[index % len(theme.series)]
+                at = place + 0.64 * (index - (len(series) - 1) / 2) / len(series)
+                ends = 100 * interval.low, 100 * interval.high
+                axis.plot(ends, [at, at], color=colour, linewidth=1.8, solid_capstyle="round")
+                label = one_line(series[index], 40) if not place else None
+                axis.plot(100 * interval.estimate, at, "o", color=colour, markersize=5, label=label)
+        if with_zero:
+            axis.axvline(0, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
+        axis.set_yticks(range(len(lines)), [one_line(line.name, 40) for line in lines])
+        axis.set_ylim(len(lines) - 0.4, -0.6)
+        axis.set_xlabel(unit, **_pale(theme))
+        if len(series) > 1:
+            figure.legend(loc="outside lower left", frameon=False, labelcolor=theme.ink, fontsize=8)
+        return figure
+
+    return Chart(title, caption, draw)
+
+
+def difference_chart(pairs: Sequence[PairResult]) -> Chart:
+    """Return the differences of pairs; one that cannot be told from zero is pale."""
+    lines = []
+    for pair in pairs:
+        found = pair.comparison.difference
+        interval = Interval(found.difference, found.low, found.high, found.level)
+        lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.distinguishable))
+    caption = "Grey: a difference that cannot be told from zero, by its interval or by McNemar's test."
+    return interval_chart(f"Difference of {TITLES[pairs[0].score]}", lines, [""], "points", caption, with_zero=True)
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
@@ -84,9 +137,7 @@ def reliability_chart(result: Result, scored: Scored) -> Chart:
 
 def class_chart(result: Result, scored: Scored) -> Chart:
     """Return the recall of each class, sorted; of many classes as a curve, and bars of the lowest and the highest."""
-    classes = sorted(
-        (each for each in scored.classification.classes if each.images), key=lambda each: each.hits / each.images
-    )
+    classes = sorted((each for each in scored.classification.classes if each.images), key=recall_rank)
     is_many, half = len(classes) > MOST_BARS, MOST_BARS // 2
     shown = [*classes[:half], *classes[-half:]] if is_many else classes
     places = [place + (is_many and place >= half) for place in range(len(shown))]  # a gap between the halves
@@ -137,6 +188,12 @@ def _draw_curve(axis: Axes, theme: Theme, recalls: Sequence[float], mean: float)
 def _pale(theme: Theme) -> dict[str, Any]:
     """Return the style of a label."""
     return {"color": theme.pale, "fontsize": 8}
+
+
+def recall_rank(each: ClassScore) -> tuple[float, float]:
+    """Return the place of a class: of equal recalls, many images are first among the lowest, last among the highest."""
+    interval = wilson(each.hits, each.images)
+    return interval.estimate, interval.low + interval.high
 
 
 def _class_colour(each: ClassScore, scored: Scored, theme: Theme) -> str:

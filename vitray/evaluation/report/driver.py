@@ -8,7 +8,7 @@ from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
-from vitray.evaluation.report.labelling import label_scores, open_label_set
+from vitray.evaluation.report.labelling import label_values, open_label_set, score_labels
 from vitray.evaluation.report.probes import (
     PROBES,
     all_classes,
@@ -175,10 +175,12 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
             more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
     if data.corrupted and head:
         more |= corruption_errors(data.corrupted, work, request.workers, network.vit)
+    by_labels = None
     if request.labels and outputs.logits is not None:
-        more |= label_scores(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
+        by_labels = score_labels(outputs.logits, outputs.keys, images, open_label_set(request.labels, spec))
+        more |= label_values(by_labels)
     scored = _score(spec, images, outputs, is_lenient=request.labels is not None)
-    return Result(network.name, spec, outputs, class_names(spec, images), scored, more)
+    return Result(network.name, spec, outputs, class_names(spec, images), scored, more, by_labels)
 
 
 def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient: bool) -> Scored | None:

@@ -8,7 +8,7 @@ import numpy as np
 from vitray.data.stream.decoding import SplitRows
 from vitray.errors import ConfigError
 from vitray.evaluation.intervals import wilson
-from vitray.evaluation.label_sets import LabelSet, read_label_set, score_label_set
+from vitray.evaluation.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
 from vitray.inference.images import ImageSet, name_of
 from vitray.inference.models import NetworkSpec
 
@@ -23,10 +23,14 @@ def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:
     return read_label_set(kind, path, spec.classes)
 
 
-def label_scores(logits_NK: np.ndarray, keys: Sequence[str], images: ImageSet, labels: LabelSet) -> dict[str, Any]:
-    """Return the top-1 and top-5 by a label set, of the images that it counts."""
+def score_labels(logits_NK: np.ndarray, keys: Sequence[str], images: ImageSet, labels: LabelSet) -> LabelSetScore:
+    """Return the scores of images by a label set."""
     names = [name_of(key) for key in keys] if isinstance(images.source, SplitRows) else keys
-    scored = score_label_set(logits_NK, labels.ids(names), labels)
+    return score_label_set(logits_NK, labels.ids(names), labels)
+
+
+def label_values(scored: LabelSetScore) -> dict[str, Any]:
+    """Return the top-1 and top-5 by a label set by name, of the images that it counts."""
     values: dict[str, Any] = {"labels": scored.name, "labels_images": scored.images}
     values["labels_not_counted"] = scored.not_counted
     for name, hits in (("labels_top1", scored.hits1), ("labels_top5", scored.hits5)):

@@ -1,17 +1,25 @@
 """The page of an evaluation: scores with intervals, differences, calibration, classes, confusion and mistakes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from vitray.evaluation.report.charts import class_chart, confused_pairs, confusion_charts, reliability_chart
+from vitray.evaluation.intervals import Interval, wilson
+from vitray.evaluation.report.charts import (
+    class_chart,
+    confused_pairs,
+    confusion_charts,
+    difference_chart,
+    reliability_chart,
+)
 from vitray.evaluation.report.galleries import differing, gallery, mistakes
 from vitray.evaluation.report.results import Evaluation, PairResult, Result, Scored
 from vitray.evaluation.report.robustness import errors_of
-from vitray.evaluation.report.texts import TITLES, score_text, titles_of
-from vitray.pages.markup import Column, Content, Html, command_box, illustrated, joined, table, tag
+from vitray.evaluation.report.texts import TITLES, ScoreText, score_rows, score_text
+from vitray.pages.files import list_of_files
+from vitray.pages.markup import Column, Content, Html, command_box, fact_list, illustrated, joined, table, tag
 from vitray.pages.shell import PageSection, html_page
 
 FILES = {
-    "results.json": "everything on this page",
+    "results.json": "all numbers of this page",
     "scores.csv": "a row for each network",
     "classes.csv": "a row for each class",
     "predictions.csv": "a row for each image",
@@ -35,11 +43,10 @@ def render(evaluation: Evaluation) -> str:
         _left_out(evaluation),
         PageSection("origin", "How to reproduce", _origin(evaluation)),
     ]
-    links = [tag("li", tag("a", name, has={"href": name}), f", {text}") for name, text in FILES.items()]
     names = ", ".join(result.name for result in evaluation.results)
     title = f"{names} on {evaluation.images.name}"
     sections = [part for part in parts if part is not None]
-    return html_page(title, _headline(evaluation), sections, tag("footer", "Beside this page:", tag("ul", *links)))
+    return html_page(title, _headline(evaluation), sections, list_of_files(FILES))
 
 
 def _headline(evaluation: Evaluation) -> Html:
@@ -58,36 +65,47 @@ def _headline(evaluation: Evaluation) -> Html:
 
 
 def _best(evaluation: Evaluation) -> Html:
-    scored = [(result.name, result.scored.intervals["top1"]) for result in evaluation.results if result.scored]
+    scored = [(result.name, top1) for result in evaluation.results if (top1 := _top1(result))]
     if not scored:
         return tag(
             "div", tag("p", "No network predicts the classes of these images; the table below has other scores.")
         )
     name, top1 = max(scored, key=lambda pair: pair[1].estimate)
-    label = "top-1" if len(scored) == 1 else f"highest top-1, {name}"
-    verdicts = [_verdict(pair) for pair in evaluation.pairs[:1]] if len(evaluation.pairs) == 1 else []
+    is_alone, title = len(evaluation.results) == 1, "top-1" if evaluation.results[0].scored else TITLES["labels_top1"]
     return tag(
         "div",
-        tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", label)),
+        tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", title if is_alone else f"highest {title}")),
+        None if is_alone else tag("p", tag("strong", name)),
         tag("p", f"95 % interval {100 * top1.low:.2f} to {100 * top1.high:.2f} %, by Wilson."),
-        *(tag("p", verdict) for verdict in verdicts),
     )
 
 
+def _top1(result: Result) -> Interval | None:
+    """Return the top-1 of a network: by the labels of the images, or else by the label set."""
+    if result.scored is not None:
+        return result.scored.intervals["top1"]
+    scored = result.by_labels
+    return None if scored is None else wilson(scored.hits1, scored.images)
+
+
 def _beside(evaluation: Evaluation) -> Html:
-    if len(evaluation.results) == 1:
-        [result] = evaluation.results
-        rest = {title: score_text(result, name) for name, title in TITLES.items() if name in BESIDE}
+    """Return other scores of a single network, or the top-1 of several, with the verdict on two."""
+    results = evaluation.results
+    if len(results) == 1:
+        texts = {title: score_text(results[0], name) for name, title in TITLES.items() if name in BESIDE}
     else:
-        rest = {
-            result.name: score_text(result, "top1") or score_text(result, "labels_top1") or "–"
-            for result in evaluation.results
-        }
-    return tag("div", _facts({title: text for title, text in rest.items() if text}))
+        texts = {each.name: score_text(each, "top1") or score_text(each, "labels_top1") for each in results}
+    shown = {title: _cell(text) for title, text in texts.items() if text or len(results) > 1}
+    verdict = tag("p.pale", _verdict(evaluation.pairs[0])) if len(evaluation.pairs) == 1 else None
+    return tag("div", fact_list(shown), verdict)
 
 
-def _facts(texts: Mapping[str, str]) -> Html:
-    return tag("dl", *(part for name, text in texts.items() for part in (tag("dt", name), tag("dd", text))))
+def _cell(text: ScoreText | None) -> Content:
+    """Return a score of which neither number nor interval breaks at the end of a line."""
+    if text is None:
+        return "–"
+    value, spread = text.value.replace(" %", "\u00a0%"), text.spread.replace(" ", "\u00a0")
+    return joined(value, " ", tag("small.pale", spread)) if spread else value
 
 
 def _verdict(pair: PairResult) -> str:
@@ -97,13 +115,10 @@ def _verdict(pair: PairResult) -> str:
 def _scores(evaluation: Evaluation) -> PageSection:
     results = evaluation.results
     columns = [Column("score"), *(Column(result.name, True) for result in results)]
-    rows = [
-        [title, *(score_text(result, name) or "–" for result in results)]
-        for name, title in titles_of(results).items()
-        if any(score_text(result, name) for result in results)
-    ]
-    prose = "In brackets: 95 % intervals, by Wilson for proportions and by a bootstrap over images for the rest."
-    if any("±" in cell for row in rows for cell in row):
+    texts = score_rows(results)
+    rows = [[title, *map(_cell, line)] for title, line in texts.items()]
+    prose = "Beside a score: its 95 % interval, by Wilson for proportions and by a bootstrap over images for the rest."
+    if any(text and text.spread.startswith("±") for line in texts.values() for text in line):
         prose += " After ±: the standard deviation over three draws of training images."
     return PageSection("scores", "Scores", joined(tag("p", prose), table("Scores", columns, rows)))
 
@@ -116,12 +131,14 @@ def _differences(evaluation: Evaluation) -> PageSection | None:
     if not pairs:
         return None
     correction = f", not corrected for {len(pairs)} comparisons" if len(pairs) > 1 else ""
-    prose = f"The first network's top-1 minus the second's, paired by image. Each interval is at 95 %{correction}."
+    title = TITLES[pairs[0].score]
+    prose = f"The first network's {title} minus the second's, paired by image. Each interval is at 95 %{correction}."
     columns = [Column("first"), Column("second"), Column("difference, points", True), Column("95 % interval", True)]
     columns += [Column("only first right", True), Column("only second right", True), Column("McNemar p", True)]
-    parts: list[Content] = [tag("p", prose), table("Differences", columns, [_pair_row(pair) for pair in pairs])]
+    parts: list[Content] = [illustrated([prose], [difference_chart(pairs).picture()])]
+    parts += [table("Differences", columns, [_pair_row(pair) for pair in pairs])]
     parts += [*(tag("p", _verdict(pair)) for pair in pairs), _agreement(evaluation)]
-    for pair in pairs[:MOST_PAIRS]:
+    for pair in pairs[:MOST_PAIRS] if evaluation.agreement is not None else ():
         for right, wrong in ((pair.first, pair.second), (pair.second, pair.first)):
             if examples := differing(results[right], results[wrong]):
                 parts += [tag("h3", f"{right} is right, {wrong} is wrong"), gallery(evaluation.images, examples)]
@@ -229,10 +246,10 @@ def _left_out(evaluation: Evaluation) -> PageSection | None:
 
 def _origin(evaluation: Evaluation) -> Html:
     images = evaluation.images
-    facts = {"images": f"{images.url}, {images.split}", "identity of the images": images.identity}
+    facts: dict[str, Content] = {"images": f"{images.url}, {images.split}", "identity of the images": images.identity}
     for result in evaluation.results:
         spec = result.spec
         size = " x ".join(map(str, spec.size))
         crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, {spec.precision}"
         facts[result.name] = f"{spec.url}: {spec.network} at {size}, {crop}; weights {spec.identity}"
-    return joined(command_box(evaluation.command), _facts(facts))
+    return joined(command_box(evaluation.command), fact_list(facts))

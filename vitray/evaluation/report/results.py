@@ -5,7 +5,7 @@ Proportions have Wilson's interval, all other scores that of a bootstrap over im
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from vitray.evaluation.calibration import (
 )
 from vitray.evaluation.classification import Classification, classify, log_probability_chunks, mean_per_class_of
 from vitray.evaluation.intervals import Comparison, Interval, agreement, bootstrap, compare_hits, reflected, wilson
+from vitray.evaluation.label_sets import LabelSetScore
 from vitray.inference.images import ImageSet
 from vitray.inference.models import NetworkSpec
 from vitray.inference.outputs import Outputs
@@ -61,7 +62,16 @@ class Result(NamedTuple):
     scored: Scored | None
     """None for a network without a head."""
     more: Mapping[str, Any]
-    """Scores of features and of corrupted images by name."""
+    """Scores of features, of corrupted images and by a label set, by name."""
+    by_labels: LabelSetScore | None = None
+    """The scores by a label set."""
+
+    @property
+    def hits(self) -> np.ndarray | None:
+        """A flag for each counted image: by the labels of the images, or by the label set if they fit no class."""
+        if self.scored is not None:
+            return self.scored.hits
+        return None if self.by_labels is None else self.by_labels.ranks == 0
 
     def flat(self) -> dict[str, Any]:
         """Return all scores by name, with `_low` and `_high` for the bounds of an interval."""
@@ -81,6 +91,8 @@ class PairResult(NamedTuple):
     first: str
     second: str
     comparison: Comparison
+    score: Literal["top1", "labels_top1"] = "top1"
+    """The score that differs."""
 
     def flat(self) -> dict[str, Any]:
         """Return the numbers and the verdict by name."""
@@ -88,6 +100,7 @@ class PairResult(NamedTuple):
         return {
             "first": self.first,
             "second": self.second,
+            "score": self.score,
             "difference": difference.difference,
             "difference_low": difference.low,
             "difference_high": difference.high,
@@ -148,12 +161,13 @@ def score(logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str]) -> S
 
 
 def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | None]:
-    """Return each pair of networks with a head, and their agreement."""
-    scored = [(result.name, result.scored) for result in results if result.scored is not None]
-    if len(scored) < 2:
-        return [], None
-    pairs = [PairResult(one, other, compare_hits(a.hits, b.hits)) for (one, a), (other, b) in combinations(scored, 2)]
-    return pairs, agreement([_named_predictions(result) for result in results if result.scored is not None])
+    """Return each pair of networks whose predictions are scored, and the agreement of those with labels."""
+    pairs = [
+        PairResult(one.name, other.name, compare_hits(one.hits, other.hits), "top1" if one.scored else "labels_top1")
+        for one, other in combinations([result for result in results if result.hits is not None], 2)
+    ]
+    predictions = [_named_predictions(result) for result in results if result.scored is not None]
+    return pairs, agreement(predictions) if len(predictions) > 1 else None
 
 
 def _named_predictions(result: Result) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Scores as text: with their intervals, and as a table for a terminal."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vitray.evaluation.report.results import Evaluation, Result
 from vitray.evaluation.report.robustness import ERROR_OF
@@ -42,33 +43,54 @@ def titles_of(results: Sequence[Result]) -> dict[str, str]:
     return TITLES | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
 
 
-def score_text(result: Result, name: str) -> str:
-    """Return a score with its 95 % interval, or an empty text where there is none."""
+class ScoreText(NamedTuple):
+    """A score as text."""
+
+    value: str
+    spread: str
+    """Its 95 % interval, or its standard deviation after ±; empty without either."""
+
+    def __str__(self) -> str:
+        if self.spread.startswith("±"):
+            return f"{self.value} {self.spread}"
+        return f"{self.value} ({self.spread})" if self.spread else self.value
+
+
+def score_text(result: Result, name: str) -> ScoreText | None:
+    """Return a score with its uncertainty; None where there is none."""
     values = result.flat()
     if values.get(name) is None:
-        return ""
+        return None
     unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES or name.startswith(ERROR_OF) else (1, "{:.4f}", "")
-    text = digits.format(unit * values[name])
-    if f"{name}_low" in values:
-        text += f" ({' to '.join(digits.format(unit * values[f'{name}_{end}']) for end in ('low', 'high'))})"
-    elif values.get(f"{name}_std") is not None:
-        text += f" ± {digits.format(unit * values[f'{name}_std'])}"
     by_sgd = " by SGD" if name == "linear" and values.get("linear_fit") == "sgd" else ""
-    return f"{text}{percent}{by_sgd}"
+    spread = ""
+    if f"{name}_low" in values:
+        spread = " to ".join(digits.format(unit * values[f"{name}_{end}"]) for end in ("low", "high"))
+    elif values.get(f"{name}_std") is not None:
+        spread = f"± {digits.format(unit * values[f'{name}_std'])}"
+    return ScoreText(f"{digits.format(unit * values[name])}{percent}{by_sgd}", spread)
+
+
+def score_rows(results: Sequence[Result]) -> dict[str, list[ScoreText | None]]:
+    """Return {title: a score of each network} in the order of the page, without scores that no network has."""
+    rows = {title: [score_text(result, name) for result in results] for name, title in titles_of(results).items()}
+    return {title: texts for title, texts in rows.items() if any(texts)}
 
 
 def scores_text(evaluation: Evaluation) -> str:
     """Return a table for a terminal: a line for each score, a column for each network, and the verdicts of pairs."""
     results = evaluation.results
     lines = [["", *(result.name for result in results)]]
-    for name, title in titles_of(results).items():
-        texts = [score_text(result, name) for result in results]
-        if any(texts):
-            lines.append([title, *texts])
+    lines += [[title, *(str(text or "") for text in texts)] for title, texts in score_rows(results).items()]
     lines.append(["images", *(f"{len(result.outputs.labels):,}" for result in results)])
     if any(result.outputs.left_out for result in results):
         lines.append(["left out", *(f"{len(result.outputs.left_out):,}" for result in results)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     verdicts = [f"{pair.first} against {pair.second}: {pair.comparison.sentence()}" for pair in evaluation.pairs]
-    return "\n".join([*rows, *verdicts])
+    return "\n".join([aligned(lines), *verdicts])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table of a terminal."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(row.rstrip() for row in rows)

@@ -1,35 +1,30 @@
 """The folder of an evaluation: index.html, results.json and three CSV files; the page is written last."""
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from vitray import storage
 from vitray.evaluation.report.page import render
 from vitray.evaluation.report.results import Evaluation
+from vitray.pages.files import csv_text, write_files
 
 
 def write_evaluation(evaluation: Evaluation, folder: str) -> str:
-    """Write or replace the files of an evaluation, each whole, and return the address of the page."""
+    """Write or replace the files of an evaluation and return the address of the page."""
     files = {
         "results.json": json.dumps(_details(evaluation), indent=1) + "\n",
         "scores.csv": scores_csv(evaluation),
         "classes.csv": classes_csv(evaluation),
         "predictions.csv": predictions_csv(evaluation),
-        "index.html": render(evaluation),
     }
-    for name, text in files.items():
-        storage.write_bytes(storage.join(folder, name), text.encode(errors="backslashreplace"))
-    return storage.join(folder, "index.html")
+    return write_files(folder, files, render(evaluation))
 
 
 def scores_csv(evaluation: Evaluation) -> str:
     """Return a row for each network."""
     rows = [result.flat() for result in evaluation.results]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return _csv([names, *([row.get(name) for name in names] for row in rows)])
+    return csv_text([names, *([row.get(name) for name in names] for row in rows)])
 
 
 def classes_csv(evaluation: Evaluation) -> str:
@@ -39,7 +34,7 @@ def classes_csv(evaluation: Evaluation) -> str:
         for each in result.scored.classification.classes if result.scored else ():
             numbers = [each.images, each.hits, each.predicted, each.recall, each.precision]
             rows.append([result.name, result.classes[each.label], *numbers])
-    return _csv(rows)
+    return csv_text(rows)
 
 
 def predictions_csv(evaluation: Evaluation) -> str:
@@ -52,7 +47,7 @@ def predictions_csv(evaluation: Evaluation) -> str:
         arrays = (result.scored.labels, whole.predictions, whole.confidences, whole.ranks)
         columns = zip(result.outputs.keys, *(array.tolist() for array in arrays), strict=True)
         rows += [[result.name, key, classes[a], classes[b], f"{p:.6f}", rank] for key, a, b, p, rank in columns]
-    return _csv(rows)
+    return csv_text(rows)
 
 
 def _details(evaluation: Evaluation) -> dict[str, Any]:
@@ -69,9 +64,3 @@ def _details(evaluation: Evaluation) -> dict[str, Any]:
             detail["confusion"] = [list(triple) for triple in triples]
         details.append(detail)
     return evaluation.flat() | {"command": evaluation.command, "details": details}
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerows(rows)
-    return text.getvalue()

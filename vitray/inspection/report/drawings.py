@@ -1,7 +1,5 @@
 """A figure of an inspection as a value: its texts, a function that draws it in a theme, and its numbers."""
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from vitray.pages.files import csv_text
 from vitray.pages.markup import Html
 from vitray.plotting import DARK, LIGHT, Theme, one_line, style_axis, to_png, to_svg
 
@@ -47,9 +46,7 @@ class Table(NamedTuple):
 
     def csv(self) -> bytes:
         """Return the table as CSV."""
-        text = io.StringIO()
-        csv.writer(text).writerows([_plain(value) for value in row] for row in self.rows)
-        return text.getvalue().encode(errors="backslashreplace")
+        return csv_text([_plain(value) for value in row] for row in self.rows).encode(errors="backslashreplace")
 
 
 class FigureResult(NamedTuple):

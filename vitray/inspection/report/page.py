@@ -1,11 +1,11 @@
 """The page of an inspection: pictures first, each figure with its circumstances and its files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from vitray.inspection.report.drawings import FigureResult, Rendered
 from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.pages.markup import Html, Picture, command_box, illustrated, joined, tag
+from vitray.pages.markup import Content, Html, Picture, command_box, fact_list, illustrated, joined, tag
 from vitray.pages.shell import PageSection, html_page
 
 
@@ -77,7 +77,7 @@ def _section(result: FigureResult, rendered: Mapping[str, Rendered]) -> PageSect
 
 
 def _origin(inspection: Inspection) -> Html:
-    facts: dict[str, str] = {}
+    facts: dict[str, Content] = {}
     if inspection.images is not None:
         facts["images"] = inspection.images.origin
         facts |= {"left out": ", ".join(inspection.images.left_out)} if inspection.images.left_out else {}
@@ -85,9 +85,4 @@ def _origin(inspection: Inspection) -> Html:
         spec = subject.spec
         crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, computed in float32"
         facts[subject.name] = f"{spec.url}: {network_text(subject)}, {crop}; weights {spec.identity}"
-    return joined(command_box(inspection.command), _facts(facts))
-
-
-def _facts(texts: dict[str, str]) -> Html:
-    pairs: Sequence[Html] = [part for name, text in texts.items() for part in (tag("dt", name), tag("dd", text))]
-    return tag("dl", *pairs)
+    return joined(command_box(inspection.command), fact_list(facts))
