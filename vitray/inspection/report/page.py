@@ -8,6 +8,8 @@ from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.pages.markup import Html, Picture, command_box, illustrated, joined, tag
 from vitray.pages.shell import PageSection, html_page
 
+PAGE = "index.html"
+
 
 class Inspection(NamedTuple):
     """The networks, the images and the figures of one call of `vitray inspect`."""
@@ -49,11 +51,10 @@ def network_text(subject: Subject) -> str:
 
 def images_text(images: ChosenImages) -> str:
     """Return the number of images and their choice, for a caption."""
-    used = len(images.encoded)
-    if used + len(images.left_out) < images.total:
-        text = f"{used:,} of {images.total:,} images, at even distances"
+    if images.used + len(images.left_out) < images.total:
+        text = f"{images.used:,} of {images.total:,} images, at even distances"
     else:
-        text = f"{used:,} image{'s' if used > 1 else ''}"
+        text = f"{images.used:,} image{'s' if images.used > 1 else ''}"
     return f"{text}; {len(images.left_out)} that cannot be decoded left out" if images.left_out else text
 
 
@@ -79,7 +80,7 @@ def _section(result: FigureResult, rendered: Mapping[str, Rendered]) -> PageSect
 def _origin(inspection: Inspection) -> Html:
     facts: dict[str, str] = {}
     if inspection.images is not None:
-        facts["images"] = inspection.images.origin
+        facts["images"] = f"{inspection.images.origin}, identity {inspection.images.identity}"
         facts |= {"left out": ", ".join(inspection.images.left_out)} if inspection.images.left_out else {}
     for subject in inspection.subjects:
         spec = subject.spec
