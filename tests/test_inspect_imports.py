@@ -115,7 +115,7 @@ def test_every_figure_is_made_of_an_imported_network(tmp_path, layout):
     [
         (lambda: ResNet(BasicBlock, [1, 1, 1, 1], 5), "a network without attention, and not a Vision Transformer"),
         (lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1)), "a network without attention"),
-        (lambda: SwinTransformer([4, 4], 24, [1], [2], [4, 4], num_classes=5), "relative positions, as Swin"),
+        (lambda: SwinTransformer([4, 4], 24, [1, 1], [2, 2], [4, 4], num_classes=5), "relative positions, as Swin"),
     ],
     ids=["resnet", "convnext", "swin"],
 )
