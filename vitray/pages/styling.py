@@ -64,6 +64,9 @@ figure { margin: 0; min-width: 0; }
 figure img { display: block; width: 100%; max-width: 540px; height: auto; }
 figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60ch; }
 .single { margin-top: 14px; }
+.stacked { display: grid; gap: 28px; margin-top: 18px; }
+.stacked figure img { max-width: none; }
+.files { font-size: 14px; color: var(--pale); margin: 16px 0 0; max-width: none; }
 @media (min-width: 900px) {
   /* A single picture has its text beside it. */
   .single { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 36px; }

@@ -62,7 +62,9 @@ def inspect_networks(request: Request) -> tuple[Inspection, str]:
     """
     is_tracked = has_store()
     inspection, folder = make_figures(request)
-    rendered = {drawing.file: drawing.rendered() for result in inspection.results for drawing in result.drawings}
+    drawings = [drawing for result in inspection.results for drawing in result.drawings]
+    print(f"drawing {len(drawings)} pictures ...", file=sys.stderr)
+    rendered = {drawing.file: drawing.rendered() for drawing in drawings}
     files = {
         f"{name}.{ending}": content
         for name, drawn in rendered.items()

@@ -66,7 +66,9 @@ def _similarity(view: View) -> Tensor | None:
 
 
 def _norms(view: View) -> TokenNorms:
-    return TokenNorms(*(each if each is None else each.cpu() for each in token_norms(view.vit, view.images)))
+    norms = token_norms(view.vit, view.images)
+    token_SB = None if norms.class_token is None else norms.class_token.cpu()
+    return TokenNorms(norms.patches.cpu(), token_SB, norms.median.cpu(), norms.is_outlier.cpu())
 
 
 def _features(view: View) -> FeatureChange | None:

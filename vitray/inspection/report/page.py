@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from vitray.inspection.report.drawings import FigureResult, Rendered
 from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.pages.markup import Html, Picture, command_box, illustrated, joined, tag
+from vitray.pages.markup import Html, Picture, command_box, illustrated, joined, stacked, tag
 from vitray.pages.shell import PageSection, html_page
 
 PAGE = "index.html"
@@ -70,10 +70,10 @@ def _section(result: FigureResult, rendered: Mapping[str, Rendered]) -> PageSect
         Picture(drawing.alt, drawing.caption, rendered[drawing.file].light, rendered[drawing.file].dark)
         for drawing in result.drawings
     ]
-    files = tag("p.pale", "Files:", *links) if links else None
+    files = tag("p.files", "Files:", *links) if links else None
     if result.gallery is None:
         return PageSection(result.name, result.title, joined(illustrated([result.prose], pictures), files))
-    body = joined(result.gallery, tag("p", result.prose), illustrated([], pictures), files)
+    body = joined(result.gallery, tag("p", result.prose), stacked(pictures), files)
     return PageSection(result.name, result.title, body)
 
 
