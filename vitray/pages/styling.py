@@ -78,7 +78,7 @@ figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60c
 h3 { font-size: 16px; margin: 26px 0 10px; }
 .gallery { list-style: none; margin: 14px 0; padding: 0; display: grid; gap: 18px 16px;
   grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); }
-.strips { list-style: none; margin: 14px 0; padding: 0; display: grid; gap: 24px 28px;
+.strips { list-style: none; margin: 14px 0 28px; padding: 0; display: grid; gap: 24px 28px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); }
 .strips li { font-size: 13px; line-height: 1.35; min-width: 0; }
 .strip { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 4px; margin-bottom: 6px; }
