@@ -23,6 +23,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--compare", metavar="MODEL", help="another network, shown beside the first")
     parser.add_argument("--split", default="val", help="the images of DATA (default: %(default)s)")
     parser.add_argument("--images", type=int, default=64, metavar="N", help="of DATA, at even distances (default: 64)")
+    parser.add_argument("--workers", type=int, help="actors for over 64 images (default: all of a cluster, else none)")
     parser.add_argument("--levels", metavar="NUMBERS", help="of attention distance, as in 0,5,11 (default: all)")
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: inspect/MODEL-DATA)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON: page, figures, files, images")
@@ -30,8 +31,8 @@ def main(args: list[str]) -> dict[str, Any]:
     levels = None if options.levels is None else options.levels.split(",")
     if levels is not None and not all(level.isdecimal() for level in levels):
         parser.error(f"wanted --levels as in 0,5,11, got {options.levels}")
-    if options.images < 1:
-        parser.error("wanted --images from 1 on")
+    if options.images < 1 or not (options.workers is None or options.workers > 0):
+        parser.error("wanted --images and --workers from 1 on")
 
     # Imported late, because torch takes a second.
     from vitray.inspection.report.driver import Request, inspect_networks
@@ -40,12 +41,13 @@ def main(args: list[str]) -> dict[str, Any]:
     figures = [name for name in options.figures.split(",") if name]
     request = Request(options.model, options.words, figures, options.compare, options.split, options.images)
     request = request._replace(levels=levels and [int(level) for level in levels], out=options.out)
+    request = request._replace(workers=options.workers)
     inspection, page = inspect_networks(request)
     print(page)
     return {
         "page": page,
         "models": [subject.name for subject in inspection.subjects],
-        "images": 0 if inspection.images is None else len(inspection.images.encoded),
+        "images": 0 if inspection.images is None else inspection.images.used,
         "figures": [result.name for result in inspection.results],
         "files": [name for result in inspection.results for name in file_names(result)],
     }

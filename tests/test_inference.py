@@ -22,7 +22,7 @@ from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.errors import ConfigError
-from vitray.inference import outputs
+from vitray.inference import actors
 from vitray.inference.extractor import Extractor
 from vitray.inference.images import open_images, read_encoded
 from vitray.inference.models import describe_network, open_network, short_name
@@ -106,14 +106,14 @@ def test_a_cluster_that_grows_is_asked_for_its_gpus(monkeypatch):
     monkeypatch.setattr("ray.cluster_resources", lambda: resources)
     monkeypatch.setattr(session, "wait_for_nodes", lambda *args: asked.append(args))
     for name, value in (("VITRAY_GROWS_WITHIN", "1800"), ("VITRAY_GROWS_DEVICE", "gpu")):
-        outputs.await_gpus(None)
+        actors.await_gpus(None)
         monkeypatch.setenv(name, value)
     assert not asked
-    outputs.await_gpus(None)
-    outputs.await_gpus(2)
+    actors.await_gpus(None)
+    actors.await_gpus(2)
     assert asked == [([{"CPU": 1.0, "GPU": 1.0}] * count, 1800.0) for count in (1, 2)]
     resources["GPU"] = 1.0
-    outputs.await_gpus(2)
+    actors.await_gpus(2)
     assert len(asked) == 2
 
 

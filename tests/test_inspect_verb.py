@@ -18,6 +18,7 @@ from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
 from vitray.data.augment.batch import normalised
 from vitray.errors import ConfigError
+from vitray.inspection.report import driver
 from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.driver import Request, make_figures
 from vitray.inspection.report.figures import FIGURES, choose_figures
@@ -26,6 +27,12 @@ from vitray.inspection.report.page import file_names, render
 
 MADE = ["rollout", "distance", "branches"]
 CLASSES = ["cat & <dog>", "owl", "猫"]
+
+
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch):
+    """Without the tracking store that a user of this folder may have."""
+    monkeypatch.setattr(driver, "has_store", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +108,15 @@ def test_pictures_and_tables_can_be_read(made, place):
     for table in result.tables:
         assert len({len(row) for row in table.rows}) == 1
         assert rows_of(table)
+
+
+def test_captions_name_the_network_the_images_and_the_dataset(made):
+    drawings = [drawing for result in made.results for drawing in result.drawings]
+    assert len(drawings) == 2 + 2 * 2 + 1
+    for drawing in drawings:
+        size = "16 x 32" if drawing.caption.startswith("mean: ") else "32 x 32"
+        assert re.match(r"(mean|parallel): 6 of [\d,]+ images of demo, val ", drawing.caption)
+        assert f"(identity {made.images.identity[:8]}) at {size} pixels" in drawing.caption
 
 
 def test_equal_drawings_have_equal_bytes(made):

@@ -14,8 +14,9 @@ from vitray.inspection import cka, level_grams, position_similarity, stem_filter
 from vitray.inspection.report.change_figures import changes_figure, features_figure
 from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
 from vitray.inspection.report.heat_maps import tiled
+from vitray.inspection.report.measuring import MEASURES, View, joined_values, measure_views
 from vitray.inspection.report.stem_figures import filters_figure, positions_figure
-from vitray.inspection.report.subjects import Subject
+from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.report.weight_charts import relative_by_kind
 from vitray.inspection.report.weight_figures import layerscale_figure, spectra_figure
 from vitray.models.vit import ViT
@@ -27,7 +28,20 @@ def subject(label="base", count=6, seed=0, **settings) -> Subject:
         {"name": "vit_u2x2_8", "image_size": (16, 24), "num_classes": 5, "layerscale": 0.1, **settings}
     )
     pixels = np.random.default_rng(0).integers(0, 256, (count, *model.image_shape, 3), dtype=np.uint8)
-    return Subject(label, SimpleNamespace(normalise=Normalise()), scrambled(ViT(model), seed), None, pixels)
+    spec = SimpleNamespace(normalise=Normalise(), size=model.image_shape)
+    chosen = ChosenImages("noise", "memory", "abcdef01" * 8, [], range(count), [], (), count)
+    return Subject(label, spec, scrambled(ViT(model), seed), chosen, pixels)
+
+
+def measured(*subjects: Subject) -> list[Subject]:
+    """Subjects with the values of all their images as one chunk."""
+    views = [View(each.vit, each.batch(), None) for each in subjects]
+    views = [views[0], *(view._replace(base=views[0]) for view in views[1:])]
+    values = measure_views(views, list(MEASURES))
+    return [
+        each._replace(measured={name: joined_values([parts], place) for name, parts in values.items()})
+        for place, each in enumerate(subjects)
+    ]
 
 
 def cells(result, table: int = 0) -> list:
@@ -57,7 +71,7 @@ def test_filters_are_drawn_and_listed():
     check_pictures(result, 2)
     assert "28 components of 8 x 8 pixels" in result.drawings[0].caption
     assert "not linear" not in result.drawings[0].caption
-    assert "at an image of one colour, the mean of 6 images" in result.drawings[1].caption
+    assert "at an image of one colour, the mean of noise (identity abcdef01)" in result.drawings[1].caption
     rows = cells(result)
     assert (len(rows), len(rows[0])) == (29, 2 + 3 * 8 * 8)
     wanted = stem_filters(subject().vit).components
@@ -78,15 +92,15 @@ def test_positions_are_drawn_where_there_are_any():
 
 def test_similarity_is_drawn_for_each_network_and_the_pair():
     both = [subject(), subject("other", seed=1, name="vit_u3x1_8")]
-    result = similarity_figure(both)
+    result = similarity_figure(measured(*both))
     check_pictures(result, 3)
     wanted = cka(*(level_grams(each.vit, each.batch()) for each in both))
     rows = cells(result, 2)
     assert [len(rows), len(rows[0])] == [1 + 3, 1 + 4]
     assert float(rows[2][3]) == pytest.approx(float(wanted[1, 2]), abs=1e-6)
-    few = similarity_figure([subject(count=3)])
+    few = similarity_figure(measured(subject(count=3)))
     assert few.drawings == []
-    assert few.prose.endswith("It needs at least 4 images and was given 3.")
+    assert few.prose.endswith("It needs at least 4 images.")
 
 
 def test_token_lengths_are_drawn_with_the_patches_that_stand_out():
@@ -94,13 +108,13 @@ def test_token_lengths_are_drawn_with_the_patches_that_stand_out():
     only.vit.stem.proj[0].weight.data[:] = 0.2
     only.images[2, :8, 8:16], only.images[only.images > 140] = 255, 140
     only.images[2, :8, 8:16] = 255
-    result = norms_figure([only])
+    result = norms_figure(measured(only))
     check_pictures(result, 1)
     norms = token_norms(only.vit, only.batch())
     assert [int(row[6]) for row in cells(result)[1:]] == norms.is_outlier.sum(dim=(1, 2)).tolist()
     assert norms.is_outlier[0].nonzero().tolist() == [[2, 1]]
     assert float(cells(result)[1][2]) == pytest.approx(float(np.median(norms.patches[0])), rel=1e-6)
-    check_pictures(norms_figure([subject()]), 1)
+    check_pictures(norms_figure(measured(subject())), 1)
 
 
 def test_weights_are_drawn_and_listed():
@@ -129,7 +143,7 @@ def test_changes_of_fine_tuned_attention_are_drawn_and_listed():
     wanted = 0.1 * 64 / float(base.vit.blocks[1].attn1.qkv.weight.detach()[128:].norm())
     assert row[4] == "changed"
     assert float(row[7]) == pytest.approx(wanted, rel=1e-4)
-    features = features_figure([base, tuned])
+    features = features_figure(measured(base, tuned))
     check_pictures(features, 1)
     assert [float(cell) for cell in cells(features)[1][1:]] == pytest.approx([0, 0, 0, 1, 1, 1])
 
@@ -140,7 +154,7 @@ def test_changes_of_equal_networks_and_of_other_shapes():
     assert {row[4] for row in cells(result)[1:]} == {"equal"}
     other = subject("other", name="vit_ti1x1_8")
     assert changes_figure([subject(), other]).prose.endswith("The levels of the two networks have no tensor in common.")
-    assert "other has 1 levels with a class token" in features_figure([subject(), other]).prose
+    assert "other has 1 levels with a class token" in features_figure(measured(subject(), other)).prose
 
 
 def test_changes_of_a_kind_join_the_branches_of_a_level():

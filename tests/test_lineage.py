@@ -14,6 +14,7 @@ from image_sets import write_dataset, write_network
 from PIL import Image
 
 from vitray.evaluation.report.driver import Request, evaluate
+from vitray.inspection.report import driver as inspection_driver
 from vitray.tracking import system_info
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
 from vitray.tracking.mlflow_client import open_client, tracking_uri
@@ -317,6 +318,44 @@ def test_an_evaluation_becomes_a_run_of_the_trainings_experiment(tmp_path, logge
     page = Path(run.info.artifact_uri) / "evaluation" / "index.html"
     assert page.read_text() == (tmp_path / "out" / "index.html").read_text()
     assert "val/top1" in {each.key for each in models()[0].metrics}
+
+
+def test_an_inspection_becomes_a_run_with_its_figures_linked_to_its_model(tmp_path, logged):
+    data = write_dataset(tmp_path / "demo", {"val": 20})
+    write_network(tmp_path / "model")
+    run, vit, classes = load_model(str(tmp_path / "model"))
+    save_model(str(tmp_path / "own" / "model"), run.replace({"tracking.experiment": EXPERIMENT}), vit, classes)
+    with begin("u1", "trained") as tracker:
+        tracker.model(str(tmp_path / "own" / "model"), register_as="vit", top1=0.5)
+    request = inspection_driver.Request("own/model", [data.url], ["positions"], out=str(tmp_path / "out"))
+    inspection, _ = inspection_driver.inspect_networks(request)
+    inspection_driver.inspect_networks(request)
+    client = open_client(tracking_uri())
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    [run] = client.search_runs([experiment], "tags.`vitray.kind` = 'inspection'")  # continued, not repeated
+    assert (run.info.run_name, run.info.status) == ("inside own on demo, val", "FINISHED")
+    assert run.data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
+    assert run.data.tags["vitray.model_version"] == "models:/vit/1"
+    assert "Similarity of positions" in run.data.tags["mlflow.note.content"]
+    [dataset] = client.get_run(run.info.run_id).inputs.dataset_inputs
+    assert dataset.dataset.digest == inspection.images.identity[:36]
+    logged_files = Path(run.info.artifact_uri) / "inspection"
+    files = {path.name for path in logged_files.iterdir()}
+    assert files == {"index.html", *(f"positions-own.{ending}" for ending in ("png", "svg", "csv"))}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == files
+    for name in files:
+        assert (logged_files / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_an_inspection_of_foreign_weights_without_images_is_a_run_without_links(tmp_path):
+    write_network(tmp_path / "model")
+    inspection_driver.inspect_networks(inspection_driver.Request("model", figures=["positions"]))
+    client = open_client(tracking_uri())
+    [run] = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.run_name == "inside model"
+    assert "mlflow.parentRunId" not in run.data.tags
+    assert "vitray.refused" not in run.data.tags
+    assert client.get_run(run.info.run_id).inputs.dataset_inputs == []
 
 
 def test_an_evaluation_makes_no_store(tmp_path):

@@ -22,7 +22,7 @@ from vitray.weights import load_model, save_model
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # The order in which a reader meets the pages: later ones use what earlier ones have made.
-ORDER = ["README.md", "training.md", "data.md", "evaluation.md", "sweeps.md", "cluster.md"]
+ORDER = ["README.md", "training.md", "data.md", "evaluation.md", "inspection.md", "sweeps.md", "cluster.md"]
 # Verbs that need a cluster, serve, or measure for minutes: test_jobs, test_doctor, test_ui and test_bench_* run them.
 ELSEWHERE = {"submit", "jobs", "stop", "doctor", "ui", "bench"}
 NOT_RUN = UNCHECKED | {"make", "mlflow"}
@@ -61,6 +61,8 @@ def shrunk(words: list[str], stages: tuple[str, ...] = ()) -> list[str]:
         args = [word if word[0] == "-" or "=" in word or word == "demo" else storage.absolute(word) for word in args]
     if verb == "evaluate":  # in this process, as without a cluster: actors of that Ray lack this folder's store
         args = [*args, "--workers", "1"]
+    if verb == "inspect":
+        args = [*args, "--images", "8"]
     if verb not in ("train", "sweep", "shard") or "--resume" in args or "--look" in args:
         return [verb, *args]
     small = settings_of(verb, args[0])

@@ -9,23 +9,21 @@ import io
 import json
 import os
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from tempfile import TemporaryFile, gettempdir
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from vitray import storage
-from vitray.cluster import session
 from vitray.data.shards.ray_tasks import ProgressLine
-from vitray.errors import ConfigError, RunError
+from vitray.errors import ConfigError
+from vitray.inference.actors import AT_A_TIME, Span, actor_session, chunks_on_actors, needs_actors
 from vitray.inference.extractor import Alter, Extractor, Output
 from vitray.inference.images import ImageSet
 from vitray.inference.models import NetworkSpec
@@ -33,15 +31,10 @@ from vitray.models.vit import ViT
 
 FORMAT = 1
 CHUNK = 512
-# Chunks that an actor has at a time: it reads one while it computes another.
-AT_A_TIME = 2
-# A chunk is computed again this many times after its actor was lost, as with a node.
-RETRIES = 3
 # Chunks that are read at a time.
 READS_AT_ONCE = 8
 # Larger outputs are read into a temporary file.
 MOST_IN_MEMORY = 2 * 2**30
-Span = tuple[int, int]
 Missing = Sequence[tuple[Span, tuple[Output, ...]]]
 Computed = Iterator[tuple[Span, dict[str, pa.Table]]]
 
@@ -215,9 +208,9 @@ def _check_left_out(work: Work, corrupt: Sequence[str]) -> None:
 
 def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None) -> Computed:
     """Yield each missing chunk, as it is computed."""
-    if _needs_actors(workers):
+    if needs_actors(workers):
         with actor_session(workers):
-            yield from _on_actors(work, missing, workers)
+            yield from chunks_on_actors(Extractor, (work.network, work.images, work.alter), missing, workers)
         return
     extractor = Extractor(work.network, work.images, work.alter, vit)
     extractor.load()
@@ -232,92 +225,3 @@ def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None
         finally:  # after an error, the pool would compute them before it ends
             for _, future in ahead:
                 future.cancel()
-
-
-def actor_session(workers: int | None) -> AbstractContextManager[None]:
-    """Connect to Ray for a block if actors compute the outputs; several computations then share one connection."""
-    return session.ray_session(cpus=workers) if _needs_actors(workers) else nullcontext()
-
-
-def _needs_actors(workers: int | None) -> bool:
-    if workers is not None:
-        return workers > 1
-    if "RAY_ADDRESS" in os.environ or torch.cuda.device_count() > 1:
-        return True
-    if "ray" not in sys.modules:
-        return False
-    import ray
-
-    return ray.is_initialized()
-
-
-def _on_actors(work: Work, missing: Missing, workers: int | None) -> Computed:
-    """Yield chunks in the order in which actors finish them. Each actor takes the next chunk when it is free."""
-    import ray
-    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
-
-    lost = RayActorError, ObjectLostError
-    await_gpus(workers)
-    resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
-    count = min(len(missing), workers or max(1, gpus or int(resources.get("CPU", 1))))
-    actor_class: Any = ray.remote(Extractor)
-    actor_class = actor_class.options(
-        num_cpus=1,
-        num_gpus=1 if gpus else 0,
-        max_concurrency=AT_A_TIME,
-        max_restarts=0,  # a restarted actor waits without end where others have taken its room
-        max_task_retries=0,
-        scheduling_strategy="SPREAD",
-    )
-    shared: Any = [ray.put(value) for value in (work.network, work.images, work.alter)]
-    actors = [actor_class.remote(*shared) for _ in range(count)]
-    starting = {actor.load.remote(): actor for actor in actors}
-    running: dict[Any, tuple[Any, Span, tuple[Output, ...]]] = {}
-    waiting = list(reversed(missing))
-    idle: list[Any] = []  # an actor once for each further chunk that it can take
-    losses = Counter[Span]()
-    while waiting or running:
-        for done in ray.wait([*starting, *running])[0]:
-            actor = starting[done] if done in starting else running[done][0]
-            try:
-                if starting.pop(done, None) is not None:
-                    ray.get(done)
-                    idle += [actor] * AT_A_TIME
-                else:
-                    _, span, outputs = running.pop(done)
-                    try:
-                        tables = ray.get(done)
-                    except lost as error:
-                        waiting.append((span, outputs))
-                        losses[span] += 1
-                        if losses[span] > RETRIES:
-                            died = f"{losses[span]} actors have died with images {span[0]} to {span[1]}"
-                            raise RunError(f"{died}: {_one_line(error)}") from None
-                        raise
-                    yield span, tables
-                    idle.append(actor)
-            except lost as error:
-                idle = [each for each in idle if each is not actor]
-                if not (starting or running or idle):
-                    raise RunError(f"all {count} actors have died: {_one_line(error)}") from None
-            except RayTaskError as error:
-                if isinstance(error.cause, ConfigError):
-                    raise error.cause from None
-                raise
-            while idle and waiting:
-                actor, (span, outputs) = idle.pop(), waiting.pop()
-                running[actor.extract.remote(*span, outputs)] = actor, span, outputs
-
-
-def await_gpus(workers: int | None) -> None:
-    """Wait for GPU nodes on a cluster that adds them: its head's CPUs would do the work instead."""
-    import ray
-
-    seconds = session.autoscaling_timeout()
-    if seconds and session.autoscaling_device() == "gpu" and not ray.cluster_resources().get("GPU"):
-        session.wait_for_nodes([{"CPU": 1.0, "GPU": 1.0}] * (workers or 1), seconds)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

@@ -3,6 +3,8 @@
 from vitray.inspection.attention_distance import AttentionSpread as AttentionSpread
 from vitray.inspection.attention_distance import attention_distances as attention_distances
 from vitray.inspection.branches import BranchReport as BranchReport
+from vitray.inspection.branches import branch_report as branch_report
+from vitray.inspection.branches import branch_sums as branch_sums
 from vitray.inspection.branches import compare_branches as compare_branches
 from vitray.inspection.changes import FeatureChange as FeatureChange
 from vitray.inspection.changes import TensorChange as TensorChange
@@ -21,4 +23,5 @@ from vitray.inspection.tensors import Spectrum as Spectrum
 from vitray.inspection.tensors import layerscales as layerscales
 from vitray.inspection.tensors import spectra as spectra
 from vitray.inspection.tokens import TokenNorms as TokenNorms
+from vitray.inspection.tokens import join_token_norms as join_token_norms
 from vitray.inspection.tokens import token_norms as token_norms

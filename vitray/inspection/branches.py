@@ -7,7 +7,6 @@ Shapes: B images of a mini-batch, C colours, H x W pixels, N tokens, D width, P 
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.inspection.levels import Level, blocks, run_levels
-from vitray.inspection.similarity import gram, hsic, u_centred
+from vitray.inspection.similarity import gram, hsic, mini_batches, u_centred
 from vitray.inspection.states import chunks
 from vitray.models.vit import ViT
 
@@ -67,33 +66,41 @@ class BranchReport(NamedTuple):
     shares: list[BranchShare]
 
 
-class _Sums(NamedTuple):
-    """The values of one half of a level for a mini-batch: grams PBB, cosines of two images by pair, shares PB."""
+class HalfSums(NamedTuple):
+    """The values of one half of a level for a mini-batch, on the CPU."""
 
     grams: Tensor
+    """PBB, U-centred."""
     cosines: list[Tensor]
+    """BB of each pair of branches: of the first's images with the second's."""
     shares: Tensor
+    """PB."""
 
 
-@torch.no_grad()
+BranchSums = list[tuple[HalfSums, ...]]
+
+
 def compare_branches(vit: ViT, images_BCHW: Tensor, batch: int = 32, seed: int = 0) -> BranchReport:
     """Return the likeness of the branches of every level, and their shares, over mini-batches of about `batch` images.
 
-    CKA needs at least 4 images in each. The permutations are drawn within mini-batches.
+    CKA needs at least 4 images in each.
     """
-    count, parts = blocks(vit)[0].branches, math.ceil(len(images_BCHW) / batch)
-    if count < 2:
-        raise ValueError("the levels of the network have one branch each, wanted at least 2 to compare")
-    if len(images_BCHW) // max(parts, 1) < 4:
-        raise ValueError(f"got {len(images_BCHW)} images in {parts} mini-batches, wanted at least 4 in each")
-    sums = [_sums_of_batch(vit, part) for part in images_BCHW.tensor_split(parts)]
+    return branch_report([branch_sums(vit, part) for part in mini_batches(images_BCHW, batch)], seed)
+
+
+def branch_report(sums: Sequence[BranchSums], seed: int = 0) -> BranchReport:
+    """Return the likeness and the shares of branches, from the sums of mini-batches.
+
+    The permutations are drawn within mini-batches.
+    """
+    branches, depth = len(sums[0][0][0].grams), len(sums[0])
     generator = torch.Generator().manual_seed(seed)
-    sizes = [part.shape[-1] for part in (each[0][0].grams for each in sums)]
+    sizes = [each[0][0].grams.shape[-1] for each in sums]
     orders = [torch.stack([torch.randperm(size, generator=generator) for _ in range(PERMUTATIONS)]) for size in sizes]
     pairs, shares = [], []
-    for level, half in itertools.product(range(len(vit.blocks)), range(len(HALVES))):
+    for level, half in itertools.product(range(depth), range(len(HALVES))):
         of_batches = [each[level][half] for each in sums]
-        for place, (first, second) in enumerate(itertools.combinations(range(count), 2)):
+        for place, (first, second) in enumerate(itertools.combinations(range(branches), 2)):
             grams = [(each.grams[first], each.grams[second]) for each in of_batches]
             likeness = _cka(grams, orders), _cosine([each.cosines[place] for each in of_batches], orders)
             pairs.append(BranchPair(level, HALVES[half], first + 1, second + 1, *likeness))
@@ -104,8 +111,13 @@ def compare_branches(vit: ViT, images_BCHW: Tensor, batch: int = 32, seed: int =
     return BranchReport(pairs, shares)
 
 
-def _sums_of_batch(vit: ViT, images_BCHW: Tensor) -> list[tuple[_Sums, ...]]:
-    """All parts of the batch advance by a level at a time, so that the outputs of one level exist."""
+@torch.no_grad()
+def branch_sums(vit: ViT, images_BCHW: Tensor) -> BranchSums:
+    """Return the sums of one mini-batch of at least 4 images, by level and half."""
+    if blocks(vit)[0].branches < 2:
+        raise ValueError("the levels of the network have one branch each, wanted at least 2 to compare")
+    mini_batches(images_BCHW, max(len(images_BCHW), 1))  # refuses too few
+    # All parts of the batch advance by a level at a time, so that the outputs of one level exist.
     walks = (run_levels(vit, part) for part in chunks(vit, images_BCHW))
     return [tuple(_sums_of_half(half) for half in _outputs(passed)) for passed in zip(*walks, strict=True)]
 
@@ -120,13 +132,13 @@ def _outputs(passed: Sequence[Level]) -> Iterator[list[list[Tensor]]]:
         yield outputs
 
 
-def _sums_of_half(outputs: list[list[Tensor]]) -> _Sums:
+def _sums_of_half(outputs: list[list[Tensor]]) -> HalfSums:
     grams = torch.stack([u_centred(gram(parts)) for parts in outputs])
     units = [F.normalize(torch.cat(parts).double(), dim=2).flatten(1) for parts in outputs]
     tokens = outputs[0][0].shape[1]
     cosines = [first @ second.T / tokens for first, second in itertools.combinations(units, 2)]
     shares = [update_shares(torch.stack(parts)) for parts in zip(*outputs, strict=True)]
-    return _Sums(grams.cpu(), [each.cpu() for each in cosines], torch.cat(shares, dim=1).cpu())
+    return HalfSums(grams.cpu(), [each.cpu() for each in cosines], torch.cat(shares, dim=1).cpu())
 
 
 def update_shares(outputs_PBND: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitray.config import Learned
 from vitray.inspection.levels import grid_of
 from vitray.inspection.states import chunks, run_states
-from vitray.inspection.tensors import Kind, named_tensors
+from vitray.inspection.tensors import Kind, aligned, named_tensors
 from vitray.models.positions import resample
 from vitray.models.vit import ViT
 
@@ -54,8 +54,10 @@ class FeatureChange(NamedTuple):
 def tensor_changes(base: ViT, other: ViT) -> list[TensorChange]:
     """Return the change of every tensor that either network has, in the order of the second, then of the base.
 
-    A learned table of positions of another grid is first resized as the base would do it.
+    A learned table of positions of another grid is first resized as the base would do it. A base with the same layers
+    in another number of branches is first regrouped: level 3 of 36x1 is branch 2 of level 1 of 18x2.
     """
+    base = aligned(base, other)
     before = {each.name: each for each in named_tensors(_comparable_state(base, other))}
     after = {each.name: each for each in named_tensors(other.state_dict())}
     changes = []

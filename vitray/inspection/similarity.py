@@ -16,6 +16,8 @@ from torch import Tensor
 from vitray.inspection.states import chunks, run_states
 from vitray.models.vit import ViT
 
+# Unbiased HSIC is estimated from at least this many images.
+FEWEST_IMAGES = 4
 # Tokens are turned to float64 in slices of this many.
 TOKENS_AT_ONCE = 64
 # Features that vary by less than rounding, relative to their length, are constant.
@@ -31,10 +33,16 @@ def level_grams(vit: ViT, images_BCHW: Tensor, reading: Reading = "tokens", batc
     A representation is all tokens of an image as one vector, or only the vector that the network pools. The lists of
     several calls may be joined.
     """
-    images, parts = len(images_BCHW), math.ceil(len(images_BCHW) / batch)
-    if images // max(parts, 1) < 4:
-        raise ValueError(f"got {images} images in {parts} mini-batches, wanted at least 4 in each")
-    return [_grams_of_batch(vit, each, reading) for each in images_BCHW.tensor_split(parts)]
+    return [_grams_of_batch(vit, each, reading) for each in mini_batches(images_BCHW, batch)]
+
+
+def mini_batches(images_BCHW: Tensor, batch: int) -> Sequence[Tensor]:
+    """Return images in even mini-batches of at most `batch`, or refuse too few."""
+    parts = images_BCHW.tensor_split(math.ceil(len(images_BCHW) / batch) or 1)
+    if len(parts[-1]) < FEWEST_IMAGES:
+        got = f"got {len(images_BCHW)} images in {len(parts)} mini-batches"
+        raise ValueError(f"{got}, wanted at least {FEWEST_IMAGES} in each")
+    return parts
 
 
 def cka(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from vitray.models.vit import ViT
+from vitray.models.vit import ViT, regroup
 
 Kind = Literal[
     "stem",
@@ -116,7 +116,8 @@ def spectra(vit: ViT, base: ViT | None = None) -> list[Spectrum]:
 
     With a base, matrices are left out that are equal in both, or that either network lacks.
     """
-    before = {} if base is None else {each.name: each.values for each in named_tensors(base.state_dict())}
+    state = {} if base is None else aligned(base, vit).state_dict()
+    before = {each.name: each.values for each in named_tensors(state)}
     found = []
     for name, kind, level, branch, values in named_tensors(vit.state_dict()):
         if level is None or values.ndim != 2:
@@ -129,3 +130,11 @@ def spectra(vit: ViT, base: ViT | None = None) -> list[Spectrum]:
             matrix = matrix - old.double()
         found.append(Spectrum(name, kind, level, branch, torch.linalg.svdvals(matrix)))
     return found
+
+
+def aligned(base: ViT, other: ViT) -> ViT:
+    """Return the base with its layers grouped as those of the other network, if both have equally many."""
+    old, new = base.model.shape, other.model.shape
+    if old.branches == new.branches or old.depth * old.branches != new.depth * new.branches:
+        return base
+    return regroup(base, new.branches)

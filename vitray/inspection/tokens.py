@@ -6,6 +6,7 @@ Large networks use a few patches of little content as registers, with tokens sev
 Shapes: S states (before the first level, then after each), B images, M patches, N tokens, D width.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,17 @@ def token_norms(vit: ViT, images_BCHW: Tensor, factor: float = OUTLIER_FACTOR) -
     prefix = num_prefix(vit)
     parts = [torch.stack([x_BND.norm(dim=2) for x_BND in run_states(vit, chunk)]) for chunk in chunks(vit, images_BCHW)]
     norms_SBN = torch.cat(parts, dim=1)
-    patches_SBM = norms_SBN[..., prefix:]
+    return _with_outliers(norms_SBN[..., prefix:], norms_SBN[..., 0] if prefix else None, factor)
+
+
+def join_token_norms(parts: Sequence[TokenNorms], factor: float = OUTLIER_FACTOR) -> TokenNorms:
+    """Return the norms of all images from those of parts; the patches of all decide which stand out."""
+    tokens = [part.class_token for part in parts if part.class_token is not None]
+    return _with_outliers(
+        torch.cat([part.patches for part in parts], dim=1), torch.cat(tokens, dim=1) if tokens else None, factor
+    )
+
+
+def _with_outliers(patches_SBM: Tensor, class_token_SB: Tensor | None, factor: float) -> TokenNorms:
     median_S = patches_SBM.flatten(1).median(dim=1).values
-    is_outlier_SBM = patches_SBM > factor * median_S[:, None, None]
-    return TokenNorms(patches_SBM, norms_SBN[..., 0] if prefix else None, median_S, is_outlier_SBM)
+    return TokenNorms(patches_SBM, class_token_SB, median_S, patches_SBM > factor * median_S[:, None, None])

@@ -88,6 +88,11 @@ def illustrated(prose: Sequence[str], pictures: Sequence[Picture]) -> Html:
     return joined(text, tag("div.pictures", *(_figure(picture) for picture in pictures)) if pictures else None)
 
 
+def stacked(pictures: Sequence[Picture]) -> Html:
+    """Return pictures in the full width of the page, one below the other."""
+    return tag("div.stacked", *(_figure(picture) for picture in pictures))
+
+
 def _figure(picture: Picture) -> Html:
     dark = {"srcset": data_url("image/png", picture.dark), "media": "(prefers-color-scheme: dark)"}
     light = {"src": data_url("image/png", picture.light), "alt": picture.alt}

@@ -65,6 +65,9 @@ figure { margin: 0; min-width: 0; }
 figure img { display: block; width: 100%; max-width: 540px; height: auto; }
 figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60ch; }
 .single { margin-top: 14px; }
+.stacked { display: grid; gap: 28px; margin-top: 18px; }
+.stacked figure img { max-width: none; }
+.files { font-size: 14px; color: var(--pale); margin: 16px 0 0; max-width: none; }
 @media (min-width: 900px) {
   /* A single picture has its text beside it. */
   .single { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 36px; }
@@ -76,7 +79,7 @@ figcaption { font-size: 14px; line-height: 1.45; margin-top: 4px; max-width: 60c
 h3 { font-size: 16px; margin: 26px 0 10px; }
 .gallery { list-style: none; margin: 14px 0; padding: 0; display: grid; gap: 18px 16px;
   grid-template-columns: repeat(auto-fill, minmax(132px, 1fr)); }
-.strips { list-style: none; margin: 14px 0; padding: 0; display: grid; gap: 24px 28px;
+.strips { list-style: none; margin: 14px 0 28px; padding: 0; display: grid; gap: 24px 28px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); }
 .strips li { font-size: 13px; line-height: 1.35; min-width: 0; }
 .strip { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(0, 1fr); gap: 4px; margin-bottom: 6px; }

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vitray import storage
-from vitray.tracking.model_uri import find_logged_model, is_model_uri
+from vitray.config import load_run
+from vitray.config.training import Tracking
+from vitray.tracking.model_uri import find_logged_model, is_model_uri, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,6 +55,15 @@ class ModelScores(NamedTuple):
         """Return the scores as JSON values."""
         values = {name: float(value) for name, value in self.values.items()}
         return {"step": self.step, "values": values, "dataset": self.dataset._asdict()}
+
+
+def experiment_of(url: str) -> str:
+    """Return the experiment of the network's training; of another library's weights, the default one."""
+    settings = storage.join(resolve_uri(url), "run.yaml")
+    if not storage.exists(settings):
+        return Tracking().experiment
+    with storage.local_copy(settings) as path:
+        return load_run(path).tracking.experiment
 
 
 def log_datasets(client: "MlflowClient", run_id: str, datasets: Iterable[Mapping[str, Any]]) -> None:
@@ -120,12 +131,21 @@ def log_checkpoint(client: "MlflowClient", run_id: str, body: Mapping[str, Any])
 
 
 def log_scores(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> None:
-    """Log scores of a model, by the address of its folder or its address in MLflow.
+    """Log scores of a model, and link the model as `log_link` does."""
+    model = find_model(client, body["model"], run_id)
+    _log_model_metrics(client, run_id, model and model.model_id, body)
+    _link(client, run_id, model, body["description"])
+
+
+def log_link(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> None:
+    """Link a run with the model that it is about, by the address of its folder or its address in MLflow.
 
     If MLflow has the model from another run, the two runs are linked in both directions.
     """
-    model = find_model(client, body["model"], run_id)
-    _log_model_metrics(client, run_id, model and model.model_id, body)
+    _link(client, run_id, find_model(client, body["model"], run_id), body["description"])
+
+
+def _link(client: "MlflowClient", run_id: str, model: "LoggedModel | None", description: str) -> None:
     if model is None or model.source_run_id in (None, run_id):
         return
     from mlflow.entities import LoggedModelInput, RunTag
@@ -141,7 +161,7 @@ def log_scores(client: "MlflowClient", run_id: str, body: Mapping[str, Any]) -> 
         tags[VERSION_TAG] = f"models:/{version.name}/{version.version}"
         page = f"#/models/{version.name}/versions/{version.version}"
         links.append(f"Registered version: [{version.name}, version {version.version}]({page})")
-    tags["mlflow.note.content"] = "\n\n".join([body["description"], *links])
+    tags["mlflow.note.content"] = "\n\n".join([description, *links])
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
 
 

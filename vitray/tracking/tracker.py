@@ -121,6 +121,10 @@ class Tracker:
         """Record scores of a model by its address; a model of another run is linked, below the description."""
         self._record("scores", {"model": model, "description": description} | scores.record())
 
+    def link(self, model: str, description: str) -> None:
+        """Link the model that the run is about, by its address, below the description."""
+        self._record("link", {"model": model, "description": description})
+
     @property
     def run_id(self) -> str | None:
         """MLflow's id of the run; None until MLflow has the run."""

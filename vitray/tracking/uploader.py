@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vitray.errors import one_line
-from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_scores
+from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
@@ -181,6 +181,8 @@ class Uploader:
                     log_checkpoint(self.client, run_id, body)
             case "scores":
                 log_scores(self.client, run_id, body)
+            case "link":
+                log_link(self.client, run_id, body)
             case "kill":
                 self._send_kill(body)
             case "end":

@@ -67,8 +67,17 @@ def detect_layout(state: State, url: str) -> str:
         # timm and DeiT share all names except LayerScale's; DeiT ships .pth files, timm ships safetensors.
         return "deit"
     if not known:
-        raise ConfigError(f"{url}: a layout we do not know, with {few(sorted(state))}; known: {', '.join(LAYOUTS)}")
+        raise ConfigError(f"{url}: {_kind_of(state)}, with {few(sorted(state))}; known: {', '.join(LAYOUTS)}")
     return known[0]
+
+
+def _kind_of(state: State) -> str:
+    """Return what can be said of tensors of no known layout."""
+    if any("relative_position" in name for name in state):
+        return "a network with relative positions, as Swin, and not a plain Vision Transformer"
+    if any(values.ndim == 4 for values in state.values()) and not any("att" in name.lower() for name in state):
+        return "a network without attention, and not a Vision Transformer"
+    return "a layout we do not know"
 
 
 def settings_of(

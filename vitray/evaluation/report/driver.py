@@ -22,10 +22,11 @@ from vitray.evaluation.report.results import Evaluation, Result, Scored, compare
 from vitray.evaluation.report.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
 from vitray.evaluation.report.tracking import track_evaluation
 from vitray.evaluation.report.writing import write_evaluation
+from vitray.inference.actors import actor_session
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import NetworkSpec, describe_network
-from vitray.inference.outputs import CHUNK, Outputs, Work, actor_session, compute_outputs
+from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
 from vitray.models.vit import ViT
 from vitray.tracking.mlflow_client import has_store
 

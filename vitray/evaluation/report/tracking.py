@@ -5,13 +5,10 @@ import json
 import math
 
 from vitray import storage
-from vitray.config import load_run
-from vitray.config.training import Tracking
 from vitray.evaluation.report.results import Evaluation, Result
 from vitray.evaluation.report.texts import TITLES, score_text
 from vitray.tracking import system_info
-from vitray.tracking.lineage import ModelScores, TrackedDataset
-from vitray.tracking.model_uri import resolve_uri
+from vitray.tracking.lineage import ModelScores, TrackedDataset, experiment_of
 from vitray.tracking.tracker import TrackedRun, Tracker
 
 
@@ -33,16 +30,7 @@ def _identity(evaluation: Evaluation, result: Result, folder: str) -> TrackedRun
     images = evaluation.images
     parts = [storage.absolute(folder), result.spec.url, result.spec.key, images.identity, evaluation.command]
     uid = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    return TrackedRun(uid, f"{result.name} on {images.name}/{images.split}", _experiment(result.spec.url))
-
-
-def _experiment(url: str) -> str:
-    """Return the experiment of the network's training; of another library's weights, the default one."""
-    settings = storage.join(resolve_uri(url), "run.yaml")
-    if not storage.exists(settings):
-        return Tracking().experiment
-    with storage.local_copy(settings) as path:
-        return load_run(path).tracking.experiment
+    return TrackedRun(uid, f"{result.name} on {images.name}/{images.split}", experiment_of(result.spec.url))
 
 
 def _dataset(evaluation: Evaluation) -> TrackedDataset:

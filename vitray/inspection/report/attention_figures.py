@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,17 +10,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitray.inspection.attention_distance import AttentionSpread, attention_distances, patch_distances
+from vitray.inspection.attention_distance import AttentionSpread, patch_distances
 from vitray.inspection.levels import num_prefix
-from vitray.inspection.report.drawings import (
-    DPI,
-    Drawing,
-    FigureResult,
-    Table,
-    file_name,
-    prepare_axis,
-    prepare_depth_axis,
-)
+from vitray.inspection.report.drawings import DPI, Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.heat_maps import add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject
 from vitray.plotting import Theme, new_figure
 
@@ -34,7 +28,7 @@ PROSE = (
 class _Spread(NamedTuple):
     """One value of each head and image (LPHB) of a network, with its level numbers and its uniform value."""
 
-    subject: Subject
+    name: str
     levels: Sequence[int]
     values: np.ndarray
     uniform: float
@@ -42,7 +36,7 @@ class _Spread(NamedTuple):
 
 def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return attention distance (ViT paper, figures 7 and 11) and entropy by head and level."""
-    measured = [(subject, measure(subject)) for subject in subjects]
+    measured = [(subject, _joined(subject.measured["distance"])) for subject in subjects]
     top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
     drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
     for subject, spread in measured:
@@ -50,8 +44,8 @@ def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
         tokens = len(distances_MM) + prefix
         # Each query has its share of the class token too, and the distances do not count it.
         far, most = distances_MM.mean().item() * len(distances_MM) / tokens, math.log(tokens)
-        caption = f"{subject.name}: {_circumstances(subject)}; uniform attention has"
-        values = _Spread(subject, _levels(subject), spread.distance.numpy(), far)
+        caption = f"{subject.name}: {_circumstances(subject, spread)}; uniform attention has"
+        values = _Spread(subject.name, _levels(subject), spread.distance.numpy(), far)
         texts = "attention distance, pixels", f"{caption} {far:.1f} pixels."
         drawings.append(_by_level(values, texts, max(top, far)))
         entropies = values._replace(values=spread.entropy.numpy(), uniform=most)
@@ -60,22 +54,18 @@ def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
     return FigureResult("distance", "Attention distance and entropy", PROSE, drawings, [Table("distance", rows)])
 
 
-def measure(subject: Subject) -> AttentionSpread:
-    """Return the spread of every head's attention over all images of a subject, on the CPU."""
-    parts = [attention_distances(subject.vit, batch, subject.levels) for batch in subject.batches("attention distance")]
-    return AttentionSpread(*(torch.cat(tensors, dim=-1).cpu() for tensors in zip(*parts, strict=True)))
+def _joined(parts: Sequence[AttentionSpread]) -> AttentionSpread:
+    return AttentionSpread(*(torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True)))
 
 
 def _levels(subject: Subject) -> Sequence[int]:
     return range(len(subject.vit.blocks)) if subject.levels is None else subject.levels
 
 
-def _circumstances(subject: Subject) -> str:
-    assert subject.images is not None
-    height, width = subject.images.shape[1:3]
-    heads, branches = subject.vit.model.num_heads, subject.vit.model.shape.branches
+def _circumstances(subject: Subject, spread: AttentionSpread) -> str:
+    _, branches, heads, images = spread.distance.shape
     of_branches = f" in each of {branches} branches" if branches > 1 else ""
-    return f"{len(subject.images):,} images of {height} x {width} pixels, {heads} heads{of_branches}"
+    return f"{subject.over(images)}, {heads} heads{of_branches}"
 
 
 def _header(*names: str) -> Sequence[Any]:
@@ -88,7 +78,7 @@ def _rows(spread: _Spread, *tensors: torch.Tensor) -> list[Sequence[Any]]:
     _, branches, heads, images = spread.values.shape
     summaries = [part for values in tensors for part in (values.mean(-1), _deviation(values))]
     return [
-        [spread.subject.name, number, branch + 1, head + 1, images]
+        [spread.name, number, branch + 1, head + 1, images]
         + [summary[place, branch, head].item() for summary in summaries]
         for place, number in enumerate(spread.levels)
         for branch in range(branches)
@@ -104,23 +94,24 @@ def _deviation(values_LPHB: torch.Tensor) -> torch.Tensor:
 def _by_level(spread: _Spread, texts: tuple[str, str], top: float) -> Drawing:
     """Dots by head and a line by level, in the colour of each branch."""
     label, caption = texts
-
-    def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 5.2, 3.6, DPI)
-        axis = figure.add_subplot()
-        prepare_axis(axis, theme, spread.subject.name, label)
-        prepare_depth_axis(axis, theme)
-        for branch in range(spread.values.shape[1]):
-            _draw_branch(axis, spread, branch, theme)
-        axis.axhline(spread.uniform, color=theme.pale, linewidth=1, linestyle=(0, (4, 3)))
-        axis.set(ylim=(0, 1.08 * top), xlim=(min(spread.levels) - 0.6, max(spread.levels) + 0.6))
-        if spread.values.shape[1] > 1:
-            axis.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink, loc="lower right")
-        return figure
-
     measured = label.partition(",")[0]
-    name = file_name(measured.replace(" ", "_"), spread.subject.name)
-    return Drawing(name, f"{measured.capitalize()} by head and level of {spread.subject.name}", caption, draw)
+    name = file_name(measured.replace(" ", "_"), spread.name)
+    alt = f"{measured.capitalize()} by head and level of {spread.name}"
+    return Drawing(name, alt, caption, partial(_draw, spread, label=label, top=top))
+
+
+def _draw(spread: _Spread, theme: Theme, label: str, top: float) -> Figure:
+    figure = new_figure(theme, 5.2, 3.6, DPI)
+    axis = figure.add_subplot()
+    prepare(axis, theme, spread.name, label)
+    number_levels(axis, theme, "level")
+    for branch in range(spread.values.shape[1]):
+        _draw_branch(axis, spread, branch, theme)
+    axis.axhline(spread.uniform, color=theme.pale, linewidth=1, linestyle=(0, (4, 3)))
+    axis.set(ylim=(0, 1.08 * top), xlim=(min(spread.levels) - 0.6, max(spread.levels) + 0.6))
+    if spread.values.shape[1] > 1:
+        add_legend(axis, theme)
+    return figure
 
 
 def _draw_branch(axis: Axes, spread: _Spread, branch: int, theme: Theme) -> None:

@@ -1,22 +1,16 @@
 """The figure of parallel branches: their likeness against chance, and the share of each in the updates."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitray.inspection.branches import PERMUTATIONS, BranchReport, Half, Likeness, compare_branches
-from vitray.inspection.report.drawings import (
-    DPI,
-    Drawing,
-    FigureResult,
-    Table,
-    file_name,
-    prepare_axis,
-    prepare_depth_axis,
-)
+from vitray.inspection.branches import PERMUTATIONS, BranchReport, Half, Likeness, branch_report
+from vitray.inspection.report.drawings import DPI, Drawing, FigureResult, Rows, Table, file_name
+from vitray.inspection.report.heat_maps import add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject
+from vitray.inspection.similarity import FEWEST_IMAGES
 from vitray.plotting import Theme, new_figure
 
 TITLES: dict[Half, str] = {"attn": "attention", "ffn": "feed-forward"}
@@ -32,14 +26,17 @@ PROSE = (
 def branches_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the likeness and the shares of the branches of parallel levels."""
     prose, drawings = PROSE, []
-    pairs: list[Sequence[Any]] = [["model", "level", "half", "first", "second", "measure", "value", "chance", "p"]]
-    shares: list[Sequence[Any]] = [["model", "level", "half", "branch", "share", "sd_over_images"]]
+    pairs: Rows = [["model", "level", "half", "first", "second", "measure", "value", "chance", "p"]]
+    shares: Rows = [["model", "level", "half", "branch", "share", "sd_over_images"]]
     for subject in subjects:
         if reason := why_not(subject):
             prose += f" {reason}"
             continue
-        report = compare_branches(subject.vit, subject.batch())
-        drawings.append(_drawing(subject, report))
+        sums = subject.measured["branches"]
+        report = branch_report(sums)
+        caption = f"{subject.name}: {subject.over(sum(each[0][0].shares.shape[1] for each in sums))}."
+        draw = partial(_draw, report, title=subject.name)
+        drawings.append(Drawing(file_name("branches", subject.name), f"Branches of {subject.name}", caption, draw))
         for pair in report.pairs:
             place = [subject.name, pair.level, pair.half, pair.first, pair.second]
             pairs += [[*place, "cka", *pair.cka], [*place, "cosine", *pair.cosine]]
@@ -50,32 +47,26 @@ def branches_figure(subjects: Sequence[Subject]) -> FigureResult:
 
 def why_not(subject: Subject) -> str | None:
     """Return the reason why the branches of a network cannot be compared, or None."""
-    assert subject.images is not None
     if subject.vit.model.shape.branches < 2:
         return f"The levels of {subject.name} have one branch each, so there is nothing to compare."
-    if len(subject.images) < 4:
-        return f"Likeness needs at least 4 images, and {subject.name} was given {len(subject.images)}."
+    if not subject.measured["branches"]:
+        return f"Likeness needs at least {FEWEST_IMAGES} images."
     return None
 
 
-def _drawing(subject: Subject, report: BranchReport) -> Drawing:
-    assert subject.images is not None
-    caption = f"{subject.name}: {len(subject.images):,} images."
-
-    def draw(theme: Theme) -> Figure:
-        figure = new_figure(theme, 7.4, 5.0, DPI)
-        axes = figure.subplots(2, 2, sharex=True, sharey="row")
-        for (half, title), (above, below) in zip(TITLES.items(), axes.T, strict=True):
-            prepare_axis(above, theme, f"{subject.name}, {title}", "likeness" if half == "attn" else "")
-            prepare_axis(below, theme, "", "share of the update" if half == "attn" else "")
-            prepare_depth_axis(below, theme)
-            _draw_likeness(above, report, half, theme)
-            _draw_shares(below, report, half, theme)
-        for axis in axes[:, 1]:
-            axis.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink)
-        return figure
-
-    return Drawing(file_name("branches", subject.name), f"Branches of {subject.name}", caption, draw)
+def _draw(report: BranchReport, theme: Theme, title: str) -> Figure:
+    figure = new_figure(theme, 7.4, 5.0, DPI)
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    for (half, name), (above, below) in zip(TITLES.items(), axes.T, strict=True):
+        is_first = half == "attn"
+        prepare(above, theme, f"{title}, {name}", "likeness" if is_first else "")
+        prepare(below, theme, "", "share of the update" if is_first else "")
+        number_levels(below, theme, "level")
+        _draw_likeness(above, report, half, theme)
+        _draw_shares(below, report, half, theme)
+    for axis in axes[:, 1]:
+        add_legend(axis, theme)
+    return figure
 
 
 def _draw_likeness(axis: Axes, report: BranchReport, half: Half, theme: Theme) -> None:
@@ -101,10 +92,8 @@ def _draw_shares(axis: Axes, report: BranchReport, half: Half, theme: Theme) -> 
     of_half = [each for each in report.shares if each.half == half]
     branches = sorted({each.branch for each in of_half})
     for branch in branches:
-        own, colour = (
-            [each for each in of_half if each.branch == branch],
-            theme.series[(branch - 1) % len(theme.series)],
-        )
+        own = [each for each in of_half if each.branch == branch]
+        colour = theme.series[(branch - 1) % len(theme.series)]
         places = [each.level + (branch - (len(branches) + 1) / 2) * 0.15 for each in own]
         axis.errorbar(
             places,

@@ -2,9 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
-from vitray.inspection.changes import feature_changes, tensor_changes, tokens_of
-from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+import torch
+
+from vitray.inspection.changes import FeatureChange, tensor_changes, tokens_of
+from vitray.inspection.report.drawings import FigureResult, Table, file_name
 from vitray.inspection.report.feature_charts import draw_feature_changes
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import feature_change_rows, spectrum_rows, tensor_change_rows
@@ -25,42 +28,36 @@ FEATURES_PROSE = (
 def changes_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the change of every tensor from the first network to the second, and the spectra of the changes."""
     base, other = subjects
-    changes = tensor_changes(base.vit, other.vit)
-    title, file = f"{base.name} → {other.name}", file_name("changes", base.name, other.name)
+    changes, title = tensor_changes(base.vit, other.vit), f"{base.name} → {other.name}"
     counts = Counter(each.status for each in changes)
-    caption = f"{title}: {', '.join(f'{count:,} tensors {status}' for status, count in sorted(counts.items()))}."
+    caption = f"{', '.join(f'{count:,} tensors {status}' for status, count in sorted(counts.items()))}."
     result = FigureResult("changes", "Change of the weights", CHANGES_PROSE, [], [])
-    result.tables.append(Table(file, list(tensor_change_rows(changes))))
     if not any(level is not None for level, _ in relative_by_kind(changes)):
+        result.tables.append(Table(file_name("changes", title), tensor_change_rows(changes)))
         return result._replace(prose=f"{CHANGES_PROSE} The levels of the two networks have no tensor in common.")
-    result.drawings.append(
-        Drawing(
-            file, f"Change of the weights of {title}", caption, lambda theme: draw_tensor_changes(changes, theme, title)
-        )
-    )
+    draw = partial(draw_tensor_changes, changes, title=title)
+    result.add(title, "Change of the weights", caption, draw, tensor_change_rows(changes))
     if found := spectra(other.vit, base.vit):
-        file = file_name("spectra_of_changes", base.name, other.name)
-        alt = f"Singular values of the changes of {title}"
-        caption = f"{title}: the singular values of the {len(found):,} matrices that changed, over the largest."
-        result.drawings.append(Drawing(file, alt, caption, lambda theme: draw_spectra(found, theme, title)))
-        result.tables.append(Table(file, list(spectrum_rows(found))))
+        caption = f"the singular values of the {len(found):,} matrices that changed, over the largest."
+        draw = partial(draw_spectra, found, title=title)
+        # The same lists, under another file name.
+        spectra_result = result._replace(name="spectra_of_changes")
+        spectra_result.add(title, "Singular values of the changes", caption, draw, spectrum_rows(found))
     return result
 
 
 def features_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the change of the features of images from the first network to the second."""
     base, other = subjects
-    first, second = (tokens_of(subject.vit, subject.batch()) for subject in subjects)
-    if first != second:
+    result = FigureResult("features", "Change of the features", FEATURES_PROSE, [], [])
+    parts: Sequence[FeatureChange] = other.measured["features"]
+    if not parts:
+        first, second = (tokens_of(each.vit, torch.empty(0, 3, *each.spec.size)) for each in subjects)
         reason = f"{base.name} has {first}, {other.name} has {second}: only the similarity of levels compares them."
-        return FigureResult("features", "Change of the features", f"{FEATURES_PROSE} {reason}", [], [])
-    change = feature_changes(base.vit, other.vit, base.batch(), other.batch())
-    title, file = f"{base.name} → {other.name}", file_name("features", base.name, other.name)
-    drawing = Drawing(
-        file,
-        f"Change of the features of {title}",
-        f"{title}: {change.relative.shape[1]:,} images.",
-        lambda theme: draw_feature_changes(change, theme, title),
-    )
-    tables = [Table(file, list(feature_change_rows(change)))]
-    return FigureResult("features", "Change of the features", FEATURES_PROSE, [drawing], tables)
+        return result._replace(prose=f"{FEATURES_PROSE} {reason}")
+    change = FeatureChange(*(torch.cat(each, dim=1) for each in zip(*parts, strict=True)))
+    title = f"{base.name} → {other.name}"
+    caption = f"{other.over(change.relative.shape[1])}."
+    draw = partial(draw_feature_changes, change, title=title)
+    result.add(title, "Change of the features", caption, draw, feature_change_rows(change))
+    return result

@@ -1,18 +1,18 @@
 """A figure of an inspection as a value: its texts, a function that draws it in a theme, and its numbers."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from vitray.pages.files import csv_text
 from vitray.pages.markup import Html
-from vitray.plotting import DARK, LIGHT, Theme, one_line, style_axis, to_png, to_svg
+from vitray.plotting import DARK, LIGHT, Theme, to_png, to_svg
 
 DPI = 200
+Rows = list[Sequence[Any]]
 
 
 class Rendered(NamedTuple):
@@ -42,7 +42,7 @@ class Table(NamedTuple):
     """The numbers of a figure; the first row has the names of the columns."""
 
     file: str
-    rows: list[Sequence[Any]]
+    rows: Rows
 
     def csv(self) -> bytes:
         """Return the table as CSV."""
@@ -60,6 +60,12 @@ class FigureResult(NamedTuple):
     gallery: Html | None = None
     """Pictures above the drawings."""
 
+    def add(self, name: str, alt: str, caption: str, draw: Callable[[Theme], Figure], rows: Rows) -> None:
+        """Add the drawing and the table of one network, or of a pair."""
+        file = file_name(self.name, name)
+        self.drawings.append(Drawing(file, f"{alt} of {name}", f"{name}: {caption}", draw))
+        self.tables.append(Table(file, rows))
+
 
 def _plain(value: Any) -> Any:
     """Numbers with seven digits; no number where there is none."""
@@ -70,17 +76,4 @@ def _plain(value: Any) -> Any:
 
 def file_name(*parts: str) -> str:
     """Return parts as the name of a file."""
-    return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
-
-
-def prepare_axis(axis: Axes, theme: Theme, title: str, label: str) -> None:
-    """Style an axis with a title and the name of its values."""
-    style_axis(axis, theme)
-    axis.set_title(one_line(title, 60), loc="left", color=theme.ink, fontsize=9.5)
-    axis.set_ylabel(label, color=theme.pale, fontsize=8)
-
-
-def prepare_depth_axis(axis: Axes, theme: Theme) -> None:
-    """Make the horizontal axis one of levels."""
-    axis.set_xlabel("level", color=theme.pale, fontsize=8)
-    axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    return "-".join(re.sub(r"[^\w.]+", "-", part) for part in parts)

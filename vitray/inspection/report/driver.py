@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vitray import storage
@@ -12,13 +13,15 @@ from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.inspection.levels import check_levels
-from vitray.inspection.report.drawings import Rendered, file_name
+from vitray.inspection.report.drawings import file_name
 from vitray.inspection.report.figures import FIGURES, choose_figures
-from vitray.inspection.report.page import Inspection, render
-from vitray.inspection.report.subjects import ChosenImages, Subject, choose_images, views
+from vitray.inspection.report.measuring import MEASURES, measure
+from vitray.inspection.report.page import PAGE, Inspection, render
+from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
+from vitray.inspection.report.tracking import track_inspection
+from vitray.tracking.mlflow_client import has_store
 
 DEFAULT_FOLDER = "inspect"
-MOST_IMAGES = 64
 
 
 class Request(NamedTuple):
@@ -31,12 +34,14 @@ class Request(NamedTuple):
     """None named: all that the inputs allow."""
     compare: str | None = None
     split: str = "val"
-    images: int = MOST_IMAGES
+    images: int = MOST_SHOWN
     """The most images of a dataset."""
     levels: Sequence[int] | None = None
     """The levels whose attention distance is measured; None is all."""
     out: str | None = None
     """None is a folder below `inspect`, named after the networks and the data."""
+    workers: int | None = None
+    """Actors that measure more than 64 images; None is all GPUs or CPUs of a cluster, and without one this process."""
 
     @property
     def command(self) -> str:
@@ -44,26 +49,34 @@ class Request(NamedTuple):
         words = ["vitray", "inspect", self.model, *self.words]
         words += ["--compare", self.compare] if self.compare else []
         words += ["--split", self.split] if self.split != "val" else []
-        words += ["--images", str(self.images)] if self.images != MOST_IMAGES else []
+        words += ["--images", str(self.images)] if self.images != MOST_SHOWN else []
         words += ["--figures", ",".join(self.figures)] if self.figures else []
         words += ["--levels", ",".join(map(str, self.levels))] if self.levels else []
         return shlex.join(words + (["--out", self.out] if self.out else []))
 
 
 def inspect_networks(request: Request) -> tuple[Inspection, str]:
-    """Make the figures, write the folder, the page last, and return them and the address of the page."""
+    """Make the figures, write the folder, the page last, and return them and the address of the page.
+
+    If a tracking store is configured, the figures become artifacts of a run of each network there.
+    """
+    is_tracked = has_store()
     inspection, folder = make_figures(request)
-    rendered: dict[str, Rendered] = {}
-    for result in inspection.results:
-        for drawing in result.drawings:
-            rendered[drawing.file] = drawing.rendered()
-            storage.write_bytes(storage.join(folder, f"{drawing.file}.png"), rendered[drawing.file].light)
-            storage.write_bytes(storage.join(folder, f"{drawing.file}.svg"), rendered[drawing.file].svg)
-        for table in result.tables:
-            storage.write_bytes(storage.join(folder, f"{table.file}.csv"), table.csv())
-    page = storage.join(folder, "index.html")
-    storage.write_bytes(page, render(inspection, rendered).encode(errors="backslashreplace"))
-    return inspection, page
+    drawings = [drawing for result in inspection.results for drawing in result.drawings]
+    print(f"drawing {len(drawings)} pictures ...", file=sys.stderr)
+    rendered = {drawing.file: drawing.rendered() for drawing in drawings}
+    files = {
+        f"{name}.{ending}": content
+        for name, drawn in rendered.items()
+        for ending, content in (("png", drawn.light), ("svg", drawn.svg))
+    }
+    files |= {f"{table.file}.csv": table.csv() for result in inspection.results for table in result.tables}
+    files[PAGE] = render(inspection, rendered).encode(errors="backslashreplace")
+    for name, content in files.items():
+        storage.write_bytes(storage.join(folder, name), content)
+    if is_tracked:
+        track_inspection(inspection, folder, files)
+    return inspection, storage.join(folder, PAGE)
 
 
 def make_figures(request: Request) -> tuple[Inspection, str]:
@@ -76,16 +89,21 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     titles = [spec.name for spec, _ in described]
     if len(set(titles)) < len(titles):
         titles = urls
-    images = choose_images(request.words, request.split, request.images)
+    # Without a figure that measures, no image is used but those that are shown.
+    most = request.images if any(name in MEASURES for name in names) else min(request.images, MOST_SHOWN)
+    images = choose_images(request.words, request.split, most)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     subjects = []
     for title, (spec, vit) in zip(titles, described, strict=True):
         if request.levels is not None:
             check_levels(vit, request.levels)
-        pixels_BHWC = None if images is None else views(images, spec)
-        subjects.append(Subject(title, spec, vit.to(device), images, pixels_BHWC, request.levels))
+        shown_BHWC = None if images is None else np.stack([view_of(image, spec) for image in images.shown])
+        subjects.append(Subject(title, spec, vit.to(device), images, shown_BHWC, request.levels))
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(titles, images))
     check_writable(folder)
+    subjects, left_out = measure(subjects, names, request.workers)
+    if images is not None and left_out:
+        images = images._replace(left_out=left_out)
     results = []
     for name in names:
         print(f"{name} ...", file=sys.stderr)

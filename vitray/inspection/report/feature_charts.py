@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitray.inspection.changes import FeatureChange
 from vitray.inspection.report.drawings import DPI
-from vitray.inspection.report.heat_maps import add_bar, draw_band, heat, prepare, prepare_levels, to_array
+from vitray.inspection.report.heat_maps import add_bar, add_legend, draw_band, heat, number_levels, prepare, to_array
 from vitray.inspection.tokens import TokenNorms
 from vitray.plotting import Theme, new_figure
 
@@ -36,7 +36,8 @@ def draw_token_norms(norms: TokenNorms, theme: Theme, title: str) -> Figure:
     """Draw the length of tokens by level: patches and the class token in bands, patches that stand out as dots."""
     figure = new_figure(theme, 4.8, 3.4, DPI)
     axis = figure.add_subplot()
-    prepare_levels(axis, theme, title)
+    prepare(axis, theme, title, "length of a token")
+    number_levels(axis, theme)
     patches_SX = to_array(norms.patches.flatten(1))
     draw_band(axis, patches_SX, theme.series[0], "patches")
     if norms.class_token is not None:
@@ -48,10 +49,9 @@ def draw_token_norms(norms: TokenNorms, theme: Theme, title: str) -> Figure:
         places = np.full(len(longest), state)
         axis.plot(places, longest, ".", color=theme.bad, markersize=6, alpha=0.6, markeredgewidth=0, label=label)
     axis.set_yscale("log")
-    axis.set_ylabel("length of a token", color=theme.pale, fontsize=8)
     share = f"{is_outlier_SX[-1].mean():.2%} of patches stand out after the last level"
     axis.set_title(share, loc="right", color=theme.pale, fontsize=7)
-    axis.legend(fontsize=7, frameon=False, labelcolor=theme.ink)
+    add_legend(axis, theme)
     return figure
 
 
@@ -59,12 +59,10 @@ def draw_feature_changes(change: FeatureChange, theme: Theme, title: str) -> Fig
     """Draw the relative change of tokens by level, and the cosine between old and new ones, in bands over images."""
     figure = new_figure(theme, 4.8, 4.2, DPI)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    prepare_levels(upper, theme, title)
-    prepare_levels(lower, theme, "")
-    upper.set_xlabel("")
+    prepare(upper, theme, title, "relative change")
+    prepare(lower, theme, "", "cosine")
+    number_levels(lower, theme)
     draw_band(upper, to_array(change.relative), theme.series[0], "")
     draw_band(lower, to_array(change.cosine), theme.series[1], "")
     upper.set_ylim(bottom=0)
-    upper.set_ylabel("relative change", color=theme.pale, fontsize=8)
-    lower.set_ylabel("cosine", color=theme.pale, fontsize=8)
     return figure

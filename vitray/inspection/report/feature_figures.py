@@ -1,16 +1,15 @@
 """The figures of features over images: similarity of levels, and lengths of tokens."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.feature_charts import draw_similarity, draw_token_norms
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import similarity_rows, token_norm_rows
-from vitray.inspection.similarity import cka, level_grams
-from vitray.inspection.tokens import OUTLIER_FACTOR, token_norms
+from vitray.inspection.similarity import FEWEST_IMAGES, cka
+from vitray.inspection.tokens import OUTLIER_FACTOR, join_token_norms
 
-# Linear CKA is estimated from at least this many images.
-FEWEST_IMAGES = 4
 SIMILARITY_PROSE = (
     "Linear CKA between the tokens before the first level (0) and after each, all tokens of an image as one vector: 1"
     " where two representations differ by a rotation and a scale, 0 where they have nothing in common. It is the"
@@ -25,47 +24,33 @@ NORMS_PROSE = (
 
 def similarity_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the CKA between the levels of each network, and between those of two."""
-    images = 0 if subjects[0].images is None else len(subjects[0].images)
-    if images < FEWEST_IMAGES:
-        prose = f"{SIMILARITY_PROSE} It needs at least {FEWEST_IMAGES} images and was given {images}."
-        return FigureResult("similarity", "Similarity of levels", prose, [], [])
-    grams = [level_grams(subject.vit, subject.batch()) for subject in subjects]
-    drawings, tables = [], []
-    places = [(0, 0)] if len(subjects) == 1 else [(0, 0), (1, 1), (0, 1)]
-    for first, second in places:
-        values, pair = cka(grams[first], grams[second]), (subjects[first].name, subjects[second].name)
-        name, names = (pair[0], None) if first == second else (f"{pair[0]} and {pair[1]}", pair)
-        file = file_name("similarity", *dict.fromkeys(pair))
-        drawings.append(
-            Drawing(
-                file,
-                f"Similarity of the levels of {name}",
-                f"{name}: {images:,} images.",
-                lambda theme, values=values, name=name, names=names: draw_similarity(values, theme, name, names),
-            )
-        )
-        tables.append(Table(file, list(similarity_rows(values))))
-    return FigureResult("similarity", "Similarity of levels", SIMILARITY_PROSE, drawings, tables)
+    result = FigureResult("similarity", "Similarity of levels", SIMILARITY_PROSE, [], [])
+    grams = [subject.measured["similarity"] for subject in subjects]
+    if not grams[0]:
+        return result._replace(prose=f"{SIMILARITY_PROSE} It needs at least {FEWEST_IMAGES} images.")
+    over = subjects[0].over(sum(gram_JBB.shape[-1] for gram_JBB in grams[0]))
+    for subject, own in zip(subjects, grams, strict=True):
+        values = cka(own, own)
+        draw = partial(draw_similarity, values, title=subject.name)
+        result.add(subject.name, "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
+    if len(subjects) == 2:
+        values, names = cka(*grams), (subjects[0].name, subjects[1].name)
+        draw = partial(draw_similarity, values, title=" and ".join(names), names=names)
+        result.add(" and ".join(names), "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
+    return result
 
 
 def norms_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the lengths of each network's tokens by level."""
-    drawings, tables = [], []
+    result = FigureResult("norms", "Lengths of tokens", NORMS_PROSE, [], [])
     for subject in subjects:
-        norms = token_norms(subject.vit, subject.batch())
+        norms = join_token_norms(subject.measured["norms"])
         _, images, patches = norms.patches.shape
         outliers = int(norms.is_outlier[-1].sum())
         caption = (
-            f"{subject.name}: {images:,} images of {patches:,} patches. After the last level {outliers:,} of"
+            f"{subject.over(images)}, {patches:,} patches each. After the last level {outliers:,} of"
             f" {images * patches:,} patches stand out, in {int(norms.is_outlier[-1].any(dim=1).sum()):,} images."
         )
-        drawings.append(
-            Drawing(
-                file_name("norms", subject.name),
-                f"Lengths of the tokens of {subject.name} by level",
-                caption,
-                lambda theme, norms=norms, name=subject.name: draw_token_norms(norms, theme, name),
-            )
-        )
-        tables.append(Table(file_name("norms", subject.name), list(token_norm_rows(norms))))
-    return FigureResult("norms", "Lengths of tokens", NORMS_PROSE, drawings, tables)
+        draw = partial(draw_token_norms, norms, title=subject.name)
+        result.add(subject.name, "Lengths of the tokens by level", caption, draw, token_norm_rows(norms))
+    return result

@@ -16,17 +16,22 @@ def to_array(values: Tensor) -> np.ndarray:
     return values.detach().double().cpu().numpy()
 
 
-def prepare(axis: Axes, theme: Theme, title: str) -> None:
-    """Style an axis and write its title."""
+def prepare(axis: Axes, theme: Theme, title: str, label: str = "") -> None:
+    """Style an axis, and write its title and the name of its values."""
     style_axis(axis, theme)
     axis.set_title(one_line(title, 64), loc="left", color=theme.ink, fontsize=9.5)
+    axis.set_ylabel(label, color=theme.pale, fontsize=8)
 
 
-def prepare_levels(axis: Axes, theme: Theme, title: str) -> None:
-    """Style an axis over the states of a network: 0 before the first level, then after each."""
-    prepare(axis, theme, title)
+def number_levels(axis: Axes, theme: Theme, label: str = "levels passed") -> None:
+    """Number the horizontal axis by levels, or by states: 0 before the first level, then after each."""
     axis.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    axis.set_xlabel("levels passed", color=theme.pale, fontsize=8)
+    axis.set_xlabel(label, color=theme.pale, fontsize=8)
+
+
+def add_legend(axis: Axes, theme: Theme) -> None:
+    """Draw a legend where the fewest points are."""
+    axis.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink)
 
 
 def heat(theme: Theme) -> LinearSegmentedColormap:

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 from vitray.inspection.report.drawings import FigureResult, Rendered
 from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.pages.markup import Content, Html, Picture, command_box, fact_list, illustrated, joined, tag
+from vitray.pages.markup import Content, Html, Picture, command_box, fact_list, illustrated, joined, stacked, tag
 from vitray.pages.shell import PageSection, html_page
+
+PAGE = "index.html"
 
 
 class Inspection(NamedTuple):
@@ -49,11 +51,10 @@ def network_text(subject: Subject) -> str:
 
 def images_text(images: ChosenImages) -> str:
     """Return the number of images and their choice, for a caption."""
-    used = len(images.encoded)
-    if used + len(images.left_out) < images.total:
-        text = f"{used:,} of {images.total:,} images, at even distances"
+    if images.used + len(images.left_out) < images.total:
+        text = f"{images.used:,} of {images.total:,} images, at even distances"
     else:
-        text = f"{used:,} image{'s' if used > 1 else ''}"
+        text = f"{images.used:,} image{'s' if images.used > 1 else ''}"
     return f"{text}; {len(images.left_out)} that cannot be decoded left out" if images.left_out else text
 
 
@@ -69,17 +70,17 @@ def _section(result: FigureResult, rendered: Mapping[str, Rendered]) -> PageSect
         Picture(drawing.alt, drawing.caption, rendered[drawing.file].light, rendered[drawing.file].dark)
         for drawing in result.drawings
     ]
-    files = tag("p.pale", "Files:", *links) if links else None
+    files = tag("p.files", "Files:", *links) if links else None
     if result.gallery is None:
         return PageSection(result.name, result.title, joined(illustrated([result.prose], pictures), files))
-    body = joined(result.gallery, tag("p", result.prose), illustrated([], pictures), files)
+    body = joined(result.gallery, tag("p", result.prose), stacked(pictures), files)
     return PageSection(result.name, result.title, body)
 
 
 def _origin(inspection: Inspection) -> Html:
     facts: dict[str, Content] = {}
     if inspection.images is not None:
-        facts["images"] = inspection.images.origin
+        facts["images"] = f"{inspection.images.origin}, identity {inspection.images.identity}"
         facts |= {"left out": ", ".join(inspection.images.left_out)} if inspection.images.left_out else {}
     for subject in inspection.subjects:
         spec = subject.spec

@@ -17,8 +17,8 @@ from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.pages.markup import Html, data_url, joined, tag
 from vitray.plotting import Theme, new_figure, one_line
 
-# Images with all their maps on the page; pairs of an image and its rollout in the grid, as many as in figure 14.
-MOST_SHOWN, MOST_PAIRS = 12, 64
+# Images with all their maps on the page; the grid has all that are shown.
+MOST_LARGE = 12
 PREDICTIONS = 3
 # Pixels of the longer side on the page; images below the second are enlarged with their pixels visible.
 THUMBNAIL, TINY = 256, 96
@@ -86,14 +86,14 @@ def predictions(subject: Subject, maps: Maps, place: int) -> list[tuple[str, flo
 
 def true_class(images: ChosenImages, place: int) -> str | None:
     """Return the class that the dataset has for an image, or None."""
-    label = images.encoded[place].label
+    label = images.shown[place].label
     return images.classes[label] if 0 <= label < len(images.classes) else None
 
 
 def _prediction_rows(subject: Subject, images: ChosenImages, maps: Maps) -> list[Sequence[Any]]:
     return [
         [subject.name, image.key, true_class(images, place) or "", rank, name, probability]
-        for place, image in enumerate(images.encoded)
+        for place, image in enumerate(images.shown)
         for rank, (name, probability) in enumerate(predictions(subject, maps, place), start=1)
     ]
 
@@ -102,7 +102,7 @@ def _map_rows(subject: Subject, images: ChosenImages, maps: Maps) -> list[Sequen
     return [
         [subject.name, image.key, row, column, name, float(map_BRQ[place, row, column])]
         for name, map_BRQ in zip(maps.names, maps.maps, strict=True)
-        for place, image in enumerate(images.encoded)
+        for place, image in enumerate(images.shown)
         for row, column in np.ndindex(*map_BRQ.shape[1:])
     ]
 
@@ -114,7 +114,7 @@ def _gallery(subject: Subject, images: ChosenImages, maps: Maps) -> Html:
     """The first images with all their maps."""
     assert subject.images is not None
     items = []
-    for place, image in enumerate(images.encoded[:MOST_SHOWN]):
+    for place, image in enumerate(images.shown[:MOST_LARGE]):
         view_HWC = subject.images[place]
         pictures = [_thumbnail(view_HWC, image.key, "image")]
         for name, map_BRQ in zip(maps.names, maps.maps, strict=True):
@@ -146,13 +146,13 @@ def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Html:
 def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
     """Pairs of an image and its rollout, with the prediction under each."""
     assert subject.images is not None
-    shown = min(len(images.encoded), MOST_PAIRS)
+    shown = len(images.shown)
     columns = min(8 if shown > 16 else 4, shown)
     lines = math.ceil(shown / columns)
     ratio = subject.images.shape[1] / subject.images.shape[2]
     caption = (
-        f"{subject.name}: {shown:,} of {len(images.encoded):,} images of {images.name}, each beside its attention"
-        " rollout, with the predicted class and its probability."
+        f"{subject.name}: {subject.over(shown)}, each beside its attention rollout, with the predicted class and its"
+        " probability."
     )
 
     def draw(theme: Theme) -> Figure:

@@ -1,14 +1,14 @@
 """The figures of the stem and the positions (ViT paper, figures 7 and 10)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from vitray.inspection.filters import StemFilters, receptive_field, stem_filters
 from vitray.inspection.positions import position_similarity
-from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import filter_rows, position_rows
 from vitray.inspection.report.weight_charts import draw_filters, draw_positions
-from vitray.models.positions import Grid
 
 FILTERS_PROSE = (
     "The leading principal components of the stem's filters, one filter for each channel of a token, the largest share"
@@ -24,26 +24,18 @@ KINDS = {"learned": "learned positions", "sincos2d": "fixed sines and cosines"}
 
 def filters_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the leading components of each stem's filters."""
-    drawings, tables = [], []
+    result = FigureResult("filters", "Filters of the stem", FILTERS_PROSE, [], [])
     for subject in subjects:
-        filters = stem_filters(subject.vit, None if subject.images is None else subject.batch())
-        alt = f"Leading components of the filters of {subject.name}"
-        drawings.append(
-            Drawing(
-                file_name("filters", subject.name),
-                alt,
-                _filters_caption(subject, filters),
-                lambda theme, filters=filters, name=subject.name: draw_filters(filters, theme, name),
-            )
-        )
-        tables.append(Table(file_name("filters", subject.name), list(filter_rows(filters))))
-    return FigureResult("filters", "Filters of the stem", FILTERS_PROSE, drawings, tables)
+        filters = stem_filters(subject.vit, subject.batch())
+        draw, caption = partial(draw_filters, filters, title=subject.name), _filters_caption(subject, filters)
+        result.add(subject.name, "Leading components of the filters", caption, draw, filter_rows(filters))
+    return result
 
 
 def _filters_caption(subject: Subject, filters: StemFilters) -> str:
     shares, size = filters.components.shares, receptive_field(subject.vit).size
     caption = (
-        f"{subject.name}: {len(shares)} components of {size} x {size} pixels with {float(shares.sum()):.1%} of the"
+        f"{len(shares)} components of {size} x {size} pixels with {float(shares.sum()):.1%} of the"
         f" variance of {subject.vit.model.shape.size:,} filters."
     )
     if subject.vit.model.shape.stem in ("linear", "linear_bn"):
@@ -52,28 +44,20 @@ def _filters_caption(subject: Subject, filters: StemFilters) -> str:
     if filters.linear_share is None or subject.images is None:
         return f"{caption} the mean of the normalisation."
     share = filters.linear_share
-    images = f"{len(subject.images):,} images"
+    images = subject.over(len(subject.images))
     return f"{caption} the mean of {images}. Of the variance of their tokens they predict {share:.1%}."
 
 
 def positions_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the similarity of each network's position embeddings."""
-    prose, drawings, tables = POSITIONS_PROSE, [], []
+    result = FigureResult("positions", "Similarity of positions", POSITIONS_PROSE, [], [])
     for subject in subjects:
-        grid: Grid = subject.vit.model.grid
+        rows, columns = subject.vit.model.grid
         similarity = position_similarity(subject.vit)
         if similarity is None:
-            prose += f" {subject.name} has no position embedding."
+            result = result._replace(prose=f"{result.prose} {subject.name} has no position embedding.")
             continue
-        kind = KINDS[subject.vit.model.positions.kind]
-        caption = f"{subject.name}: {kind} of a grid of {grid[0]} x {grid[1]} patches."
-        drawings.append(
-            Drawing(
-                file_name("positions", subject.name),
-                f"Similarity of the positions of {subject.name}",
-                caption,
-                lambda theme, values=similarity, name=subject.name: draw_positions(values, theme, name),
-            )
-        )
-        tables.append(Table(file_name("positions", subject.name), list(position_rows(similarity))))
-    return FigureResult("positions", "Similarity of positions", prose, drawings, tables)
+        caption = f"{KINDS[subject.vit.model.positions.kind]} of a grid of {rows} x {columns} patches."
+        draw = partial(draw_positions, similarity, title=subject.name)
+        result.add(subject.name, "Similarity of the positions", caption, draw, position_rows(similarity))
+    return result

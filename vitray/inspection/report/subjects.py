@@ -1,8 +1,9 @@
-"""A network and its images, as the figures of an inspection take them. B images, H x W pixels, C colours, K classes."""
+"""Networks and images, as the figures of an inspection take them. B images, H x W pixels, C colours, K classes."""
 
+import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
-from vitray.inference.images import EncodedImage, open_images, read_with_or_without_labels
+from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
 from vitray.inference.models import NetworkSpec
 from vitray.models.vit import ViT
 
 IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
-# Images that a figure passes through a network at a time, so that its progress is seen.
+# Images that are shown one by one: the grid of figure 14 in the ViT paper.
+MOST_SHOWN = 64
+# Shown images that pass a network at a time, so that its progress is seen.
 BATCH = 16
 
 
@@ -28,13 +31,39 @@ class ChosenImages(NamedTuple):
 
     name: str
     origin: str
-    """The address, the split and the identity of a dataset, or the files."""
-    encoded: list[EncodedImage]
+    """The address and the split of a dataset, or the files."""
+    identity: str
+    """A hash of the dataset, or of the files."""
+    source: ImageSet | Sequence[EncodedImage]
+    numbers: Sequence[int]
+    """Of the chosen images in their source."""
+    shown: Sequence[EncodedImage]
+    """Those that are shown one by one."""
     classes: tuple[str, ...]
     total: int
     """The number of images that they were chosen from."""
     left_out: tuple[str, ...] = ()
     """Images that cannot be decoded, each with the reason."""
+
+    @property
+    def used(self) -> int:
+        """The number of chosen images that can be decoded."""
+        return len(self.numbers) - len(self.left_out)
+
+    def read(self, start: int, stop: int) -> list[EncodedImage]:
+        """Return some of the chosen images."""
+        numbers = self.numbers[start:stop]
+        if isinstance(self.source, ImageSet):
+            return read_with_or_without_labels(self.source, numbers)
+        return [self.source[number] for number in numbers]
+
+    def over(self, images: int) -> str:
+        """Return a number of the images and where they are from, for a caption."""
+        text = self.name
+        if isinstance(self.source, ImageSet):
+            of_all = f"{images:,} of {self.total:,}" if images < self.total else f"{images:,}"
+            text = f"{of_all} images of {self.name}"
+        return f"{text} (identity {self.identity[:8]})"
 
 
 class Subject(NamedTuple):
@@ -46,32 +75,45 @@ class Subject(NamedTuple):
     chosen: ChosenImages | None
     """The images as they are stored, or None."""
     images: np.ndarray | None
-    """The same images, cropped, uint8, BHWC."""
+    """The shown images, cropped, uint8, BHWC."""
     levels: Sequence[int] | None = None
     """The levels whose attention distance is measured; None is all."""
+    measured: Mapping[str, Sequence[Any]] = {}
+    """What was computed over chunks of all chosen images, by figure."""
+
+    def over(self, images: int) -> str:
+        """Return a number of images, their dataset and their size, for a caption."""
+        assert self.chosen is not None
+        return f"{self.chosen.over(images)} at {self.spec.size[0]} x {self.spec.size[1]} pixels"
 
     def batches(self, doing: str) -> Iterator[Tensor]:
-        """Yield the normalised images (BCHW) in batches on the network's device, with a line of progress."""
+        """Yield the shown images, normalised (BCHW), in batches on the network's device, with a line of progress."""
         assert self.images is not None
         progress = ProgressLine(f"{self.name}, {doing}:", len(self.images))
         for start in range(0, len(self.images), BATCH):
-            batch_BHWC = torch.from_numpy(self.images[start : start + BATCH])
-            yield self._normalised(batch_BHWC)
+            batch_BHWC = self.images[start : start + BATCH]
+            yield prepared(batch_BHWC, self.spec, self.vit)
             progress.add(len(batch_BHWC))
         progress.end()
 
-    def batch(self) -> Tensor:
-        """Return all normalised images, BCHW, on the network's device."""
-        assert self.images is not None
-        return self._normalised(torch.from_numpy(self.images))
-
-    def _normalised(self, images_BHWC: Tensor) -> Tensor:
-        device = next(self.vit.parameters()).device
-        return normalised(images_BHWC.to(device), self.spec.normalise).contiguous()
+    def batch(self) -> Tensor | None:
+        """Return all shown images, normalised (BCHW), on the network's device; None without images."""
+        return None if self.images is None else prepared(self.images, self.spec, self.vit)
 
     def class_name(self, number: int) -> str:
         """Return the name of a class of the network."""
         return f"class {number}" if self.spec.classes is None else self.spec.classes[number]
+
+
+def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, vit: ViT) -> Tensor:
+    """Return images as a network takes them: normalised, BCHW, on its device."""
+    device = next(vit.parameters()).device
+    return normalised(torch.from_numpy(images_BHWC).to(device), spec.normalise).contiguous()
+
+
+def view_of(image: EncodedImage, spec: NetworkSpec) -> np.ndarray:
+    """Return an image as a network sees it before normalisation: resized and cropped, uint8, HWC."""
+    return crop_centre(decode_image(image.content), spec.crop, spec.size)
 
 
 def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages | None:
@@ -87,7 +129,10 @@ def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages |
         except UndecodableImage as error:
             raise ConfigError(f"{image.key}: {error}; wanted image files, or one dataset") from None
     name = words[0] if len(words) == 1 else f"{len(words)} image files"
-    return ChosenImages(name, "the files " + ", ".join(words), encoded, (), len(words))
+    identity = hashlib.sha256(b"".join(hashlib.sha256(image.content).digest() for image in encoded)).hexdigest()
+    places, origin = range(len(encoded)), "the files " + ", ".join(words)
+    shown = [encoded[place] for place in at_even_distances(len(encoded), MOST_SHOWN)]
+    return ChosenImages(name, origin, identity, encoded, places, shown, (), len(words))
 
 
 def _read_file(url: str) -> bytes:
@@ -103,9 +148,10 @@ def _of_dataset(url: str, split: str, most: int) -> ChosenImages:
     images = open_images(url, split)
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
-    numbers = np.unique(np.linspace(0, images.images - 1, min(most, images.images)).round().astype(int)).tolist()
+    numbers = at_even_distances(images.images, most)
     usable, left_out = [], []
-    for image in read_with_or_without_labels(images, numbers):
+    few = [numbers[place] for place in at_even_distances(len(numbers), MOST_SHOWN)]
+    for image in read_with_or_without_labels(images, few):
         try:
             decode_image(image.content)
             usable.append(image)
@@ -113,12 +159,11 @@ def _of_dataset(url: str, split: str, most: int) -> ChosenImages:
             left_out.append(f"{image.key} ({error})")
     if not usable:
         raise ConfigError(f"{images.url}: none of {len(left_out)} chosen images can be decoded: {left_out[0]}")
-    origin = f"{images.url}, {images.split}, identity {images.identity}"
-    return ChosenImages(
-        f"{images.name}, {images.split}", origin, usable, images.classes, images.images, tuple(left_out)
-    )
+    name, origin = f"{images.name}, {images.split}", f"{images.url}, {images.split}"
+    chosen = ChosenImages(name, origin, images.identity, images, numbers, usable, images.classes, images.images)
+    return chosen._replace(left_out=tuple(left_out))
 
 
-def views(images: ChosenImages, spec: NetworkSpec) -> np.ndarray:
-    """Return the images as a network sees them before normalisation: resized and cropped, uint8, BHWC."""
-    return np.stack([crop_centre(decode_image(image.content), spec.crop, spec.size) for image in images.encoded])
+def at_even_distances(total: int, most: int) -> list[int]:
+    """Return at most `most` of the numbers from 0 to `total`, the first and the last among them."""
+    return np.unique(np.linspace(0, total - 1, min(most, total)).round().astype(int)).tolist()

@@ -1,17 +1,15 @@
 """The numbers of each figure as rows of a CSV file, the heading first."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from vitray.inspection.changes import FeatureChange, TensorChange
 from vitray.inspection.filters import StemFilters
+from vitray.inspection.report.drawings import Rows
 from vitray.inspection.tensors import LayerScale, Spectrum
 from vitray.inspection.tokens import TokenNorms
-
-Rows = list[list[Any]]
 
 
 def filter_rows(filters: StemFilters) -> Rows:

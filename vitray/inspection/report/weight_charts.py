@@ -14,7 +14,7 @@ from torch import Tensor
 from vitray.inspection.changes import TensorChange
 from vitray.inspection.filters import StemFilters
 from vitray.inspection.report.drawings import DPI
-from vitray.inspection.report.heat_maps import add_bar, heat, prepare, prepare_levels, tiled, to_array
+from vitray.inspection.report.heat_maps import add_bar, add_legend, heat, number_levels, prepare, tiled, to_array
 from vitray.inspection.tensors import KINDS, Kind, LayerScale, Spectrum
 from vitray.plotting import Theme, new_figure
 
@@ -73,8 +73,8 @@ def draw_layerscales(scales: Sequence[LayerScale], theme: Theme, title: str) -> 
     figure = new_figure(theme, 6.4, 3.0, DPI)
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (kind, half) in zip(axes, {"attn": "attention", "ffn": "feed-forward"}.items(), strict=True):
-        prepare_levels(axis, theme, f"{title}, {half}")
-        axis.set_xlabel("level", color=theme.pale, fontsize=8)
+        prepare(axis, theme, f"{title}, {half}", "size of the scale" if kind == "attn" else "")
+        number_levels(axis, theme, "level")
         branches = sorted({each.branch for each in scales if each.branch.startswith(kind)})
         for place, branch in enumerate(branches):
             levels = [each.level for each in scales if each.branch == branch]
@@ -84,10 +84,9 @@ def draw_layerscales(scales: Sequence[LayerScale], theme: Theme, title: str) -> 
             axis.fill_between(levels, low, high, color=colour, alpha=0.15, linewidth=0)
             axis.plot(levels, middle, color=colour, linewidth=1.4, marker="o", markersize=3, label=branch)
         if len(branches) > 1:
-            axis.legend(fontsize=7, frameon=False, labelcolor=theme.ink)
+            add_legend(axis, theme)
     if min(float(each.values.abs().min()) for each in scales) > 0:
         axes[0].set_yscale("log")
-    axes[0].set_ylabel("size of the scale", color=theme.pale, fontsize=8)
     return figure
 
 

@@ -1,8 +1,9 @@
 """The figures of weights: LayerScale and spectra."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.drawings import FigureResult
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import layerscale_rows, spectrum_rows
 from vitray.inspection.report.weight_charts import draw_layerscales, draw_spectra
@@ -20,37 +21,24 @@ SPECTRA_PROSE = (
 
 def layerscale_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the LayerScale of each network by level."""
-    prose, drawings, tables = LAYERSCALE_PROSE, [], []
+    result = FigureResult("layerscale", "LayerScale", LAYERSCALE_PROSE, [], [])
     for subject in subjects:
         scales = layerscales(subject.vit)
         if scales is None:
-            prose += f" {subject.name} has no LayerScale."
+            result = result._replace(prose=f"{result.prose} {subject.name} has no LayerScale.")
             continue
-        caption = f"{subject.name}: {len(scales[0].values):,} channels; {subject.vit.model.layerscale:g} at the start."
-        drawings.append(
-            Drawing(
-                file_name("layerscale", subject.name),
-                f"LayerScale of {subject.name} by level",
-                caption,
-                lambda theme, scales=scales, name=subject.name: draw_layerscales(scales, theme, name),
-            )
-        )
-        tables.append(Table(file_name("layerscale", subject.name), list(layerscale_rows(scales))))
-    return FigureResult("layerscale", "LayerScale", prose, drawings, tables)
+        caption = f"{len(scales[0].values):,} channels; {subject.vit.model.layerscale:g} at the start."
+        draw = partial(draw_layerscales, scales, title=subject.name)
+        result.add(subject.name, "LayerScale by level", caption, draw, layerscale_rows(scales))
+    return result
 
 
 def spectra_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the singular values of each network's matrices."""
-    drawings, tables = [], []
+    result = FigureResult("spectra", "Spectra of weights", SPECTRA_PROSE, [], [])
     for subject in subjects:
         found = spectra(subject.vit)
-        drawings.append(
-            Drawing(
-                file_name("spectra", subject.name),
-                f"Singular values of the weights of {subject.name}",
-                f"{subject.name}: {len(found):,} matrices.",
-                lambda theme, found=found, name=subject.name: draw_spectra(found, theme, name),
-            )
-        )
-        tables.append(Table(file_name("spectra", subject.name), list(spectrum_rows(found))))
-    return FigureResult("spectra", "Spectra of weights", SPECTRA_PROSE, drawings, tables)
+        draw = partial(draw_spectra, found, title=subject.name)
+        caption = f"{len(found):,} matrices."
+        result.add(subject.name, "Singular values of the weights", caption, draw, spectrum_rows(found))
+    return result

@@ -1,0 +1,195 @@
+"""What figures need of many images, computed in chunks: in this process, or on the actors of a cluster.
+
+A chunk is a mini-batch of CKA, so that the values do not depend on where they are computed. No more than one chunk of
+pixels exists at a time in a process.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitray.data.augment.decode import UndecodableImage
+from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
+from vitray.inference.images import EncodedImage
+from vitray.inference.models import NetworkSpec, open_network
+from vitray.inspection.attention_distance import AttentionSpread, attention_distances
+from vitray.inspection.branches import BranchSums, branch_sums
+from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
+from vitray.inspection.report.subjects import ChosenImages, Subject, prepared, view_of
+from vitray.inspection.similarity import FEWEST_IMAGES, level_grams
+from vitray.inspection.tokens import TokenNorms, token_norms
+from vitray.models.vit import ViT
+
+# The most images of a chunk.
+CHUNK = 32
+# More images than this are spread over the actors of a cluster.
+MOST_IN_PROCESS = 64
+
+
+class View(NamedTuple):
+    """A network and a chunk of images as it takes them, BCHW."""
+
+    vit: ViT
+    images: Tensor
+    levels: Sequence[int] | None = None
+    base: "View | None" = None
+    """The first of two networks, for the second."""
+
+
+class Chunk(NamedTuple):
+    """The values of a chunk by figure, one of each network: None where they do not apply; and images left out."""
+
+    values: dict[str, list[Any]]
+    left_out: tuple[str, ...]
+
+
+def _distance(view: View) -> AttentionSpread:
+    return AttentionSpread(*(each.cpu() for each in attention_distances(view.vit, view.images, view.levels)))
+
+
+def _branches(view: View) -> BranchSums | None:
+    if view.vit.model.shape.branches < 2 or len(view.images) < FEWEST_IMAGES:
+        return None
+    return branch_sums(view.vit, view.images)
+
+
+def _similarity(view: View) -> Tensor | None:
+    if len(view.images) < FEWEST_IMAGES:
+        return None
+    return level_grams(view.vit, view.images, batch=len(view.images))[0].cpu()
+
+
+def _norms(view: View) -> TokenNorms:
+    norms = token_norms(view.vit, view.images)
+    token_SB = None if norms.class_token is None else norms.class_token.cpu()
+    return TokenNorms(norms.patches.cpu(), token_SB, norms.median.cpu(), norms.is_outlier.cpu())
+
+
+def _features(view: View) -> FeatureChange | None:
+    base = view.base
+    if base is None or tokens_of(base.vit, base.images) != tokens_of(view.vit, view.images):
+        return None
+    changes = feature_changes(base.vit, view.vit, base.images, view.images)
+    return FeatureChange(changes.relative.cpu(), changes.cosine.cpu())
+
+
+MEASURES: dict[str, Callable[[View], Any]] = {
+    "distance": _distance,
+    "branches": _branches,
+    "similarity": _similarity,
+    "norms": _norms,
+    "features": _features,
+}
+
+
+class Inspector:
+    """Networks over chunks of images in one process."""
+
+    def __init__(
+        self,
+        specs: Sequence[NetworkSpec],
+        images: ChosenImages,
+        levels: Sequence[int] | None,
+        vits: Sequence[ViT] | None = None,
+    ) -> None:
+        self._specs, self._images, self._levels = specs, images, levels
+        self._vits = list(vits or ())
+        self._decoders = ThreadPoolExecutor(4)
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Load the networks, before the first call of `extract`: an actor's constructor would hide the error."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._vits = [vit.to(device) for vit in self._vits or [open_network(spec) for spec in self._specs]]
+
+    def extract(
+        self, start: int, stop: int, names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None
+    ) -> Chunk:
+        """Return the values of some of the chosen images; `on_passed` counts images for each value."""
+        seen = list(self._decoders.map(self._seen, self._images.read(start, stop)))
+        left_out = tuple(each for each in seen if isinstance(each, str))
+        pixels = [each for each in seen if not isinstance(each, str)]
+        if not pixels:
+            return Chunk({}, left_out)
+        views: list[View] = []
+        with self._lock:
+            for place, (spec, vit) in enumerate(zip(self._specs, self._vits, strict=True)):
+                images_BCHW = prepared(np.stack([each[place] for each in pixels]), spec, vit)
+                views.append(View(vit, images_BCHW, self._levels, views[0] if views else None))
+            return Chunk(measure_views(views, names, on_passed), left_out)
+
+    def _seen(self, image: EncodedImage) -> list[np.ndarray] | str:
+        """The image as each network sees it, or the reason why there is none."""
+        try:
+            return [view_of(image, spec) for spec in self._specs]
+        except UndecodableImage as error:
+            return f"{image.key} ({error})"
+
+
+def measure_views(
+    views: Sequence[View], names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None
+) -> dict[str, list[Any]]:
+    """Return the values of a chunk: for each figure, that of each network."""
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    for name in names:
+        for view in views:
+            values[name].append(MEASURES[name](view))
+            on_passed(len(view.images))
+    return values
+
+
+def measure(
+    subjects: Sequence[Subject], names: Sequence[str], workers: int | None = None
+) -> tuple[list[Subject], tuple[str, ...]]:
+    """Return the subjects with what these figures need of all chosen images, and the images left out."""
+    names, images = [name for name in names if name in MEASURES], subjects[0].chosen
+    if images is None or not names:
+        return list(subjects), ()
+    chunks = list(_chunks(subjects, images, names, workers))
+    measured = [
+        {name: joined_values([chunk.values.get(name, []) for chunk in chunks], place) for name in names}
+        for place in range(len(subjects))
+    ]
+    together = [subject._replace(measured=own) for subject, own in zip(subjects, measured, strict=True)]
+    return together, tuple(image for chunk in chunks for image in chunk.left_out)
+
+
+def joined_values(chunks: Sequence[Sequence[Any]], place: int) -> list[Any]:
+    """Return the values of one network; those that do not apply are left out."""
+    return [values[place] for values in chunks if values and values[place] is not None]
+
+
+def spans_of(images: int) -> list[Span]:
+    """Return even chunks of images: the first of each, and the one after its last."""
+    parts = -(-images // CHUNK)
+    return [(images * part // parts, images * (part + 1) // parts) for part in range(parts)]
+
+
+def _chunks(
+    subjects: Sequence[Subject], images: ChosenImages, names: Sequence[str], workers: int | None
+) -> list[Chunk]:
+    """The chunks in the order of the images, wherever they are computed."""
+    spans, passes = spans_of(len(images.numbers)), len(names) * len(subjects)
+    specs, levels = [subject.spec for subject in subjects], subjects[0].levels
+    times = f" (each image {passes} times)" if passes > 1 else ""
+    progress = ProgressLine(f"{', '.join(names)}{times}:", passes * len(images.numbers))
+    chunks: dict[Span, Chunk] = {}
+    if len(images.numbers) > MOST_IN_PROCESS and needs_actors(workers):
+        shared = specs, images._replace(shown=()), levels
+        with actor_session(workers):
+            for span, chunk in chunks_on_actors(Inspector, shared, [(span, names) for span in spans], workers):
+                chunks[span] = chunk
+                progress.add(passes * (span[1] - span[0]))
+    else:
+        inspector = Inspector(specs, images, levels, [subject.vit for subject in subjects])
+        inspector.load()
+        for span in spans:
+            chunks[span] = inspector.extract(*span, names, progress.add)
+    progress.end()
+    return [chunks[span] for span in spans]
