@@ -60,8 +60,18 @@ def dataset(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("probes") / "demo", {"train": 90, "val": 50}, corrupt=1)
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("clean") / "demo", {"train": 90, "val": 50})
+
+
+def load(*overrides):
+    """A run; a later override replaces an earlier one of the same setting."""
+    return load_run(None, list({override.partition("=")[0]: override for override in overrides}.values()))
+
+
 def recipe(dataset, *overrides, base=SETTINGS):
-    return load_run(None, [*base, f"data.url={dataset.url}", f"evaluate.probes={ALL}", *overrides])
+    return load(*base, f"data.url={dataset.url}", f"evaluate.probes={ALL}", *overrides)
 
 
 # ---- the images and the values ---------------------------------------------------------------------------------------
@@ -199,15 +209,15 @@ def test_settings_that_do_not_fit_get_one_message(overrides, message):
 )
 def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        load_run(None, [*MASKED, *overrides])
-    assert load_run(None, [*MASKED, "guard.on_collapse=stop", "evaluate.probes=[rank]"]).guard.on_collapse == "stop"
+        load(*MASKED, *overrides)
+    assert load(*MASKED, "guard.on_collapse=stop", "evaluate.probes=[rank]").guard.on_collapse == "stop"
 
 
-def test_probes_that_learn_need_labels(tmp_path):
-    unlabelled = write_dataset(tmp_path / "one", {"train": 20, "val": 20}, classes=("image",) * 1)
-    run = recipe(unlabelled, "evaluate.probes=[few_shot,rank]", base=MASKED)
+def test_probes_that_learn_need_labels(dataset):
+    unlabelled = dataset.model_copy(update={"classes": ("image",)})
     with pytest.raises(ConfigError, match=r"evaluate.probes: got few_shot, wanted others: .* has no labels"):
-        make_plan(run)
+        make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabelled)
+    make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabelled)
 
 
 @pytest.mark.parametrize(
@@ -303,8 +313,8 @@ def check_equal(got, rows):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_probes_of_training_equal_those_of_the_checkpoints(place, dataset, capsys):
-    outcome = train(recipe(dataset), "probed", str(place / "runs"))
+def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys):
+    outcome = train(recipe(clean), "probed", str(place / "runs"))
     rows = evaluate_verb([outcome.home, "--training-probes"])["checkpoints"]
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert {"knn10", "few_shot25", "ece", "rankme", "attention_distance_level01"} <= rows[0].keys()
@@ -320,11 +330,11 @@ def test_probes_of_training_equal_those_of_the_checkpoints(place, dataset, capsy
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_collapse_ends_the_run_or_is_a_warning_and_the_run_can_be_resumed(place, dataset):
+def test_a_collapse_ends_the_run_or_is_a_warning_and_the_run_can_be_resumed(place, clean):
     guard = "guard={least_rank: 1000.0, on_collapse: stop}"
     settings = ["evaluate.probes=[knn,rank]", "optim.duration=400 steps", "evaluate.every=100 steps"]
     settings += ["checkpoint={every: 100 steps, keep: 9}"]
-    stopping = recipe(dataset, *settings, guard, base=MASKED)
+    stopping = recipe(clean, *settings, guard, base=MASKED)
     with pytest.raises(RunError, match=r"guard.on_collapse: at step \d+ RankMe is .*, below guard.least_rank, 1000"):
         train(stopping, "collapsed", str(place / "runs"))
     home = str(place / "runs" / "collapsed")
@@ -355,19 +365,19 @@ class Notes:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_interrupted_probes_restart_from_their_checkpoints(place, dataset):
-    run, run_dir = recipe(dataset), str(place / "interrupted")
+def test_interrupted_probes_restart_from_their_checkpoints(place, clean):
+    run, run_dir = recipe(clean), str(place / "interrupted")
     torch.manual_seed(1)
     vit = ViT(run.model)
     parts = {"model": {f"vit.{name}": tensor for name, tensor in vit.state_dict().items()}}
     checkpoints.write_checkpoint(run_dir, Checkpoint(4, parts, {}))
-    client, context = Notes(), WorkerContext(run, dataset, None, run_dir, 1, None)
+    client, context = Notes(), WorkerContext(run, clean, None, run_dir, 1, None)
     prober = Prober(context, client, is_reporter=True)
     prober.restart_pending(TrainState(step=6, pending_probes=[2, 4]))
     assert prober.pending == [4]
     assert client.notes == ["the probes of step 2 were lost when the run was interrupted"]
     ((step, values),) = prober.finished(wait=True)
-    images = read_probe_images(run, dataset, None)
+    images = read_probe_images(run, clean, None)
     assert step == 4
     assert values == pytest.approx(probe_weights(run, vit.state_dict(), images, torch.device("cpu")), abs=1e-6)
     assert prober.pending == []
