@@ -1,42 +1,19 @@
 """vitray evaluate MODEL... DATA: scores with intervals, calibration and comparisons, as a page, JSON and CSV."""
 
-import argparse
 from typing import Any
 
 from pipelines import recipes
 from pipelines.__main__ import run_verb
+from vitray.evaluation.report.options import read_options
 
 
 def main(args: list[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        prog="vitray evaluate",
-        description="Scores networks on each image of a split exactly once, and compares several in pairs. MODEL is a"
-        " model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library."
-        " DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that was"
-        " killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
-    )
-    parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
-    parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")
-    parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
-    parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
-    parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
-    parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
-    parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
-    parser.add_argument("--imagenet-c", metavar="DIR", help="score a folder corruption/severity/class/image too")
-    parser.add_argument("--baseline", metavar="FILE", help="errors of a network, {corruption: share}, for the mCE")
-    parser.add_argument("--labels", metavar="KIND=PATH", help="published labels, as in real=real.json (docs: kinds)")
-    parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
-    parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
-    parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help="of unusable images, at most")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON: images, top1, top1_low, ...")
-    options = parser.parse_intermixed_args(args)
-    if len(options.words) < 2 and not options.vtab:
-        parser.error("wanted at least one MODEL, and DATA")
-    if not (options.workers is None or options.workers > 0) or options.seeds < 1 or not 0 <= options.max_corrupt < 1:
-        parser.error("wanted --workers and --seeds from 1 on, and --max-corrupt from 0 to below 1")
-    if options.vtab and (options.probes or options.corrupt or options.imagenet_c or options.baseline or options.labels):
-        parser.error("wanted --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
-    if options.vtab:  # both are imported late, because torch takes a second
+    options = read_options(args)
+    if options.training_probes:  # imported late, as all below, because torch takes a second
+        from vitray.runs.training_probes import probe_checkpoints
+
+        return {"checkpoints": probe_checkpoints(options.words, options.probes)}
+    if options.vtab:
         from vitray.vtab.driver import VtabRequest, evaluate_vtab
         from vitray.vtab.report import vtab_text
 
@@ -47,8 +24,7 @@ def main(args: list[str]) -> dict[str, Any]:
         return scores.flat() | {"page": page}
     from vitray.evaluation.report import driver, texts
 
-    probes = [name for part in options.probes for name in part.split(",")]
-    request = driver.Request(options.words[:-1], options.words[-1], options.split, probes, options.train_split)
+    request = driver.Request(options.words[:-1], options.words[-1], options.split, options.probes, options.train_split)
     request = request._replace(out=options.out, workers=options.workers, max_corrupt=options.max_corrupt)
     request = request._replace(corrupt=options.corrupt, imagenet_c=options.imagenet_c, baseline=options.baseline)
     evaluation, page = driver.evaluate(request._replace(labels=options.labels))

@@ -47,6 +47,22 @@ class Run(Section):
             check_task(self.task, self.model, self.data)
         return self
 
+    @model_validator(mode="after")
+    def _probes_fit(self) -> Self:
+        probes, kind = self.evaluate.probes, self.task.kind
+        if probes and kind == "tokenizer":
+            raise ValueError("evaluate.probes: got some, wanted none: they score features, and a tokenizer has codes")
+        if probes and self.data.evaluated is None:
+            raise ValueError("data.val: got null, wanted a split: evaluate.probes score the network at each evaluation")
+        if "calibration" in probes and self.model.num_classes is None:
+            raise ValueError("evaluate.probes: got calibration, wanted others: the network has no head")
+        if self.guard.on_collapse == "stop" and kind != "masked":
+            raise ValueError(f"guard.on_collapse: got stop, wanted warn: task {kind} has a score that shows a collapse")
+        watched = [("knn", self.guard.knn_drop), ("rank", self.guard.least_rank)]
+        if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
+            raise ValueError("guard.on_collapse: got stop, wanted evaluate.probes with knn or rank, and its bound")
+        return self
+
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""
         tree = self.model_dump(mode="json")

@@ -290,6 +290,11 @@ class Compute(Section):
         return int(lowest), int(highest or lowest)
 
 
+Probe = Literal["knn", "few_shot", "calibration", "rank", "attention_distance"]
+# Decoded views of both splits stay in the memory of one process: 16,384 of 224 px take 2.5 GB.
+MOST_PROBED = 16_384
+
+
 class Evaluate(Section):
     """Evaluation of the val split."""
 
@@ -303,11 +308,23 @@ class Evaluate(Section):
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
     pictures: Annotated[int, Field(ge=0, le=64)] = 8
     """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
+    probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
+    """Scores of features, logits and attention at each evaluation, on one extra CPU or a spare GPU while training
+    continues; of the averaged weights where the run averages."""
+    probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
+    """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
+    evaluation. A smaller split gives all that it has."""
 
     @model_validator(mode="after")
     def _share_is_of_a_gpu(self) -> Self:
         if self.gpus < 1 and self.where != "gpu":
             raise ValueError(f"gpus {self.gpus:g} needs where: gpu, got {self.where}")
+        return self
+
+    @model_validator(mode="after")
+    def _probes_differ(self) -> Self:
+        if repeated := sorted({name for name in self.probes if self.probes.count(name) > 1}):
+            raise ValueError(f"probes: got {', '.join(repeated)} more than once, wanted each probe once")
         return self
 
 
@@ -321,7 +338,7 @@ class CheckpointSettings(Section):
 
 
 class Guard(Section):
-    """Reaction to a loss that is not finite or leaps."""
+    """Reaction to a loss that is not finite or leaps, and to features that collapse."""
 
     on_nan: Literal["stop", "rewind"] = "stop"
     """rewind: return to the last checkpoint and skip the step."""
@@ -329,6 +346,13 @@ class Guard(Section):
     """Rewinds before the run stops."""
     spike: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = None
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
+    knn_drop: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
+    """Masked training with probe knn: the features have collapsed if kNN accuracy is below its best by more than this
+    share of it; null: off."""
+    least_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
+    """Masked training with probe rank: the features have collapsed if RankMe is below this; null: off."""
+    on_collapse: Literal["warn", "stop"] = "warn"
+    """stop: save a checkpoint and end the run."""
 
 
 def check_alias(alias: str) -> str:

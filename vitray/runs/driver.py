@@ -138,6 +138,7 @@ def _fit(
         run_dir=info.run_dir,
         owner=info.owner,
         threads=placement.threads,
+        probe_gpus=placement.probe_gpus,
         mailbox=mailbox,
         waits_for_decision=info.hook is not None and info.hook.waits_for_decision,
         watches_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0",

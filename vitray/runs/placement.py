@@ -23,6 +23,8 @@ class Placement(NamedTuple):
     """CPUs reserved per worker."""
     threads: int
     """Compute threads of a CPU worker."""
+    probe_gpus: int = 0
+    """GPUs of the process that computes evaluate.probes; 0 is a CPU."""
 
 
 def start_attempts() -> int:
@@ -53,6 +55,7 @@ def await_nodes(run: Run) -> None:
     bundles += [{"CPU": 1.0}]  # image decoding
     if evaluator != "workers":
         bundles += [{"CPU": 1.0} | ({"GPU": run.evaluate.gpus} if evaluator == "gpu" else {})]
+    bundles += [{"CPU": 1.0}] if run.evaluate.probes else []
     session.wait_for_nodes(bundles, seconds)
 
 
@@ -65,7 +68,9 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
 
     resources, compute = ray.cluster_resources(), run.compute
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
-    reserved = 1 + (evaluator != "workers")  # image decoding, separate evaluations
+    beside = ["evaluations"] if evaluator != "workers" else []
+    beside += ["evaluate.probes"] if run.evaluate.probes else []
+    reserved = 1 + len(beside)  # image decoding
     gpus, cpus = int(resources.get("GPU", 0)) - evaluation_gpus(run), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
     lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
@@ -83,14 +88,19 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
         while each > 0.01 and _worker_capacity(nodes, each) < highest:  # no node would have a CPU left for decoding
             each /= 2
     if each <= 0 or lowest * each + reserved > cpus or lowest > _worker_capacity(nodes, each):
-        evaluation = " and one for evaluations" if reserved > 1 else ""
+        later = "; without probes, `vitray evaluate RUN --training-probes` scores the checkpoints later"
+        later = later if run.evaluate.probes else ""
+        others = "".join(f" and one for {each}" for each in beside)
         share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
-            f"compute.workers: {lowest} workers{share} with one CPU to decode images{evaluation} do not fit into the"
-            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}"
+            f"compute.workers: {lowest} workers{share} with one CPU to decode images{others} do not fit into the"
+            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}{later}"
         )
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
-    return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)))
+    # The GPUs of a sweep are for its trials.
+    spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
+    probe_gpus = int(bool(run.evaluate.probes) and spare_gpus > 0)
+    return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)), probe_gpus)
 
 
 def evaluation_gpus(run: Run) -> int:

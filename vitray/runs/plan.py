@@ -232,6 +232,7 @@ FREE = (
     "data.cache",
     "evaluate.batch",
     "evaluate.gpus",
+    "evaluate.probes",
     "evaluate.where",
     "guard.",
     "model.execution",
@@ -267,6 +268,11 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         got = f"data.development {run.data.development:g}" if run.data.development else "data.val null"
         wanted = "wanted images on which no version was trained: data.val, and data.development 0"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
+    learning = {"knn", "few_shot"} & set(run.evaluate.probes)
+    if learning and len(dataset.classes) < 2:
+        raise ConfigError(
+            f"evaluate.probes: got {', '.join(sorted(learning))}, wanted others: {dataset.url} has no labels to learn"
+        )
     highest = (run.compute.worker_range or (1, 1))[1]
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         raise ConfigError(f"optim.batch: got {batch}, too few for {highest} workers")

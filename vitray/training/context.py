@@ -39,5 +39,7 @@ class WorkerContext(NamedTuple):
         tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
         return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
 
+    probe_gpus: int = 0
+    """GPUs of the process that computes evaluate.probes; 0 is a CPU."""
     owner: str | None = None
     """The id of the driver as the owner of the run folder."""

@@ -38,6 +38,7 @@ from vitray.training.heartbeat import HeartbeatSender
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
 from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
+from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
 from vitray.training.schedule import Triggers, learning_rate, total_steps
 
@@ -88,6 +89,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     evaluator = Evaluator(context, share, device, learner) if run.data.evaluated else None
     if evaluator is not None and (lost := evaluator.restart_pending(state)):
         client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
+    prober = Prober(context, client, is_reporter=share.rank == 0)
+    prober.restart_pending(state)
     total = total_steps(run.optim, train.steps)
     triggers = Triggers(run, train.steps, total)
 
@@ -96,6 +99,9 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         if share.rank == 0:
             saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note, context.owner)
         return saver, Prefetcher(batches_from(run, train, state.step, total, share), device, largest)
+
+    def has_collapsed() -> bool:
+        return run.guard.on_collapse == "stop" and state.collapse is not None
 
     def close_pipeline() -> None:
         prefetcher.close()
@@ -129,7 +135,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         # ---- metrics, and the check of the loss ----------------------------------------------------------------------
         heartbeat.at(step, "metrics")
         wanted = max(1, round(CHECK_SECONDS / pace)) if share.rank == 0 else 0
-        metrics, is_interrupted, interval = all_reduce_metrics(unread, device, client.is_stop_requested(), wanted)
+        is_stopping = client.is_stop_requested() or has_collapsed()
+        metrics, is_interrupted, interval = all_reduce_metrics(unread, device, is_stopping, wanted)
         elapsed = time.perf_counter() - since
         if unread:
             pace = elapsed / len(unread)
@@ -148,6 +155,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             state = rewind(context, learner, client, state, bad_step)
             if evaluator is not None:
                 evaluator.discard_after(state.step)
+            prober.discard_after(state.step)
             client.note(f"{text}; back at step {state.step}, step {bad_step} is left out")
             saver, prefetcher = open_pipeline()
             unread, steps, seconds = {}, 0, 0.0
@@ -192,8 +200,10 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         if evaluator is not None:
             if is_evaluated:
                 evaluator.start(state.step)
+                prober.start(state.step, learner, is_last=state.step == total)
             log_scores(evaluator.finished(), state, client)
-            state.pending = evaluator.pending
+            log_probes(prober.finished(), context, state, client)
+            state.pending, state.pending_probes = evaluator.pending, prober.pending
         heartbeat.at(step, "checkpoint")
         since = time.perf_counter()
         if notice is not None:
@@ -218,10 +228,14 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     if ending == "finished" and evaluator is not None:
         if evaluator.latest_step != total:  # interrupted before the last evaluation
             evaluator.start(total)
+            prober.start(total, learner, is_last=True)
         log_scores(evaluator.finished(wait=True), state, client)
+        log_probes(prober.finished(wait=True), context, state, client)
         if state.latest:
             client.evaluation(state.latest)
     close_pipeline()
+    if has_collapsed() and ending != "stopped early":
+        return WorkerResult("failed", state.step, f"stopped by guard.on_collapse: {state.collapse}")
     return WorkerResult(
         ending,
         state.step,

@@ -1,9 +1,11 @@
 """The training state between two steps: with the tensors, all that a checkpoint holds."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from vitray.config.training import Guard
 from vitray.evaluation.scores import Score
 
 # Losses that a spike is compared with, and records that a checkpoint repeats.
@@ -29,6 +31,12 @@ class TrainState:
     """The last metrics, sent again after a resume, as the driver may have died before it logged them."""
     pending: list[int] = field(default_factory=list)
     """Steps whose separate evaluations are running."""
+    pending_probes: list[int] = field(default_factory=list)
+    """Steps whose probes are running or waiting."""
+    best_knn: float | None = None
+    best_knn_step: int | None = None
+    collapse: str | None = None
+    """How the features had collapsed at the last finished probes; not saved."""
     rewinds: int = 0
     seconds: float = 0.0
     """Training time without evaluations, over all starts of the run."""
@@ -37,12 +45,12 @@ class TrainState:
 
     def as_json(self) -> dict[str, Any]:
         """Return the saved part of the state."""
-        return asdict(replace(self, latest=None))
+        return asdict(replace(self, latest=None, collapse=None))
 
     @property
     def protected_steps(self) -> set[int]:
         """Steps whose checkpoints are never pruned: the best one and those under evaluation."""
-        return {*self.pending, *([] if self.best_step is None else [self.best_step])}
+        return {*self.pending, *self.pending_probes, *([] if self.best_step is None else [self.best_step])}
 
     def add_losses(self, losses: list[float]) -> None:
         """Add the losses of some steps."""
@@ -57,6 +65,23 @@ class TrainState:
                 self.best_loss, self.best_step = latest.loss, step
         elif self.best_top1 is None or latest.top1 > self.best_top1:
             self.best_top1, self.best_step = latest.top1, step
+
+    def check_collapse(self, step: int, values: Mapping[str, float], guard: Guard) -> str | None:
+        """Return how the features have collapsed at a step by its probes, or None; update the best kNN accuracy."""
+        knn = next((value for name, value in values.items() if name.startswith("knn")), None)
+        reasons = []
+        if knn is not None:
+            if self.best_knn is None or knn > self.best_knn:
+                self.best_knn, self.best_knn_step = knn, step
+            elif guard.knn_drop is not None and knn < (1 - guard.knn_drop) * self.best_knn:
+                reasons.append(
+                    f"kNN accuracy fell to {knn:.2%} from {self.best_knn:.2%} at step {self.best_knn_step:,}, by more"
+                    f" than guard.knn_drop, {guard.knn_drop:g} of it"
+                )
+        rank = values.get("rankme")
+        if rank is not None and guard.least_rank is not None and rank < guard.least_rank:
+            reasons.append(f"RankMe is {rank:.3g}, below guard.least_rank, {guard.least_rank:g}")
+        return f"at step {step:,} {' and '.join(reasons)}" if reasons else None
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:
         """Return the index of the first loss that is not finite or that spikes."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
+from vitray.evaluation.probes import probe_features
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labelling import label_values, open_label_set, score_labels
 from vitray.evaluation.report.probes import (
@@ -16,7 +17,6 @@ from vitray.evaluation.report.probes import (
     needs_training,
     numbered,
     open_training,
-    probe_features,
 )
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
 from vitray.evaluation.report.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted

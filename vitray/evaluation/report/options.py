@@ -1,0 +1,46 @@
+"""The options of `vitray evaluate`. This module loads nothing heavy, so a wrong option fails at once."""
+
+import argparse
+from collections.abc import Sequence
+
+
+def read_options(args: Sequence[str]) -> argparse.Namespace:
+    """Return the options by name; refuse those that do not go together."""
+    parser = argparse.ArgumentParser(
+        prog="vitray evaluate",
+        description="Scores networks on each image of a split exactly once, and compares several in pairs. MODEL is a"
+        " model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file of another library."
+        " DATA is a dataset, or a folder, tar, Parquet file or index that `vitray shard` reads. A command that was"
+        " killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
+    )
+    parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
+    parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")
+    parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
+    parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
+    parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
+    parser.add_argument(
+        "--training-probes",
+        action="store_true",
+        help="evaluate.probes of runs or of checkpoints, in place of MODEL... DATA",
+    )
+    parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
+    parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
+    parser.add_argument("--imagenet-c", metavar="DIR", help="score a folder corruption/severity/class/image too")
+    parser.add_argument("--baseline", metavar="FILE", help="errors of a network, {corruption: share}, for the mCE")
+    parser.add_argument("--labels", metavar="KIND=PATH", help="published labels, as in real=real.json (docs: kinds)")
+    parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
+    parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
+    parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help="of unusable images, at most")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON: images, top1, top1_low, ...")
+    options = parser.parse_intermixed_args(args)
+    if len(options.words) < 2 and not (options.vtab or options.training_probes):
+        parser.error("wanted at least one MODEL, and DATA")
+    if not (options.workers is None or options.workers > 0) or options.seeds < 1 or not 0 <= options.max_corrupt < 1:
+        parser.error("wanted --workers and --seeds from 1 on, and --max-corrupt from 0 to below 1")
+    other_scores = options.corrupt or options.imagenet_c or options.baseline or options.labels
+    if options.training_probes and (other_scores or options.vtab):
+        parser.error("wanted --training-probes without --vtab, --corrupt, --imagenet-c, --baseline and --labels")
+    if options.vtab and (options.probes or other_scores):
+        parser.error("wanted --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
+    options.probes = [name for part in options.probes for name in part.split(",")]
+    return options

@@ -1,0 +1,133 @@
+"""The probes beside the workers: an actor of its own computes them, so that no step waits for them."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from torch import Tensor
+
+from vitray.config.pretraining import Masked
+from vitray.errors import cut_middle, one_line
+from vitray.training import checkpoints
+from vitray.training.context import WorkerContext
+from vitray.training.driver_client import DriverClient
+from vitray.training.learner import Learner
+from vitray.training.probes import ProbeImages, network_weights, probe_weights, read_probe_images
+from vitray.training.state import TrainState
+
+# Probes that may wait for the actor: each holds a copy of the network.
+MOST_WAITING = 2
+# Restarts of the actor after its process or its node was lost.
+RESTARTS = 3
+# Added to that of Ray's workers, which is 15: where they want its CPU, the actor gets less than a third of it.
+NICENESS = 4
+LONGEST_REASON = 300
+
+
+class Prober:
+    """Starts the probes of a run, on rank 0, and returns their values in order; without probes it does nothing."""
+
+    def __init__(self, context: WorkerContext, client: DriverClient, *, is_reporter: bool) -> None:
+        self._context, self._client = context, client
+        self._is_active = is_reporter and bool(context.run.evaluate.probes)
+        self._actor: Any = None
+        self._started: dict[int, Any] = {}
+
+    def start(self, step: int, learner: Learner, *, is_last: bool) -> None:
+        """Probe the current weights, or their average if there is one; the last step's probes are never left out."""
+        if self._is_active:
+            average = {"average": learner.average.state()} if learner.average else {}
+            self._start(step, network_weights({"model": learner.task.state_dict()} | average), is_needed=is_last)
+
+    def restart_pending(self, state: TrainState) -> None:
+        """Restart the interrupted probes from their checkpoints; report those for which this is impossible."""
+        if not self._is_active:
+            return
+        saved = checkpoints.complete_steps(self._context.run_dir)
+        for step in state.pending_probes:
+            if step in saved:
+                parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
+                self._start(step, network_weights(parts), is_needed=True)
+            else:
+                self._client.note(f"the probes of step {step:,} were lost when the run was interrupted")
+
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield step and values of the probes that have finished since the last call, in order."""
+        for step, values in list(self._started.items()):
+            if not wait and not ray.wait([values], timeout=0)[0]:
+                return
+            del self._started[step]
+            try:
+                yield step, ray.get(values)
+            except RayError as error:
+                reason = cut_middle(one_line(getattr(error, "cause", None) or error), LONGEST_REASON)
+                self._client.note(f"the probes of step {step:,} failed, and training goes on: {reason}")
+
+    @property
+    def pending(self) -> list[int]:
+        """The steps whose probes are running or waiting."""
+        return list(self._started)
+
+    def discard_after(self, step: int) -> None:
+        """Discard the probes of later steps, which the run repeats."""
+        self._started = {started: values for started, values in self._started.items() if started <= step}
+
+    def _start(self, step: int, weights: Mapping[str, Tensor], *, is_needed: bool) -> None:
+        waiting = (
+            ray.wait(list(self._started.values()), num_returns=len(self._started), timeout=0)[1]
+            if self._started
+            else []
+        )
+        if len(waiting) >= MOST_WAITING and not is_needed:
+            self._client.note(
+                f"the probes of step {step:,} are left out: those of {len(waiting)} earlier evaluations still run;"
+                " raise evaluate.every, or lower evaluate.probe_images"
+            )
+            return
+        if self._actor is None:
+            self._actor = start_actor(self._context)
+        # As arrays, which Ray copies once into its object store.
+        self._started[step] = self._actor.probe.remote({name: each.cpu().numpy() for name, each in weights.items()})
+
+
+class ProbeActor:
+    """Computes the probes of one run in a process of its own."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        os.nice(NICENESS)
+        self._context = context
+        self._device = torch.device("cuda" if context.probe_gpus else "cpu")
+        self._images: ProbeImages | None = None
+
+    def probe(self, weights: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the values of a ViT's weights; the images are read at the first call."""
+        if self._images is None:
+            self._images = read_probe_images(self._context.run, self._context.dataset, self._context.holdout_mask)
+        tensors = {name: torch.tensor(each) for name, each in weights.items()}
+        return probe_weights(self._context.run, tensors, self._images, self._device)
+
+
+def start_actor(context: WorkerContext) -> Any:
+    """Start the actor outside the placement group of a trial, which has no room for it."""
+    options = {"num_cpus": 1, "num_gpus": context.probe_gpus, "scheduling_strategy": "DEFAULT"}
+    actor: Any = ray.remote(ProbeActor)
+    context = context._replace(mailbox=None, initial_weights=None, tokenizer=None)
+    return actor.options(**options, max_restarts=RESTARTS, max_task_retries=RESTARTS).remote(context)
+
+
+def log_probes(
+    finished: Iterator[tuple[int, dict[str, float]]], context: WorkerContext, state: TrainState, client: DriverClient
+) -> None:
+    """Send finished probes as metrics of their steps, and report features that have collapsed."""
+    guard = context.run.guard
+    for step, values in finished:
+        client.metrics(step, state, {f"probe/{name}": float(value) for name, value in values.items()})
+        if not isinstance(context.run.task, Masked):
+            continue
+        before, state.collapse = state.collapse, state.check_collapse(step, values, guard)
+        if state.collapse and not before:
+            client.note(f"collapse: {state.collapse}")

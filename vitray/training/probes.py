@@ -1,0 +1,130 @@
+"""The probes of a run: scores of its weights on fixed images, the same as training runs and from a checkpoint.
+
+The network computes in float32, whatever the precision of the run. Shapes: N images, H x W pixels, C colours.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitray.config import Run
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.shards.manifest import Dataset
+from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.errors import ConfigError
+from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
+from vitray.inspection.attention_distance import attention_distances
+from vitray.models.vit import ViT
+
+# Images of a forward pass. A fixed number: the last bits of an output depend on it.
+BATCH = 64
+# Images whose attention is measured; the ViT paper has as many.
+ATTENTION_IMAGES = 128
+# Rows whose encoded images are in memory together.
+ROWS_AT_ONCE = 256
+
+
+class ProbedSplit(NamedTuple):
+    """The chosen images of a split that can be decoded."""
+
+    views: np.ndarray
+    """NHWC, uint8, as an evaluation sees them."""
+    labels: np.ndarray
+
+
+class ProbeImages(NamedTuple):
+    """The images of the probes."""
+
+    train: ProbedSplit | None
+    """None without a probe that learns."""
+    val: ProbedSplit
+    classes: int
+
+
+class NetworkOutputs(NamedTuple):
+    """The outputs of a network for the images of a split."""
+
+    features: np.ndarray
+    logits: np.ndarray
+
+
+def read_probe_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> ProbeImages:
+    """Read and decode the images; `holdout_mask` marks the rows of train that are evaluated."""
+    assert run.data.evaluated is not None
+    learns = {"knn", "few_shot"} & set(run.evaluate.probes)
+    train = _read_split(run, dataset, run.data.train, None if holdout_mask is None else ~holdout_mask)
+    return ProbeImages(
+        train if learns else None,
+        _read_split(run, dataset, run.data.evaluated, holdout_mask),
+        len(dataset.classes),
+    )
+
+
+def choose_rows(split: str, used: np.ndarray, number: int) -> np.ndarray:
+    """Return `number` of the rows in `used`, at random; a function of the split's name and of the rows."""
+    draws = raw_draws(f"probed {split}", int(used.max(initial=-1)) + 1)[used]
+    return np.sort(used[np.argsort(draws, kind="stable")[:number]])
+
+
+@torch.no_grad()
+def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, device: torch.device) -> dict[str, Any]:
+    """Return the scores of a ViT's weights by name."""
+    names, vit = run.evaluate.probes, ViT(run.model)
+    vit.load_state_dict(weights)
+    vit.to(device).eval().requires_grad_(False)
+    outputs, labels = _run_network(vit, run, images.val, device), images.val.labels
+    train = images.train and Labelled(_run_network(vit, run, images.train, device).features, images.train.labels)
+    values = probe_features(names, train, Labelled(outputs.features, labels), images.classes, ())
+    if "calibration" in names:
+        values |= probe_calibration(outputs.logits, labels)
+    if "attention_distance" in names:
+        views = images.val.views[:ATTENTION_IMAGES]
+        parts = [
+            attention_distances(vit, _prepare(views[at : at + BATCH], run, device)).distance.cpu().numpy()
+            for at in range(0, len(views), BATCH)
+        ]
+        values |= mean_distances(np.concatenate(parts, axis=-1))
+    counts = {"images": len(labels)} | ({} if train is None else {"train_images": len(train.labels)})
+    return counts | {name: value for name, value in values.items() if value is not None}
+
+
+def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the ViT's tensors of a task's `model`, with those of its `average` where the run averages."""
+    tensors = {**parts["model"], **parts.get("average", {})}  # frozen weights have no average
+    return {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
+
+
+def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> ProbedSplit:
+    rows = locate_rows(dataset, split)
+    used = np.arange(rows.starts[-1]) if mask is None else np.flatnonzero(mask)
+    chosen = choose_rows(split, used, run.evaluate.probe_images)
+    views, labels = [], []
+    for at in range(0, len(chosen), ROWS_AT_ONCE):
+        for content, label, _ in read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values():
+            with suppress(UndecodableImage):
+                views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
+                labels.append(label)
+    if not views:
+        raise ConfigError(f"{dataset.url}: {split}: none of {len(chosen)} images for the probes can be decoded")
+    return ProbedSplit(np.stack(views), np.array(labels, np.int64))
+
+
+def _run_network(vit: ViT, run: Run, split: ProbedSplit, device: torch.device) -> NetworkOutputs:
+    features, logits = [], []
+    for at in range(0, len(split.views), BATCH):
+        features_BD = vit.pooled(vit.tokens(_prepare(split.views[at : at + BATCH], run, device)))
+        features.append(features_BD.cpu().numpy())
+        logits.append(vit.head(features_BD).cpu().numpy())
+    return NetworkOutputs(np.concatenate(features), np.concatenate(logits))
+
+
+def _prepare(views_NHWC: np.ndarray, run: Run, device: torch.device) -> Tensor:
+    return normalised(torch.from_numpy(views_NHWC).to(device), run.data.normalise)
