@@ -179,7 +179,7 @@ def test_differences_are_counted_over_all_batches():
 def test_bad_input_is_one_message_and_leaves_nothing(tmp_path, settings, request_, message):
     saved(tmp_path / "m", **settings)
     with pytest.raises(ConfigError, match=message):
-        export_network(quick(tmp_path / "m", "onnx", tmp_path / "out", **request_))
+        export_network(quick(tmp_path / "m", "onnx", tmp_path / "out")._replace(**request_))
     assert not (tmp_path / "out").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, caps
     present = importlib.util.find_spec
     monkeypatch.setattr(options, "find_spec", lambda name: None if name == "onnxscript" else present(name))
     assert main(["export", str(tmp_path / "m"), "--to", "onnx"]) == 2
-    assert "needs onnxscript, not installed here; run pip install onnx onnxruntime onnxscript" in capsys.readouterr().err
+    assert "needs onnxscript, not installed here; run pip install onnx" in capsys.readouterr().err
 
 
 def test_a_folder_that_exists_is_refused(tmp_path, capsys):

@@ -113,7 +113,7 @@ def test_every_network_computes_the_same_in_a_graph(tmp_path, write, settings):
 
 
 def test_int8_takes_less_than_half_of_the_file_and_changes_logits_a_little(tmp_path):
-    vit = our_vit(name="vit_u2x2_16", layerscale=0.5)
+    vit = our_vit(name="vit_u2x3_16", layerscale=0.5)
     network = fold(vit, NORMALISE, any_size=False, int8_weights=False)
     program = trace_program(network, (32, 32))
     write_onnx(program, tmp_path / "float.onnx")
