@@ -1,7 +1,7 @@
 """The request of an export, and its checks before any network is read."""
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -77,11 +77,4 @@ def check_network(request: ExportRequest, model: Model) -> None:
 
 def package_versions(target: str) -> dict[str, str]:
     """Return the versions of the packages that write and check a target."""
-    names = [*PACKAGES[target], "safetensors", "torchvision"]
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: version(name) for name in (*PACKAGES[target], "safetensors", "torchvision")}
