@@ -17,36 +17,30 @@ def main(args: list[str]) -> dict[str, Any]:
         description="Parameters, GFLOPs (as the papers count them) and training memory from shapes, or "
         "of a model folder, or a weights file of timm, torchvision, Hugging Face, DeiT (.pth) or Google.",
         epilog="examples: vitray model ViT-B18x2/16 image_size=384 layerscale=1e-4 --json; vitray model "
-        "deit_b.pth heads=12 --save models/deit_b; vitray model models/deit_b --export hf models/deit_b_hf",
+        "deit_b.pth heads=12 --save models/deit_b",
     )
     parser.add_argument("name", help="vit_<width><depth>x<branches>_<patch>[_<stem>], the papers' spelling, or weights")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="any `model.` setting of a recipe")
     parser.add_argument("--save", metavar="FOLDER", help="write the weights as a model folder (a path or s3://)")
-    parser.add_argument("--export", nargs=2, metavar=("LAYOUT", "FILE"), help="write them for timm, torchvision or hf")
     json_help = "print the result as JSON: params, gflops, activation_bytes"
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_args(args)
     remote = options.name.startswith(("s3://", "models:/", "runs:/"))
     is_weights = remote or Path(options.name).suffix != "" or os.path.isdir(options.name)
-    if (options.save or options.export) and not is_weights:
-        parser.error(
-            f"--save and --export write weights, and {options.name} is a name; wanted a file or folder of weights"
-        )
+    if options.save and not is_weights:
+        parser.error(f"--save writes weights, and {options.name} is a name; wanted a file or folder of weights")
     overrides = [f"model.{override}" for override in (f"name={options.name}", *options.settings)]
     run = Run() if is_weights else load_run(None, overrides)
 
     # Imported late, because torch takes a second.
     from vitray.models.counts import count, diagram
-    from vitray.weights import open_weights, save_model, write_export
+    from vitray.weights import open_weights, save_model
 
     if is_weights:
         run, vit, classes = open_weights(options.name, parse_overrides(options.settings))
         if options.save:
             save_model(options.save, run, vit, classes)
             print(f"wrote the model folder {options.save}", file=sys.stderr)
-        if options.export:
-            layout, url = options.export
-            print(f"wrote {url}; load it by\n{write_export(vit, layout, url, classes)}", file=sys.stderr)
     counts = count(run.model)
     print(diagram(run.model, counts))
     return {"name": run.model.name, **counts._asdict()}

@@ -1,18 +1,19 @@
-"""The code that an export prints builds the same network in its library, or the export is refused."""
+"""The program beside exported weights builds the same network in its library, or the export is refused."""
 
 import itertools
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 from networks import difference, scrambled
-from torch import nn
 
-from vitray.config import Model, Run
+from vitray.config import Model
 from vitray.config.model_names import STEMS
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.weights import save_model, write_export
+from vitray.weights import write_library
+from vitray.weights.export import library_program
 
 CLASSES = 5
 
@@ -24,22 +25,16 @@ def our_vit(**settings) -> ViT:
     return vit
 
 
-def built_by(code: str) -> nn.Module:
-    """Run the printed code in an empty namespace, as a script would."""
-    namespace: dict = {}
-    exec(code, namespace)
-    return namespace["model"].eval()
-
-
-def export_error(ours: ViT, layout: str, place: Path) -> float:
-    """The largest difference between the logits of a network and of its export."""
-    return difference(ours, built_by(write_export(ours, layout, str(place))), *ours.model.image_shape)
+def export_error(ours: ViT, layout: str, folder: Path) -> float:
+    """The largest difference between the logits of a network and of its export, loaded as by a script."""
+    write_library(ours, layout, folder)
+    return difference(ours, runpy.run_path(str(folder / "load.py"))["model"], *ours.model.image_shape)
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_timm_has_every_stem(tmp_path, stem):
     ours = our_vit(name=f"vit_u2x1_16_{stem}")
-    assert export_error(ours, "timm", tmp_path / "w.safetensors") < 1e-4
+    assert export_error(ours, "timm", tmp_path) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -57,13 +52,13 @@ def test_timm_has_every_stem(tmp_path, stem):
     ],
 )
 def test_timm_has_our_settings(tmp_path, settings):
-    assert export_error(our_vit(**settings), "timm", tmp_path / "w.safetensors") < 1e-4
+    assert export_error(our_vit(**settings), "timm", tmp_path) < 1e-4
 
 
 def test_timm_has_no_head_of_two_layers(tmp_path):
     with pytest.raises(ConfigError, match="timm has no head of two layers"):
-        write_export(our_vit(head="mlp"), "timm", str(tmp_path / "w.safetensors"))
-    assert not (tmp_path / "w.safetensors").exists()
+        write_library(our_vit(head="mlp"), "timm", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_timm_has_no_head_of_two_layers(tmp_path):
     ],
 )
 def test_torchvision_and_hugging_face_have_our_settings(tmp_path, layout, settings):
-    assert export_error(our_vit(**settings), layout, tmp_path / "w.safetensors") < 1e-4
+    assert export_error(our_vit(**settings), layout, tmp_path) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -86,6 +81,10 @@ def test_torchvision_and_hugging_face_have_our_settings(tmp_path, layout, settin
     [
         *itertools.product(("torchvision", "hf"), [{"name": "vit_u2x1_16_linear_gelu"}], ["has no stem linear_gelu"]),
         *itertools.product(("torchvision", "hf"), [{"name": "vit_u2x1_16_hmlp_bn"}], ["has no stem hmlp_bn"]),
+        *itertools.product(
+            ("torchvision", "hf"), [{"name": "vit_u2x2_16"}], ["no parallel branches, and this model has 2"]
+        ),
+        *itertools.product(("torchvision", "hf"), [{"layerscale": 0.1}], ["has no LayerScale"]),
         ("torchvision", {"num_classes": None}, "no network without a head"),
         ("torchvision", {"image_size": [32, 64]}, "square images, and this model 32 x 64"),
         ("hf", {"head": "mlp"}, "no place for head.0.weight"),
@@ -93,17 +92,26 @@ def test_torchvision_and_hugging_face_have_our_settings(tmp_path, layout, settin
 )
 def test_other_networks_are_refused(tmp_path, layout, settings, reason):
     with pytest.raises(ConfigError, match=reason):
-        write_export(our_vit(**settings), layout, str(tmp_path / "w"))
+        write_library(our_vit(**settings), layout, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_prints_that_code(tmp_path, capsys):
-    from pipelines.model import main
+@pytest.mark.parametrize(
+    ("layout", "name", "built"),
+    [
+        ("timm", "vit_s2x1_32", "timm.create_model('vit_small_patch32_224', "),
+        ("timm", "vit_u2x1_8", "timm.create_model('vit_base_patch16_224', "),
+        ("torchvision", "vit_b12x1_16", "torchvision.models.vit_b_16("),
+        ("torchvision", "vit_b11x1_16", "torchvision.models.VisionTransformer("),
+    ],
+)
+def test_a_known_network_has_its_name_in_the_library(layout, name, built):
+    with torch.device("meta"):
+        vit = ViT(Model(name=name, image_size=64, num_classes=CLASSES))
+    assert built in library_program(vit, layout)
 
-    ours = our_vit(name="vit_u2x2_16_linear_bn")
-    save_model(str(tmp_path / "m"), Run(model=ours.model), ours)
-    main([str(tmp_path / "m"), "--export", "timm", str(tmp_path / "w.safetensors")])
-    first, code = capsys.readouterr().err.split("\n", 1)
-    assert first == f"wrote {tmp_path / 'w.safetensors'}; load it by"
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.allclose(built_by(code)(x), ours(x), atol=1e-4)
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "name"), [("timm", "vit_ti2x1_16"), ("torchvision", "vit_b12x1_32")])
+def test_that_name_loads_the_weights(tmp_path, layout, name):
+    assert export_error(our_vit(name=name, image_size=64), layout, tmp_path) < 1e-4

@@ -26,7 +26,7 @@ FLOORS = (
     {"vitray.training", "vitray.inference"},
     {"vitray.evaluation.report", "vitray.inspection.report"},
     {"vitray.runs", "vitray.bench"},
-    {"vitray.sweep", "vitray.vtab"},
+    {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
 )
 # Above all floors: the public names, and the verbs.
 ROOF = {"vitray", "pipelines"}
@@ -56,6 +56,7 @@ DOORS = {
         "vitray.sweep.report",
         "vitray.tracking",
     },
+    "onnxruntime": {"vitray.serving.export"},
     "simplejpeg": {"vitray.data.augment"},
     "torchvision": {"vitray.data.augment", "vitray.bench"},  # bench compares with it
 }

@@ -59,7 +59,7 @@ class ViT(nn.Module):
     def first_input(self, x_BND: Tensor) -> Tensor:
         """Return the input of the first block: the class token, if the model has one, before the patches."""
         if self.class_token is not None:
-            x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(len(x_BND), 1, -1), x_BND], dim=1)
+            x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(x_BND.shape[0], 1, -1), x_BND], dim=1)
         return self.dropout(x_BND)
 
     def pooled(self, x_BND: Tensor) -> Tensor:

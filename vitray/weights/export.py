@@ -1,23 +1,27 @@
-"""Export of a network to timm, torchvision or Hugging Face: its tensors, and the code that loads them there."""
+"""A network as files of timm, torchvision or Hugging Face: its tensors, and the program that loads them there."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vitray import storage
 from vitray.config import Model
+from vitray.config.model_names import WIDTHS, width_key
 from vitray.errors import ConfigError
 from vitray.models.stems import ChannelNorm
 from vitray.models.vit import ViT
-from vitray.storage import scratch_folder
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names
 
 EXPORTS = ("timm", "torchvision", "hf")
+WEIGHTS, LOADER = "model.safetensors", "load.py"
+# Networks of these libraries by the beginning of our names, and their depth.
+_TIMM = {"ti_16": "tiny", "s_16": "small", "s_32": "small", "b_16": "base", "b_32": "base", "l_16": "large"}
+_TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
 
 
 def export_weights(vit: ViT, layout: str) -> State:
@@ -35,7 +39,7 @@ def export_weights(vit: ViT, layout: str) -> State:
             exported[key.replace("stem.proj.", "patch_embed.backbone.")] = tensor.detach()
             continue
         names = tensor_names(target, key, model)
-        if not names or (layout != "timm" and branches > 1):
+        if not names:
             unmapped.append(key)
             continue
         exported |= dict(zip(names, tensor.detach().chunk(len(names)), strict=True))
@@ -59,6 +63,10 @@ def _fault(model: Model, layout: str) -> str | None:
         return f"{layout} reads the class token, and this model's pool is {model.pool}"
     if model.shape.stem != "linear":
         return f"{layout} has no stem {model.shape.stem}"
+    if model.shape.branches > 1:
+        return f"{layout} has no parallel branches, and this model has {model.shape.branches}"
+    if model.layerscale is not None:
+        return f"{layout} has no LayerScale"
     if layout == "hf":
         return None
     if model.activation != "gelu":
@@ -69,35 +77,32 @@ def _fault(model: Model, layout: str) -> str | None:
     return None if height == width else f"{layout} reads square images, and this model {height} x {width}"
 
 
-def write_export(vit: ViT, layout: str, url: str, classes: Sequence[str] | None = None) -> str:
-    """Write the network for another library and return the code that loads it; hf gets a folder with a config.json."""
+def write_library(vit: ViT, layout: str, folder: Path, classes: Sequence[str] | None = None) -> None:
+    """Write a network for another library: model.safetensors, load.py, and for hf a config.json.
+
+    load.py needs that library only. It builds the network, loads the tensors strictly and names it `model`.
+    """
     exported = export_weights(vit, layout)
-    target = storage.join(url, "model.safetensors") if layout == "hf" else url
-    with scratch_folder() as folder:
-        save_file(exported, folder / "model.safetensors", metadata={"format": "pt"})
-        storage.upload(folder / "model.safetensors", target)
+    program = library_program(vit, layout)
+    save_file(exported, folder / WEIGHTS, metadata={"format": "pt"})
     if layout == "hf":
-        storage.write_bytes(storage.join(url, "config.json"), json.dumps(_hf_config(vit, classes), indent=2).encode())
-    return _code(vit, layout, url)
+        (folder / "config.json").write_text(json.dumps(_hf_config(vit, classes), indent=2))
+    (folder / LOADER).write_text(program)
 
 
-# ---- the code that loads an export -----------------------------------------------------------------------------------
+# ---- the program that loads an export --------------------------------------------------------------------------------
 
 
-def _code(vit: ViT, layout: str, url: str) -> str:
-    """Python that builds the network in its library and loads the tensors, as `model`."""
-    if "://" in url:
-        url = url.rstrip("/").rpartition("/")[2]  # the libraries read local files, so a downloaded copy
-    match layout:
-        case "hf":
-            build = f"model = transformers.ViTForImageClassification.from_pretrained({url!r})"
-            return f"import transformers\n{build}"
-        case "timm":
-            library, build = "timm.layers, timm.models.vision_transformer", _timm_code(vit)
-        case _:
-            library, build = "torchvision", _torchvision_code(vit.model)
-    load = f"model.load_state_dict(safetensors.torch.load_file({url!r}))"
-    return f"import functools, safetensors.torch, torch, {library}\nmodel = {build}\n{load}\nmodel.eval()"
+def library_program(vit: ViT, layout: str) -> str:
+    """Return Python that builds the network in its library and loads the tensors beside it, as `model`."""
+    folder = "pathlib.Path(__file__).parent"
+    if layout == "hf":
+        build = f"model = transformers.ViTForImageClassification.from_pretrained({folder})"
+        return f"import pathlib, transformers\n{build}\n"
+    build = _timm_code(vit) if layout == "timm" else _torchvision_code(vit.model)
+    load = f"model.load_state_dict(safetensors.torch.load_file({folder} / {WEIGHTS!r}))"
+    imports = f"import functools, pathlib, safetensors.torch, torch, {layout}"
+    return f"{imports}\nmodel = {build}\n{load}\nmodel.eval()\n"
 
 
 def _timm_code(vit: ViT) -> str:
@@ -115,6 +120,8 @@ def _timm_code(vit: ViT) -> str:
         "init_values": model.layerscale,
         "act_layer": model.activation,
     }
+    # timm has few names, but any of them will do, because all arguments are stated.
+    width, patch = _TIMM.get(_kind(model), "base"), shape.patch if _kind(model) in _TIMM else 16
     block = "timm.models.vision_transformer.ParallelThingsBlock"
     code = {name: repr(value) for name, value in arguments.items()}
     code["norm_layer"] = f"functools.partial(timm.layers.LayerNorm, eps={model.norm_eps!r})"
@@ -124,7 +131,12 @@ def _timm_code(vit: ViT) -> str:
         layers = ", ".join(_layer_code(layer) for layer in vit.stem.proj)
         code["patch_size"] = "1"
         code["embed_layer"] = f"functools.partial(timm.layers.HybridEmbed, torch.nn.Sequential({layers}), proj=False)"
-    return f"timm.models.vision_transformer.VisionTransformer({_listed(code)})"
+    return f"timm.create_model('vit_{width}_patch{patch}_224', {_listed(code)})"
+
+
+def _kind(model: Model) -> str:
+    """The width and the patch of a network, as in b_16."""
+    return f"{width_key(model.shape.size)}_{model.shape.patch}"
 
 
 def _layer_code(layer: nn.Module) -> str:
@@ -153,6 +165,11 @@ def _torchvision_code(model: Model) -> str:
     }
     code = {name: repr(value) for name, value in arguments.items()}
     code["norm_layer"] = f"functools.partial(torch.nn.LayerNorm, eps={model.norm_eps!r})"
+    kind, shape = _kind(model), model.shape
+    if _TORCHVISION.get(kind) == shape.depth and model.num_heads == WIDTHS[kind.partition("_")[0]].heads:
+        for fixed in ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim"):
+            del code[fixed]
+        return f"torchvision.models.vit_{kind}({_listed(code)})"
     return f"torchvision.models.VisionTransformer({_listed(code)})"
 
 

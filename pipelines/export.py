@@ -1,0 +1,49 @@
+"""vitray export MODEL --to TARGET: a network for another runtime or library, with a proof that it computes the same."""
+
+import argparse
+from typing import Any
+
+from pipelines.__main__ import run_verb
+
+
+def main(args: list[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="vitray export",
+        description="Writes a new folder: the network, the preparation of its images (preprocessing.json), and"
+        " parity.json: the largest difference of a logit and the changed top-1 over images, and the latency before and"
+        " after. MODEL is a model folder, a delta, models:/name@alias, runs:/<id>/<path>, s3:// or a weights file.",
+        epilog="example: vitray export runs/first/model --to onnx --data data/demo",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a network with a head")
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="what a weights file lacks: heads=12")
+    to_help = "onnx, torch_export (a .pt2 file), timm, torchvision or hf (Hugging Face)"
+    parser.add_argument("--to", required=True, metavar="TARGET", dest="target", help=to_help)
+    parser.add_argument("--out", metavar="DIR", help="a new folder or s3:// (default: exports/MODEL-TARGET)")
+    parser.add_argument("--data", default="demo", help="the compared images (default: drawn ones)")
+    parser.add_argument("--split", default="val", help="their split (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=1000, help="how many, at most (default: %(default)s)")
+    parser.add_argument("--any-size", action="store_true", help="onnx, torch_export: images of any multiple of a patch")
+    parser.add_argument("--int8", metavar="KIND", help="weights (stored as int8); onnx: or dynamic (computed in int8)")
+    bound_help = "largest share of images with another top-1 (default: %(default)s)"
+    parser.add_argument("--bound", type=float, default=0.001, metavar="SHARE", help=bound_help)
+    parser.add_argument("--allow", action="store_true", help="write the export even above the bound")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the latency (default: %(default)s)")
+    json_help = "print the result as JSON: path, max_logit_difference, changed_top1, images"
+    parser.add_argument("--json", action="store_true", help=json_help)
+    options = parser.parse_intermixed_args(args)
+    if options.images < 1 or options.rounds < 1 or not 0 <= options.bound <= 1:
+        parser.error("wanted --images and --rounds from 1 on, and --bound from 0 to 1")
+
+    # Imported late, because torch takes a second.
+    from vitray.serving.export.driver import export_network
+    from vitray.serving.export.options import ExportRequest
+
+    values = vars(options)
+    values.pop("json")
+    export = export_network(ExportRequest(**values))
+    print(export.text())
+    return export.flat()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_verb(main))

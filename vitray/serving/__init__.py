@@ -1,0 +1,1 @@
+"""Trained networks in use: export to other runtimes and libraries."""

@@ -1,0 +1,1 @@
+"""Exports of a network, each with a proof of its equality."""

@@ -1,0 +1,111 @@
+"""A network as one graph from pixels to logits: normalised inside, branches folded, optionally with int8 weights.
+
+Shapes: B images, C colours, H x W pixels, N tokens, D width, K classes.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitray.config.augmentation import Normalise
+from vitray.models.blocks import Block, attend, fuse_weights
+from vitray.models.positions import Grid, sincos2d
+from vitray.models.vit import ViT
+
+
+class PixelNetwork(nn.Module):
+    """A network that takes uint8 pixels and normalises them itself."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, normalise: Normalise) -> None:
+        super().__init__()
+        self.network = network
+        for name, values in (("mean", normalise.mean), ("std", normalise.std)):
+            self.register_buffer(name, torch.tensor(values).mul(255).view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits (BK) of uint8 images (BCHW)."""
+        return self.network((images.float() - self.mean) / self.std)
+
+
+class FoldedBlock(nn.Module):
+    """One level of a network in evaluation mode, with its branches, norms and LayerScale folded into four products."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        attention, feedforward = fuse_weights(block.attentions), fuse_weights(block.feedforwards)
+        self.width, self.norm_eps, self.heads = block.width, block.norm_eps, block.heads * block.branches
+        self.approximate = block.feedforwards[0].approximate
+        self.qkv = _linear(attention.weight_in, attention.bias_in)
+        self.out = _linear(attention.weight_out, attention.bias_out.sum(0))
+        self.up = _linear(feedforward.weight_in, feedforward.bias_in)
+        self.down = _linear(feedforward.weight_out, feedforward.bias_out.sum(0))
+
+    def forward(self, x_BND: Tensor, *_: Any) -> Tensor:
+        """Return the output of the level; a trace and its key, which `Block` takes, are ignored."""
+        x_BND = x_BND + self.out(attend(self.qkv(self._normalised(x_BND)), self.heads))
+        return x_BND + self.down(F.gelu(self.up(self._normalised(x_BND)), approximate=self.approximate))
+
+    def _normalised(self, x_BND: Tensor) -> Tensor:
+        return F.layer_norm(x_BND, (self.width,), eps=self.norm_eps)
+
+
+class AnyGridSinCos(nn.Module):
+    """Fixed sin-cos positions, computed for the grid of the images."""
+
+    def __init__(self, width: int, frequencies: str) -> None:
+        super().__init__()
+        self.width, self.frequencies = width, frequencies
+
+    def forward(self, x_BND: Tensor, grid: Grid) -> Tensor:
+        return x_BND + sincos2d(grid, self.width, self.frequencies).to(x_BND)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights are 8-bit integers times one number per output; it computes in floats."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        largest = linear.weight.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(largest > 0, largest / 127, 1.0)
+        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
+    """Return the network from uint8 pixels to logits, as a copy in evaluation mode."""
+    folded: Any = copy.deepcopy(vit).cpu().float().eval().requires_grad_(False)
+    folded.blocks = nn.ModuleList(FoldedBlock(block) for block in folded.blocks)
+    if any_size and vit.model.positions.kind == "sincos2d":
+        folded.positions = AnyGridSinCos(vit.model.shape.size, vit.model.positions.frequencies)
+    if int8_weights:
+        _quantise(folded)
+    return PixelNetwork(folded, normalise).eval().requires_grad_(False)
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+def _quantise(network: nn.Module) -> None:
+    """Replace every linear layer by one with int8 weights."""
+    for parent in list(network.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Int8Linear(layer))

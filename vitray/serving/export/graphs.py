@@ -1,0 +1,88 @@
+"""Graphs of a network in files, a torch.export archive or ONNX, and their runners."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vitray.serving.export.parity import Runner
+
+OPSET = 20  # the first with Gelu
+INPUT, OUTPUT = "images", "logits"
+
+
+def trace_program(network: nn.Module, size: tuple[int, int], any_multiple_of: int | None = None) -> ExportedProgram:
+    """Return the graph of a network over any number of uint8 images (BCHW).
+
+    Their size is fixed, or any multiple of a patch where one is given.
+    """
+    shape: dict[int, Any] = {0: Dim("batch", min=1)}
+    if any_multiple_of is not None:
+        shape |= {2: any_multiple_of * Dim("rows", min=1), 3: any_multiple_of * Dim("columns", min=1)}
+    # The sides differ, and the batch from both, so that no two of them are taken for one.
+    height, width = size if any_multiple_of is None else (3 * any_multiple_of, 5 * any_multiple_of)
+    example = torch.zeros(2, 3, height, width, dtype=torch.uint8)
+    program = torch.export.export(network, (example,), dynamic_shapes=(shape,))
+    program.example_inputs = None  # they would be pickled
+    return program
+
+
+def write_torch_export(program: ExportedProgram, path: Path) -> Runner:
+    """Write a torch.export archive and return a runner of the file."""
+    torch.export.save(program, path)
+    network = torch.export.load(path).module()
+    return lambda images: network(images)
+
+
+def write_onnx(program: ExportedProgram, path: Path, *, int8_dynamic: bool = False) -> Runner:
+    """Write an ONNX file, with its weights beside it above 2 GB, and return a runner by onnxruntime."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # onnxscript and the exporter warn of their own code
+        graph: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+        )
+    graph.save(path)
+    if int8_dynamic:
+        _quantise_dynamically(path)
+    return open_onnx(path)
+
+
+def open_onnx(path: Path) -> Runner:
+    """Return a runner of an ONNX file on the CPU, with as many threads as torch has."""
+    import onnxruntime  # an optional package
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor) -> Tensor:
+        (logits,) = session.run([OUTPUT], {INPUT: images.numpy()})
+        return torch.from_numpy(logits)
+
+    return run
+
+
+def _quantise_dynamically(path: Path) -> None:
+    """Replace the float products of an ONNX file by integer ones; their inputs are quantised as they come."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantised = path.with_name(f"int8_{path.name}")
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it warns that a model may be pre-processed
+    try:
+        # Unsigned weights: signed ones saturate in the products of processors without VNNI.
+        quantize_dynamic(path, quantised, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QUInt8)
+    finally:
+        root.setLevel(level)
+    path.with_name(f"{path.name}.data").unlink(missing_ok=True)
+    quantised.replace(path)

@@ -1,0 +1,80 @@
+"""The request of an export, and its checks before any network is read."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from vitray import storage
+from vitray.config import Model
+from vitray.errors import ConfigError, nearest
+
+# Each target with the optional packages that write and check it; those of onnx are our extra `export`.
+PACKAGES = {
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "torch_export": (),
+    "timm": ("timm",),
+    "torchvision": (),
+    "hf": ("transformers",),
+}
+GRAPHS = ("onnx", "torch_export")
+# Kinds of int8 by target.
+INT8 = {"onnx": ("weights", "dynamic"), "torch_export": ("weights",)}
+
+
+class ExportRequest(NamedTuple):
+    """One call of `vitray export`."""
+
+    model: str
+    target: str
+    settings: Sequence[str] = ()
+    """Settings that complete a weights file, as in heads=12."""
+    out: str | None = None
+    """A new folder; None is exports/MODEL-TARGET."""
+    data: str = "demo"
+    """The images of the comparison; `demo` draws them."""
+    split: str = "val"
+    images: int = 1000
+    any_size: bool = False
+    int8: str | None = None
+    """weights: stored as 8-bit integers; dynamic: the products are computed in them too."""
+    bound: float = 0.001
+    """The largest share of images whose most probable class may change."""
+    allow: bool = False
+    """Whether to write an export above the bound."""
+    rounds: int = 5
+    seconds: float = 0.2
+    """Rounds of the latency, and the time of one network in one of them."""
+
+
+def check_request(request: ExportRequest, out: str) -> None:
+    """Refuse unknown or unfitting options, missing packages, and a folder that exists."""
+    target = request.target
+    if target not in PACKAGES:
+        raise ConfigError(f"--to {target}: wanted one of {', '.join(PACKAGES)}{nearest(target, PACKAGES)}")
+    if request.int8 is not None and request.int8 not in (kinds := INT8.get(target, ())):
+        wanted = f"one of {', '.join(kinds)}" if kinds else f"--to {' or --to '.join(INT8)}"
+        raise ConfigError(f"--int8 {request.int8} --to {target}: wanted {wanted}{nearest(request.int8, kinds)}")
+    if request.any_size and target not in GRAPHS:
+        raise ConfigError(f"--any-size --to {target}: wanted --to {' or --to '.join(GRAPHS)}")
+    if missing := [name for name in PACKAGES[target] if find_spec(name) is None]:
+        install = f"pip install {' '.join(PACKAGES[target])}"
+        raise ConfigError(f"--to {target}: needs {', '.join(missing)}, not installed here; run {install}")
+    if storage.exists(out) or storage.list_files(out):
+        raise ConfigError(f"{out}: exists already; wanted a new folder (--out)")
+
+
+def check_network(request: ExportRequest, model: Model) -> None:
+    """Refuse a network that a target cannot hold; those of libraries check further."""
+    if model.num_classes is None:
+        raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; wanted a network with classes")
+    if request.any_size and model.positions.kind == "learned":
+        raise ConfigError(
+            f"{request.model}: --any-size: its learned positions belong to {model.grid[0]} x {model.grid[1]} patches;"
+            " wanted positions sincos2d or none"
+        )
+
+
+def package_versions(target: str) -> dict[str, str]:
+    """Return the versions of the packages that write and check a target."""
+    return {name: version(name) for name in (*PACKAGES[target], "safetensors", "torchvision")}

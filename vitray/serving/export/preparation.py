@@ -1,0 +1,51 @@
+"""The preparation of images for an export, stated as JSON."""
+
+from typing import Any
+
+from vitray.config import Run
+from vitray.serving.export.graphs import INPUT
+
+
+def preprocessing_of(run: Run, size: tuple[int, int], *, in_graph: bool, any_multiple_of: int | None) -> dict[str, Any]:
+    """Return the steps from an encoded image to the input of an export; `in_graph`: the export normalises."""
+    (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
+    steps = {
+        "decode": {"colours": "RGB", "orientation": "upright by EXIF", "transparency": "over white"},
+        "resize": {
+            "smallest_that_covers": [int(height / crop.crop_ratio), int(width / crop.crop_ratio)],
+            "keeps_aspect_ratio": True,
+            "interpolation": crop.interpolation,
+            "antialias": True,
+        },
+        "crop": {"centre": [height, width]},
+        "normalise": {
+            "formula": "(pixels / 255 - mean) / std",
+            "mean": list(normalise.mean),
+            "std": list(normalise.std),
+            "inside_the_export": in_graph,
+        },
+    }
+    shape = ["any", 3, *((height, width) if any_multiple_of is None else (f"any multiple of {any_multiple_of}",) * 2)]
+    tensor = {"name": INPUT, "type": "uint8" if in_graph else "float32", "layout": "BCHW", "shape": shape}
+    return steps | {"input": tensor}
+
+
+def image_processor_of(run: Run, size: tuple[int, int]) -> dict[str, Any] | None:
+    """Return the same steps for Hugging Face's AutoImageProcessor; None for images that are not square."""
+    (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
+    if height != width:
+        return None
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": int(height / crop.crop_ratio)},
+        "resample": {"bilinear": 2, "bicubic": 3}[crop.interpolation],  # Pillow's numbers
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(normalise.mean),
+        "image_std": list(normalise.std),
+    }
