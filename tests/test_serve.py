@@ -14,11 +14,11 @@ from test_deltas import fresh, is_attention, tuned
 
 from pipelines.__main__ import main
 from vitray.config import Run
+from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.hosted import Hosted, check_tasks
 from vitray.serving.request_body import BadRequest, Query, read_query
-from vitray.serving.settings import Limits, Serving, check_address, default_task, parse_tasks
 from vitray.weights import save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]

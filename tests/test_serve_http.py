@@ -301,7 +301,7 @@ def test_a_moved_alias_is_followed_without_a_lost_request(server, registry, fold
 
 
 def test_a_full_queue_answers_503_at_once(folder):
-    words = [str(folder / "base"), "--batch", "1", "--queue", "2", "--wait-ms", "0"]
+    words = [str(folder / "base"), "--batch", "1", "--queue", "2", "--wait-ms", "0.1"]
     running = Server(words, folder)
     try:
         with ThreadPoolExecutor(48) as pool:

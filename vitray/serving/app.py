@@ -4,9 +4,9 @@ from typing import Any
 
 from ray.serve import Application
 
+from vitray.config.serving import Serving
 from vitray.serving.gateway import Gateway
 from vitray.serving.network import Network
-from vitray.serving.settings import Serving
 
 
 def build(serving: Serving) -> Application:

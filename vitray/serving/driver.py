@@ -12,9 +12,9 @@ from typing import Any
 
 from vitray.cluster import local_ray
 from vitray.cluster.session import local_cpus, ray_session
+from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.serving.hosted import check_tasks, is_alias
-from vitray.serving.settings import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.storage import absolute
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import is_model_uri

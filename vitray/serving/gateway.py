@@ -15,10 +15,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from vitray.config.serving import TOKEN_VARIABLE, Serving
 from vitray.errors import one_line
 from vitray.serving.hosted import logger
 from vitray.serving.request_body import BadRequest, read_query
-from vitray.serving.settings import TOKEN_VARIABLE, Serving
 
 # A request whose replica has died is sent to another one, at most so often; a prediction has no side effects.
 MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
@@ -30,13 +30,14 @@ class Metrics:
     """The counts of one gateway, as Prometheus reads them."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
-        self.requests = Counter("vitray_requests", "Requests by task and HTTP status", ["task", "status"], **own)
-        self.images = Counter("vitray_images", "Images answered by task", ["task"], **own)
-        self.retries = Counter("vitray_retries", "Requests sent again after the death of a replica", **own)
-        self.seconds = Histogram("vitray_request_seconds", "Time of an answered prediction", **own)
-        self.waiting = Gauge("vitray_requests_in_progress", "Requests without an answer yet", **own)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "vitray_requests", "Requests by task and HTTP status", ["task", "status"], registry=registry
+        )
+        self.images = Counter("vitray_images", "Images answered by task", ["task"], registry=registry)
+        self.retries = Counter("vitray_retries", "Requests sent again after the death of a replica", registry=registry)
+        self.seconds = Histogram("vitray_request_seconds", "Time of an answered prediction", registry=registry)
+        self.waiting = Gauge("vitray_requests_in_progress", "Requests without an answer yet", registry=registry)
 
 
 @serve.deployment(name="gateway")

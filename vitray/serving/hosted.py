@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitray.config.serving import BASE_TASK, Serving, default_task, unknown_task
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.errors import ConfigError, one_line
 from vitray.serving.request_body import BadRequest
-from vitray.serving.settings import BASE_TASK, Serving, default_task, unknown_task
 from vitray.tracking.model_uri import is_model_uri, pin_uri
 from vitray.weights import identity_of
 from vitray.weights.delta import read_state

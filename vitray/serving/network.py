@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from ray import serve
 
+from vitray.config.serving import Serving
 from vitray.serving.hosted import Hosted, Item, format_answers, logger
 from vitray.serving.request_body import BadRequest
-from vitray.serving.settings import Serving
 
 # Failed batches in a row after which Serve replaces the replica.
 MOST_FAILURES = 3
@@ -28,8 +28,9 @@ class Network:
         has_gpu = serving.gpus > 0 and torch.cuda.is_available()
         self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
         self.failures = 0
-        self.infer.set_max_batch_size(serving.batch)
-        self.infer.set_batch_wait_timeout_s(serving.batch_wait_ms / 1000)
+        batching: Any = self.infer  # Serve's decorator adds the two setters
+        batching.set_max_batch_size(serving.batch)
+        batching.set_batch_wait_timeout_s(serving.batch_wait_ms / 1000)
         self.changing = threading.Lock()
         self.follower = threading.Thread(target=self._follow, args=(serving.follow_seconds,), daemon=True)
         self.follower.start()

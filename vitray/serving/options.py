@@ -3,8 +3,8 @@
 import argparse
 
 from vitray.config.parsing import count_up_to, number_up_to
+from vitray.config.serving import TOKEN_VARIABLE, Limits, Serving, parse_tasks
 from vitray.errors import ConfigError
-from vitray.serving.settings import TOKEN_VARIABLE, Limits, Serving, parse_tasks
 
 USUAL = Serving(base="")
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vitray.config.serving import Limits
 from vitray.errors import cut_middle, printable
-from vitray.serving.settings import Limits
 
 MOST_MESSAGE = 500  # characters
 # Content types of a raw image. curl's --data-binary sends the last one unless it is told otherwise.

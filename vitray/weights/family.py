@@ -229,12 +229,12 @@ class Layer(nn.Module):
         assert self.plan is not None
         runs = self.plan.runs_of(self.name)
         if len(runs) == 1:
-            return self._apply(runs[0][2], x, rest)
+            return self._compute(runs[0][2], x, rest)
         if isinstance(self.layer[0], nn.Linear) and not torch.is_autocast_enabled(x.device.type):
             return self._linear(x.contiguous(), runs)
-        return torch.cat([self._apply(member, x[start:stop], rest) for start, stop, member in runs])
+        return torch.cat([self._compute(member, x[start:stop], rest) for start, stop, member in runs])
 
-    def _apply(self, member: Member, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    def _compute(self, member: Member, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
         tensors = [member.state[f"{self.name}.{key}"] for key in self.keys]
         match self.layer[0]:
             case nn.Linear():
