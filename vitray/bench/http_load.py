@@ -41,22 +41,27 @@ def clients(count: int, draw: Callable[[], Ask]) -> Iterator[Load]:
     def work() -> None:
         connections: dict[str, http.client.HTTPConnection] = {}
         while not ended.is_set():
-            ask = draw()
-            address = urllib.parse.urlsplit(ask.url)
-            began = time.perf_counter()
-            try:
-                if address.netloc not in connections:
-                    connections[address.netloc] = http.client.HTTPConnection(address.netloc, timeout=120)
-                connection = connections[address.netloc]
-                connection.request("POST", f"{address.path}?{address.query}", ask.body, {"Content-Type": ask.kind})
-                response = connection.getresponse()
-                content = response.read()
-                if response.status != 200:
-                    raise OSError(f"{response.status} {content[:200]!r}")
-                load.seconds.append(time.perf_counter() - began)
-            except (OSError, http.client.HTTPException) as error:
-                connections.pop(address.netloc).close()
-                load.errors.append(repr(error))
+            ask_once(connections)
+        for connection in connections.values():
+            connection.close()
+
+    def ask_once(connections: dict[str, http.client.HTTPConnection]) -> None:
+        ask = draw()
+        address = urllib.parse.urlsplit(ask.url)
+        began = time.perf_counter()
+        try:
+            if address.netloc not in connections:
+                connections[address.netloc] = http.client.HTTPConnection(address.netloc, timeout=120)
+            connection = connections[address.netloc]
+            connection.request("POST", f"{address.path}?{address.query}", ask.body, {"Content-Type": ask.kind})
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != 200:
+                raise OSError(f"{response.status} {content[:200]!r}")
+            load.seconds.append(time.perf_counter() - began)
+        except (OSError, http.client.HTTPException) as error:
+            connections.pop(address.netloc).close()
+            load.errors.append(repr(error))
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
     for thread in threads:

@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     text = "seconds between two looks at aliases (%(default)s)"
     parser.add_argument("--follow", type=number_up_to(86_400), default=USUAL.follow_seconds, help=text)
+    parser.add_argument("--json", action="store_true", help="accepted, as by every verb; the address is on stderr")
     return parser
 
 
