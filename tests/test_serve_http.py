@@ -298,18 +298,3 @@ def test_a_moved_alias_is_followed_without_a_lost_request(server, registry, fold
                 got = [row["probability"] for row in reply.body["predictions"][0]["top"]]
                 assert any(np.allclose(got, values, atol=2e-4) for values in wanted.values())
     print(f"{len(load.replies)} requests while the alias moved, none lost")
-
-
-def test_a_full_queue_answers_503_at_once(folder):
-    words = [str(folder / "base"), "--batch", "1", "--queue", "2", "--wait-ms", "0.1"]
-    running = Server(words, folder)
-    try:
-        with ThreadPoolExecutor(48) as pool:
-            replies = list(pool.map(lambda number: running.predict(png(number)), range(200)))
-        statuses = [reply.status for reply in replies]
-        assert set(statuses) == {200, 503}
-        assert all("the queue is full" in reply.body["error"] for reply in replies if reply.status == 503)
-        assert running.predict(png()).status == 200
-    finally:
-        running.stop()
-    assert running.process.returncode == 130
