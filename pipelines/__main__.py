@@ -14,6 +14,7 @@ VERBS = {
     "sweep": "train many variants from a search space: depth x branches, learning rate, fine-tuning mode",
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",
     "promote": "give a registered model version an alias, if it is better than the alias's version",
+    "serve": "answer HTTP requests with a network and its deltas, as a Ray Serve application",
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
     "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, with proof of equality",
     "model": "show a network's costs and draw it; read weights of other libraries",

@@ -26,6 +26,10 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.finetune import FinetuneSettings, measure_finetune
 
         return measure_finetune(FinetuneSettings(modes=options.pop("modes").split(","), **options))
+    if benchmark == "family":
+        from vitray.bench.families import FamilySettings, measure_family
+
+        return measure_family(FamilySettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if options.pop("probes", False):

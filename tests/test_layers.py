@@ -23,7 +23,7 @@ FLOORS = (
     },
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
-    {"vitray.training", "vitray.inference"},
+    {"vitray.training", "vitray.inference", "vitray.serving"},
     {"vitray.evaluation.report", "vitray.inspection.report"},
     {"vitray.runs", "vitray.bench"},
     {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
@@ -37,6 +37,7 @@ DOORS = {
     "ray.data": {"vitray.data", "vitray.bench.scaling_pipelines"},  # the benchmark compares with Ray Data's own reader
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
+    "ray.serve": {"vitray.serving"},
     "ray.job_submission": {"vitray.cluster.jobs"},
     "ray.autoscaler": {"vitray.cluster.launch"},
     "optuna": {"vitray.sweep"},

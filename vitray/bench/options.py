@@ -59,22 +59,26 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="MODE or MODE+RECOMPUTE, separated by commas; the first is the reference (%(default)s)",
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
+    family = benchmarks.add_parser("family", help="many deltas in one batch against one model")
+    family.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
+    family.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
         each.add_argument("--compile", action="store_true", help="use torch.compile")
-    for each in (branches, train, finetune):
+    for each in (branches, train, finetune, family):
         each.add_argument(
             "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision; bf16 uses autocast (%(default)s)"
         )
+    for each in (branches, train, finetune):
         each.add_argument(
             "--seconds", type=number_up_to(3600), default=0.5, help="time of a variant in a round (%(default)s)"
         )
-    for each in (ingest, train):
+    for each in (ingest, train, family):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, scaling, train, finetune):
+    for each in (branches, ingest, scaling, train, finetune, family):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, scaling, train, finetune):
+    for each in (parser, branches, ingest, scaling, train, finetune, family):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

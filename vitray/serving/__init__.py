@@ -1,1 +1,1 @@
-"""Trained networks in use: export to other runtimes and libraries."""
+"""Networks in use: HTTP through Ray Serve for a base and its deltas; exports to other runtimes and libraries."""

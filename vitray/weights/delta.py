@@ -160,13 +160,14 @@ def _aligned(state: State) -> State:
     return {name: tensor if tensor.data_ptr() % 64 == 0 else tensor.clone() for name, tensor in state.items()}
 
 
-def compose(links: Sequence[Link], state: State) -> State:
+def compose(links: Sequence[Link], state: State, identity: str | None = None) -> State:
     """Return the tensors of the first delta of a chain, whose last base has the tensors `state`.
 
-    Tensors of the base are shared, not copied.
+    Tensors of the base are shared, not copied. `identity` is that of `state`, if it is known.
     """
     for location, delta in reversed(links):
-        if (got := identity_of(state)) != delta.base.identity:
+        got, identity = identity or identity_of(state), None
+        if got != delta.base.identity:
             raise ConfigError(
                 f"{location}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, wanted"
                 f" {delta.base.identity[:12]}"

@@ -26,12 +26,14 @@ from vitray.weights.delta import (
     RUN,
     WEIGHTS,
     Delta,
+    Link,
     compose,
     identity_of,
     make_delta,
     read_chain,
     read_state,
 )
+from vitray.weights.family import Family, Member
 from vitray.weights.files import State, few
 
 
@@ -109,24 +111,46 @@ def load_tokenizer(url: str) -> VisualTokenizer:
     return tokenizer.requires_grad_(False)
 
 
-def load_deltas(base_url: str, urls: Sequence[str]) -> list[LoadedModel]:
-    """Return the networks of several deltas of one base, with the base's tensors in memory once.
+def load_deltas(base_url: str, urls: Mapping[str, str], device: torch.device | str = "cpu") -> Family:
+    """Return a base network's deltas by name, with the base's tensors in memory once, for batches that mix them.
 
-    The networks are for inference: all parameters are frozen, because training one would change all.
+    The base may be among them.
     """
     base = read_state(base_url)
     identity = identity_of(base)
-    networks = []
-    for url in urls:
-        links, root = read_chain(_folder_at(url), until=identity)
-        if not links or links[-1].delta.base.identity != identity:
-            bases = [f"{link.delta.base.url} ({link.delta.base.identity[:12]})" for link in links]
-            got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
-            raise ConfigError(f"{url}: it is {got}; wanted a delta of {base_url} ({identity[:12]})")
-        network = _build(links[0].location, compose(links, base))
-        network.vit.requires_grad_(False)
-        networks.append(network)
-    return networks
+    members = {name: read_member(url, base_url, base, identity) for name, url in urls.items()}
+    return Family(base, members, device)
+
+
+def read_member(url: str, base_url: str, base: State, identity: str) -> Member:
+    """Return the network of a delta of the base that has these tensors and this identity, or that of the base."""
+    location = _folder_at(url)
+    if location == resolve_uri(base_url):
+        return _member(location, base, base)
+    return _member(location, compose(_chain_to(url, base_url, identity), base, identity), base)
+
+
+def check_member(url: str, base_url: str, identity: str) -> Run:
+    """Return the run of a delta of the base with this identity, or of the base, without reading tensors."""
+    location = _folder_at(url)
+    if location != resolve_uri(base_url):
+        _chain_to(url, base_url, identity)
+    return _run_at(location)
+
+
+def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
+    """The chain of deltas down to the base."""
+    links, root = read_chain(_folder_at(url), until=identity)
+    if not links or links[-1].delta.base.identity != identity:
+        bases = [f"{link.delta.base.url} ({link.delta.base.identity[:12]})" for link in links]
+        got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
+        raise ConfigError(f"{url}: it is {got}; wanted a delta of {base_url} ({identity[:12]})")
+    return links
+
+
+def _member(location: str, state: State, base: State) -> Member:
+    run = _network_run(location, state)
+    return Member(run, _read_classes(storage.join(location, CLASSES), run), state, base)
 
 
 def flatten_model(url: str, target: str) -> SavedModel:
@@ -151,6 +175,11 @@ def open_weights(
     return LoadedModel(run, vit, None)
 
 
+def has_settings(url: str) -> bool:
+    """Whether an address is that of a model folder, not of a weights file."""
+    return storage.exists(storage.join(resolve_uri(url), RUN))
+
+
 def _folder_at(url: str) -> str:
     location = resolve_uri(url)
     if not storage.exists(storage.join(location, RUN)):
@@ -160,15 +189,21 @@ def _folder_at(url: str) -> str:
 
 def _build(location: str, state: State) -> LoadedModel:
     """The network of a folder, built on these tensors without a copy."""
+    run = _network_run(location, state)
+    classes = _read_classes(storage.join(location, CLASSES), run)
+    vit = ViT(run.model)
+    _fill(vit, location, run, state)
+    return LoadedModel(run, vit, classes)
+
+
+def _network_run(location: str, state: State) -> Run:
+    """The run of a folder; refuse a tokenizer, and tensors that do not fit."""
     run = _run_at(location)
     if run.task.kind == "tokenizer":
         raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
     with torch.device("meta"):  # initial values of a large network take a minute
         _check_fit(ViT(run.model), location, run, state)
-    classes = _read_classes(storage.join(location, CLASSES), run)
-    vit = ViT(run.model)
-    _fill(vit, location, run, state)
-    return LoadedModel(run, vit, classes)
+    return run
 
 
 def _read_classes(url: str, run: Run) -> list[str] | None:

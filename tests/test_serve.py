@@ -1,0 +1,329 @@
+"""`vitray serve`: a real Ray Serve and real HTTP clients; the parts without Ray are tested without it."""
+
+import base64
+import io
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_deltas import fresh, is_attention, tuned
+
+from pipelines.__main__ import main
+from vitray.config import Run
+from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
+from vitray.errors import ConfigError
+from vitray.models.vit import ViT
+from vitray.serving.hosted import Hosted, check_tasks
+from vitray.serving.request_body import BadRequest, Query, read_query
+from vitray.weights import save_model
+
+CLASSES = ["ant", "bee", "cat", "dog", "eel"]
+TOKEN = "a-secret-of-the-tests"
+
+
+# ---- the body of a request -------------------------------------------------------------------------------------------
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "x1y2") -> bytes:
+    """Return a multipart form as browsers and curl write it."""
+    lines = b""
+    for head, content in parts:
+        lines += f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n".encode()
+        lines += b"Content-Type: application/octet-stream\r\n\r\n" + content + b"\r\n"
+    return lines + f"--{boundary}--\r\n".encode()
+
+
+def read(body: bytes, kind: str = "image/png", limits: Limits | None = None, **parameters: str) -> Query:
+    return read_query(parameters, kind, body, limits or Limits())
+
+
+FORM = "multipart/form-data; boundary=x1y2"
+
+
+def test_raw_json_and_form_bodies_hold_the_same_images():
+    first, second = b"\x89PNG\r\n\x1a\n--x1y\r\n\r\n\xff", bytes(range(256)) * 3
+    assert read(first) == Query(None, None, [first])
+    assert read(first, "application/x-www-form-urlencoded", task="birds", top_k="3") == Query("birds", 3, [first])
+    texts = [base64.encodebytes(image).decode() for image in (first, second)]
+    body = json.dumps({"images": texts, "task": "cars", "top_k": 2}).encode()
+    assert read(body, "application/json; charset=utf-8") == Query("cars", 2, [first, second])
+    assert read(body, "application/json", task="birds").task == "birds"
+    assert read(json.dumps({"image": texts[0]}).encode(), "application/json").images == [first]
+    files = form(
+        ('name="image"; filename="a.png"', first), ('name="b"; filename="b.png"', second), ('name="top_k"', b"4")
+    )
+    assert read(files, FORM) == Query(None, 4, [first, second])
+    assert read(files, 'multipart/form-data; charset=x; boundary="x1y2"') == Query(None, 4, [first, second])
+
+
+def test_the_form_of_the_standard_library_is_read():
+    """Python's own writer of MIME messages is the reference."""
+    from email.mime.application import MIMEApplication
+    from email.mime.multipart import MIMEMultipart
+    from email.policy import HTTP
+
+    images = [bytes([value]) * 50 for value in (65, 10, 13)]
+    message = MIMEMultipart("form-data", boundary="====q====", policy=HTTP)
+    for index, image in enumerate(images):
+        part = MIMEApplication(image, _encoder=lambda part: None, policy=HTTP)
+        part.set_payload("@" * 50)  # replaced below: the writer would change line ends
+        part.add_header("Content-Disposition", "form-data", name=f"f{index}", filename=f"{index}.bin")
+        message.attach(part)
+    body = message.as_bytes().partition(b"\r\n\r\n")[2]
+    for image in images:
+        body = body.replace(b"@" * 50, image, 1)
+    assert read(body, message["content-type"]).images == images
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "parameters", "status", "message"),
+    [
+        ("image/png", b"", {}, 400, "the body is empty"),
+        ("text/html", b"x", {}, 415, "got text/html"),
+        ("image/png", b"x", {"tsak": "a"}, 400, "got the parameter tsak"),
+        ("image/png", b"x", {"top_k": "0"}, 400, "top_k: got '0'"),
+        ("image/png", b"x", {"top_k": "1.5"}, 400, "top_k: got '1.5'"),
+        ("image/png", b"x", {"top_k": "9" * 100}, 400, "top_k: got"),
+        ("application/json", b"{", {}, 400, "not JSON"),
+        ("application/json", b"[" * 100_000, {}, 400, "not JSON"),
+        ("application/json", b"[1]", {}, 400, "JSON: got list"),
+        ("application/json", b"{}", {}, 400, "either image or images"),
+        ("application/json", b'{"image": "aGk=", "images": []}', {}, 400, "either image or images"),
+        ("application/json", b'{"images": []}', {}, 400, "got 0 images, wanted 1 to 2"),
+        ("application/json", b'{"images": ["aGk=", "aGk=", "aGk="]}', {}, 400, "got 3 images, wanted 1 to 2"),
+        ("application/json", b'{"images": "aGk="}', {}, 400, "images: got str"),
+        ("application/json", b'{"image": 5}', {}, 400, "image 0: got int"),
+        ("application/json", b'{"image": "!"}', {}, 400, "image 0: not base64"),
+        ("application/json", '{"image": "ü"}'.encode(), {}, 400, "image 0: not base64"),
+        ("application/json", b'{"image": ""}', {}, 400, "image 0: empty"),
+        ("application/json", b'{"image": "aGk=", "task": 3}', {}, 400, "task: got int"),
+        ("application/json", b'{"image": "aGk=", "top_k": true}', {}, 400, "top_k: got 'True'"),
+        ("application/json", b'{"image": "aGk=", "topk": 3}', {}, 400, "the field 'topk'"),
+        ("multipart/form-data", b"x", {}, 400, "no boundary"),
+        (FORM, b"x", {}, 400, "the form has no end"),
+        (FORM, form(('name="image"', b"x"))[:-6], {}, 400, "the form has no end"),
+        (FORM, form(("filename=a", b"x")), {}, 400, "a part without a name"),
+        (FORM, form(('name="tsak"', b"x")), {}, 400, "the field b'tsak'"),
+        (FORM, form(('name="task"', b"x")), {}, 400, "got 0 images"),
+    ],
+)
+def test_a_bad_body_is_one_message(kind, body, parameters, status, message):
+    with pytest.raises(BadRequest) as bad:
+        read(body, kind, Limits(images=2), **parameters)
+    assert bad.value.status == status
+    assert message in bad.value.message
+    assert len(bad.value.message) <= 500
+    assert bad.value.message.isprintable()
+
+
+# ---- names, addresses and limits -------------------------------------------------------------------------------------
+
+
+def test_tasks_are_words():
+    assert parse_tasks(["a=x", "b-2.c_d=models:/b@champion"]) == {"a": "x", "b-2.c_d": "models:/b@champion"}
+    assert default_task(["base", "a"]) == "base"
+    assert default_task(["a"]) == "a"
+    assert default_task(["a", "b"]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["birds"], "birds: wanted TASK=DELTA"),
+        (["=x"], "=x: wanted TASK=DELTA"),
+        (["a="], "a=: wanted TASK=DELTA"),
+        (["a b=x"], "wanted TASK=DELTA"),
+        (["base=x"], "base is the task of MODEL itself"),
+        (["a=x", "a=y"], "the task a is there already, as a=x"),
+    ],
+)
+def test_bad_words_are_rejected(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_tasks(words)
+
+
+def test_an_address_beyond_this_machine_needs_a_token():
+    check_address("127.0.0.1", None)
+    check_address("0.0.0.0", TOKEN)
+    with pytest.raises(ConfigError, match=r"--host: got 0.0.0.0, which other machines reach, and no token"):
+        check_address("0.0.0.0", None)
+    with pytest.raises(ConfigError, match=r"VITRAY_SERVE_TOKEN: got 5 characters, wanted at least 16"):
+        check_address("127.0.0.1", "short")
+
+
+# ---- the networks of a replica ---------------------------------------------------------------------------------------
+
+
+def png(value: int = 0, size: tuple[int, int] = (40, 50), kind: str = "PNG") -> bytes:
+    coarse = np.random.default_rng(value).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize((size[1], size[0]), Image.Resampling.NEAREST).save(file, kind)
+    return file.getvalue()
+
+
+def store_network(place: Path, vit: ViT, base: Path | None = None, classes: list[str] | None = None) -> str:
+    run = Run(model=vit.model).replace({"data.eval_crop": {"crop_ratio": 0.8}})
+    save_model(str(place), run, vit, classes, relative_to=None if base is None else str(base))
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base with five classes, and deltas of it: a (3 classes), b (48 px), and a stranger."""
+    place = tmp_path_factory.mktemp("serve")
+    base = fresh()
+    store_network(place / "base", base, classes=CLASSES)
+    store_network(place / "a", tuned(base, is_attention, 1, num_classes=3), place / "base", ["x", "y", "z"])
+    store_network(place / "a2", tuned(base, is_attention, 5, num_classes=3), place / "base", ["x", "y", "z"])
+    store_network(place / "b", tuned(base, is_attention, 2, image_size=48), place / "base")
+    store_network(place / "other", fresh(seed=7))
+    store_network(place / "stranger", tuned(fresh(seed=7)), place / "other")
+    store_network(place / "headless", tuned(base, num_classes=None), place / "base")
+    return place
+
+
+def hosted_in(folder: Path, tasks: dict[str, str]) -> Hosted:
+    hosted = Hosted(Serving(base=str(folder / "base"), limits=Limits(pixels=10_000)), torch.device("cpu"))
+    hosted.set_tasks({name: str(folder / url) for name, url in tasks.items()})
+    return hosted
+
+
+def answers(hosted: Hosted, task: str | None, images: list[bytes]) -> list[np.ndarray]:
+    _, source, _ = hosted.choose(task, None)
+    return hosted.probabilities([hosted.item(source.member, image, index) for index, image in enumerate(images)])
+
+
+def logged_answer(url: Path, image: bytes) -> np.ndarray:
+    """Return the probabilities of a network by itself, with the cropping written out."""
+    from vitray.data.augment.batch import normalised
+    from vitray.data.augment.image import crop_centre
+    from vitray.weights import load_model
+
+    run, vit, _ = load_model(str(url))
+    pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+    view = crop_centre(pixels, run.data.eval_crop, run.model.image_shape)
+    with torch.inference_mode():
+        return vit(normalised(torch.from_numpy(view)[None], run.data.normalise)).softmax(1)[0].numpy()
+
+
+def test_a_replica_answers_for_each_task_and_changes_tasks(folder):
+    hosted = hosted_in(folder, {"a": "a", "b": "b"})
+    images = [png(value) for value in range(3)]
+    for task in ("base", "a", "b"):
+        for got, image in zip(answers(hosted, task, images), images, strict=True):
+            np.testing.assert_allclose(got, logged_answer(folder / task, image), atol=1e-5)
+    held = hosted.choose("a", None)[1].member
+    hosted.set_tasks({"a": str(folder / "a2"), "c": str(folder / "b")})
+    assert [row["task"] for row in hosted.listing()] == ["base", "a", "c"]
+    [new] = answers(hosted, "a", images[:1])
+    np.testing.assert_allclose(new, logged_answer(folder / "a2", images[0]), atol=1e-5)
+    [old] = hosted.probabilities([hosted.item(held, images[0], 0)])
+    np.testing.assert_allclose(old, logged_answer(folder / "a", images[0]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "top_k", "status", "message"),
+    [
+        ("bird", None, 404, "task: got 'bird', wanted one of base, birds; nearest: birds"),
+        ("birds", 4, 400, "top_k: got 4, wanted 1 to 3"),
+    ],
+)
+def test_a_wrong_task_or_top_k_is_named(folder, task, top_k, status, message):
+    with pytest.raises(BadRequest) as bad:
+        hosted_in(folder, {"birds": "a"}).choose(task, top_k)
+    assert (bad.value.status, bad.value.message[: len(message)]) == (status, message)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no image", "image 3: not an image"),
+        (png(size=(101, 100)), "image 3: too large: 100x101, max_pixels=10000"),
+        (png()[:200], "image 3: cannot be decoded"),
+    ],
+)
+def test_bytes_that_are_no_image_are_refused(folder, data, message):
+    hosted = hosted_in(folder, {})
+    with pytest.raises(BadRequest) as bad:
+        hosted.item(hosted.choose(None, None)[1].member, data, 3)
+    assert message in bad.value.message
+
+
+def test_an_alias_is_followed_and_a_broken_network_is_not(folder, monkeypatch):
+    """The registry is a table here; the test with a real Serve uses MLflow's."""
+    from vitray.serving import hosted as module
+
+    versions = {"models:/birds@champion": str(folder / "a")}
+    monkeypatch.setattr(module, "pin_uri", lambda url: versions.get(url, url))
+    hosted = Hosted(Serving(base=str(folder / "base")), torch.device("cpu"))
+    hosted.set_tasks({"birds": "models:/birds@champion"})
+    assert hosted.follow_aliases() == []
+    versions["models:/birds@champion"] = str(folder / "a2")
+    assert hosted.follow_aliases() == ["birds"]
+    np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a2", png()), atol=1e-5)
+    versions["models:/birds@champion"] = str(folder / "stranger")
+    assert hosted.follow_aliases() == []
+    [_, row] = hosted.listing()
+    assert row["model"] == str(folder / "a2")
+    assert "wanted a delta of" in row["error"]
+    np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a2", png()), atol=1e-5)
+
+
+def test_the_serve_config_for_kubernetes_is_valid():
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    service = yaml.safe_load((Path(__file__).parents[1] / "deploy" / "serve.yaml").read_text())
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    [application] = config.applications
+    assert application.import_path == "vitray.serving.app:build"
+    serving = Serving.model_validate(application.args)
+    assert (serving.replicas, serving.token, list(serving.tasks)) == ((1, 4), True, ["cars", "birds"])
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        [token] = [each for each in container["env"] if each["name"] == "VITRAY_SERVE_TOKEN"]
+        assert token["valueFrom"] == {"secretKeyRef": {"name": "vitray-serve", "key": "token"}}
+
+
+# ---- bad input ends before Ray starts --------------------------------------------------------------------------------
+
+
+def test_the_tasks_are_checked_without_reading_the_deltas(folder):
+    assert check_tasks(str(folder / "base"), {"a": str(folder / "a")}) == ["base", "a"]
+    with pytest.raises(ConfigError, match=r"s=.*stranger: it is a delta of .*other .*; wanted a delta of .*base"):
+        check_tasks(str(folder / "base"), {"s": str(folder / "stranger")})
+    with pytest.raises(ConfigError, match=r"headless: a network of task supervised without classes"):
+        check_tasks(str(folder / "base"), {"h": str(folder / "headless")})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{base}", "s={stranger}"], "wanted a delta of"),
+        (["{base}", "s={other}"], "it is whole"),
+        (["{base}", "a={a}", "a={b}"], "the task a is there already"),
+        (["{absent}"], "absent"),
+        (["{base}", "a={absent}"], "no run.yaml, so no model folder"),
+        (["{base}", "--replicas", "3-2"], "--replicas: got 3-2"),
+        (["{base}", "--host", "0.0.0.0"], "VITRAY_SERVE_TOKEN"),
+        (["{base}", "--port", "{taken}"], "--port: got"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(folder, words, message, capsys, monkeypatch):
+    monkeypatch.delenv("VITRAY_SERVE_TOKEN", raising=False)
+    places = {name: folder / name for name in ("base", "a", "b", "stranger", "other", "absent")}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        args = [word.format(taken=taken.getsockname()[1], **places) for word in words]
+        assert main(["serve", *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,203 @@
+"""The gateway and a replica of `vitray serve` in one process, without Ray: answers, errors, retries, counts."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+from starlette.requests import Request
+from test_serve import folder as folder
+from test_serve import form, logged_answer, png
+
+from vitray.config.serving import Limits, Serving
+from vitray.serving import gateway as gateway_module
+from vitray.serving.gateway import Gateway
+from vitray.serving.network import Network
+
+TOKEN = "a-secret-of-the-tests"
+
+
+class Reply(NamedTuple):
+    """The answer to a request."""
+
+    status: int
+    body: Any
+    headers: Any
+
+
+class Method(NamedTuple):
+    """A method of a replica, as Serve's handle calls it."""
+
+    remote: Callable[..., Awaitable[Any]]
+
+
+class Handle:
+    """A replica that fails as often as it is told to, with the errors that Serve raises."""
+
+    def __init__(self, network: Any, errors: list[Exception]) -> None:
+        self.network, self.errors = network, errors
+
+    def __getattr__(self, name: str) -> Method:
+        async def remote(*arguments: Any) -> Any:
+            if self.errors:
+                raise self.errors.pop(0)
+            return await getattr(self.network, name)(*arguments)
+
+        return Method(remote)
+
+
+def serving(folder, **changes) -> Serving:
+    settings = {"base": str(folder / "base"), "limits": Limits(body_bytes=50_000, pixels=10_000, images=8)}
+    return Serving.model_validate(settings | changes)
+
+
+def ask_all(folder, requests: list[dict[str, Any]], errors: list[Exception] | None = None, **changes) -> list[Reply]:
+    """Return the replies to requests that arrive together."""
+
+    async def run() -> list[Reply]:
+        network = replica(serving(folder, **changes))
+        await network.reconfigure({"tasks": {"a": str(folder / "a"), "b": str(folder / "b")}})
+        network.check_health()
+        gateway = Gateway.func_or_class(serving(folder, **changes), Handle(network, errors or []))
+        return list(await asyncio.gather(*(ask(gateway, **request) for request in requests)))
+
+    return asyncio.run(run())
+
+
+def replica(settings: Serving) -> Any:
+    """Return a replica whose batches have one image, because Serve batches only inside its own replicas."""
+    network = Network.func_or_class(settings)
+
+    async def infer(item: Any) -> np.ndarray:
+        [row] = network.hosted.probabilities([item])
+        return row
+
+    network.infer = infer
+    return network
+
+
+async def ask(gateway: Any, path: str, body: bytes = b"", method: str = "POST", **headers: str) -> Reply:
+    path, _, query = path.partition("?")
+    given = {"content_type": "image/png"} | headers
+    lines = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": lines}
+    scope |= {"server": ("127.0.0.1", 8000), "scheme": "http", "root_path": ""}
+    parts = [body[start : start + 10_000] for start in range(0, len(body), 10_000)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+    response = await gateway(Request(scope, receive))
+    is_json = response.media_type == "application/json"
+    content = bytes(response.body)
+    return Reply(response.status_code, json.loads(content) if is_json else content.decode(), response.headers)
+
+
+def test_requests_of_all_tasks_are_answered_each_by_its_network(folder):
+    images = [png(value) for value in range(4)]
+    texts = [base64.b64encode(image).decode() for image in images]
+    files = form(*((f'name="i"; filename="{index}"', image) for index, image in enumerate(images)))
+    requests = [{"path": f"/v1/predict?task={task}", "body": image} for task in ("base", "a", "b") for image in images]
+    requests += [
+        {"path": "/v1/predict", "body": files, "content_type": "multipart/form-data; boundary=x1y2"},
+        {
+            "path": "/v1/predict",
+            "body": json.dumps({"images": texts, "task": "a", "top_k": 2}).encode(),
+            "content_type": "application/json",
+        },
+    ]
+    *single, by_form, by_json = ask_all(folder, requests)
+    assert {reply.status for reply in [*single, by_form, by_json]} == {200}
+    tasks = [task for task in ("base", "a", "b") for _ in images]
+    for reply, task, image in zip(single, tasks, images * 3, strict=True):
+        assert (reply.body["task"], reply.body["model"]) == (task, str(folder / task))
+        check_answer(reply.body["predictions"][0], logged_answer(folder / task, image))
+    for reply, task, count in ((by_form, "base", 5), (by_json, "a", 2)):
+        for prediction, image in zip(reply.body["predictions"], images, strict=True):
+            assert len(prediction["top"]) == count
+            check_answer(prediction, logged_answer(folder / task, image))
+
+
+def check_answer(prediction: dict[str, Any], expected: np.ndarray) -> None:
+    order = np.argsort(-expected, kind="stable")[: len(prediction["top"])]
+    assert [row["label"] for row in prediction["top"]] == order.tolist()
+    np.testing.assert_allclose([row["probability"] for row in prediction["top"]], expected[order], atol=1e-5)
+
+
+def test_errors_are_json_with_one_message(folder):
+    cases = [
+        ({"path": "/v1/predict"}, 400, "the body is empty"),
+        ({"path": "/v1/predict", "body": b"x"}, 400, "image 0: not an image"),
+        ({"path": "/v1/predict", "body": png(size=(200, 100))}, 400, "image 0: too large: 100x200"),
+        ({"path": "/v1/predict?task=c", "body": png()}, 404, "task: got 'c', wanted one of base, a, b"),
+        ({"path": "/v1/predict?top_k=6", "body": png()}, 400, "top_k: got 6, wanted 1 to 5"),
+        ({"path": "/v1/predict", "body": bytes(50_001)}, 413, "more than 50,000 bytes"),
+        ({"path": "/v1/predict", "body": b"x", "content_length": "999999"}, 413, "more than 50,000 bytes"),
+        ({"path": "/v1/predict", "method": "GET"}, 405, "wanted POST"),
+        ({"path": "/v1/predictions", "body": png()}, 404, "path: got /v1/predictions"),
+        ({"path": "/v1/predict", "body": b"x", "content_type": "text/html"}, 415, "got text/html"),
+    ]
+    replies = ask_all(folder, [request for request, _, _ in cases])
+    for reply, (request, status, message) in zip(replies, cases, strict=True):
+        assert reply.status == status, (request, reply)
+        assert list(reply.body) == ["error"]
+        assert message in reply.body["error"]
+
+
+def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypatch):
+    monkeypatch.setattr(gateway_module, "FIRST_PAUSE", 0.001)
+    died = [ActorUnavailableError("gone", None) for _ in range(3)]
+    requests = [{"path": "/v1/predict", "body": png()}, {"path": "/v1/tasks", "method": "GET"}]
+    predicted, tasks = ask_all(folder, requests, died)
+    assert predicted.status == tasks.status == 200
+    assert died == []
+    assert [row["task"] for row in tasks.body["tasks"]] == ["base", "a", "b"]
+    for_ever = [ActorUnavailableError("gone", None) for _ in range(2 * gateway_module.MOST_ATTEMPTS)]
+    monkeypatch.setattr(gateway_module, "LONGEST_PAUSE", 0.001)
+    [failed] = ask_all(folder, requests[:1], for_ever)
+    assert failed.status == 500
+    assert len(for_ever) == gateway_module.MOST_ATTEMPTS
+
+
+def test_a_full_queue_is_503_at_once(folder):
+    [reply] = ask_all(folder, [{"path": "/v1/predict", "body": png()}], [BackPressureError(3, 3)])
+    assert reply.status == 503
+    assert reply.body["error"].startswith("the queue is full")
+    assert reply.headers["retry-after"] == "1"
+
+
+def test_a_token_is_needed_for_all_but_the_health(folder, monkeypatch):
+    monkeypatch.setenv("VITRAY_SERVE_TOKEN", TOKEN)
+    page = {"path": "/metrics", "method": "GET"}
+    requests = [page | {"authorization": header} for header in (f"Bearer {TOKEN}", f"bearer {TOKEN}")]
+    requests += [page, *(page | {"authorization": header} for header in ("Bearer x", f"Basic {TOKEN}", TOKEN, "ü"))]
+    requests += [{"path": "/healthz", "method": "GET"}, {"path": "/v1/predict", "body": png()}]
+    replies = ask_all(folder, requests, token=True)
+    assert [reply.status for reply in replies] == [200, 200, 401, 401, 401, 401, 401, 200, 401]
+    monkeypatch.delenv("VITRAY_SERVE_TOKEN")
+    with pytest.raises(RuntimeError, match="VITRAY_SERVE_TOKEN is not set on this node"):
+        ask_all(folder, [], token=True)
+
+
+def test_the_metrics_count_requests_images_and_errors(folder):
+    async def run() -> tuple[str, Reply]:
+        network = replica(serving(folder))
+        await network.reconfigure({"tasks": {}})
+        gateway = Gateway.func_or_class(serving(folder), Handle(network, [ActorUnavailableError("gone", None)]))
+        await ask(gateway, "/v1/predict", png())
+        await ask(gateway, "/v1/predict", b"x")
+        return (await ask(gateway, "/metrics", method="GET")).body, await ask(gateway, "/healthz", method="GET")
+
+    page, health = asyncio.run(run())
+    assert 'vitray_requests_total{status="200",task="base"} 1.0' in page
+    assert 'vitray_requests_total{status="400",task=""} 1.0' in page
+    assert 'vitray_images_total{task="base"} 1.0' in page
+    assert "vitray_retries_total 1.0" in page
+    assert "vitray_request_seconds_count 1.0" in page
+    assert health[:2] == (200, {"status": "ok", "tasks": 1})

@@ -1,0 +1,100 @@
+"""`vitray serve`: checks the input, starts Serve, and keeps it until Ctrl-C."""
+
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from vitray.cluster import local_ray
+from vitray.cluster.session import local_cpus, ray_session
+from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
+from vitray.errors import ConfigError, RunError, one_line
+from vitray.serving.hosted import check_tasks, is_alias
+from vitray.storage import absolute
+from vitray.tracking.mlflow_client import tracking_uri
+from vitray.tracking.model_uri import is_model_uri
+
+NAME = "vitray"
+
+
+def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
+    """Serve a family at an address until Ctrl-C or SIGTERM."""
+    with running(serving, host, port) as url:
+        print(f"serving {url}/v1/predict   (Ctrl-C ends it)", file=sys.stderr, flush=True)
+        while not local_ray.is_lost():
+            time.sleep(0.5)
+        raise RunError("Ray's raylet on this machine was killed, as for lack of memory; start the command again")
+
+
+@contextmanager
+def running(serving: Serving, host: str, port: int) -> Iterator[str]:
+    """Serve a family for the block, and yield its address."""
+    serving = checked(serving, host, port)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with ray_session(cpus=max(local_cpus(), math.ceil(serving.replicas[1] * serving.cpus))):
+        import ray
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+        from ray.serve.schema import LoggingConfig
+
+        from vitray.serving.app import build
+
+        if not serving.gpus and ray.cluster_resources().get("GPU"):
+            serving = serving.model_copy(update={"gpus": 1.0})
+        logging: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        try:
+            try:
+                serve.start(http_options={"host": host, "port": port}, logging_config=logging)
+                serve.run(build(serving), name=NAME, route_prefix="/", logging_config=logging)
+            except (RuntimeError, RayError, RayServeException) as error:
+                raise RunError(f"serve: {one_line(error)[:1000]}") from None
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        finally:
+            with suppress(RayError, RayServeException, RuntimeError):  # Serve or Ray may have ended
+                serve.delete(NAME)
+                if not serve.status().applications:
+                    serve.shutdown()
+
+
+def checked(serving: Serving, host: str, port: int) -> Serving:
+    """Return the settings with addresses that hold everywhere; refuse bad input before Ray starts."""
+    check_address(host, os.environ.get(TOKEN_VARIABLE))
+    _check_port(host, port)
+    check_tasks(serving.base, serving.tasks)
+    urls = [serving.base, *serving.tasks.values()]
+    return serving.model_copy(
+        update={
+            "base": _anywhere(serving.base),
+            "tasks": {name: _anywhere(url) for name, url in serving.tasks.items()},
+            "token": bool(os.environ.get(TOKEN_VARIABLE)) or host not in LOOPBACK,
+            "store": tracking_uri() if any(map(is_model_uri, urls)) else None,
+        }
+    )
+
+
+def _anywhere(url: str) -> str:
+    return url if is_alias(url) or is_model_uri(url) else absolute(url)
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(address)
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(f"--host: got {host!r}, wanted an address of this machine, as in 127.0.0.1") from None
+    except OSError as error:
+        raise ConfigError(
+            f"--port: got {port} at {host}: {error.strerror}; wanted a free port, as in --port 8001"
+        ) from None
+
+
+def _interrupt(_number: int, _frame: Any) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,143 @@
+"""The deployment that speaks HTTP: token, limits, retries, counts and errors as JSON."""
+
+import asyncio
+import hmac
+import os
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from vitray.config.serving import TOKEN_VARIABLE, Serving
+from vitray.errors import one_line
+from vitray.serving.hosted import logger
+from vitray.serving.request_body import BadRequest, read_query
+
+# A request whose replica has died is sent to another one, at most so often; a prediction has no side effects.
+MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
+HEALTH_SECONDS = 5
+ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}
+
+
+class Metrics:
+    """The counts of one gateway, as Prometheus reads them."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "vitray_requests", "Requests by task and HTTP status", ["task", "status"], registry=registry
+        )
+        self.images = Counter("vitray_images", "Images answered by task", ["task"], registry=registry)
+        self.retries = Counter("vitray_retries", "Requests sent again after the death of a replica", registry=registry)
+        self.seconds = Histogram("vitray_request_seconds", "Time of an answered prediction", registry=registry)
+        self.waiting = Gauge("vitray_requests_in_progress", "Requests without an answer yet", registry=registry)
+
+
+@serve.deployment(name="gateway")
+class Gateway:
+    """The HTTP side of the application."""
+
+    def __init__(self, serving: Serving, network: DeploymentHandle) -> None:
+        self.limits, self.network = serving.limits, network
+        self.token = os.environ.get(TOKEN_VARIABLE, "").encode() if serving.token else None
+        if self.token == b"":
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set on this node; wanted the secret that requests give")
+        self.metrics = Metrics()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        began = time.perf_counter()
+        task = ""
+        with self.metrics.waiting.track_inprogress():
+            try:
+                response, task = await self._answer(request)
+            except BadRequest as bad:
+                response = _error(bad.status, bad.message)
+            except ClientDisconnect:
+                response = _error(400, "the body ended early")
+            except BackPressureError:
+                response = _error(503, f"the queue is full: {self.limits.queue} requests wait already")
+            except DeploymentUnavailableError:
+                response = _error(503, "no replica could be started; the server's log has the reason")
+            except Exception as error:
+                logger.exception("a request failed")
+                response = _error(500, one_line(error)[:300])
+        if request.url.path == "/v1/predict":
+            self.metrics.requests.labels(task, str(response.status_code)).inc()
+            if response.status_code == 200:
+                self.metrics.seconds.observe(time.perf_counter() - began)
+        return response
+
+    async def _answer(self, request: Request) -> tuple[Response, str]:
+        """Return the response and the task that answered."""
+        path = request.url.path
+        if path not in ROUTES:
+            raise BadRequest(404, f"path: got {path[:100]}, wanted one of {', '.join(ROUTES)}")
+        if request.method != ROUTES[path]:
+            raise BadRequest(405, f"method: got {request.method[:20]}, wanted {ROUTES[path]} for {path}")
+        if path == "/healthz":
+            return await self._health(), ""
+        self._check_token(request.headers.get("authorization", ""))
+        if path == "/metrics":
+            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST), ""
+        if path == "/v1/tasks":
+            return JSONResponse({"tasks": await self._ask("tasks", ())}), ""
+        query = read_query(
+            dict(request.query_params), request.headers.get("content-type", ""), await self._body(request), self.limits
+        )
+        result = await self._ask("predict", tuple(query))
+        if "error" in result:
+            raise BadRequest(result["status"], result["error"])
+        self.metrics.images.labels(result["task"]).inc(len(query.images))
+        return JSONResponse(result), result["task"]
+
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a replica; after its death, another one."""
+        for attempt in range(MOST_ATTEMPTS):
+            try:
+                return await getattr(self.network, method).remote(*arguments)
+            except (RayActorError, ReplicaUnavailableError):
+                if attempt == MOST_ATTEMPTS - 1:
+                    raise
+                self.metrics.retries.inc()
+                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body, and stop reading a longer one than allowed."""
+        most = self.limits.body_bytes
+        length = request.headers.get("content-length", "0")
+        body = bytearray()
+        if not length.isdigit() or int(length) <= most:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    break
+            else:
+                return bytes(body)
+        raise BadRequest(413, f"body: more than {most:,} bytes, the limit")
+
+    def _check_token(self, header: str) -> None:
+        kind, _, given = header.partition(" ")
+        is_right = self.token is None or hmac.compare_digest(given.strip().encode(), self.token)
+        if not is_right or (self.token is not None and kind.lower() != "bearer"):
+            raise BadRequest(401, "wanted the header `Authorization: Bearer TOKEN` with the token of this server")
+
+    async def _health(self) -> Response:
+        try:
+            tasks = await asyncio.wait_for(self._ask("tasks", ()), HEALTH_SECONDS)
+        except Exception as error:
+            return _error(503, f"no replica answers: {one_line(error)[:200]}")
+        return JSONResponse({"status": "ok", "tasks": len(tasks)})
+
+
+def _error(status: int, message: str) -> Response:
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
+    return JSONResponse({"error": message}, status_code=status, headers=headers)

@@ -1,0 +1,158 @@
+"""The networks of one replica: a family in memory, filled from addresses, which follows the aliases among them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vitray.config.serving import BASE_TASK, Serving, default_task, unknown_task
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.errors import ConfigError, one_line
+from vitray.serving.request_body import BadRequest
+from vitray.tracking.model_uri import is_model_uri, pin_uri
+from vitray.weights import identity_of
+from vitray.weights.delta import read_state
+from vitray.weights.family import Family, Member
+from vitray.weights.folder import check_member, has_settings, read_member
+from vitray.weights.prediction import answer, check_classifier, class_names, is_classifier, probabilities, view_of
+
+logger = logging.getLogger("ray.serve")  # Serve writes it to the log of the replica
+
+
+class Source(NamedTuple):
+    """The network of a task, and its origin."""
+
+    url: str
+    """The address as the user wrote it."""
+    pinned: str
+    """The permanent address of the network."""
+    member: Member
+
+
+class Item(NamedTuple):
+    """A decoded image and the network that answers for it."""
+
+    member: Member
+    view: np.ndarray
+
+
+def is_alias(url: str) -> bool:
+    """Whether the address may name another network later."""
+    return is_model_uri(url) and "@" in url
+
+
+def check_tasks(base_url: str, tasks: Mapping[str, str]) -> list[str]:
+    """Return the tasks, the base's first, after a look at all files but the deltas' tensors."""
+    pinned = pin_uri(base_url)
+    identity = identity_of(read_state(pinned))
+    for name, url in tasks.items():
+        try:
+            check_classifier(check_member(pin_uri(url), pinned, identity), url)
+        except ConfigError as error:
+            raise ConfigError(f"{name}={url}: {error}") from None
+    names = [BASE_TASK, *tasks] if _has_classes(pinned) else list(tasks)
+    if not names:
+        raise ConfigError(f"{base_url}: it has no classes, and no task is given; wanted a classifier, or TASK=DELTA")
+    return names
+
+
+def _has_classes(url: str) -> bool:
+    return has_settings(url) and is_classifier(check_member(url, url, ""))
+
+
+class Hosted:
+    """A base and its tasks on one device."""
+
+    def __init__(self, serving: Serving, device: torch.device) -> None:
+        self.precision, self.limits = serving.precision, serving.limits
+        self.base_url = pin_uri(serving.base)
+        base = read_state(self.base_url)
+        self.identity = identity_of(base)
+        self.family = Family(base, {}, device)
+        self.sources: dict[str, Source] = {}
+        self.errors: dict[str, str] = {}  # why the network that an alias names now was not loaded
+        if _has_classes(self.base_url):
+            self._load(BASE_TASK, serving.base)
+
+    def set_tasks(self, tasks: Mapping[str, str]) -> None:
+        """Load the tasks that are new or have another address, and remove those that are gone."""
+        for name, url in tasks.items():
+            if name not in self.sources or self.sources[name].url != url:
+                self._load(name, url)
+        for name in self.sources.keys() - tasks.keys() - {BASE_TASK}:
+            self.family.remove(name)
+            self.sources = {other: source for other, source in self.sources.items() if other != name}
+
+    def _load(self, name: str, url: str) -> None:
+        pinned = pin_uri(url)
+        member = read_member(pinned, self.base_url, self.family.base, self.identity)
+        check_classifier(member.run, url)
+        self.sources = self.sources | {name: Source(url, pinned, self.family.add(name, member))}
+
+    def follow_aliases(self) -> list[str]:
+        """Load the networks to which aliases have moved, and return their tasks.
+
+        A network that cannot be loaded leaves the former one in place, with the reason in the listing.
+        """
+        moved = []
+        for name, source in self.sources.items():
+            if name == BASE_TASK or not is_alias(source.url):
+                continue
+            try:
+                if pin_uri(source.url) != source.pinned:
+                    self._load(name, source.url)
+                    moved.append(name)
+                self.errors.pop(name, None)
+            except Exception as error:  # the registry may be away, or the new network broken
+                self.errors[name] = one_line(error)[:300]
+                logger.warning("task %s keeps %s: %s", name, source.pinned, self.errors[name])
+        return moved
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return each task with its address, classes and image size."""
+        return [
+            {
+                "task": name,
+                "url": source.url,
+                "model": source.pinned,
+                "image_size": source.member.run.model.image_shape,
+                "classes": class_names(source.member),
+                "error": self.errors.get(name),
+            }
+            for name, source in self.sources.items()
+        ]
+
+    def item(self, member: Member, data: bytes, index: int) -> Item:
+        """Return an encoded image, decoded and cropped for a network."""
+        try:
+            return Item(member, view_of(decode_image(data, self.limits.pixels), member))
+        except UndecodableImage as error:
+            raise BadRequest(400, f"image {index}: {error}") from None
+        except (ValueError, MemoryError) as error:
+            raise BadRequest(400, f"image {index}: cannot be processed: {error}") from None
+
+    def choose(self, task: str | None, top_k: int | None) -> tuple[str, Source, int]:
+        """Return the name of a task, its network and the number of classes to answer with."""
+        sources = self.sources  # another thread may replace the table
+        names = list(sources)
+        name = default_task(names) if task is None else task
+        if name is None:
+            raise BadRequest(400, f"task: wanted ?task= one of {', '.join(names[:20])}")
+        if name not in sources:
+            raise BadRequest(404, unknown_task(name, names))
+        count = len(class_names(sources[name].member))
+        if top_k is not None and top_k > count:
+            raise BadRequest(400, f"top_k: got {top_k}, wanted 1 to {count}, the number of classes")
+        return name, sources[name], top_k or min(5, count)
+
+    def probabilities(self, items: Sequence[Item]) -> list[np.ndarray]:
+        """Return the probabilities of a batch."""
+        with torch.autocast(self.family.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return probabilities(self.family, [item.view for item in items], [item.member for item in items])
+
+
+def format_answers(member: Member, rows: Sequence[np.ndarray], top_k: int) -> list[dict[str, Any]]:
+    """Return the answers of a request, image by image."""
+    return [answer(probabilities_K, class_names(member), top_k) for probabilities_K in rows]

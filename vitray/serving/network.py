@@ -1,0 +1,83 @@
+"""The deployment that computes: each replica holds all tasks, and its batches mix them."""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from ray import serve
+
+from vitray.config.serving import Serving
+from vitray.serving.hosted import Hosted, Item, format_answers, logger
+from vitray.serving.request_body import BadRequest
+
+# Failed batches in a row after which Serve replaces the replica.
+MOST_FAILURES = 3
+
+
+@serve.deployment(name="network")
+class Network:
+    """A replica: decodes images on threads, and computes one batch at a time."""
+
+    def __init__(self, serving: Serving) -> None:
+        if serving.store:
+            os.environ["MLFLOW_TRACKING_URI"] = serving.store
+        torch.set_num_threads(max(1, int(serving.cpus)))
+        has_gpu = serving.gpus > 0 and torch.cuda.is_available()
+        self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
+        self.failures = 0
+        batching: Any = self.infer  # Serve's decorator adds the two setters
+        batching.set_max_batch_size(serving.batch)
+        batching.set_batch_wait_timeout_s(serving.batch_wait_ms / 1000)
+        self.changing = threading.Lock()
+        self.follower = threading.Thread(target=self._follow, args=(serving.follow_seconds,), daemon=True)
+        self.follower.start()
+
+    async def reconfigure(self, config: dict[str, Any]) -> None:
+        """Load the tasks of a changed configuration; Serve calls it at the start too."""
+        await asyncio.to_thread(self._change, config["tasks"])
+
+    def _change(self, tasks: dict[str, str]) -> None:
+        with self.changing:
+            self.hosted.set_tasks(tasks)
+
+    def check_health(self) -> None:
+        """Raise if the replica has to be replaced."""
+        if self.failures >= MOST_FAILURES or not self.follower.is_alive():
+            raise RuntimeError(f"{self.failures} batches in a row failed, or the aliases are not followed")
+
+    def _follow(self, seconds: float) -> None:
+        ended = threading.Event()
+        while not ended.wait(seconds):
+            with self.changing:
+                for task in self.hosted.follow_aliases():
+                    logger.warning("task %s is now %s", task, self.hosted.sources[task].pinned)
+
+    async def predict(self, task: str | None, top_k: int | None, images: list[bytes]) -> dict[str, Any]:
+        """Return the answer to a request; for a bad one, `error` and `status`."""
+        try:
+            name, source, count = self.hosted.choose(task, top_k)
+            member = source.member
+            decoding = [asyncio.to_thread(self.hosted.item, member, data, index) for index, data in enumerate(images)]
+            items = await asyncio.gather(*decoding)
+        except BadRequest as bad:
+            return {"status": bad.status, "error": bad.message}
+        rows = await asyncio.gather(*map(self.infer, items))
+        return {"task": name, "model": source.pinned, "predictions": format_answers(member, rows, count)}
+
+    async def tasks(self) -> list[dict[str, Any]]:
+        """Return the tasks of this replica."""
+        return self.hosted.listing()
+
+    @serve.batch
+    async def infer(self, items: list[Item]) -> list[np.ndarray]:
+        """Return the probabilities of a batch; the event loop stays free."""
+        try:
+            rows = await asyncio.to_thread(self.hosted.probabilities, items)
+        except Exception:
+            self.failures += 1
+            raise
+        self.failures = 0
+        return rows
