@@ -13,6 +13,7 @@ VERBS = {
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
     "sweep": "train many variants from a search space: depth x branches, learning rate, fine-tuning mode",
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",
+    "predict": "write classes, features and embeddings of any number of images as Parquet, each exactly once",
     "promote": "give a registered model version an alias, if it is better than the alias's version",
     "serve": "answer HTTP requests with a network and its deltas, as a Ray Serve application",
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",

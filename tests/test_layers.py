@@ -24,7 +24,7 @@ FLOORS = (
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
     {"vitray.training", "vitray.inference", "vitray.serving"},
-    {"vitray.evaluation.report", "vitray.inspection.report"},
+    {"vitray.evaluation.report", "vitray.inspection.report", "vitray.prediction"},
     {"vitray.runs", "vitray.bench"},
     {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
 )
@@ -34,7 +34,13 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    "ray.data": {"vitray.data", "vitray.bench.scaling_pipelines"},  # the benchmark compares with Ray Data's own reader
+    # The benchmarks compare with Ray Data's own pipelines.
+    "ray.data": {
+        "vitray.data",
+        "vitray.prediction",
+        "vitray.bench.scaling_pipelines",
+        "vitray.bench.predict_pipelines",
+    },
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.serve": {"vitray.serving"},

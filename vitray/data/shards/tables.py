@@ -86,6 +86,13 @@ def read_image_table(url: str, image: str | None, label: str | None) -> ImageTab
         return ImageTable(url, image_path, label, labels, groups, _hugging_face_names(schema.metadata or {}, label))
 
 
+def image_rows(url: str, image: str | None) -> int:
+    """Return the number of rows of a file of images."""
+    with _opened(url) as file:
+        _image_path(file.schema_arrow, image, url)
+        return file.metadata.num_rows
+
+
 def _group_sizes(file: pq.ParquetFile) -> list[int]:
     return [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
 

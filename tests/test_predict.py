@@ -1,0 +1,515 @@
+"""Prediction: any source, each image once, the outputs of the network alone, and the same bytes after any kill."""
+
+import csv
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from image_sets import SHAPES, write_dataset, write_folder, write_network
+from test_layers import ROOT
+
+from pipelines.__main__ import main
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.data.shards.demo import demo_item
+from vitray.errors import ConfigError, RunError
+from vitray.inference.models import describe_network
+from vitray.prediction.driver import Request, predict
+from vitray.prediction.images import ImageList, check_some_decode, list_images, read_encoded
+from vitray.prediction.networks import Networks, decode_views, views_of
+from vitray.prediction.parts import count_images, print_part, write_part
+from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
+from vitray.weights import load_model, save_model
+
+ALL = Options(top_k=3, logits=True, embedding=True, levels=("block00", "block01"), batch=8, part=32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in an actor: the last bits of outputs depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dataset of 60 images of which one is broken, a folder of 23 images, and a network."""
+    folder = tmp_path_factory.mktemp("predict")
+    write_dataset(folder / "data", {"train": 20, "val": 40}, corrupt=1)
+    write_folder(folder / "photos", 23)
+    write_network(folder / "model")
+    return folder
+
+
+def plan_of(images, out, *models, options=ALL):
+    specs = [describe_network(str(model))[0] for model in models]
+    return Plan(tuple(specs), list_images(str(images)), check_options(specs, options), str(out))
+
+
+def tables_of(plan, networks=None):
+    """The outputs of each part, computed in this process without Ray: (tables of batches, reasons)."""
+    networks = networks or Networks(plan)
+    for part in range(plan.parts):
+        tables, reasons = [], []
+        for batch in range(plan.batches):
+            encoded = read_encoded(plan.images, *plan.span(part, batch))
+            views, missing = decode_views(encoded, views_of(plan.networks), plan.options.batch)
+            reasons += missing
+            tables.append(networks.outputs(views, np.array([reason is None for reason in missing], bool)))
+        yield part, tables, reasons
+
+
+def write_all(plan):
+    write_plan(plan)
+    for part, tables, reasons in tables_of(plan):
+        write_part(plan, part, tables, reasons)
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def rows_of(folder: Path) -> pa.Table:
+    return pq.read_table(folder / "parts")
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def contents(images: ImageList) -> dict[str, bytes | str]:
+    return dict(zip(images.table["key"].to_pylist(), read_encoded(images, 0, len(images)), strict=True))
+
+
+def test_a_folder_needs_no_classes(tmp_path):
+    (tmp_path / "deep/er").mkdir(parents=True)
+    wanted = {}
+    for number, name in enumerate(["b.jpg", "a.PNG", "deep/er/c.webp"]):
+        wanted[name] = (tmp_path / name).write_bytes(bytes([number])) and bytes([number])
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / ".hidden.jpg").write_bytes(b"x")
+    (tmp_path / "link.jpg").symlink_to("nowhere")
+    images = list_images(str(tmp_path))
+    assert contents(images) == wanted | {"link.jpg": "a pipe, device or broken link"}
+    assert set(images.other_files) == {"notes.txt", ".hidden.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.jpg", ["a.jpg", "b.jpg"]),
+        ("**/*.jpg", ["a.jpg", "b.jpg", "x/a.jpg", "x/y/c.jpg"]),
+        ("x/**", ["a.jpg", "a.png", "y/c.jpg"]),
+        ("[!b].jpg", ["a.jpg"]),
+        ("*/a.*", ["x/a.jpg", "x/a.png"]),
+        ("?.jpg", ["a.jpg", "b.jpg"]),
+    ],
+)
+def test_a_glob_takes_the_files_that_match(tmp_path, pattern, names):
+    for name in ("a.jpg", "b.jpg", "x/a.jpg", "x/a.png", "x/y/c.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    assert sorted(contents(list_images(f"{tmp_path}/{pattern}"))) == names
+
+
+def test_all_sources_give_the_same_images(place, tmp_path):
+    files = sorted((place / "photos").rglob("*.jpg"))
+    bytes_of = [path.read_bytes() for path in files]
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        for path in files:
+            tar.add(path, path.name)
+    pq.write_table(pa.table({"image": bytes_of}), tmp_path / "photos.parquet", row_group_size=5)
+    addresses = [str(path) if index % 2 else os.path.relpath(path, tmp_path) for index, path in enumerate(files)]
+    (tmp_path / "photos.csv").write_text("\n".join(["path", *addresses, addresses[0], "gone.jpg"]))
+    for name in ("photos.tar", "photos.parquet"):
+        assert list(contents(list_images(str(tmp_path / name))).values()) == bytes_of
+    images = list_images(str(tmp_path / "photos.csv"))
+    assert contents(images) == dict(zip(addresses, bytes_of, strict=True)) | {"gone.jpg": "no such file"}
+    assert images.repeated == 1
+    assert contents(list_images(str(place / "photos"))) == {
+        str(path.relative_to(place / "photos")): content for path, content in zip(files, bytes_of, strict=True)
+    }
+
+
+def test_a_dataset_gives_its_splits_under_its_keys(place):
+    whole, val = list_images(str(place / "data")), list_images(str(place / "data"), ["val"])
+    assert (len(whole), len(val)) == (60, 40)
+    assert contents(val)["val:3"] == demo_item(23, 0, 32, "shape")[0]
+    assert whole.identity != val.identity
+    with pytest.raises(ConfigError, match=r"--split vall: .* has train, val; nearest: val"):
+        list_images(str(place / "data"), ["vall"])
+    with pytest.raises(ConfigError, match=r"--split val: .* is no dataset of ours"):
+        list_images(str(place / "photos"), ["val"])
+
+
+def test_a_changed_image_changes_the_identity(place, tmp_path):
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    before = list_images(str(tmp_path / "photos")).identity
+    assert list_images(str(tmp_path / "photos")).identity == before
+    os.utime(next((tmp_path / "photos").rglob("*.jpg")), ns=(1, 1))
+    assert list_images(str(tmp_path / "photos")).identity != before
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        ({}, "", r"no files here; wanted a folder, a glob"),
+        ({}, "none/*.jpg", r"no files here"),
+        ({"a.txt": b"x"}, "", r"none of 1 files is an image, such as a.txt"),
+        ({"a.csv": b"name\nx"}, "a.csv", r"no column of addresses: its first line has name; wanted one of path"),
+        ({"a.csv": b"path\nhttp://x/y.jpg"}, "a.csv", r"row 1: http://x/y.jpg: wanted a path or s3"),
+        ({"a.csv": b"path,x\n,1"}, "a.csv", r"row 1: no address in column path"),
+        ({"a.csv": b"path\n"}, "a.csv", r"no images in it"),
+        ({"a.jpg": b"x", "b.jpg": b""}, "", r"none of 2 images can be decoded: a.jpg: not an image"),
+    ],
+)
+def test_sources_without_images_are_refused(tmp_path, files, source, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        check_some_decode(list_images(f"{tmp_path}/{source}"))
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 90))
+def test_the_batches_of_all_parts_hold_each_image_once_in_order(images, batch, part):
+    listed = ImageList("", pa.table({"key": [str(number) for number in range(images)]}), "")
+    plan = Plan((), listed, Options(batch=batch, part=part), "out")
+    spans = [plan.span(number, each) for number in range(plan.parts) for each in range(plan.batches)]
+    assert [at for start, stop in spans for at in range(start, stop)] == list(range(images))
+    assert all(stop - start <= batch for start, stop in spans)
+    assert all(plan.span(number, 0)[0] < plan.span(number, 0)[1] for number in range(plan.parts))
+
+
+def test_another_plan_in_the_folder_is_refused_by_its_difference(place, tmp_path):
+    plan = plan_of(place / "photos", tmp_path / "out", place / "model")
+    write_plan(open_plan(plan))
+    assert open_plan(plan) == plan
+    others = {
+        "top_k 3, now 2": plan._replace(options=plan.options._replace(top_k=2)),
+        "levels": plan._replace(options=plan.options._replace(levels=())),
+        "images 23, now 60": plan._replace(images=list_images(str(place / "data"))),
+        "networks": plan._replace(networks=(plan.networks[0]._replace(precision="bf16"),)),
+    }
+    for difference, other in others.items():
+        with pytest.raises(ConfigError, match=rf"holds a prediction with {difference}.*or pick another OUT"):
+            open_plan(other)
+    (tmp_path / "other/parts").mkdir(parents=True)
+    (tmp_path / "other/parts/part-00000-of-00001.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"has parts/part-00000-of-00001.parquet without plan.json"):
+        open_plan(plan._replace(out=str(tmp_path / "other")))
+
+
+def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):
+    headless = describe_network(str(write_network(tmp_path / "headless", classes=None)))[0]
+    classifier = describe_network(str(place / "model"))[0]
+    for options in (Options(), Options(logits=True, embedding=True), Options(top_k=1, embedding=True)):
+        with pytest.raises(ConfigError, match=r"it has no head, so no classes; wanted a classifier, or --embedding"):
+            check_options([headless], options)
+    assert check_options([headless], Options(embedding=True)).top_k
+    assert check_options([classifier], Options()).top_k == min(5, len(SHAPES))
+    with pytest.raises(ConfigError, match=rf"--top-k: got 99, wanted at most the {len(SHAPES)} classes"):
+        check_options([classifier], Options(top_k=99))
+    with pytest.raises(ConfigError, match=r"--features blok01: .*wanted one of block00 to block01; nearest: block01"):
+        check_options([classifier], Options(levels=("blok01",)))
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_path):
+    plan = plan_of(place / "data", tmp_path / "out", place / "model")
+    write_all(plan)
+    table, loaded = rows_of(tmp_path / "out"), load_model(str(place / "model"))
+    assert table["key"].to_pylist() == plan.images.table["key"].to_pylist()
+    levels = {}
+    for number, block in enumerate(loaded.vit.blocks):
+        keep = partial(levels.__setitem__, f"block{number:02d}")
+        block.register_forward_hook(lambda _, __, tokens, keep=keep: keep(tokens))
+    vit = loaded.vit.double()
+    for row, content in zip(table.to_pylist(), contents(plan.images).values(), strict=True):
+        if content == b"none":
+            assert row.pop("error") == "not an image"
+            row.pop("key")
+            assert set(row.values()) == {None}
+            continue
+        view = crop_centre(decode_image(content), loaded.run.data.eval_crop, (32, 32))
+        pixels = normalised(torch.from_numpy(view)[None], loaded.run.data.normalise).double()
+        with torch.inference_mode():
+            logits = vit(pixels)[0].numpy()
+            embedding = vit.pooled(vit.tokens(pixels))[0].numpy()
+        shares = np.exp(logits) / np.exp(logits).sum()
+        order = np.argsort(-logits)[:3]
+        assert row["classes"] == [loaded.classes[at] for at in order]
+        np.testing.assert_allclose(row["probabilities"], shares[order], atol=1e-4)
+        np.testing.assert_allclose(row["logits"], logits, atol=1e-4)
+        np.testing.assert_allclose(row["embedding"], embedding, atol=1e-4)
+        for level in ("block00", "block01"):
+            np.testing.assert_allclose(row[level], levels[level][0, 0].numpy(), atol=1e-4)
+    assert table["error"].null_count == 58
+    assert count_images(plan)[:3] == (58, 2, {"not an image": 2})
+
+
+def test_networks_of_one_base_share_the_levels_that_are_equal(place, tmp_path):
+    run, vit, classes = load_model(str(place / "model"))
+    with torch.no_grad():
+        vit.head.bias += 1
+    save_model(str(tmp_path / "head"), run, vit, classes, relative_to=str(place / "model"))
+    with torch.no_grad():
+        vit.blocks[1].attn1.qkv.weight += 0.1
+    save_model(str(tmp_path / "attn"), run, vit, classes, relative_to=str(place / "model"))
+    addresses = [place / "model", tmp_path / "head", tmp_path / "attn"]
+    together = plan_of(place / "photos", tmp_path / "out", *addresses)
+    networks, calls = Networks(together), []
+    for member in networks._members:
+        for number, block in enumerate(member.vit.blocks):
+            block.register_forward_hook(lambda *_, number=number: calls.append(number))
+    tables = [table for _, tables, _ in tables_of(together, networks) for table in tables if table.num_rows]
+    assert sorted(calls) == [0] * len(tables) + [1] * 2 * len(tables)
+    for address in addresses:
+        alone = plan_of(place / "photos", tmp_path / "out", address)
+        own = [table for _, tables, _ in tables_of(alone) for table in tables if table.num_rows]
+        for whole, single in zip(tables, own, strict=True):
+            for name in single.column_names:
+                assert whole[f"{alone.networks[0].name}/{name}"].equals(single[name])
+
+
+def test_networks_of_other_views_get_their_own(place, tmp_path):
+    run, vit, classes = load_model(str(place / "model"))
+    save_model(str(tmp_path / "other"), run.replace({"data.eval_crop.crop_ratio": 0.5}), vit, classes)
+    together = plan_of(place / "photos", tmp_path / "out", place / "model", tmp_path / "other")
+    assert len(views_of(together.networks)) == 2
+    tables = next(tables for _, tables, _ in tables_of(together))
+    logits = []
+    for address in (place / "model", tmp_path / "other"):
+        alone = plan_of(place / "photos", tmp_path / "out", address)
+        own = next(tables for _, tables, _ in tables_of(alone))
+        for whole, single in zip(tables, own, strict=True):
+            if single.num_rows:
+                assert whole[f"{alone.networks[0].name}/logits"].equals(single["logits"])
+        logits.append(own[0]["logits"])
+    assert not logits[0].equals(logits[1])
+
+
+def test_parts_of_another_plan_or_of_other_keys_are_noticed(place, tmp_path):
+    plan = plan_of(place / "photos", tmp_path / "out", place / "model", options=ALL._replace(part=8))
+    write_all(plan)
+    assert count_images(plan)[:2] == (23, 0)
+    assert missing_parts(plan) == []
+    first, second = Path(plan.address(0)), Path(plan.address(1))
+    kept = second.read_bytes()
+    shutil.copy(first, second)
+    with pytest.raises(RunError, match=r"part-00001-of-00003.parquet: its keys are not those of the plan"):
+        count_images(plan)
+    second.write_bytes(kept)
+    with pytest.raises(RunError, match="of another plan"):
+        count_images(plan._replace(options=plan.options._replace(top_k=1)))
+
+
+def test_rows_are_printed_as_csv_and_json_lines(place, tmp_path):
+    options = Options(top_k=2, batch=8, part=8)
+    plan = plan_of(f"{place}/data", tmp_path / "out", place / "model", options=options)
+    write_all(plan)
+    rows = rows_of(tmp_path / "out").to_pylist()
+    text, lines = io.StringIO(), io.StringIO()
+    for part in range(plan.parts):
+        print_part(plan, part, "csv", text)
+        print_part(plan, part, "jsonl", lines)
+    assert [json.loads(line) for line in lines.getvalue().splitlines()] == rows
+    parsed = list(csv.DictReader(io.StringIO(text.getvalue())))
+    assert [row["key"] for row in parsed] == [row["key"] for row in rows]
+    assert list(parsed[0]) == ["key", "error", "classes_1", "classes_2", "probabilities_1", "probabilities_2"]
+    assert parsed[0]["error"] == "not an image"
+    assert parsed[1]["classes_2"] == rows[1]["classes"][1]
+    assert float(parsed[1]["probabilities_1"]) == pytest.approx(rows[1]["probabilities"][0])
+
+
+def test_the_folder_of_the_images_is_no_place_for_predictions(place):
+    with pytest.raises(ConfigError, match=r"lies in .*photos, whose images it would join"):
+        predict(Request([str(place / "model")], str(place / "photos"), str(place / "photos/out")))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["{model}", "{photos}"], "wanted at least one MODEL, then IMAGES and OUT"),
+        (["{model}", "{photos}", "{out}", "--workers", "3:2"], "wanted --workers as in 4 or 2:8"),
+        (["{model}", "{photos}", "{out}", "--batch", "0"], "wanted --batch and --part from 1 on"),
+        (["{model}", "{model}", "{photos}", "{out}"], "given 2 times; wanted each network once"),
+        (["{model}", "{photos}/none", "{out}"], "no files here"),
+        (["{photos}", "{photos}", "{out}"], "vitray: "),
+    ],
+)
+def test_bad_input_is_one_message_and_writes_nothing(place, tmp_path, capsys, args, message):
+    values = {"model": place / "model", "photos": place / "photos", "out": tmp_path / "out"}
+    try:
+        status = main(["predict", *(arg.format_map(values) for arg in args)])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# ---- on Ray ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_a_repeated_command_writes_the_missing_parts_only_and_the_same_bytes(place, tmp_path, ray_cluster):
+    out = tmp_path / "out"
+    request = Request([str(place / "model")], str(place / "data"), str(out), Options(batch=8, part=16, embedding=True))
+    rows = io.StringIO()
+    first = predict(request._replace(follow="jsonl"), rows)
+    assert first.flat() | {"images_per_second": 0} == {
+        "images": 60, "written": 58, "skipped": 2, "parts": 4, "images_per_second": 0, "out": str(out)
+    }  # fmt: skip
+    assert [json.loads(line) for line in rows.getvalue().splitlines()] == rows_of(out).to_pylist()
+    reference = plan_of(place / "data", tmp_path / "alone", place / "model", options=request.options)
+    write_all(reference)
+    assert contents_of(out / "parts") == contents_of(tmp_path / "alone/parts")
+    whole = contents_of(out)
+    result = json.loads(whole["predictions.json"])
+    assert result["skipped_images"][0] == {"key": "train:0", "reason": "not an image"}
+    (out / "predictions.json").unlink()
+    (out / "parts/part-00002-of-00004.parquet").unlink()
+    times = {path: path.stat().st_mtime_ns for path in (out / "parts").iterdir()}
+    again = predict(request)
+    assert again.counts == first.counts
+    assert contents_of(out) == whole
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    with pytest.raises(ConfigError, match="holds a prediction with embedding True, now False"):
+        predict(request._replace(options=request.options._replace(embedding=False)))
+
+
+def command(place, out, *more):
+    words = [str(place / "model"), str(place / "many"), str(out), "--batch", "8", "--part", "16", "--json", *more]
+    return [sys.executable, "-m", "pipelines.predict", *words]
+
+
+@pytest.fixture(scope="module")
+def many(place):
+    """400 images, two of them broken, and the undisturbed predictions, computed without Ray."""
+    write_dataset(place / "many", {"val": 400}, corrupt=2)
+    plan = plan_of(place / "many", place / "undisturbed", place / "model", options=Options(batch=8, part=16))
+    write_all(plan)
+    return contents_of(place / "undisturbed" / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(place, many, tmp_path, seed):
+    draw, out, kills = random.Random(seed), tmp_path / "out", 0
+    while kills < 3:
+        process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        wanted = len(list(out.glob("parts/*.parquet"))) + draw.randrange(1, 5)
+        while process.poll() is None and len(list(out.glob("parts/*.parquet"))) < wanted:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        family = [process, *psutil.Process(process.pid).children(recursive=True)]
+        for each in family:  # the driver first: nothing of it cleans up
+            os.kill(each.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    done = subprocess.run(command(place, out), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["images"], result["written"], result["skipped"], result["parts"]) == (400, 398, 2, 25)
+    assert kills > 0
+    assert {name: content for name, content in contents_of(out / "parts").items() if ".writing" not in name} == many
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path):
+    """Decoding tasks and the actor in turn."""
+    out, killed = tmp_path / "out", []
+    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while process.poll() is None:
+        parts = len(list(out.glob("parts/*.parquet")))
+        if parts >= 5 * (len(killed) + 1) and len(killed) < 3:
+            wanted = "_Predictor" if len(killed) != 1 else "_decode_batches"
+            for child in psutil.Process(process.pid).children(recursive=True):
+                try:
+                    name = " ".join(child.cmdline())
+                except psutil.Error:
+                    continue
+                if name.startswith("ray::") and wanted in name:
+                    child.kill()
+                    killed.append(name)
+                    break
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert len(killed) >= 2
+    assert contents_of(out / "parts") == many
+
+
+# Two nodes are lost in turn, each replaced; in its own process, since other tests use another Ray.
+LOST_NODES = """
+import os, subprocess, sys, time
+from pathlib import Path
+from vitray.cluster import session
+session.prepare_environment()
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from ray.cluster_utils import Cluster
+
+parts, command = Path(sys.argv[1]), sys.argv[2:]
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+workers = [nodes.add_node(num_cpus=2) for _ in range(2)]
+process = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": nodes.address})
+for wanted, node in zip((4, 12), workers):
+    while len(list(parts.glob("*.parquet"))) < wanted:
+        assert process.poll() is None
+        time.sleep(0.02)
+    nodes.remove_node(node, allow_graceful=False)
+    nodes.add_node(num_cpus=2)
+assert process.wait() == 0
+nodes.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nodes_that_are_lost_do_not_change_the_bytes(place, many, tmp_path):
+    out = tmp_path / "out"
+    args = [sys.executable, "-c", LOST_NODES, str(out / "parts"), *command(place, out)]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert contents_of(out / "parts") == many
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_images_and_predictions_may_lie_on_s3(place, many, tmp_path, s3_server, ray_cluster):
+    shutil.copytree(place / "many", s3_server / "bucket/many")
+    shutil.copytree(place / "photos", s3_server / "bucket/photos")
+    models, options = [str(place / "model")], Options(batch=8, part=16)
+    prediction = predict(Request(models, "s3://bucket/many", "s3://bucket/out", options))
+    assert prediction.counts.written == 398
+    written = contents_of(s3_server / "bucket/out")
+    assert {name.removeprefix("parts/"): written[name] for name in written if name.startswith("parts/")} == many
+    shown = predict(Request(models, "s3://bucket/photos/*/*.jpg", "s3://bucket/glob", options))
+    assert shown.counts.written == 23
+    with pytest.raises(ConfigError, match="absent"):
+        predict(Request(models, "s3://absent/photos", "s3://bucket/x", options))
+    with pytest.raises(ConfigError, match="absent"):
+        predict(Request(models, str(place / "photos"), "s3://absent/x", options))

@@ -1,0 +1,171 @@
+"""One prediction from addresses to its folder: check everything, compute the missing parts, count and write."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TextIO
+
+from vitray import storage
+from vitray.cluster import session
+from vitray.cluster.storage_check import check_writable
+from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.errors import ConfigError
+from vitray.inference.models import NetworkSpec, describe_network
+from vitray.prediction.images import ImageList, check_some_decode, list_images
+from vitray.prediction.parts import Counts, Lines, count_images, print_part
+from vitray.prediction.plan import (
+    PLAN,
+    RESULT,
+    Options,
+    Plan,
+    check_options,
+    check_still_ours,
+    column_widths,
+    missing_parts,
+    open_plan,
+    write_plan,
+)
+
+
+class Request(NamedTuple):
+    """One call of `vitray predict`."""
+
+    models: Sequence[str]
+    images: str
+    out: str
+    options: Options = Options()
+    splits: Sequence[str] = ()
+    """Of a dataset of ours; none for all."""
+    workers: tuple[int, int] | None = None
+    """The bounds of the pool of actors; None is one to all GPUs, or to all CPUs but one."""
+    precision: str | None = None
+    """None is that of each network's run."""
+    follow: Lines | None = None
+
+
+class Prediction(NamedTuple):
+    """The result of `vitray predict`."""
+
+    plan: Plan
+    counts: Counts
+    images_per_second: float
+    """Of the images that this command computed; 0 if all parts were there."""
+
+    def flat(self) -> dict[str, Any]:
+        """Return the result as JSON."""
+        return {
+            "images": len(self.plan.images),
+            "written": self.counts.written,
+            "skipped": self.counts.skipped,
+            "parts": self.plan.parts,
+            "images_per_second": round(self.images_per_second, 2),
+            "out": self.plan.out,
+        }
+
+
+def predict(request: Request, to: TextIO | None = None) -> Prediction:
+    """Compute the parts that are missing, and return the counts over all parts."""
+    plan = open_plan(_plan_of(request))
+    missing = missing_parts(plan)
+    speed = 0.0
+    if missing:
+        check_some_decode(plan.images)
+        check_writable(plan.out)
+        with session.ray_session():
+            plan = _placed(plan)
+            began = time.monotonic()
+            speed = _compute(plan, missing, request, to or sys.stdout) / (time.monotonic() - began)
+    elif request.follow:
+        for part in range(plan.parts):
+            print_part(plan, part, request.follow, to or sys.stdout)
+    check_still_ours(plan)
+    counts = count_images(plan)
+    if not counts.written:
+        key, reason = counts.named[0]
+        raise ConfigError(f"{plan.images.url}: none of {len(plan.images)} images can be decoded: {key}: {reason}")
+    storage.write_bytes(storage.join(plan.out, RESULT), f"{json.dumps(_result(plan, counts), indent=1)}\n".encode())
+    return Prediction(plan, counts, speed)
+
+
+def _plan_of(request: Request) -> Plan:
+    out = storage.absolute(request.out).rstrip("/")
+    networks = _networks(request)
+    options = check_options(networks, request.options)
+    images = list_images(request.images, request.splits)
+    if f"{out}/".startswith(f"{images.url.rstrip('/')}/"):
+        raise ConfigError(f"{request.out}: lies in {request.images}, whose images it would join; wanted another folder")
+    _note(images)
+    return Plan(networks, images, options, out)
+
+
+def _networks(request: Request) -> tuple[NetworkSpec, ...]:
+    """Return the networks, each under a name of its own."""
+    for url in request.models:
+        if request.models.count(url) > 1:
+            raise ConfigError(f"{url}: given {request.models.count(url)} times; wanted each network once")
+    specs = [describe_network(url)[0] for url in request.models]
+    names = [spec.name for spec in specs]
+    if len(set(names)) < len(names):
+        names = list(request.models)
+    changes = {"precision": request.precision} if request.precision else {}
+    return tuple(spec._replace(name=name, **changes) for spec, name in zip(specs, names, strict=True))
+
+
+def _note(images: ImageList) -> None:
+    if images.other_files:
+        few = ", ".join(images.other_files[:3])
+        print(f"vitray: {len(images.other_files):,} files are no images, such as {few}", file=sys.stderr)
+    if images.repeated:
+        print(f"vitray: {images.repeated:,} images repeat the key of an earlier one, and are left out", file=sys.stderr)
+
+
+def _placed(plan: Plan) -> Plan:
+    """Return the plan with its device, and write it: that of the parts that are done, or the GPUs of the cluster."""
+    import ray
+
+    if not storage.exists(storage.join(plan.out, PLAN)):
+        plan = plan._replace(device="cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")
+        write_plan(plan)
+    return plan
+
+
+def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -> int:
+    """Compute the missing parts, and print all in order if asked; return the number of images computed."""
+    from vitray.prediction.pipeline import Bounds, compute_parts, pool_bounds
+
+    bounds = pool_bounds(Bounds(*request.workers) if request.workers else None, plan.device)
+    sizes = {part: plan.span(part, plan.batches - 1)[1] - plan.span(part, 0)[0] for part in missing}
+    total = sum(sizes.values())
+    if total < len(plan.images):
+        print(f"{len(plan.images) - total:,} of {len(plan.images):,} images are done already", file=sys.stderr)
+    progress = ProgressLine("predict:", total)
+    written = compute_parts(plan, missing, bounds)
+    for part in range(plan.parts) if request.follow else missing:
+        if part in sizes:
+            done = next(written)
+            if done != part:
+                raise RuntimeError(f"got part {done}, wanted {part}")
+            progress.add(sizes[part])
+        if request.follow:
+            print_part(plan, part, request.follow, to)
+    progress.end()
+    return total
+
+
+def _result(plan: Plan, counts: Counts) -> dict[str, Any]:
+    """Return the content of predictions.json: a function of the plan and the images, without times."""
+    return {
+        "images": len(plan.images),
+        "written": counts.written,
+        "skipped": counts.skipped,
+        "parts": plan.parts,
+        "networks": {spec.name: {"url": spec.url, "network": spec.network} for spec in plan.networks},
+        "source": plan.images.url,
+        "columns": column_widths(plan),
+        "plan": plan.identity,
+        "reasons": counts.reasons,
+        "skipped_images": [{"key": key, "reason": reason} for key, reason in counts.named],
+        "other_files": len(plan.images.other_files),
+        "repeated": plan.images.repeated,
+    }

@@ -1,0 +1,253 @@
+"""The images to predict, without labels: listed once in a fixed order, and read by any process.
+
+A source is a folder, a glob, a tar, a Parquet file of images, a dataset of ours, or a table of addresses; local or s3://.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from vitray import storage
+from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
+from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
+from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
+from vitray.errors import ConfigError, nearest
+
+IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
+ADDRESS_COLUMNS = (*PATH_COLUMNS, "url", "uri", "address")
+READS_AT_ONCE = 16
+LISTED_AT_ONCE = 2**16
+# Images that are decoded before the work begins; if all are broken, and there are no others, it does not begin.
+TRIED = 16
+
+SCHEMA = pa.schema(
+    {
+        "key": pa.string(),
+        "file": pa.string(),
+        "row": pa.int64(),  # of a Parquet file
+        "start": pa.int64(),  # byte in a tar
+        "size": pa.int64(),
+        "reason": pa.string(),  # why the image is skipped unread
+    }
+)
+
+
+class Entry(NamedTuple):
+    """One image; its fields are the columns of SCHEMA."""
+
+    key: str
+    file: str
+    row: int | None = None
+    start: int | None = None
+    size: int | None = None
+    """None if reading it tells."""
+    reason: str | None = None
+
+
+class ImageList(NamedTuple):
+    """The images of a source, each key once; picklable."""
+
+    url: str
+    table: pa.Table
+    identity: str
+    """A hash of the listed images, and of size and time of change of their files."""
+    column: str | None = None
+    """The column of a dataset's images; None takes the usual names."""
+    other_files: tuple[str, ...] = ()
+    """Files of the source that are neither images nor hold any."""
+    repeated: int = 0
+    """Images left out because an earlier one has their key."""
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+
+def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
+    """Return the images of a source; `splits` are those of a dataset of ours, none for all."""
+    address, ending = storage.absolute(url), url.lower().rpartition(".")[2]
+    others: list[str] = []
+    files: dict[str, Any] = {}
+    if storage.exists(storage.join(address, MANIFEST)):
+        return _list_dataset(address, splits)
+    if splits:
+        raise ConfigError(f"--split {splits[0]}: {url} is no dataset of ours; wanted no --split")
+    if storage.exists(address):
+        if ending in ("csv", "tsv") or (ending == "parquet" and not holds_images(address, None)):
+            entries: Iterator[Entry] = _list_addresses(address)
+        else:
+            files = {address.rpartition("/")[2]: storage.file_version(address)}
+            entries = _list_files(address.rpartition("/")[0], files, others)
+    else:
+        folder, files = _matching(address) if re.search(r"[*?[]", address) else (address, storage.list_entries(address))
+        if not files:
+            wanted = "a folder, a glob, .tar, .parquet or .csv, local or s3://"
+            raise ConfigError(f"{url}: no files here; wanted {wanted}")
+        entries = _list_files(folder, files, others)
+    table, digest, repeated = _tabulated(entries)
+    if not table.num_rows:
+        got = f"none of {len(files)} files is an image, such as {others[0]}" if others else "no images in it"
+        raise ConfigError(f"{url}: {got}; wanted .jpg, .png, .webp, .tar, .parquet, ...")
+    digest.update(json.dumps([[name, files[name]] for name in sorted(files.keys() - set(others))]).encode())
+    return ImageList(address, table, digest.hexdigest(), None, tuple(others), repeated)
+
+
+def read_encoded(images: ImageList, start: int, stop: int) -> list[bytes | str]:
+    """Return the encoded bytes of some images, or the reason why there are none."""
+    entries = [Entry(*row.values()) for row in images.table.slice(start, stop - start).to_pylist()]
+    contents: list[bytes | str] = []
+    for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
+        members = list(group)
+        if table is not None:
+            contents += read_images(table, images.column, [entry.row for entry in members if entry.row is not None])
+        elif any(storage.is_remote(entry.file) for entry in members):
+            with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+                contents += pool.map(_read_file, members)
+        else:
+            contents += map(_read_file, members)
+    return contents
+
+
+def decoded(content: bytes | str) -> Any:
+    """Return the pixels (HWC) of an image, or the reason why there are none."""
+    try:
+        return content if isinstance(content, str) else decode_image(content)
+    except UndecodableImage as error:
+        return str(error)
+
+
+def check_some_decode(images: ImageList) -> None:
+    """Refuse a small source of which no image can be decoded, and a source that cannot be read."""
+    count, reason = min(TRIED, len(images)), ""
+    for index in range(count):
+        image = decoded(read_encoded(images, index, index + 1)[0])
+        if not isinstance(image, str):
+            return
+        reason = reason or image
+    if count == len(images):
+        first = images.table["key"][0].as_py()
+        raise ConfigError(f"{images.url}: none of {count} images can be decoded: {first}: {reason}")
+
+
+def _read_file(entry: Entry) -> bytes | str:
+    size = entry.size
+    if entry.reason:
+        return entry.reason
+    if size is None:
+        version = storage.file_version(entry.file)
+        if version is None:
+            return "no such file"
+        size = version.size
+    if size > LARGEST_FILE:
+        return f"too large: {size} bytes"
+    return storage.read_range(entry.file, entry.start or 0, size)
+
+
+def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
+    dataset = open_dataset(url)
+    for split in splits:
+        if split not in dataset.splits:
+            known = ", ".join(dataset.splits)
+            raise ConfigError(f"--split {split}: {url} has {known}{nearest(split, dataset.splits)}")
+    chosen = list(dict.fromkeys(splits)) or list(dataset.splits)
+
+    def entries() -> Iterator[Entry]:
+        for split in chosen:
+            keys = row_keys(dataset, split)
+            # Keys of files indexed in place are numbers that each split begins anew.
+            prefix = "" if dataset.columns.key else f"{split}/"
+            for shard in dataset.splits[split].shards:
+                for row, key in enumerate(islice(keys, shard.rows)):
+                    yield Entry(prefix + key, dataset.address(shard), row)
+
+    table, _, repeated = _tabulated(entries())
+    identity = hashlib.sha256(json.dumps([dataset.identity, chosen]).encode()).hexdigest()
+    return ImageList(url, table, identity, dataset.columns.image.partition(".")[0], (), repeated)
+
+
+def _matching(pattern: str) -> tuple[str, dict[str, Any]]:
+    """Return the folder above the first wildcard, and its files that match; `**` matches any number of folders."""
+    folder = re.split(r"[*?[]", pattern)[0].rpartition("/")[0]
+    wildcards = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.findall(r"\*\*/?|\*|\?|\[[^]]+\]|.", pattern[len(folder) + 1 :])
+    expression = "".join(
+        wildcards.get(part) or (part.replace("[!", "[^") if len(part) > 1 else re.escape(part)) for part in parts
+    )
+    try:
+        matches = re.compile(expression).fullmatch
+    except re.error as error:
+        raise ConfigError(f"{pattern}: not a glob: {error}") from None
+    return folder, {name: version for name, version in storage.list_entries(folder).items() if matches(name)}
+
+
+def _list_files(folder: str, files: Mapping[str, Any], others: list[str]) -> Iterator[Entry]:
+    """Yield the images in files, by the names of these; others are noted."""
+    for name, version in files.items():
+        file, ending = storage.join(folder, name), name.lower().rpartition(".")[2]
+        hidden = any(part.startswith(".") for part in name.split("/"))
+        if hidden:
+            others.append(name)
+        elif IMAGE_FILE.search(name):
+            reason = None if version else "a pipe, device or broken link"
+            yield Entry(name, file, size=version.size if version else 0, reason=reason)
+        elif version and ending == "tar":
+            for item in list_tar(file, name, None):
+                yield Entry(item.name, file, start=item.place, size=item.size, reason=item.reason)
+        elif version and ending == "parquet" and holds_images(file, None):
+            for row in range(image_rows(file, None)):
+                yield Entry(f"{name}:{row}", file, row)
+        else:
+            others.append(name)
+
+
+def _list_addresses(url: str) -> Iterator[Entry]:
+    """Yield the images of a table; a relative path starts at the folder of the table."""
+    header, rows = read_index(url)
+    column = next((name for name in ADDRESS_COLUMNS if name in header), None)
+    if column is None:
+        wanted = f"one of {', '.join(ADDRESS_COLUMNS)}{nearest(header[0] if header else '', ADDRESS_COLUMNS)}"
+        got = f"its first line has {', '.join(header)}"
+        raise ConfigError(f"{url}: no column of addresses: {got}; wanted {wanted}")
+    folder = url.rpartition("/")[0]
+    for number, row in enumerate(rows, 1):
+        address = row[column]
+        if not address:
+            raise ConfigError(f"{url}: row {number}: no address in column {column}")
+        try:
+            storage.split_url(address)
+        except ConfigError as error:
+            raise ConfigError(f"{url}: row {number}: {error}") from None
+        is_whole = storage.is_remote(address) or address.startswith(("/", "~"))
+        yield Entry(address, storage.absolute(address) if is_whole else storage.join(folder, address))
+
+
+def _tabulated(entries: Iterator[Entry]) -> tuple[pa.Table, Any, int]:
+    """Return the first entry of each key as a table, a hash of them, and the number of the others."""
+    seen: set[str] = set()
+    repeated, digest, batches = 0, hashlib.sha256(), []
+
+    def unique(entries: Iterable[Entry]) -> Iterator[Entry]:
+        nonlocal repeated
+        for entry in entries:
+            if entry.key in seen:
+                repeated += 1
+            else:
+                seen.add(entry.key)
+                yield entry
+
+    for chunk in iter(partial(_take, unique(entries)), []):
+        digest.update(json.dumps(chunk).encode())
+        columns = [pa.array(column, field.type) for column, field in zip(zip(*chunk, strict=True), SCHEMA, strict=True)]
+        batches.append(pa.record_batch(columns, schema=SCHEMA))
+    return pa.Table.from_batches(batches, SCHEMA), digest, repeated
+
+
+def _take(entries: Iterator[Entry]) -> list[Entry]:
+    return list(islice(entries, LISTED_AT_ONCE))

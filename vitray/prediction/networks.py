@@ -1,0 +1,187 @@
+"""Networks in one process: their outputs for a batch of views, as one table.
+
+Networks of one base pass the levels that they share together: these are computed once.
+Shapes: B images, H x W pixels, C colours, N tokens, D width, K classes, T top classes.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from vitray.config.augmentation import CentreCrop
+from vitray.data.augment.batch import normalised, to_device
+from vitray.data.augment.image import crop_centre
+from vitray.inference.models import NetworkSpec, open_network
+from vitray.models.vit import ViT
+from vitray.prediction.images import decoded
+from vitray.prediction.plan import Plan
+from vitray.weights import identity_of
+
+# Settings that only the end of a network depends on.
+_END_SETTINGS = {"num_classes", "head", "pool"}
+
+
+class View(NamedTuple):
+    """How an image becomes the input of a network."""
+
+    crop: CentreCrop
+    size: tuple[int, int]
+
+
+def views_of(networks: Iterable[NetworkSpec]) -> list[View]:
+    """Return the different views of some networks."""
+    views: list[View] = []
+    for spec in networks:
+        view = View(spec.crop, spec.size)
+        views += [] if view in views else [view]
+    return views
+
+
+def decode_views(
+    contents: Sequence[bytes | str], views: Sequence[View], batch: int
+) -> tuple[list[np.ndarray], list[str | None]]:
+    """Return a batch of each view (BHWC), and a reason for each image that has no pixels.
+
+    Such images are black, and black ones fill the batch: all batches have one shape.
+    """
+    pixels = [np.zeros((batch, *view.size, 3), np.uint8) for view in views]
+    reasons: list[str | None] = [None] * len(contents)
+    for index, content in enumerate(contents):
+        image_HWC = decoded(content)
+        if isinstance(image_HWC, str):
+            reasons[index] = image_HWC
+            continue
+        for batch_BHWC, view in zip(pixels, views, strict=True):
+            batch_BHWC[index] = crop_centre(image_HWC, view.crop, view.size)
+    return pixels, reasons
+
+
+class Member(NamedTuple):
+    """A loaded network; two networks whose stages are equal up to some level share the computation up to there."""
+
+    spec: NetworkSpec
+    vit: ViT
+    view: int
+    stages: list[str]
+    """A hash of the stem, then of each block."""
+
+
+class Networks:
+    """All networks of a plan on one device."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._options, self._device = plan.options, torch.device(plan.device)
+        views = views_of(plan.networks)
+        self._members: list[Member] = []
+        for spec in plan.networks:
+            vit = open_network(spec).to(self._device).eval()
+            stages = _stages(spec, vit) if len(plan.networks) > 1 else [""] * (len(vit.blocks) + 1)
+            if plan.options.compile:
+                for block in vit.blocks:
+                    block.compile(dynamic=False)
+            self._members.append(Member(spec, vit, views.index(View(spec.crop, spec.size)), stages))
+
+    @torch.inference_mode()
+    def outputs(self, views: Sequence[np.ndarray], is_usable: np.ndarray) -> pa.Table:
+        """Return the columns of all networks for a batch (uint8, BHWC, of each view), null where not usable."""
+        count = len(is_usable)
+        if not count:  # the last part has fewer batches than the others
+            return pa.table({})
+        values: dict[str, dict[str, Tensor]] = {member.spec.name: {} for member in self._members}
+        length = len(views[0]) if self._options.compile else count
+        inputs = [np.require(view_BHWC[:length], requirements="W") for view_BHWC in views]  # else torch warns
+        self._descend(self._members, 0, [to_device(torch.from_numpy(each), self._device) for each in inputs], values)
+        columns: dict[str, pa.Array] = {}
+        for spec, *_ in self._members:
+            rows = {name: value[:count].float().cpu()[is_usable] for name, value in values[spec.name].items()}
+            prefix = f"{spec.name}/" if len(self._members) > 1 else ""
+            columns |= {prefix + name: _lists(array, is_usable) for name, array in self._arrays(spec, rows).items()}
+        return pa.table(columns)
+
+    def _descend(
+        self, members: Sequence[Member], level: int, inputs: Sequence[Tensor], values: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Pass the inputs through one stage, those of equal stages once, then through all stages after it.
+
+        Inputs are one for each view before the stem, and one for all members after it.
+        """
+        for group in _groups(members, level):
+            first = group[0]
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=first.spec.precision == "bf16"):
+                x_BND = _stage(first, level, inputs)
+                for spec, vit, _, stages in group:
+                    name = f"block{level - 1:02d}"
+                    if name in self._options.levels:
+                        values[spec.name][name] = _summary(vit, x_BND)
+                    if level == len(stages) - 1:
+                        values[spec.name] |= self._end(spec, vit, x_BND)
+            deeper = [member for member in group if level < len(member.stages) - 1]
+            if deeper:
+                self._descend(deeper, level + 1, [x_BND], values)
+
+    def _end(self, spec: NetworkSpec, vit: ViT, x_BND: Tensor) -> dict[str, Tensor]:
+        pooled_BD = vit.pooled(x_BND)
+        ends = {"embedding": pooled_BD} if self._options.embedding else {}
+        if spec.num_classes is not None and (self._options.top_k or self._options.logits):
+            ends["logits"] = vit.head(pooled_BD)
+        return ends
+
+    def _arrays(self, spec: NetworkSpec, rows: dict[str, Tensor]) -> dict[str, pa.Array]:
+        """Return the values of each column for the usable images, one after another."""
+        options, arrays = self._options, {}
+        if spec.num_classes is not None and options.top_k:
+            probabilities_BT, classes_BT = rows["logits"].softmax(dim=-1).topk(options.top_k)
+            names = spec.classes or [str(number) for number in range(spec.num_classes)]
+            arrays["classes"] = pa.array([names[number] for number in classes_BT.flatten().tolist()], pa.string())
+            arrays["probabilities"] = pa.array(probabilities_BT.flatten().numpy())
+        wanted = ["logits"] * options.logits + list(options.levels) + ["embedding"] * options.embedding
+        return arrays | {name: pa.array(rows[name].flatten().numpy()) for name in wanted if name in rows}
+
+
+def _lists(values: pa.Array, is_usable: np.ndarray) -> pa.ListArray:
+    """Return the values as a list of equal length for each usable image, and null for the others."""
+    # Not of a fixed size: pyarrow 25 cannot read those with nulls from Parquet.
+    size = len(values) // max(1, int(is_usable.sum()))
+    offsets = np.concatenate([[0], np.cumsum(is_usable * size)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(~is_usable))
+
+
+def _stage(member: Member, level: int, inputs: Sequence[Tensor]) -> Tensor:
+    """Return the tokens after the stem (level 0), or after a block."""
+    spec, vit, view, _ = member
+    if level:
+        return vit.blocks[level - 1](inputs[0])
+    x_BND, grid = vit.stem(normalised(inputs[view], spec.normalise))
+    return vit.first_input(vit.positions(x_BND, grid))
+
+
+def _summary(vit: ViT, x_BND: Tensor) -> Tensor:
+    """Return one vector per image: the class token, or the mean of the patches, as the network pools; no norm."""
+    if vit.model.pool == "token":
+        return x_BND[:, 0]
+    return (x_BND if vit.class_token is None else x_BND[:, 1:]).mean(dim=1)
+
+
+def _groups(members: Sequence[Member], level: int) -> list[list[Member]]:
+    groups: dict[str, list[Member]] = {}
+    for member in members:
+        groups.setdefault(member.stages[level], []).append(member)
+    return list(groups.values())
+
+
+def _stages(spec: NetworkSpec, vit: ViT) -> list[str]:
+    """Return a hash of everything that decides the tokens after the stem, and of the tensors of each block."""
+    settings = {name: value for name, value in json.loads(spec.settings).items() if name not in _END_SETTINGS}
+    begin = [settings, spec.size, spec.precision, spec.normalise.model_dump(mode="json")]
+    begin += [spec.crop.model_dump(mode="json"), vit.execution, identity_of(_tensors_before(vit))]
+    return [json.dumps(begin, sort_keys=True), *(identity_of(block.state_dict()) for block in vit.blocks)]
+
+
+def _tensors_before(vit: ViT) -> dict[str, Tensor]:
+    later: tuple[str, ...] = ("blocks.", "norm.", "head.")
+    return {name: tensor for name, tensor in vit.state_dict().items() if not name.startswith(later)}

@@ -1,0 +1,89 @@
+"""Parts of a prediction as Parquet files: each row is an image, in the order of the plan."""
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Literal, NamedTuple, TextIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vitray import storage
+from vitray.data.shards.manifest import shard_errors
+from vitray.errors import RunError
+from vitray.prediction.plan import Plan, column_widths
+
+Lines = Literal["csv", "jsonl"]
+# In the metadata of a part: the hash of the plan that it belongs to.
+IDENTITY = b"vitray.plan"
+READS_AT_ONCE = 16
+# Skipped images that predictions.json names; each has its reason in its part too.
+NAMED = 1000
+
+
+class Counts(NamedTuple):
+    """The images of all parts."""
+
+    written: int
+    skipped: int
+    reasons: dict[str, int]
+    named: list[tuple[str, str]]
+    """The first skipped images, each with its reason."""
+
+
+def write_part(plan: Plan, part: int, tables: Sequence[pa.Table], reasons: Sequence[str | None]) -> None:
+    """Write one part, atomically: its keys, the reasons for images without outputs, and the outputs of its batches."""
+    start, stop = plan.span(part, 0)[0], plan.span(part, plan.batches - 1)[1]
+    outputs = pa.concat_tables([table for table in tables if table.num_rows])
+    if not len(reasons) == outputs.num_rows == stop - start:
+        raise RuntimeError(f"part {part}: got {outputs.num_rows} rows, planned {stop - start}")
+    columns = {"key": plan.images.table["key"].slice(start, stop - start), "error": pa.array(reasons, pa.string())}
+    columns |= {name: outputs[name] for name in outputs.column_names}
+    table = pa.table(columns).combine_chunks().replace_schema_metadata({IDENTITY: plan.identity.encode()})
+    pq.write_table(table, content := io.BytesIO())
+    storage.write_bytes(plan.address(part), content.getvalue())
+
+
+def count_images(plan: Plan) -> Counts:
+    """Return the counts over all parts; check that each belongs to the plan and has its images once."""
+
+    def one(part: int) -> pa.Table:
+        files, path = storage.filesystem(url := plan.address(part))
+        with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
+            table = file.read(columns=["key", "error"])
+            if (file.schema_arrow.metadata or {}).get(IDENTITY) != plan.identity.encode():
+                raise RunError(f"{url}: of another plan: another command has written to the same folder")
+        start, stop = plan.span(part, 0)[0], plan.span(part, plan.batches - 1)[1]
+        if not table["key"].equals(plan.images.table["key"].slice(start, stop - start)):
+            raise RunError(f"{url}: its keys are not those of the plan: remove it, and repeat the command")
+        return table.filter(table["error"].is_valid())
+
+    reasons, named = Counter[str](), []
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        for skipped in pool.map(one, range(plan.parts)):
+            reasons.update(skipped["error"].to_pylist())
+            pairs = zip(skipped["key"].to_pylist(), skipped["error"].to_pylist(), strict=True)
+            named += list(pairs)[: NAMED - len(named)]
+    skipped = reasons.total()
+    return Counts(len(plan.images) - skipped, skipped, dict(reasons.most_common()), named)
+
+
+def print_part(plan: Plan, part: int, lines: Lines, to: TextIO) -> None:
+    """Print the rows of a part: as JSON objects, or as CSV with a column for each number of a list."""
+    table = pq.read_table(io.BytesIO(storage.read_bytes(plan.address(part))))
+    if lines == "jsonl":
+        to.writelines(f"{json.dumps(row)}\n" for row in table.to_pylist())
+    else:
+        widths = column_widths(plan)
+        writer = csv.writer(to, lineterminator="\n")
+        if part == 0:
+            names = [[f"{name}_{number}" for number in range(1, width + 1)] for name, width in widths.items()]
+            writer.writerow(["key", "error", *chain.from_iterable(names)])
+        for row in table.to_pylist():
+            lists = (row[name] or [None] * width for name, width in widths.items())
+            writer.writerow([row["key"], row["error"], *chain.from_iterable(lists)])
+    to.flush()
