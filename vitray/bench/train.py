@@ -73,29 +73,20 @@ def recipe(settings: TrainSettings, name: str) -> Run:
 
 def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], object]]:
     """Return a step of vitray and a plain step, each with its own network."""
-    images, labels, places = random_batch(run, device)
+    images = torch.randint(0, 256, (run.optim.batch, *run.model.image_shape, 3), dtype=torch.uint8, device=device)
+    labels = torch.arange(run.optim.batch, device=device) % (run.model.num_classes or 1)
+    places = np.arange(run.optim.batch)
+    batch = DeviceBatch(images, labels, places, places)
+    task = build_task(run).to(device)
+    optimizer = build_optimizer(task, run.optim, device)
+    model: Any = torch.compile(task) if run.compute.compile else task
+    learner = Learner(task, model, optimizer, None)
     bare = bare_step(run, device)
     floats = normalised(images, run.data.normalise)
     return {
-        "vitray": training_step(run, DeviceBatch(images, labels, places, places))[1],
+        "vitray": lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000),
         "bare": lambda: bare(floats, labels),
     }
-
-
-def random_batch(run: Run, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Return random images, labels and the images' places in the batch."""
-    images = torch.randint(0, 256, (run.optim.batch, *run.model.image_shape, 3), dtype=torch.uint8, device=device)
-    labels = torch.arange(run.optim.batch, device=device) % (run.model.num_classes or 1)
-    return images, labels, np.arange(run.optim.batch)
-
-
-def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], object]]:
-    """Return a learner on the device of a batch, and its step."""
-    task = build_task(run).to(batch.images.device)
-    optimizer = build_optimizer(task, run.optim, batch.images.device)
-    model: Any = torch.compile(task) if run.compute.compile else task
-    learner = Learner(task, model, optimizer, None)
-    return learner, lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000)
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
