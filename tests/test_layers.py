@@ -34,13 +34,8 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    # The benchmarks compare with Ray Data's own pipelines.
-    "ray.data": {
-        "vitray.data",
-        "vitray.prediction",
-        "vitray.bench.scaling_pipelines",
-        "vitray.bench.predict_pipelines",
-    },
+    # The benchmark compares with Ray Data's own reader.
+    "ray.data": {"vitray.data", "vitray.prediction", "vitray.bench.scaling_pipelines"},
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.serve": {"vitray.serving"},

@@ -312,6 +312,21 @@ def test_networks_of_other_views_get_their_own(place, tmp_path):
     assert not logits[0].equals(logits[1])
 
 
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_outputs_and_the_last_batch_is_padded(place, tmp_path):
+    plan = plan_of(place / "photos", tmp_path, place / "model")
+    compiled = plan._replace(options=plan.options._replace(compile=True))
+    networks, shapes = Networks(compiled), set()
+    networks._members[0].vit.stem.register_forward_hook(lambda _, images, __: shapes.add(images[0].shape[0]))
+    for (_, tables, _), (_, others, _) in zip(tables_of(plan), tables_of(compiled, networks), strict=True):
+        for one, other in zip(tables, others, strict=True):
+            assert one.num_rows == other.num_rows
+            if one.num_rows:
+                values = [np.array(table["logits"].to_pylist()) for table in (one, other)]
+                np.testing.assert_allclose(*values, atol=1e-5)
+    assert shapes == {plan.options.batch}
+
+
 def test_parts_of_another_plan_or_of_other_keys_are_noticed(place, tmp_path):
     plan = plan_of(place / "photos", tmp_path / "out", place / "model", options=ALL._replace(part=8))
     write_all(plan)
