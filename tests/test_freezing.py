@@ -69,6 +69,8 @@ def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
         {"layerscale": 0.1, "head": {"kind": "mlp", "hidden": 24}},
         {"num_classes": None, "pool": "mean", "class_token": False, "positions": "none"},
         {"positions": "sincos2d", "pool": "mean_then_norm"},
+        {"positions": {"kind": "learned2d", "where": "levels"}, "registers": 4, "qk_norm": True},
+        {"positions": "relative", "class_token": False, "pool": "mean", "norm": "rmsnorm", "activation": "swiglu"},
     ],
 )
 def test_every_parameter_is_of_one_part(stem, branches, settings):
@@ -83,16 +85,18 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
 
 
 def test_parts_of_representative_names():
-    parts = parts_of(vit(head={"kind": "mlp"}))
+    parts = parts_of(vit(head={"kind": "mlp"}, registers=4, qk_norm=True))
     for name, part in {
         "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
+        "registers": "registers",
         "positions.table": "positions",
         "norm.bias": "norms",
         "blocks.1.attn2.norm.weight": "norms",
         "blocks.0.ffn1.norm.bias": "norms",
         "blocks.0.attn1.qkv.bias": "attn",
         "blocks.1.attn2.out.weight": "attn",
+        "blocks.1.attn2.q_norm.bias": "attn",
         "blocks.0.ffn2.up.weight": "ffn",
         "blocks.0.ffn2.down.bias": "ffn",
         "blocks.0.ffn2.scale": "layerscale",

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import num_prefix
 from vitray.inspection.states import chunks, run_states
 from vitray.models.vit import ViT
 
@@ -33,10 +32,10 @@ class TokenNorms(NamedTuple):
 @torch.no_grad()
 def token_norms(vit: ViT, images_BCHW: Tensor, factor: float = OUTLIER_FACTOR) -> TokenNorms:
     """Return the length of every token at every state, and the patches that stand out."""
-    prefix = num_prefix(vit)
+    prefix = vit.num_prefix
     parts = [torch.stack([x_BND.norm(dim=2) for x_BND in run_states(vit, chunk)]) for chunk in chunks(vit, images_BCHW)]
     norms_SBN = torch.cat(parts, dim=1)
     patches_SBM = norms_SBN[..., prefix:]
     median_S = patches_SBM.flatten(1).median(dim=1).values
     is_outlier_SBM = patches_SBM > factor * median_S[:, None, None]
-    return TokenNorms(patches_SBM, norms_SBN[..., 0] if prefix else None, median_S, is_outlier_SBM)
+    return TokenNorms(patches_SBM, norms_SBN[..., 0] if vit.class_token is not None else None, median_S, is_outlier_SBM)

@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitray.inspection.attention_distance import AttentionSpread, attention_distances, patch_distances
-from vitray.inspection.levels import num_prefix
 from vitray.inspection.report.drawings import (
     DPI,
     Drawing,
@@ -46,7 +45,7 @@ def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
     top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
     drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
     for subject, spread in measured:
-        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), num_prefix(subject.vit)
+        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), subject.vit.num_prefix
         tokens = len(distances_MM) + prefix
         # Each query has its share of the class token too, and the distances do not count it.
         far, most = distances_MM.mean().item() * len(distances_MM) / tokens, math.log(tokens)
