@@ -265,7 +265,13 @@ def test_the_audit_matches_the_paper(first_branch, trained, share):
 
 
 def test_an_audit_table_is_aligned_markdown():
-    lines = audit_table(audit(vit())).splitlines()
+    lines = audit_table(
+        audit(
+            vit(
+                registers=4,
+            )
+        )
+    ).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert {line.count("|") for line in lines} == {6}
     assert set(lines[1]) == {"|", "-", ":"}
@@ -370,7 +376,7 @@ def test_a_head_is_kept_or_ends_in_zeros(old, new, new_head, is_kept):
             ["class_token: got true, wanted false", "class_token: got 64, wanted"],
         ),
         ({"pool": "mean"}, ['model.pool: got "token", wanted "mean"']),
-        ({"positions": "none"}, ['model.positions: got {"kind": "learned"}, wanted {"kind": "none"}']),
+        ({"positions": "none"}, ['model.positions: got {"kind": "learned", "where": "stem"}, wanted {"kind": "none"}']),
         ({"layerscale": None}, ["model.layerscale: got 0.1, wanted null", "blocks.0.attn1.scale: got 64, wanted none"]),
         ({"activation": "gelu_tanh"}, ['model.activation: got "gelu", wanted "gelu_tanh"']),
         ({"norm_eps": 1e-5}, ["model.norm_eps: got 1e-06, wanted 1e-05"]),
@@ -388,5 +394,7 @@ def test_another_network_is_refused(settings, parts):
 
 def test_frequencies_of_sincos_are_the_network():
     initial = vit(positions={"kind": "sincos2d", "frequencies": "big_vision"})
-    with pytest.raises(ConfigError, match=r'got {"kind": "sincos2d", "frequencies": "big_vision"}, wanted'):
+    with pytest.raises(
+        ConfigError, match=r'got {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}, wanted'
+    ):
         adapt(initial, model(positions="sincos2d"), "task.weights models/a", new_head=False)
