@@ -60,7 +60,7 @@ BAD_OVERRIDES = [
     ),
     (
         "task=finetune task.weights=a task.mode=norm task.also=[stem,head]",
-        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or positions or attn"],
+        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or registers or positions"],
     ),
     (
         "task=finetune task.weights=a task.mode=ffn task.first_branch=true",
@@ -168,7 +168,7 @@ def test_overrides_apply_to_the_recipe(tmp_path):
     assert run.model.image_size == (32, 64)
     # Another kind discards the other settings, in any order of the overrides.
     other = run.replace({"model.positions.frequencies": "big_vision", "model.positions.kind": "sincos2d"})
-    assert other.model.positions.model_dump() == {"kind": "sincos2d", "frequencies": "big_vision"}
+    assert other.model.positions.model_dump() == {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}
 
 
 def test_recompute_accepts_booleans_of_earlier_versions():
@@ -212,7 +212,7 @@ def test_omitted_settings_stay_omitted_in_a_replaced_run():
     seed=st.integers(0, 2**31),
     drop_path=st.floats(0, 0.99),
     size=st.sampled_from([32, 224, (32, 64)]),
-    positions=st.sampled_from(["learned", "sincos2d", "none"]),
+    positions=st.sampled_from(["learned", "learned2d", "sincos2d", "rope", "none"]),
     head=st.sampled_from(["linear", "mlp"]),
     classes=st.none() | st.integers(1, 10_000),
 )

@@ -107,6 +107,13 @@ ODD = [
     ("vit_u2x1_8", {"image_size": 32, "head": {"kind": "mlp", "hidden": 5}, "positions": "none", "pool": "mean"}),
     ("vit_u2x1_32_hmlp_bn", {"image_size": 64, "num_classes": None}),
     ("vit_s2x1_16_conv_ln", {"image_size": 96}),
+    ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned", "where": "levels"}, "registers": True}),
+    ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned2d", "where": "levels"}}),
+    ("vit_u3x1_8", {"image_size": [32, 48], "positions": {"kind": "learned2d", "where": "shared"}, "bias": False}),
+    ("vit_u2x2_8", {"image_size": [32, 48], "positions": "relative", "class_token": False, "pool": "mean"}),
+    ("vit_u2x2_8", {"image_size": 32, "positions": "rope", "qk_norm": True, "norm": "rmsnorm"}),
+    ("vit_u2x2_8", {"image_size": 32, "qk_norm": True, "bias": False, "activation": "swiglu"}),
+    ("vit_w192d2x1_8", {"image_size": 32, "qk_norm": True, "registers": 3, "activation": "swiglu"}),
 ]
 
 
@@ -116,7 +123,7 @@ def measured(model):
         vit, images = ViT(model.model_copy(update={"execution": "loop"})), torch.empty(1, 3, *model.image_shape)
     normalised = []
     for module in vit.modules():
-        if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
             module.register_forward_hook(lambda _module, _inputs, output: normalised.append(output.numel()))
     with FlopCounterMode(display=False) as flops:
         vit(images)

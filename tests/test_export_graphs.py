@@ -12,7 +12,8 @@ from networks import scrambled
 from vitray.config import Model
 from vitray.config.augmentation import Normalise
 from vitray.config.model_names import STEMS
-from vitray.models.blocks import Block, BlockSpec
+from vitray.models.blocks import Block
+from vitray.models.branches import BlockSpec
 from vitray.models.vit import ViT
 from vitray.serving.export.folding import FoldedBlock, Int8Linear, fold
 from vitray.serving.export.graphs import trace_program, write_onnx, write_torch_export
@@ -49,6 +50,26 @@ def test_a_folded_block_is_the_block(branches, layerscale, activation):
     block = scrambled(Block(spec)).double().requires_grad_(False)
     x_BND = torch.randn(3, 7, 64, dtype=torch.float64)
     assert torch.allclose(FoldedBlock(block)(x_BND), block(x_BND), atol=1e-12, rtol=1e-12)
+
+
+TURNED = {
+    "positions": "rope",
+    "qk_norm": True,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "registers": 4,
+    "bias": False,
+}
+RELATIVE = {"positions": "relative", "class_token": False, "pool": "mean", "qk_norm": True}
+LEVELS = {"positions": {"kind": "learned2d", "where": "levels"}, "registers": 2}
+
+
+@pytest.mark.parametrize("settings", [TURNED, RELATIVE, LEVELS])
+@pytest.mark.parametrize(
+    ("write", "ending"), [(write_torch_export, "pt2"), pytest.param(write_onnx, "onnx", marks=pytest.mark.slow)]
+)
+def test_networks_that_cannot_be_folded_are_exported_branch_by_branch(settings, write, ending, tmp_path):
+    assert graph_error(our_vit(name="vit_u2x2_16", **settings), write, tmp_path / f"model.{ending}") < 1e-4
 
 
 def test_folding_leaves_the_network_as_it_is():

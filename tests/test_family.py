@@ -171,6 +171,12 @@ def test_an_unknown_task_names_the_nearest(tmp_path):
         family(images(fresh().model, 1), ["bird"])
 
 
+def test_a_network_with_registers_is_refused(tmp_path):
+    save(tmp_path / "base", fresh(settings("vit_u2x1_8", registers=4)))
+    with pytest.raises(ConfigError, match="vit_u2x1_8 with registers, wanted a network without it"):
+        load_deltas(str(tmp_path / "base"), {"birds": str(tmp_path / "base")})
+
+
 def test_a_changed_base_is_refused(tmp_path):
     save(tmp_path / "base", fresh())
     save(tmp_path / "d", tuned(fresh()), tmp_path / "base")

@@ -69,6 +69,8 @@ def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
         {"layerscale": 0.1, "head": {"kind": "mlp", "hidden": 24}},
         {"num_classes": None, "pool": "mean", "class_token": False, "positions": "none"},
         {"positions": "sincos2d", "pool": "mean_then_norm"},
+        {"positions": {"kind": "learned2d", "where": "levels"}, "registers": 4, "qk_norm": True},
+        {"positions": "relative", "class_token": False, "pool": "mean", "norm": "rmsnorm", "activation": "swiglu"},
     ],
 )
 def test_every_parameter_is_of_one_part(stem, branches, settings):
@@ -83,16 +85,18 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
 
 
 def test_parts_of_representative_names():
-    parts = parts_of(vit(head={"kind": "mlp"}))
+    parts = parts_of(vit(head={"kind": "mlp"}, registers=4, qk_norm=True))
     for name, part in {
         "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
+        "registers": "registers",
         "positions.table": "positions",
         "norm.bias": "norms",
         "blocks.1.attn2.norm.weight": "norms",
         "blocks.0.ffn1.norm.bias": "norms",
         "blocks.0.attn1.qkv.bias": "attn",
         "blocks.1.attn2.out.weight": "attn",
+        "blocks.1.attn2.q_norm.bias": "attn",
         "blocks.0.ffn2.up.weight": "ffn",
         "blocks.0.ffn2.down.bias": "ffn",
         "blocks.0.ffn2.scale": "layerscale",
@@ -261,7 +265,13 @@ def test_the_audit_matches_the_paper(first_branch, trained, share):
 
 
 def test_an_audit_table_is_aligned_markdown():
-    lines = audit_table(audit(vit())).splitlines()
+    lines = audit_table(
+        audit(
+            vit(
+                registers=4,
+            )
+        )
+    ).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert {line.count("|") for line in lines} == {6}
     assert set(lines[1]) == {"|", "-", ":"}
@@ -366,7 +376,7 @@ def test_a_head_is_kept_or_ends_in_zeros(old, new, new_head, is_kept):
             ["class_token: got true, wanted false", "class_token: got 64, wanted"],
         ),
         ({"pool": "mean"}, ['model.pool: got "token", wanted "mean"']),
-        ({"positions": "none"}, ['model.positions: got {"kind": "learned"}, wanted {"kind": "none"}']),
+        ({"positions": "none"}, ['model.positions: got {"kind": "learned", "where": "stem"}, wanted {"kind": "none"}']),
         ({"layerscale": None}, ["model.layerscale: got 0.1, wanted null", "blocks.0.attn1.scale: got 64, wanted none"]),
         ({"activation": "gelu_tanh"}, ['model.activation: got "gelu", wanted "gelu_tanh"']),
         ({"norm_eps": 1e-5}, ["model.norm_eps: got 1e-06, wanted 1e-05"]),
@@ -384,5 +394,7 @@ def test_another_network_is_refused(settings, parts):
 
 def test_frequencies_of_sincos_are_the_network():
     initial = vit(positions={"kind": "sincos2d", "frequencies": "big_vision"})
-    with pytest.raises(ConfigError, match=r'got {"kind": "sincos2d", "frequencies": "big_vision"}, wanted'):
+    with pytest.raises(
+        ConfigError, match=r'got {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}, wanted'
+    ):
         adapt(initial, model(positions="sincos2d"), "task.weights models/a", new_head=False)

@@ -158,7 +158,7 @@ def test_heads_of_torchvision_are_demanded(tmp_path):
 def test_positions_without_a_table_are_demanded(tmp_path):
     path = write(tmp_path / "w.safetensors", narrow(pos_embed="none"))
     message = refusal(path, {"heads": 3})
-    assert "do not show positions (none or sincos2d; rope is refused)" in message
+    assert "do not show positions (none, sincos2d or rope)" in message
     settings = {"heads": 3, "positions": "none", "image_size": 32}
     _, ours = import_weights(path, settings=settings)
     assert difference(ours, narrow(pos_embed="none"), 32) < EXACT
@@ -169,7 +169,9 @@ def test_a_network_of_rope_is_not_read_as_deit(tmp_path):
     theirs = timm.create_model("vit_small_patch16_rope_ape_224", depth=1, embed_dim=192, num_heads=3)
     torch.save({"model": theirs.state_dict()}, tmp_path / "w.pth")
     message = refusal(tmp_path / "w.pth", {"heads": 3})
-    assert "do not show positions (learned, if the table of the file is all it has; rope is refused)" in message
+    assert (
+        "do not show positions (learned, if the table of the file is all it has; rope beside it is refused)" in message
+    )
 
 
 def test_a_fine_tuning_states_the_heads_of_its_weights(tmp_path):
@@ -270,7 +272,7 @@ def test_a_timm_folder_names_its_network(tmp_path):
     for folder, changes, reason in (
         ("unnamed", {"architecture": "vit_base_patch16_gap_224"}, "of vit_base_patch16_gap_224 do not show heads"),
         ("wider", {"architecture": "vit_small_patch8_224"}, "of vit_small_patch8_224 do not show heads"),
-        ("rope", {"architecture": "vit_tiny_patch8_rope_ape_32"}, "vitray has no network with rope"),
+        ("rope", {"architecture": "vit_tiny_patch8_rope_ape_32"}, "of timm's networks with rope vitray has vit_small"),
         ("map", {"global_pool": "map"}, "config.json: global_pool map"),
         ("other", {"model_args": {"act_layer": "relu"}}, "config.json: model_args has act_layer"),
     ):

@@ -649,6 +649,7 @@ def test_a_header_has_purpose_and_source(path):
     [
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6), ("finetune_transfer", 12),
         ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6), ("demo_stems", 12),
+        ("positions", 8), ("demo_positions", 10),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):

@@ -258,7 +258,7 @@ def test_google_shows_its_heads_and_not_its_fixed_positions(tmp_path):
     assert agree(ours(images()), source(images()))
     del arrays["pos_embedding"]  # big_vision computes sin-cos positions
     np.savez(tmp_path / "w.npz", **arrays)
-    with pytest.raises(ConfigError, match=r"do not show positions \(none or sincos2d; rope is refused\)"):
+    with pytest.raises(ConfigError, match=r"do not show positions \(none, sincos2d or rope\)"):
         import_weights(str(tmp_path / "w.npz"))
     source.pos_embed.data.copy_(F.pad(sincos2d((4, 4), WIDTH, "big_vision"), (0, 0, 1, 0)))
     fixed = {"kind": "sincos2d", "frequencies": "big_vision"}

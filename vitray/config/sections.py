@@ -3,6 +3,7 @@
 Only settings that some code reads are listed. Their docstrings are the text of docs/settings.md.
 """
 
+import json
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -54,27 +55,78 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, AfterValidator(_check_text)]
 
 
+Resample = Annotated[
+    Literal["google", "deit", "timm", "torchvision"],
+    Field(
+        description="Resizing of the tables to another grid, as the source of the weights does it. google: bilinear,"
+        " corners aligned; deit: bicubic; timm: bicubic, antialiased; torchvision: bicubic, corners aligned."
+    ),
+]
+Where = Annotated[
+    Literal["stem", "levels", "shared"],
+    Field(
+        description="Where the embedding is added. stem: after the stem; levels: before every level, each with its own;"
+        " shared: before every level, the same."
+    ),
+]
+
+
 class Learned(Section):
     """A trained vector per patch position."""
 
     kind: Literal["learned"] = "learned"
-    resample: Literal["google", "deit", "timm", "torchvision"] = "deit"
-    """Resizing of the table to another grid, as the source of the weights does it. google: bilinear, corners aligned;
-    deit: bicubic; timm: bicubic, antialiased; torchvision: bicubic, corners aligned."""
+    where: Where = "stem"
+    resample: Resample = "deit"
+
+
+class Learned2d(Section):
+    """A trained vector per column and one per row, half the width each, joined (ViT paper, D.4)."""
+
+    kind: Literal["learned2d"] = "learned2d"
+    where: Where = "stem"
+    resample: Resample = "deit"
 
 
 class SinCos2d(Section):
     """Fixed sines and cosines of row and column."""
 
     kind: Literal["sincos2d"] = "sincos2d"
+    where: Literal["stem", "shared"] = "stem"
+    """Where the embedding is added: after the stem, or before every level."""
     frequencies: Literal["big_vision", "mae"] = "mae"
     """Spacing of the frequencies. The two published spacings are not interchangeable."""
+
+
+class Relative(Section):
+    """A trained vector per offset of two patches in raster order, in every attention: the query's product with it is
+    added to the logit (ViT paper, D.4). For images of one size, and without a class token or registers."""
+
+    kind: Literal["relative"] = "relative"
+
+
+class Rope(Section):
+    """Axial rotary positions: attention turns half the channels of queries and keys by the column, half by the row."""
+
+    kind: Literal["rope"] = "rope"
+    base: Annotated[float, Field(gt=1, le=MOST_NUMBER)] = 100.0
+    """The frequencies are base^-(4k / channels of a head), k = 0, 1, ...; 100 is that of RoPE-ViT."""
 
 
 class NoPositions(Section):
     """No position embedding."""
 
     kind: Literal["none"] = "none"
+
+
+Positions = Learned | Learned2d | SinCos2d | Relative | Rope | NoPositions
+
+
+MOST_REGISTERS = 1024
+
+
+def _count_registers(value: Any) -> Any:
+    """Read true as the four registers of Darcet et al., "Vision Transformers Need Registers", and false as none."""
+    return (4 if value else 0) if isinstance(value, bool) else value
 
 
 class LinearHead(Section):
@@ -108,8 +160,10 @@ class Model(Section):
     pool: Literal["token", "mean", "mean_then_norm"] = "token"
     """Input of the head: the class token, the mean of the normalised patches, or the normalised mean of the patches
     (MAE; `avg` in timm)."""
-    positions: Annotated[Learned | SinCos2d | NoPositions, Field(discriminator="kind"), one_of("learned")] = Learned()
-    """Position embedding."""
+    registers: Annotated[int, Field(ge=0, le=MOST_REGISTERS), BeforeValidator(_count_registers)] = 0
+    """Learned tokens between the class token and the patches, which no pool reads; true: 4."""
+    positions: Annotated[Positions, Field(discriminator="kind"), one_of("learned")] = Learned()
+    """Positions of the patches."""
     head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), one_of("linear")] = LinearHead()
     """Classification head."""
     layerscale: Positive | None = None
@@ -123,8 +177,15 @@ class Model(Section):
     """Dropout after position embeddings and every dense layer except query, key and value (ViT paper, B.1)."""
     heads: Size | None = None
     """Attention heads of each branch; null: those of the name, 64 channels each but for u (32) and h (80)."""
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """gelu_tanh is the tanh approximation, which Google's weights use."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    """gelu_tanh is the tanh approximation, which Google's weights use. swiglu gates SiLU by a second product; its inner
+    width is 8/3 of the width, rounded up to a multiple of 8, instead of 4."""
+    qk_norm: bool = False
+    """Normalises the queries and keys of each head, by a norm of the kind of `norm`."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before every branch and before the head. rmsnorm neither centres nor shifts."""
+    bias: bool = True
+    """false: linear layers and norms of the blocks, and the last norm, have no biases; stem and head keep theirs."""
     norm_eps: Positive = 1e-6
     """Epsilon of the normalisation layers."""
     execution: Literal["loop", "fused", "auto"] = "auto"
@@ -149,6 +210,16 @@ class Model(Section):
             raise ValueError(f"sincos2d positions need a width divisible by 4, {self.name} has {self.shape.size}")
         if self.shape.size % self.num_heads:
             raise ValueError(f"heads {self.heads} do not divide the width of {self.name}, {self.shape.size}")
+        if self.positions.kind == "rope" and self.head_size % 4:
+            raise ValueError(
+                "rope positions turn pairs of channels, half by column, half by row: they need a head size divisible by"
+                f" 4, {self.name} with {self.num_heads} heads has {self.head_size}"
+            )
+        if self.positions.kind == "relative" and self.num_prefix:
+            raise ValueError(
+                f"relative positions are offsets between patches: got class_token {json.dumps(self.class_token)} and"
+                f" registers {self.registers}, wanted false and 0, with pool mean or mean_then_norm"
+            )
         if self.execution == "fused" and self.dropout:
             raise ValueError(
                 f"execution fused is not exact with dropout {self.dropout}, which acts between the products that fusing"
@@ -167,13 +238,32 @@ class Model(Section):
         return self.heads or self.shape.heads
 
     @property
+    def head_size(self) -> int:
+        """Channels of each head."""
+        return self.shape.size // self.num_heads
+
+    @property
+    def num_prefix(self) -> int:
+        """Tokens before the patches."""
+        return self.class_token + self.registers
+
+    @property
+    def num_tables(self) -> int:
+        """How many trained embeddings of all patches are added, at the stem and at later levels."""
+        if not isinstance(self.positions, Learned | Learned2d):
+            return 0
+        return self.shape.depth if self.positions.where == "levels" else 1
+
+    @property
     def _matrix_parameters(self) -> int:
         """Parameters of blocks, stem, positions and head without their vectors: the bulk of any network."""
         shape, classes = self.shape, self.num_classes or 0
         hidden = (self.head.hidden or shape.size) if isinstance(self.head, MlpHead) else 0
         head = hidden * (shape.size + classes) if hidden else shape.size * classes
         blocks = 12 * shape.depth * shape.branches * shape.size**2
-        positions = math.prod(self.grid) * shape.size * (self.positions.kind == "learned")
+        positions = math.prod(self.grid) * shape.size * self.num_tables
+        if self.positions.kind == "relative":
+            positions = shape.depth * shape.branches * (2 * math.prod(self.grid) - 1) * self.head_size
         return blocks + 3 * shape.patch**2 * shape.size + positions + (head if classes else 0)
 
     @property

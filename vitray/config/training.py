@@ -107,7 +107,7 @@ class SupervisedSettings(Section):
     smoothing: Smoothing = 0.0
 
 
-Part = Literal["stem", "class_token", "positions", "norms", "attn", "ffn", "layerscale", "head"]
+Part = Literal["stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head"]
 Mode = Literal["full", "attn", "ffn", "head", "norm"]
 
 # The code of "Three things" trains the positions with the attention, because a finer grid has new ones.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import check_levels, grid_of, images_at_once, num_prefix, run_levels
+from vitray.inspection.levels import check_levels, grid_of, images_at_once, run_levels
 from vitray.models.vit import ViT
 
 
@@ -32,7 +32,7 @@ def attention_distances(vit: ViT, images_BCHW: Tensor, chosen: Sequence[int] | N
     `chosen` are the levels that are inspected, counted from 0, in ascending order; by default all.
     """
     chosen = range(len(vit.blocks)) if chosen is None else check_levels(vit, chosen)
-    grid, prefix = grid_of(vit, images_BCHW), num_prefix(vit)
+    grid, prefix = grid_of(vit, images_BCHW), vit.num_prefix
     distances_MM = patch_distances(grid, vit.stem.patch).to(images_BCHW)
     chunks = [
         [

@@ -125,11 +125,11 @@ def branch_sums(vit: ViT, images_BCHW: Tensor) -> BranchSums:
 def _outputs(passed: Sequence[Level]) -> Iterator[list[list[Tensor]]]:
     """Yield, for each half of a level, the outputs (BND) of each branch in parts of the batch."""
     block = passed[0].block
-    inputs = [level.input for level in passed]
-    for branches in (block.attentions, block.feedforwards):
-        outputs = [[branch(x_BND, dropout=0.0) for x_BND in inputs] for branch in branches]
-        inputs = [x_BND + sum(parts) for x_BND, *parts in zip(inputs, *outputs, strict=True)]
-        yield outputs
+    inputs, positions = [level.input for level in passed], passed[0].positions
+    outputs = [[branch(x_BND, 0.0, positions) for x_BND in inputs] for branch in block.attentions]
+    yield outputs
+    inputs = [x_BND + sum(parts) for x_BND, *parts in zip(inputs, *outputs, strict=True)]
+    yield [[branch(x_BND, 0.0) for x_BND in inputs] for branch in block.feedforwards]
 
 
 def _sums_of_half(outputs: list[list[Tensor]]) -> HalfSums:

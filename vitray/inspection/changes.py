@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.config import Learned
 from vitray.inspection.levels import grid_of
 from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import Kind, aligned, named_tensors
-from vitray.models.positions import resample
 from vitray.models.vit import ViT
 
 Status = Literal["equal", "changed", "new", "gone", "reshaped"]
@@ -75,11 +73,8 @@ def tensor_changes(base: ViT, other: ViT) -> list[TensorChange]:
 
 
 def _comparable_state(base: ViT, other: ViT) -> dict[str, Tensor]:
-    state, kind = base.state_dict(), base.positions.kind
-    grids = base.model.grid, other.model.grid
-    if isinstance(kind, Learned) and isinstance(other.positions.kind, Learned) and grids[0] != grids[1]:
-        state["positions.table"] = resample(state["positions.table"], *grids, kind.resample)
-    return state
+    is_same_kind = base.model.positions.kind == other.model.positions.kind
+    return base.state_dict() | (base.positions_at(other.model.grid) if is_same_kind else {})
 
 
 @torch.no_grad()
@@ -106,7 +101,8 @@ def tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
     """Return the number and the kind of a network's tokens for images, in words."""
     rows, columns = grid_of(vit, images_BCHW)
     token = "" if vit.class_token is None else "a class token and "
-    return f"{len(vit.blocks)} levels with {token}{rows} x {columns} patches of width {vit.model.shape.size}"
+    registers = f"{vit.model.registers} registers and " if vit.model.registers else ""
+    return f"{len(vit.blocks)} levels with {token}{registers}{rows} x {columns} patches of width {vit.model.shape.size}"
 
 
 def _state_change(old_BND: Tensor, new_BND: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 The network computes with its own kernels throughout. Attention weights are computed beside it from a level's input, so
 that its outputs stay the same bits, and only one level's weights exist at a time.
 
-Shapes: B images, C colours, H x W pixels, N tokens (the class token first, then patches row by row), D width; of
-attention weights (BHNN), H heads.
+Shapes: B images, C colours, H x W pixels, N tokens (the class token first, then registers, then patches row by row),
+D width; of attention weights (BHNN), H heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitray.errors import ConfigError
 from vitray.models.blocks import Block
+from vitray.models.positions import AttentionPositions, Places
 from vitray.models.vit import ViT
 
 # The largest explicit attention of one branch in bytes, where a single image allows it. Reductions need a few copies.
@@ -27,22 +28,24 @@ class Level(NamedTuple):
     block: Block
     input: Tensor
     output: Tensor
+    positions: AttentionPositions
 
     def attention(self) -> Iterator[Tensor]:
         """Yield the attention weights of one branch after another, BHNN."""
         for branch in self.block.attentions:
-            yield branch.weights(self.input)
+            yield branch.weights(self.input, self.positions)
 
 
 def run_levels(vit: ViT, images_BCHW: Tensor) -> Iterator[Level]:
     """Yield each level with its input and output. `vit.head(vit.pooled(last.output))` are the logits."""
     check_network(vit)
     x_BND, grid = vit.stem(images_BCHW)
-    x_BND = vit.first_input(vit.positions(x_BND, grid))
+    output_BND, places = vit.first_input(vit.positions(x_BND, grid)), Places(grid)
+    positions = vit.attention_positions(places)
     for index, block in enumerate(blocks(vit)):
-        output_BND = block(x_BND)
-        yield Level(index, block, x_BND, output_BND)
-        x_BND = output_BND
+        x_BND = vit.level_input(index, output_BND, places)
+        output_BND = block(x_BND, positions=positions)
+        yield Level(index, block, x_BND, output_BND, positions)
 
 
 def blocks(vit: ViT) -> list[Block]:
@@ -71,13 +74,8 @@ def grid_of(vit: ViT, images_BCHW: Tensor) -> tuple[int, int]:
     return height // vit.stem.patch, width // vit.stem.patch
 
 
-def num_prefix(vit: ViT) -> int:
-    """Return the number of tokens before the patches."""
-    return 0 if vit.class_token is None else 1
-
-
 def images_at_once(vit: ViT, images_BCHW: Tensor) -> int:
     """Return the number of images whose attention weights are computed together."""
     rows, columns = grid_of(vit, images_BCHW)
-    tokens = rows * columns + num_prefix(vit)
+    tokens = rows * columns + vit.num_prefix
     return max(1, MAX_ATTENTION_BYTES // (blocks(vit)[0].heads * tokens**2 * images_BCHW.element_size()))

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.config import NoPositions
 from vitray.models.vit import ViT
 
 
@@ -15,11 +14,13 @@ from vitray.models.vit import ViT
 def position_similarity(vit: ViT, grid: tuple[int, int] | None = None) -> Tensor | None:
     """Return the cosine of every pair of position embeddings, RQRQ, or None for a network without them.
 
+    Of a network that adds others before every level, those of the stem.
+
     By default on the network's own grid; on another grid, those that the network adds there.
     """
-    if isinstance(vit.positions.kind, NoPositions):
-        return None
     rows, columns = grid or vit.model.grid
-    nothing_1ND = vit.norm.weight.new_zeros(1, rows * columns, vit.model.shape.size)
-    units_ND = F.normalize(vit.positions(nothing_1ND, (rows, columns))[0].double(), dim=1)
+    table_ND = vit.positions.embedding((rows, columns))
+    if table_ND is None:
+        return None
+    units_ND = F.normalize(table_ND.double(), dim=1)
     return (units_ND @ units_ND.T).view(rows, columns, rows, columns)

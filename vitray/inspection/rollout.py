@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import blocks, check_network, grid_of, images_at_once, num_prefix, run_levels
-from vitray.models.blocks import Trace
+from vitray.inspection.levels import blocks, check_network, grid_of, images_at_once, run_levels
+from vitray.models.branches import Trace
 from vitray.models.vit import ViT
 
 
@@ -65,7 +65,7 @@ def rollout_through(rollout_BNN: Tensor | None, sum_BNN: Tensor) -> Tensor:
 
 def output_query(vit: ViT, like: Tensor) -> Tensor:
     """Return the share of each token in the pooled output, N: the class token, or the mean of the patches."""
-    tokens, first = like.shape[-1], num_prefix(vit)
+    tokens, first = like.shape[-1], vit.num_prefix
     query_N = torch.zeros(tokens, dtype=like.dtype, device=like.device)
     if vit.model.pool == "token":
         query_N[0] = 1
@@ -110,7 +110,7 @@ def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tens
         with torch.enable_grad():
             trace: Trace = {}
             x_BND = level.input.detach().requires_grad_()
-            output_BND = level.block(x_BND, trace)
+            output_BND = level.block(x_BND, trace, positions=level.positions)
             gradient_BND, *gradients = torch.autograd.grad(output_BND, [x_BND, *trace.values()], gradient_BND)
         pairs = zip(trace.values(), gradients, strict=True)
         sum_BNN = sum_of_branches((weights.detach() * gradient).relu() for weights, gradient in pairs)
@@ -119,4 +119,4 @@ def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tens
 
 
 def _on_grid(vit: ViT, map_BN: Tensor, grid: tuple[int, int]) -> Tensor:
-    return map_BN[:, num_prefix(vit) :].unflatten(1, grid)
+    return map_BN[:, vit.num_prefix :].unflatten(1, grid)

@@ -73,7 +73,7 @@ def _pooled(vit: ViT, x_BND: Tensor) -> Tensor:
     """The class token or the mean of the patches, B1D, before the norm."""
     if vit.model.pool == "token":
         return x_BND[:, :1]
-    return x_BND[:, 0 if vit.class_token is None else 1 :].mean(dim=1, keepdim=True)
+    return x_BND[:, vit.num_prefix :].mean(dim=1, keepdim=True)
 
 
 def gram(parts: Sequence[Tensor]) -> Tensor:

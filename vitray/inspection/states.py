@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from vitray.inspection.levels import grid_of, num_prefix, run_levels
+from vitray.inspection.levels import grid_of, run_levels
 from vitray.models.vit import ViT
 
 # The tokens of the images that pass a level together, in bytes; a level needs about ten times this.
@@ -26,5 +26,5 @@ def run_states(vit: ViT, images_BCHW: Tensor) -> Iterator[Tensor]:
 def chunks(vit: ViT, images_BCHW: Tensor) -> tuple[Tensor, ...]:
     """Return the batch in parts that pass the network together."""
     rows, columns = grid_of(vit, images_BCHW)
-    state_bytes = (rows * columns + num_prefix(vit)) * vit.model.shape.size * images_BCHW.element_size()
+    state_bytes = (rows * columns + vit.num_prefix) * vit.model.shape.size * images_BCHW.element_size()
     return images_BCHW.split(max(1, MAX_STATE_BYTES // state_bytes))

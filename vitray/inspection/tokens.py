@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitray.inspection.levels import num_prefix
 from vitray.inspection.states import chunks, run_states
 from vitray.models.vit import ViT
 
@@ -34,10 +33,11 @@ class TokenNorms(NamedTuple):
 @torch.no_grad()
 def token_norms(vit: ViT, images_BCHW: Tensor, factor: float = OUTLIER_FACTOR) -> TokenNorms:
     """Return the length of every token at every state, and the patches that stand out."""
-    prefix = num_prefix(vit)
+    prefix = vit.num_prefix
     parts = [torch.stack([x_BND.norm(dim=2) for x_BND in run_states(vit, chunk)]) for chunk in chunks(vit, images_BCHW)]
     norms_SBN = torch.cat(parts, dim=1)
-    return _with_outliers(norms_SBN[..., prefix:], norms_SBN[..., 0] if prefix else None, factor)
+    class_token_SB = norms_SBN[..., 0] if vit.class_token is not None else None
+    return _with_outliers(norms_SBN[..., prefix:], class_token_SB, factor)
 
 
 def join_token_norms(parts: Sequence[TokenNorms], factor: float = OUTLIER_FACTOR) -> TokenNorms:

@@ -5,95 +5,25 @@ Shapes: B images, N tokens, D width, H heads, P parallel branches, K channels in
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Execution = Literal["loop", "fused", "auto"]
-Trace = dict[str, Tensor]
-
-
-class BlockSpec(NamedTuple):
-    """The settings of a block."""
-
-    width: int
-    heads: int
-    branches: int = 1
-    layerscale: float | None = None
-    drop_path: float = 0.0
-    dropout: float = 0.0
-    activation: str = "gelu"
-    norm_eps: float = 1e-6
-    execution: Execution = "auto"
-
-
-class Attention(nn.Module):
-    """One attention branch, without the residual connection."""
-
-    def __init__(self, spec: BlockSpec) -> None:
-        super().__init__()
-        self.heads = spec.heads
-        self.norm = nn.LayerNorm(spec.width, eps=spec.norm_eps)
-        self.qkv = nn.Linear(spec.width, 3 * spec.width)
-        self.out = nn.Linear(spec.width, spec.width)
-        self.scale = _layerscale(spec)
-
-    def forward(self, x_BND: Tensor, dropout: float, trace: Trace | None = None, key: str = "") -> Tensor:
-        h_BND = attend(self.qkv(self.norm(x_BND)), self.heads, trace, key)
-        h_BND = F.dropout(self.out(h_BND), dropout, self.training)
-        return h_BND if self.scale is None else h_BND * self.scale
-
-    def weights(self, x_BND: Tensor) -> Tensor:
-        """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
-        q_BHNd, k_BHNd, _ = split_heads(self.qkv(self.norm(x_BND)), self.heads)
-        return attention_weights(q_BHNd, k_BHNd)
-
-
-class FeedForward(nn.Module):
-    """One feed-forward branch, without the residual connection."""
-
-    def __init__(self, spec: BlockSpec) -> None:
-        super().__init__()
-        self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
-        self.norm = nn.LayerNorm(spec.width, eps=spec.norm_eps)
-        self.up = nn.Linear(spec.width, 4 * spec.width)
-        self.down = nn.Linear(4 * spec.width, spec.width)
-        self.scale = _layerscale(spec)
-
-    def forward(self, x_BND: Tensor, dropout: float) -> Tensor:
-        h_BNK = F.gelu(self.up(self.norm(x_BND)), approximate=self.approximate)
-        h_BND = F.dropout(self.down(F.dropout(h_BNK, dropout, self.training)), dropout, self.training)
-        return h_BND if self.scale is None else h_BND * self.scale
-
-
-Branches = tuple[Attention, ...] | tuple[FeedForward, ...]
-
-
-def _layerscale(spec: BlockSpec) -> nn.Parameter | None:
-    return None if spec.layerscale is None else nn.Parameter(torch.full((spec.width,), spec.layerscale))
-
-
-def attend(qkv_BNK: Tensor, heads: int, trace: Trace | None = None, key: str = "") -> Tensor:
-    """Return self-attention of concatenated queries, keys and values; a trace receives the weights (BHNN)."""
-    q, k, v = split_heads(qkv_BNK, heads)
-    if trace is None:
-        h_BHNd = F.scaled_dot_product_attention(q, k, v)
-    else:
-        trace[key] = attention_weights(q, k)
-        h_BHNd = trace[key] @ v
-    return h_BHNd.transpose(1, 2).flatten(2)
-
-
-def split_heads(qkv_BNK: Tensor, heads: int) -> Tensor:
-    """Return queries, keys and values as one tensor, 3BHNd."""
-    return qkv_BNK.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-
-
-def attention_weights(q_BHNd: Tensor, k_BHNd: Tensor) -> Tensor:
-    """Return the explicit attention weights, BHNN: each query's row sums to one."""
-    return (q_BHNd @ k_BHNd.transpose(-2, -1) * q_BHNd.shape[-1] ** -0.5).softmax(dim=-1)
+from vitray.models.branches import (
+    Attention,
+    BlockSpec,
+    Branches,
+    FeedForward,
+    Trace,
+    activate,
+    join_heads,
+    place,
+    split_heads,
+)
+from vitray.models.norms import bias_of, normalise, normalise_heads
+from vitray.models.positions import NOWHERE, AttentionPositions
 
 
 class Block(nn.Module):
@@ -105,8 +35,7 @@ class Block(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.width, self.heads, self.branches = spec.width, spec.heads, spec.branches
-        self.drop_path, self.dropout = spec.drop_path, spec.dropout
-        self.norm_eps, self.execution = spec.norm_eps, spec.execution
+        self.drop_path, self.dropout, self.execution = spec.drop_path, spec.dropout, spec.execution
         self.attentions = tuple(Attention(spec) for _ in range(spec.branches))
         self.feedforwards = tuple(FeedForward(spec) for _ in range(spec.branches))
         # Named attn1, attn2, ... and ffn1, ffn2, ..., as in `trace["block07.attn1"]`.
@@ -115,11 +44,18 @@ class Block(nn.Module):
                 self.add_module(f"{name}{index}", branch)
         self._fused: dict[type, tuple[Any, FusedWeights]] = {}
 
-    def forward(self, x_BND: Tensor, trace: Trace | None = None, key: str = "block") -> Tensor:
+    def forward(
+        self,
+        x_BND: Tensor,
+        trace: Trace | None = None,
+        key: str = "block",
+        positions: AttentionPositions = NOWHERE,
+    ) -> Tensor:
+        """Return the output of the level; a `trace` receives each branch's attention weights."""
         # A trace needs the attention weights of each branch, so it excludes fusing.
         if trace is None and self._is_fused(x_BND):
-            return self.feed(self._attend_fused(x_BND), True)
-        return self.feed(self._attend_loop(x_BND, trace, key), False)
+            return self.feed(self._attend_fused(x_BND, positions), True)
+        return self.feed(self._attend_loop(x_BND, trace, key, positions), False)
 
     def feed(self, x_BND: Tensor, fused: bool) -> Tensor:
         """Return the second half of the level: the input plus all feed-forward outputs."""
@@ -142,9 +78,11 @@ class Block(nn.Module):
 
     # ---- one by one --------------------------------------------------------------------------------------------------
 
-    def _attend_loop(self, x_BND: Tensor, trace: Trace | None, key: str) -> Tensor:
+    def _attend_loop(
+        self, x_BND: Tensor, trace: Trace | None, key: str, positions: AttentionPositions = NOWHERE
+    ) -> Tensor:
         numbered = enumerate(self.attentions, start=1)
-        outputs = (branch(x_BND, self.dropout, trace, f"{key}.attn{index}") for index, branch in numbered)
+        outputs = (branch(x_BND, self.dropout, positions, trace, f"{key}.attn{index}") for index, branch in numbered)
         return self._add_loop(x_BND, outputs)
 
     def _feed_loop(self, x_BND: Tensor) -> Tensor:
@@ -158,27 +96,32 @@ class Block(nn.Module):
 
     # ---- fused -------------------------------------------------------------------------------------------------------
 
-    def _attend_fused(self, x_BND: Tensor) -> Tensor:
+    def _attend_fused(self, x_BND: Tensor, positions: AttentionPositions) -> Tensor:
         weights = self._fused_weights(self.attentions, x_BND)
-        qkv_BNK = F.linear(self._normalised(x_BND), weights.weight_in, weights.bias_in)
-        return self._add_fused(x_BND, attend(qkv_BNK, self.heads * self.branches), weights)
+        qkv_BNK = F.linear(normalise(x_BND, self.attentions[0].norm), weights.weight_in, weights.bias_in)
+        q, k, v = split_heads(qkv_BNK, self.heads * self.branches)
+        if q_norms := [branch.q_norm for branch in self.attentions if branch.q_norm is not None]:
+            k_norms = [branch.k_norm for branch in self.attentions if branch.k_norm is not None]
+            q, k = normalise_heads(q, q_norms).type_as(v), normalise_heads(k, k_norms).type_as(v)
+        tables: list[Tensor] = [branch.relative for branch in self.attentions if branch.relative is not None]
+        q, k, bias = place(q, k, positions, torch.stack(tables) if tables else None)
+        h_BNK = join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+        return self._add_fused(x_BND, h_BNK, weights)
 
     def _feed_fused(self, x_BND: Tensor) -> Tensor:
-        weights = self._fused_weights(self.feedforwards, x_BND)
-        h_BNK = F.linear(self._normalised(x_BND), weights.weight_in, weights.bias_in)
-        return self._add_fused(x_BND, F.gelu(h_BNK, approximate=self.feedforwards[0].approximate), weights)
-
-    def _normalised(self, x_BND: Tensor) -> Tensor:
-        """LayerNorm without weight and bias: those are folded into the fused weights."""
-        return F.layer_norm(x_BND, (self.width,), eps=self.norm_eps)
+        weights, first = self._fused_weights(self.feedforwards, x_BND), self.feedforwards[0]
+        h_BNK = F.linear(normalise(x_BND, first.norm), weights.weight_in, weights.bias_in)
+        return self._add_fused(x_BND, activate(h_BNK, first.activation), weights)
 
     def _add_fused(self, x_BND: Tensor, h_BNK: Tensor, weights: "FusedWeights") -> Tensor:
         factors = self._drop_path_factors(x_BND)
+        bias_PD = weights.bias_out
         if factors is None:
-            return x_BND + F.linear(h_BNK, weights.weight_out, weights.bias_out.sum(0))
+            return x_BND + F.linear(h_BNK, weights.weight_out, None if bias_PD is None else bias_PD.sum(0))
         # Dropping a branch removes its inner channels and its bias.
         h_BNK = (h_BNK.unflatten(-1, (self.branches, -1)) * factors[:, None, :, None]).flatten(-2)
-        return x_BND + F.linear(h_BNK, weights.weight_out) + (factors @ weights.bias_out.to(factors))[:, None, :]
+        x_BND = x_BND + F.linear(h_BNK, weights.weight_out)
+        return x_BND if bias_PD is None else x_BND + (factors @ bias_PD.to(factors))[:, None, :]
 
     def _fused_weights(self, branches: Branches, x_BND: Tensor) -> "FusedWeights":
         """The fused weights: computed anew under autograd, otherwise cached until a parameter changes."""
@@ -189,7 +132,8 @@ class Block(nn.Module):
         version = dtype, [(p.data_ptr(), p._version) for branch in branches for p in branch.parameters()]
         cached = self._fused.get(type(branches[0]))
         if cached is None or cached[0] != version:
-            cached = version, FusedWeights(*(tensor.to(dtype) for tensor in fuse_weights(branches)))
+            tensors = (None if tensor is None else tensor.to(dtype) for tensor in fuse_weights(branches))
+            cached = version, FusedWeights(*tensors)  # pyright: ignore[reportArgumentType]
             self._fused[type(branches[0])] = cached
         return cached[1]
 
@@ -207,9 +151,9 @@ class FusedWeights(NamedTuple):
     """The weights of all branches as one input and one output product, with norms and LayerScale folded in."""
 
     weight_in: Tensor
-    bias_in: Tensor
+    bias_in: Tensor | None
     weight_out: Tensor
-    bias_out: Tensor  # PD: one row per branch, for drop path
+    bias_out: Tensor | None  # PD: one row per branch, for drop path
 
 
 def fuse_weights(branches: Branches) -> FusedWeights:
@@ -220,19 +164,23 @@ def fuse_weights(branches: Branches) -> FusedWeights:
     """
     weights_in, biases_in, weights_out, biases_out = [], [], [], []
     for branch in branches:
+        # Query, key and value, or gate and value, each hold all branches in a row.
         if isinstance(branch, Attention):
-            first, last, groups = branch.qkv, branch.out, 3  # query, key and value each hold all branches in a row
+            first, last, groups = branch.qkv, branch.out, 3
         else:
-            first, last, groups = branch.up, branch.down, 1
+            first, last, groups = branch.up, branch.down, 2 if branch.activation == "swiglu" else 1
         weights_in.append((first.weight * branch.norm.weight).unflatten(0, (groups, -1)))
-        biases_in.append((first.weight @ branch.norm.bias + first.bias).unflatten(0, (groups, -1)))
         weights_out.append(last.weight if branch.scale is None else branch.scale[:, None] * last.weight)
-        biases_out.append(last.bias if branch.scale is None else branch.scale * last.bias)
+        if first.bias is not None:
+            shift = bias_of(branch.norm)
+            bias = first.bias if shift is None else first.weight @ shift + first.bias
+            biases_in.append(bias.unflatten(0, (groups, -1)))
+            biases_out.append(last.bias if branch.scale is None else branch.scale * last.bias)
     return FusedWeights(
         torch.cat(weights_in, dim=1).flatten(0, 1),
-        torch.cat(biases_in, dim=1).flatten(0, 1),
+        torch.cat(biases_in, dim=1).flatten(0, 1) if biases_in else None,
         torch.cat(weights_out, dim=1),
-        torch.stack(biases_out),
+        torch.stack(biases_out) if biases_out else None,
     )
 
 

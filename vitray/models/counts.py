@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vitray.config import Model
-from vitray.models.sizes import sizes_of
+from vitray.config import Learned, Learned2d, Model
+from vitray.models.sizes import inner_width, sizes_of
 from vitray.models.vit import ViT
 
 
@@ -48,35 +48,41 @@ def diagram(model: Model, counts: Counts) -> str:
     with torch.device("meta"):
         vit = ViT(model)
     shape, (height, width), (rows, columns) = model.shape, model.image_shape, model.grid
-    tokens = rows * columns + model.class_token
+    tokens = rows * columns + model.num_prefix
 
     def size(*modules: nn.Module) -> str:
         return _amount(sum(parameter.numel() for module in modules for parameter in module.parameters()))
 
     stem = " > ".join(_layer(layer) for layer in vit.stem.proj)
     scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
-    inner = {"attn": f"{model.num_heads} heads", "ffn": f"{shape.size} > {4 * shape.size} > {shape.size}"}
+    heads = f"{model.num_heads} heads{' with norms' if model.qk_norm else ''}"
+    gates = " gated" if model.activation == "swiglu" else ""
+    hidden = f"{shape.size} > {inner_width(shape.size, model.activation)}{gates} > {shape.size}"
+    norm = "norm" if model.norm == "layernorm" else model.norm
     block: list[tuple[str, str]] = []
-    for part, text in inner.items():
+    for part, text in (("attn", heads), ("ffn", hidden)):
         for branch in range(1, shape.branches + 1):
             module = vit.blocks[0].get_submodule(f"{part}{branch}")
             fork = "──" if shape.branches == 1 else "┬─" if branch == 1 else "└─" if branch == shape.branches else "├─"
-            block.append((f"│ {fork} norm > {part}{branch} {text}{scale}", size(module)))
+            block.append((f"│ {fork} {norm} > {part}{branch} {text}{scale}", size(module)))
         block.append(("⊕ add", ""))
     positions, head = model.positions.kind, "no head"
-    if model.positions.kind == "learned":
+    if isinstance(model.positions, Learned | Learned2d):
         positions += f", resized as {model.positions.resample}"
+    if vit.where != "stem":
+        positions += f", before every level{' the same' if vit.where == 'shared' else ''}"
     if model.num_classes:
         head = f"head {model.head.kind} > {model.num_classes} classes"
     lines = [
         (f"image 3 x {height} x {width}", ""),
         (f"stem {shape.stem}: {stem}", size(vit.stem)),
-        (f"{rows} x {columns} patches + positions ({positions})", size(vit.positions)),
+        (f"{rows} x {columns} patches + positions ({positions})", size(vit.positions, vit.level_positions)),
         *([("class token first", _amount(shape.size))] if model.class_token else []),
+        *([(f"{model.registers} registers next", _amount(shape.size * model.registers))] if model.registers else []),
         (f"┌ {shape.depth} levels on {tokens} tokens of {shape.size}", f"{size(*vit.blocks)} in all"),
         *block,
         ("└", ""),
-        (f"norm, pool {model.pool}", size(vit.norm)),
+        (f"{norm}, pool {model.pool}", size(vit.norm)),
         (head, size(vit.head)),
     ]
     left = max(len(text) for text, _ in lines) + 2

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import SinCos2d
-from vitray.models.blocks import Block, BlockSpec
+from vitray.models.blocks import Block
+from vitray.models.branches import BlockSpec
 from vitray.models.positions import Grid, Positions
 from vitray.models.vit import initialise_linear
 

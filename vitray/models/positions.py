@@ -1,15 +1,16 @@
 """Position embeddings: learned, fixed sin-cos or none, and the four published ways to resize a learned table.
 
-Shapes: B images, N patches (row by row), D width.
+Shapes: B images, N patches (row by row) or tokens, D width, M selected patches.
 """
 
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.config import Learned, NoPositions, SinCos2d
+from vitray.config import Learned, Learned2d, NoPositions, Relative, Rope, SinCos2d
+from vitray.config import Positions as Kind
 
 Grid = tuple[int, int]
 
@@ -21,6 +22,26 @@ RESAMPLE: dict[str, dict[str, bool | str]] = {
     "timm": {"mode": "bicubic", "align_corners": False, "antialias": True},
     "torchvision": {"mode": "bicubic", "align_corners": True},
 }
+
+
+class Places(NamedTuple):
+    """The places of the patches that a network sees: all of a grid, or some of it."""
+
+    grid: Grid
+    chosen: Tensor | None = None
+    """The patches of each image, BM; None for all."""
+
+
+class AttentionPositions(NamedTuple):
+    """The positions that act inside attention, the same for every level."""
+
+    rotation: Tensor | None = None
+    """Of axial rotary positions: the cosines and sines of each token, 2(1 or B)1Nd."""
+    offset: Tensor | None = None
+    """Of relative positions: the row of the table for each pair of patches, (1 or B)1NN."""
+
+
+NOWHERE = AttentionPositions()
 
 
 def resample(table_ND: Tensor, old: Grid, new: Grid, convention: str) -> Tensor:
@@ -45,24 +66,65 @@ def sincos2d(grid: Grid, width: int, frequencies: str) -> Tensor:
 class Positions(nn.Module):
     """Adds a position embedding to each patch, on the original grid or another one."""
 
-    def __init__(self, kind: Learned | SinCos2d | NoPositions, grid: Grid, width: int) -> None:
+    table: Tensor
+    x: Tensor
+    y: Tensor
+
+    def __init__(self, kind: Kind, grid: Grid, width: int) -> None:
         super().__init__()
         self.kind, self.grid, self.width = kind, grid, width
         match kind:
             case Learned():
-                self.table = nn.Parameter(nn.init.trunc_normal_(torch.empty(grid[0] * grid[1], width), std=0.02))
+                self.table = _learned(grid[0] * grid[1], width)
+            case Learned2d():
+                self.x, self.y = _learned(grid[1], width // 2), _learned(grid[0], width // 2)
             case SinCos2d():
                 self.register_buffer("table", sincos2d(grid, width, kind.frequencies), persistent=False)
-            case NoPositions():
+            case NoPositions() | Relative() | Rope():
                 pass
             case _:
                 assert_never(kind)
 
     def forward(self, x_BND: Tensor, grid: Grid) -> Tensor:
-        if isinstance(self.kind, NoPositions):
-            return x_BND
-        if grid == self.grid:
-            return x_BND + self.table
-        if isinstance(self.kind, Learned):
-            return x_BND + resample(self.table, self.grid, grid, self.kind.resample)
-        return x_BND + sincos2d(grid, self.width, self.kind.frequencies).to(x_BND)
+        """Return all patches of a grid with their embeddings added."""
+        table_ND = self.embedding(grid)
+        return x_BND if table_ND is None else x_BND + table_ND
+
+    def add_again(self, x_BND: Tensor, places: Places, num_prefix: int) -> Tensor:
+        """Return tokens with the embeddings added to the patches, which follow the prefix."""
+        table_ND = self.embedding(places.grid)
+        assert table_ND is not None, "nothing to add"
+        if places.chosen is not None:
+            table_ND = table_ND[places.chosen]
+        return x_BND + F.pad(table_ND, (0, 0, num_prefix, 0))
+
+    def embedding(self, grid: Grid) -> Tensor | None:
+        """Return the embeddings of a grid, ND; None without any."""
+        match self.kind:
+            case Learned():
+                return self.resized(grid)["table"]
+            case Learned2d():
+                x_XK, y_YK = self.resized(grid).values()
+                return torch.cat([x_XK.repeat(grid[0], 1), y_YK.repeat_interleave(grid[1], 0)], dim=1)
+            case SinCos2d(frequencies=frequencies):
+                return self.table if grid == self.grid else sincos2d(grid, self.width, frequencies).to(self.table)
+            case _:
+                return None
+
+    def resized(self, grid: Grid) -> dict[str, Tensor]:
+        """Return the learned tables at another grid, by name."""
+        match self.kind:
+            case Learned(resample=convention):
+                return {"table": resample(self.table, self.grid, grid, convention)}
+            case Learned2d(resample=convention):
+                # Both as a row: torch 2.15 resizes a single column wrongly where it antialiases.
+                sides = {"x": (self.x, self.grid[1], grid[1]), "y": (self.y, self.grid[0], grid[0])}
+                return {
+                    name: resample(table, (1, old), (1, new), convention) for name, (table, old, new) in sides.items()
+                }
+            case _:
+                return {}
+
+
+def _learned(rows: int, width: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(rows, width), std=0.02))

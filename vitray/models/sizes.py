@@ -1,8 +1,9 @@
 """Parameters and multiply-adds of a network, computed from its settings alone: in microseconds, without torch.
 
-D width, N tokens. `counts` measures the same on the network itself, and a test compares the two.
+D width, N tokens, d channels of a head. `counts` measures the same on the network itself, and a test compares the two.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 from vitray.config import Model
@@ -58,27 +59,47 @@ def stem_norm(name: Name) -> Literal["ln", "bn"] | None:
     return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
 
 
+def inner_width(width: int, activation: str) -> int:
+    """Return the channels of a feed-forward between its products."""
+    return 8 * math.ceil(width / 3) if activation == "swiglu" else 4 * width
+
+
+def up_width(width: int, activation: str) -> int:
+    """Return the channels that a feed-forward's first product computes; swiglu has as many gates."""
+    return inner_width(width, activation) * (2 if activation == "swiglu" else 1)
+
+
 def sizes_of(model: Model) -> Sizes:
     """Return the sizes of a model."""
     shape, classes = model.shape, model.num_classes or 0
     D, patches = shape.size, model.grid[0] * model.grid[1]
-    N, pairs = patches + model.class_token, shape.depth * shape.branches
+    N, pairs, d = patches + model.num_prefix, shape.depth * shape.branches, model.head_size
+    inner, up = inner_width(D, model.activation), up_width(D, model.activation)
+    bias, shift = model.bias, model.bias and model.norm == "layernorm"
+    offsets = (2 * patches - 1) * (model.positions.kind == "relative")
     hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
     stem, stem_work = _stem(model)
     head_matrices = (D * hidden + hidden * classes if hidden else D * classes) if classes else 0
     parts: dict[Part, int] = {
         "stem": stem,
         "class_token": D * model.class_token,
-        "positions": patches * D * (model.positions.kind == "learned"),
-        "norms": (4 * pairs + 2) * D,
-        "attn": pairs * (4 * D * D + 4 * D),
-        "ffn": pairs * (8 * D * D + 5 * D),
+        "registers": D * model.registers,
+        "positions": model.num_tables * _positions(model, patches),
+        "norms": (2 * pairs + 1) * D * (1 + shift),
+        "attn": pairs * (4 * D * D + 4 * D * bias + 2 * d * (1 + shift) * model.qk_norm + offsets * d),
+        "ffn": pairs * ((up + inner) * D + (up + D) * bias),
         "layerscale": pairs * 2 * D * (model.layerscale is not None),
         "head": head_matrices + (hidden + classes if classes else 0),
     }
-    products = pairs * (12 * N * D * D + 2 * N * N * D) + head_matrices
-    normalised = pairs * 2 * N * D + D * (patches if model.pool == "mean" else 1)
+    products = pairs * N * D * (4 * D + up + inner + 2 * N + offsets) + head_matrices
+    normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (patches if model.pool == "mean" else 1)
     return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
+
+
+def _positions(model: Model, patches: int) -> int:
+    """Parameters of one trained embedding of all patches."""
+    halves = sum(model.grid) if model.positions.kind == "learned2d" else 2 * patches
+    return halves * model.shape.size // 2
 
 
 def _stem(model: Model) -> tuple[int, int]:

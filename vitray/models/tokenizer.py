@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitray.config import Run
 from vitray.config.pretraining import Tokenizer
-from vitray.models.blocks import BlockSpec
+from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, patchify, unpatchify
 from vitray.models.vit import ViT
 

@@ -1,14 +1,19 @@
 """The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width, C colours."""
 
+import math
 import re
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from vitray.config import Model
-from vitray.models.blocks import Block, BlockSpec, Execution, Trace
-from vitray.models.positions import Positions
+from vitray.config import Model, Relative, Rope
+from vitray.models.blocks import Block
+from vitray.models.branches import BlockSpec, Execution, Trace
+from vitray.models.norms import build_norm
+from vitray.models.positions import AttentionPositions, Grid, Places, Positions
+from vitray.models.relative import offset_index
+from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
 
 
@@ -21,7 +26,14 @@ class ViT(nn.Module):
         self.model = model
         self.stem = Stem(shape)
         self.positions = Positions(model.positions, model.grid, shape.size)
+        self.where = getattr(model.positions, "where", "stem")
+        others = shape.depth - 1 if self.where == "levels" else 0
+        self.level_positions = nn.ModuleList(Positions(model.positions, model.grid, shape.size) for _ in range(others))
+        self.rope = None
+        if isinstance(model.positions, Rope):
+            self.rope = AxialRope(model.grid, model.head_size, model.positions.base)
         self.class_token = nn.Parameter(torch.zeros(shape.size)) if model.class_token else None
+        self.registers = nn.Parameter(torch.zeros(model.registers, shape.size)) if model.registers else None
         self.dropout = nn.Dropout(model.dropout)
         spec = BlockSpec(
             shape.size,
@@ -32,41 +44,86 @@ class ViT(nn.Module):
             activation=model.activation,
             norm_eps=model.norm_eps,
             execution=model.execution,
+            norm=model.norm,
+            bias=model.bias,
+            qk_norm=model.qk_norm,
+            relative_patches=math.prod(model.grid) if isinstance(model.positions, Relative) else None,
         )
         self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate)) for rate in drop_path_rates(model))
-        self.norm = nn.LayerNorm(shape.size, eps=model.norm_eps)
+        self.norm = build_norm(model.norm, shape.size, model.norm_eps, model.bias)
         self.head = build_head(model)
         self.blocks.apply(initialise_linear)
         if self.class_token is not None:
             nn.init.trunc_normal_(self.class_token, std=0.02)
+        if self.registers is not None:
+            nn.init.trunc_normal_(self.registers, std=0.02)
 
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
         return self.head(self.pooled(self.tokens(images_BCHW, trace)))
 
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
-        """Return the last block's output, the class token first if the model has one."""
+        """Return the last block's output, the class token first if the model has one, then the registers."""
         x_BND, grid = self.stem(images_BCHW)
-        return self.encode(self.positions(x_BND, grid), trace)
+        return self.encode(self.positions(x_BND, grid), Places(grid), trace)
 
-    def encode(self, x_BND: Tensor, trace: Trace | None = None) -> Tensor:
+    def encode(self, x_BND: Tensor, places: Places, trace: Trace | None = None) -> Tensor:
         """Return the last block's output for patches with positions added: all of an image, or a subset."""
-        x_BND = self.first_input(x_BND)
+        x_BND, positions = self.first_input(x_BND), self.attention_positions(places)
         for level, block in enumerate(self.blocks):
-            x_BND = block(x_BND, trace, f"block{level:02d}")
+            x_BND = block(self.level_input(level, x_BND, places), trace, f"block{level:02d}", positions)
         return x_BND
 
     def first_input(self, x_BND: Tensor) -> Tensor:
-        """Return the input of the first block: the class token, if the model has one, before the patches."""
-        if self.class_token is not None:
-            x_BND = torch.cat([self.class_token.to(x_BND.dtype).expand(x_BND.shape[0], 1, -1), x_BND], dim=1)
+        """Return the input of the first block: the class token and the registers, if any, before the patches."""
+        first = [] if self.class_token is None else [self.class_token[None]]
+        prefix = first if self.registers is None else [*first, self.registers]
+        if prefix:
+            batch = x_BND.shape[0]
+            x_BND = torch.cat([*(token.to(x_BND.dtype).expand(batch, -1, -1) for token in prefix), x_BND], dim=1)
         return self.dropout(x_BND)
+
+    def level_input(self, level: int, x_BND: Tensor, places: Places) -> Tensor:
+        """Return the input of a level, from the output of the level before: positions may be added again."""
+        if level == 0 or self.where == "stem":
+            return x_BND
+        positions = self.positions if self.where == "shared" else self.level_positions[level - 1]
+        assert isinstance(positions, Positions)
+        return positions.add_again(x_BND, places, self.num_prefix)
+
+    def attention_positions(self, places: Places) -> AttentionPositions:
+        """Return the positions that act inside attention."""
+        match self.model.positions:
+            case Rope():
+                assert self.rope is not None
+                return AttentionPositions(rotation=self.rope(places, self.num_prefix))
+            case Relative():
+                if places.grid != self.model.grid:
+                    raise ValueError(f"relative positions of {self.model.grid} patches do not fit {places.grid}")
+                return AttentionPositions(offset=offset_index(places, self.norm.weight.device))
+            case _:
+                return AttentionPositions()
+
+    @property
+    def num_prefix(self) -> int:
+        """The number of tokens before the patches."""
+        return self.model.num_prefix
+
+    @torch.no_grad()
+    def positions_at(self, grid: Grid) -> dict[str, Tensor]:
+        """Return the learned tables of positions resized to a grid, by the names of their tensors."""
+        return {
+            f"{name}.{table}": tensor
+            for name, module in self.named_modules()
+            if isinstance(module, Positions)
+            for table, tensor in module.resized(grid).items()
+        }
 
     def pooled(self, x_BND: Tensor) -> Tensor:
         """Return one normalised vector per image, BD."""
         if self.model.pool == "token":
             return self.norm(x_BND[:, 0])
-        patches_BND = x_BND if self.class_token is None else x_BND[:, 1:]
+        patches_BND = x_BND[:, self.num_prefix :]
         if self.model.pool == "mean":
             return self.norm(patches_BND).mean(dim=1)
         return self.norm(patches_BND.mean(dim=1))
@@ -118,6 +175,8 @@ def regroup(vit: ViT, branches: int) -> ViT:
     pairs = old.depth * old.branches
     if branches < 1 or pairs % branches:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
+    if vit.where == "levels" and branches != old.branches:
+        raise ValueError(f"{old} adds other positions before every level, of which other branches have another number")
     name = replace(old, depth=pairs // branches, branches=branches)
     # Moved first: float64 weights loaded into float32 parameters would be rounded.
     new = ViT(Model.model_validate({**vit.model.model_dump(), "name": str(name)})).to(vit.norm.weight)
@@ -135,4 +194,5 @@ def initialise_linear(module: nn.Module) -> None:
     """Give a linear layer small random weights and a zero bias; leave other modules alone."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -17,6 +17,7 @@ from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
 from vitray.inference.models import NetworkSpec, open_network
+from vitray.models.positions import Places
 from vitray.models.vit import ViT
 from vitray.prediction.images import decoded
 from vitray.prediction.plan import Plan
@@ -155,7 +156,10 @@ def _stage(member: Member, level: int, inputs: Sequence[Tensor]) -> Tensor:
     """Return the tokens after the stem (level 0), or after a block."""
     spec, vit, view, _ = member
     if level:
-        return vit.blocks[level - 1](inputs[0])
+        height, width = (side // vit.stem.patch for side in spec.size)
+        places = Places((height, width))
+        x_BND = vit.level_input(level - 1, inputs[0], places)
+        return vit.blocks[level - 1](x_BND, None, "", vit.attention_positions(places))
     x_BND, grid = vit.stem(normalised(inputs[view], spec.normalise))
     return vit.first_input(vit.positions(x_BND, grid))
 
@@ -164,7 +168,7 @@ def _summary(vit: ViT, x_BND: Tensor) -> Tensor:
     """Return one vector per image: the class token, or the mean of the patches, as the network pools; no norm."""
     if vit.model.pool == "token":
         return x_BND[:, 0]
-    return (x_BND if vit.class_token is None else x_BND[:, 1:]).mean(dim=1)
+    return x_BND[:, vit.num_prefix :].mean(dim=1)
 
 
 def _groups(members: Sequence[Member], level: int) -> list[list[Member]]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from vitray.config import Run
 from vitray.config.pretraining import Beit, Mae, Masked, predicted_patches
 from vitray.data.augment.masks import HIDDEN, VISIBLE
-from vitray.models.blocks import BlockSpec
+from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, gather_patches, patchify, scatter_patches, unpatchify
+from vitray.models.positions import Places
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, initialise_linear
 from vitray.tasks.targets import build_targets
@@ -73,14 +74,15 @@ class MaskedPrediction(nn.Module):
         index_BM, visible_BM = order_BN[:, : self.predicted], order_BN[:, self.predicted :]
         x_BND, grid = self.vit.stem(images_BCHW)
         if self.drops_hidden:
-            x_BND = self.vit.encode(gather_patches(self.vit.positions(x_BND, grid), visible_BM))
+            visible_BMD = gather_patches(self.vit.positions(x_BND, grid), visible_BM)
+            x_BND = self.vit.encode(visible_BMD, Places(grid, visible_BM))
             return index_BM, self._decode(x_BND, index_BM, visible_BM).float()
         x_BND = self.vit.positions(mask_patches(x_BND, source_BN, self.mask_token), grid)
-        x_BND = self.vit.encode(x_BND)[:, -source_BN.shape[1] :]
+        x_BND = self.vit.encode(x_BND, Places(grid))[:, -source_BN.shape[1] :]
         return index_BM, self.head(self.vit.norm(gather_patches(x_BND, index_BM))).float()
 
     def _decode(self, x_BND: Tensor, index_BM: Tensor, visible_BM: Tensor) -> Tensor:
-        """Predict the hidden patches from the tokens of the visible ones, which a class token may precede."""
+        """Predict the hidden patches from the tokens of the visible ones and those before them."""
         x_BND = self.decoder.embed(self.vit.norm(x_BND))
         first = x_BND.shape[1] - visible_BM.shape[1]
         masks_BND = self.mask_token.to(x_BND.dtype).expand(len(x_BND), visible_BM.shape[1] + index_BM.shape[1], -1)

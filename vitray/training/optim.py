@@ -43,7 +43,7 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
 def _levels(vit: nn.Module) -> dict[nn.Parameter, int]:
     """Return the level of each parameter below the last norm."""
     levels = dict.fromkeys(vit.parameters(recurse=False), 0)
-    for part in ("stem", "positions"):
+    for part in ("stem", "positions", "level_positions"):
         levels |= dict.fromkeys(vit.get_submodule(part).parameters(), 0)
     for level, block in enumerate(vit.get_submodule("blocks").children(), start=1):
         levels |= dict.fromkeys(block.parameters(), level)

@@ -72,10 +72,12 @@ def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
         tensor = torch.cat([_from_flax(part, name) for part, name in zip(parts, names, strict=True)])
         if key == "class_token":
             tensor = tensor.reshape(-1, vit.model.shape.size).squeeze(0)
+        elif key == "registers":
+            tensor = tensor.reshape(-1, vit.model.shape.size)
         elif key == "positions.table":
             tensor = tensor.flatten(0, -2)
         ours[key] = tensor
-    _fold_class_slot(ours, vit)
+    _fold_prefix_slots(ours, vit)
     for key, tensor in ours.items():
         if tensor.shape != (wanted := vit.state_dict()[key]).shape:
             wrong.append(f"{key} is {tuple(tensor.shape)}, wanted {tuple(wanted.shape)}")
@@ -103,9 +105,13 @@ def _from_flax(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def _fold_class_slot(ours: State, vit: ViT) -> None:
-    """Add the position of the class token, which some tables begin with, to the token itself."""
-    table, token = ours.get("positions.table"), ours.get("class_token")
-    rows, columns = vit.model.grid
-    if table is not None and token is not None and len(table) == rows * columns + 1:
-        ours["class_token"], ours["positions.table"] = token + table[0], table[1:]
+def _fold_prefix_slots(ours: State, vit: ViT) -> None:
+    """Add the positions of class token and registers, which some tables begin with, to the tokens themselves."""
+    table, (rows, columns) = ours.get("positions.table"), vit.model.grid
+    prefix = [name for name in ("class_token", "registers") if name in ours]
+    if table is None or not prefix or len(table) != rows * columns + vit.num_prefix:
+        return
+    ours["positions.table"], start = table[vit.num_prefix :], 0
+    for name in prefix:
+        slots = table[start : start + ours[name].numel() // table.shape[1]]
+        ours[name], start = ours[name] + slots.reshape(ours[name].shape), start + len(slots)

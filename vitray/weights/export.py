@@ -46,7 +46,8 @@ def export_weights(vit: ViT, layout: str) -> State:
     if unmapped:
         raise ConfigError(f"{model.name}: the {layout} layout has no place for {few(unmapped)}")
     width, grid = model.shape.size, model.grid
-    table = getattr(vit.positions, "table", vit.norm.weight.new_zeros(grid[0] * grid[1], width)).detach()
+    table = vit.positions.embedding(grid)
+    table = vit.norm.weight.new_zeros(grid[0] * grid[1], width) if table is None else table.detach()
     if vit.class_token is not None:
         # These libraries also add a position to the class token; ours is part of the token.
         table = torch.cat([table.new_zeros(1, width), table])
@@ -57,6 +58,8 @@ def export_weights(vit: ViT, layout: str) -> State:
 
 def _fault(model: Model, layout: str) -> str | None:
     """The first setting whose function a library cannot compute, even if the tensors fit."""
+    if variant := variant_of(model):
+        return f"an export for {layout} has no {variant}"
     if layout == "timm":
         return f"{layout} has no head of two layers" if model.num_classes and model.head.kind == "mlp" else None
     if model.pool != "token":
@@ -75,6 +78,21 @@ def _fault(model: Model, layout: str) -> str | None:
         return f"{layout} has no network without a head"
     height, width = model.image_shape
     return None if height == width else f"{layout} reads square images, and this model {height} x {width}"
+
+
+def variant_of(model: Model) -> str | None:
+    """The first setting of the positions, norms or branches that other libraries' layouts do not have."""
+    is_added = model.positions.kind in ("learned", "learned2d", "sincos2d", "none")
+    variants = {
+        f"{model.positions.kind} positions": not is_added,
+        "positions before every level": getattr(model.positions, "where", "stem") != "stem",
+        "registers": model.registers > 0,
+        "qk_norm": model.qk_norm,
+        f"norm {model.norm}": model.norm != "layernorm",
+        f"activation {model.activation}": model.activation == "swiglu",
+        "network without biases": not model.bias,
+    }
+    return next((variant for variant, is_set in variants.items() if is_set), None)
 
 
 def write_library(vit: ViT, layout: str, folder: Path, classes: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from vitray.config import Model, Run
 from vitray.errors import ConfigError, nearest
 from vitray.models.positions import Positions
 from vitray.models.vit import ViT, build_head
+from vitray.weights.export import variant_of
 from vitray.weights.files import State
 
 # Settings that change neither the layers before the head nor their function at inference.
@@ -78,6 +79,9 @@ class Family:
 
     def add(self, name: str, member: Member) -> Member:
         """Add a network, or replace the one of this name, which batches that hold it still use; return it."""
+        if variant := variant_of(member.run.model):
+            got = f"{member.run.model.name} with {variant}"
+            raise ConfigError(f"{name}: got {got}, wanted a network without it: a family cannot compute it yet")
         state = {
             key: self.base[key] if tensor is member.base.get(key) else tensor.to(self.device)
             for key, tensor in member.state.items()

@@ -11,11 +11,13 @@ from vitray.models.vit import ViT
 def part_of(name: str) -> Part:
     """Return the part of a ViT that holds the parameter `name`."""
     match name.split("."):
-        case ["stem" | "class_token" | "positions" | "head" as part, *_]:
+        case ["stem" | "class_token" | "registers" | "positions" | "head" as part, *_]:
             return part
+        case ["level_positions", *_]:
+            return "positions"
         case ["norm", _] | ["blocks", _, _, "norm", _]:
             return "norms"
-        case ["blocks", _, _, "qkv" | "out", _]:
+        case ["blocks", _, _, "qkv" | "out" | "q_norm" | "k_norm" | "relative", *_]:
             return "attn"
         case ["blocks", _, _, "up" | "down", _]:
             return "ffn"

@@ -21,6 +21,8 @@ from vitray.weights.layouts import LAYOUTS, WeightLayout
 _NETWORK = re.compile(
     r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_patch\d+)?(?:_\d+(?:x\d+)?|_LS)*"
 )
+# Those of them whose rotary positions are `rope` here: the others mix axes, shift or scale the grid, or add a table.
+_ROPE = re.compile(r"vit_(small|base|large)_patch16_rope_224(?:\..*)?")
 _TORCHVISION = re.compile(r"vit_([blh])_\d+")
 _LETTERS = {"tiny": "ti", "small": "s", "medium": "m", "base": "b", "large": "l", "huge": "h"}
 # Hugging Face's names of the two activations.
@@ -34,9 +36,9 @@ _ACTIVATIONS = {
 _TIMM_ARGUMENTS = {"img_size", "num_classes", "dynamic_img_size", "dynamic_img_pad", "num_heads", "global_pool"}
 _DEMANDS = {
     "heads": "heads (attention heads; {usual})",
-    "activation": "activation (gelu or gelu_tanh)",
+    "activation": "activation ({activations})",
     "norm_eps": "norm_eps (epsilon of the norms)",
-    "positions": "positions ({positions}; rope is refused)",
+    "positions": "positions ({positions})",
 }
 
 
@@ -52,6 +54,8 @@ class Shapes(NamedTuple):
     """Attention heads; None in a file with fused heads."""
     has_table: bool
     """Whether the file has a table of positions."""
+    is_gated: bool
+    """Whether the feed-forwards have gates, of an unknown activation."""
     maybe_rope: bool
     """Whether a network with rope in its attention has the same names and shapes."""
     settings: dict[str, Any]
@@ -98,6 +102,8 @@ def settings_of(
     demanded = {"heads"} | ({"activation", "norm_eps"} if layout in ("hf", "hf5") else set())
     if not shapes.settings["class_token"] and LAYOUTS[layout].activation == "gelu":
         demanded.add("activation")  # among timm's SigLIP are both
+    if shapes.is_gated:
+        demanded.add("activation")
     if not shapes.has_table or shapes.maybe_rope:
         demanded.add("positions")
     lacking = demanded - stated.keys() - given.keys()
@@ -123,7 +129,10 @@ def _demand(missing: list[str], shapes: Shapes, network: str | None, url: str) -
     usual = [f"{width.heads} in ViT-{key.capitalize()}" for key, width in WIDTHS.items() if width.size == shapes.size]
     facts = {
         "usual": ", ".join(usual) or f"{shapes.size} channels in all",
-        "positions": "learned, if the table of the file is all it has" if shapes.has_table else "none or sincos2d",
+        "activations": "swiglu, if its gates have SiLU" if shapes.is_gated else "gelu or gelu_tanh",
+        "positions": "learned, if the table of the file is all it has; rope beside it is refused"
+        if shapes.has_table
+        else "none, sincos2d or rope",
     }
     origin = f" of {network}" if network else ""
     return (
@@ -153,9 +162,12 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     if norm is None or not depth:
         raise ConfigError(f"{url}: no {names['norm']} or no {names['attn.norm']} among {few(sorted(state))}")
     stem, patch = _infer_stem(state, first("stem"), names["stem"], weight, url)
+    registers = first("registers")
     has_token, scaled = first("class_token") is not None, first("attn.scale") is not None
     settings: dict[str, Any] = {
         "class_token": has_token,
+        "registers": 0 if registers is None else registers.shape[-2],
+        "qk_norm": first("attn.q_norm") is not None,
         "pool": "mean_then_norm" if first("pooled_norm") is not None else "token" if has_token else "mean",
         "activation": layout.activation,
         "norm_eps": layout.norm_eps,
@@ -167,8 +179,8 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     if (table := first("positions")) is not None:
         patches = table.shape[-2] if table.ndim > 1 else 0
         side = math.isqrt(patches)
-        if has_token and side * side != patches:
-            side = math.isqrt(patches - 1)
+        if side * side != patches:  # the table begins with the tokens before the patches
+            side = math.isqrt(max(patches - has_token - settings["registers"], 0))
         settings |= {"positions": "learned", "image_size": side * patch}
     if (head := first("head")) is not None:
         settings["num_classes"] = head.shape[1 if weight == "kernel" else 0]
@@ -179,7 +191,10 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     heads = query.shape[1] if weight == "kernel" and query is not None and query.ndim == 3 else None
     # timm's networks with axial rope and DeiT III's have equal names: the angles of rope are in no file.
     maybe_rope = layout.marker == LAYOUTS["deit"].marker and scaled and branches == 1 and stem == "linear"
-    return Shapes(norm.numel(), depth, branches, patch, stem, heads, table is not None, maybe_rope, settings)
+    up, down = first("ffn.up"), first("ffn.down")
+    is_gated = weight == "weight" and up is not None and down is not None and len(up) == 2 * down.shape[1]
+    has_table = table is not None
+    return Shapes(norm.numel(), depth, branches, patch, stem, heads, has_table, is_gated, maybe_rope, settings)
 
 
 def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:
@@ -202,8 +217,13 @@ def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -
     if layout in ("hf", "hf5"):
         return _of_hugging_face(file.config, url) if file.config else {}
     stated: dict[str, Any] = {}
-    if "rope" in (file.network or ""):
-        raise ConfigError(f"{url}: it is {file.network}, and vitray has no network with rope")
+    if file.network and (named := _ROPE.fullmatch(file.network)):
+        stated = {"heads": WIDTHS[_LETTERS[named[1]]].heads, "positions": {"kind": "rope", "base": 100.0}}
+    elif "rope" in (file.network or ""):
+        raise ConfigError(
+            f"{url}: it is {file.network}; of timm's networks with rope vitray has vit_small_patch16_rope_224, and base"
+            " and large"
+        )
     if file.network and (key := known_width(file.network)) and WIDTHS[key].size == shapes.size:
         stated = {"heads": WIDTHS[key].heads} | ({"positions": "learned"} if shapes.has_table else {})
     return stated | (_of_timm(file.config, shapes, url) if "architecture" in file.config else {})

@@ -39,6 +39,7 @@ class WeightLayout(NamedTuple):
 
 _TIMM_ENDS: Names = {
     "class_token": "cls_token",
+    "registers": "reg_token",
     "positions": "pos_embed",
     "stem": "patch_embed.proj.{p}",
     "norm": "norm.{p}",
@@ -54,6 +55,8 @@ _DEIT = WeightLayout(
     | {
         "attn.norm": "blocks.{i}.norm1{s}.{p}",
         "attn.qkv": "blocks.{i}.attn{s}.qkv.{p}",
+        "attn.q_norm": "blocks.{i}.attn{s}.q_norm.{p}",
+        "attn.k_norm": "blocks.{i}.attn{s}.k_norm.{p}",
         "attn.out": "blocks.{i}.attn{s}.proj.{p}",
         "attn.scale": "blocks.{i}.gamma_1{_s}",
         "ffn.norm": "blocks.{i}.norm2{s}.{p}",
@@ -120,6 +123,8 @@ LAYOUTS: dict[str, WeightLayout] = {
         | {
             "attn.norm": "blocks.{i}.attns.{b}.norm.{p}",
             "attn.qkv": "blocks.{i}.attns.{b}.attn.qkv.{p}",
+            "attn.q_norm": "blocks.{i}.attns.{b}.attn.q_norm.{p}",
+            "attn.k_norm": "blocks.{i}.attns.{b}.attn.k_norm.{p}",
             "attn.out": "blocks.{i}.attns.{b}.attn.proj.{p}",
             "attn.scale": "blocks.{i}.attns.{b}.ls.gamma",
             "ffn.norm": "blocks.{i}.ffns.{b}.norm.{p}",

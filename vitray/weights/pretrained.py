@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitray.config import Learned, Model, Run
+from vitray.config import Model, Run
 from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
-from vitray.models.positions import resample
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, build_head
 from vitray.tracking.model_uri import pin_uri
@@ -19,7 +18,20 @@ from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weight
 from vitray.weights.freezing import Audit, audit, freeze, part_of
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.
-FIXED = ("name", "class_token", "pool", "positions", "heads", "layerscale", "activation", "norm_eps")
+FIXED = (
+    "name",
+    "class_token",
+    "registers",
+    "pool",
+    "positions",
+    "heads",
+    "layerscale",
+    "activation",
+    "qk_norm",
+    "norm",
+    "bias",
+    "norm_eps",
+)
 
 
 class InitialWeights(NamedTuple):
@@ -101,12 +113,16 @@ def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str
     Positions are resized by the recorded convention of `initial`. `new_head` forces a new head even for an equal
     number of classes. A new head ends in a layer of zeros (ViT paper, B.1.1). `where` starts an error message.
     """
+    (rows, columns), (new_rows, new_columns) = initial.model.grid, model.grid
+    if initial.model.positions.kind == model.positions.kind == "relative" and initial.model.grid != model.grid:
+        raise ConfigError(
+            f"{where}: relative positions are those of {rows} x {columns} patches, and the run has {new_rows} x"
+            f" {new_columns}; wanted model.image_size of the weights, as an offset in raster order has no counterpart"
+        )
     if differences := [*_other_settings(initial.model, model), *_other_tensors(initial, model)]:
         raise ConfigError(f"{where}: not the network of this run: {'; '.join(differences)}")
     state = {name: tensor for name, tensor in initial.state_dict().items() if part_of(name) != "head"}
-    if isinstance(initial.model.positions, Learned):
-        convention = initial.model.positions.resample
-        state["positions.table"] = resample(state["positions.table"], initial.positions.grid, model.grid, convention)
+    state |= initial.positions_at(model.grid)
     head = build_head(model)
     if new_head or _shapes(head) != _shapes(initial.head):
         for tensor in [*head.parameters()][-2:]:
@@ -138,7 +154,7 @@ def _other_tensors(initial: ViT, model: Model) -> list[str]:
     names = [
         name
         for name in {**wanted, **got}
-        if wanted.get(name) != got.get(name) and not name.startswith(("head.", "positions."))
+        if wanted.get(name) != got.get(name) and part_of(name) not in ("head", "positions")
     ]
     lines = [f"{name}: got {got.get(name, 'none')}, wanted {wanted.get(name, 'none')}" for name in names[:3]]
     return [*lines, f"and {len(names) - 3} tensors more"] if len(names) > 3 else lines

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from vitray.inspection.attention_distance import AttentionSpread, patch_distances
-from vitray.inspection.levels import num_prefix
 from vitray.inspection.report.drawings import DPI, Drawing, FigureResult, Table, file_name
 from vitray.inspection.report.heat_maps import add_legend, number_levels, prepare
 from vitray.inspection.report.subjects import Subject
@@ -40,7 +39,7 @@ def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
     top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
     drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
     for subject, spread in measured:
-        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), num_prefix(subject.vit)
+        distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), subject.vit.num_prefix
         tokens = len(distances_MM) + prefix
         # Each query has its share of the class token too, and the distances do not count it.
         far, most = distances_MM.mean().item() * len(distances_MM) / tokens, math.log(tokens)

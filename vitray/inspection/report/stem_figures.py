@@ -19,7 +19,11 @@ POSITIONS_PROSE = (
     " the image."
 )
 
-KINDS = {"learned": "learned positions", "sincos2d": "fixed sines and cosines"}
+KINDS = {
+    "learned": "learned positions",
+    "learned2d": "learned positions of column and row",
+    "sincos2d": "fixed sines and cosines",
+}
 
 
 def filters_figure(subjects: Sequence[Subject]) -> FigureResult:

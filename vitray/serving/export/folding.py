@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitray.config import Model
 from vitray.config.augmentation import Normalise
-from vitray.models.blocks import Block, attend, fuse_weights
+from vitray.models.blocks import Block, fuse_weights
+from vitray.models.branches import activate, join_heads, split_heads
 from vitray.models.positions import Grid, sincos2d
 from vitray.models.vit import ViT
 
@@ -39,17 +41,21 @@ class FoldedBlock(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
         attention, feedforward = fuse_weights(block.attentions), fuse_weights(block.feedforwards)
-        self.width, self.norm_eps, self.heads = block.width, block.norm_eps, block.heads * block.branches
-        self.approximate = block.feedforwards[0].approximate
+        norm = block.attentions[0].norm
+        assert isinstance(norm, nn.LayerNorm), "other norms are not folded"
+        self.width, self.norm_eps = block.width, norm.eps
+        self.heads = block.heads * block.branches
+        self.activation = block.feedforwards[0].activation
         self.qkv = _linear(attention.weight_in, attention.bias_in)
-        self.out = _linear(attention.weight_out, attention.bias_out.sum(0))
+        self.out = _linear(attention.weight_out, _sum(attention.bias_out))
         self.up = _linear(feedforward.weight_in, feedforward.bias_in)
-        self.down = _linear(feedforward.weight_out, feedforward.bias_out.sum(0))
+        self.down = _linear(feedforward.weight_out, _sum(feedforward.bias_out))
 
     def forward(self, x_BND: Tensor, *_: Any) -> Tensor:
         """Return the output of the level; a trace and its key, which `Block` takes, are ignored."""
-        x_BND = x_BND + self.out(attend(self.qkv(self._normalised(x_BND)), self.heads))
-        return x_BND + self.down(F.gelu(self.up(self._normalised(x_BND)), approximate=self.approximate))
+        q, k, v = split_heads(self.qkv(self._normalised(x_BND)), self.heads)
+        x_BND = x_BND + self.out(join_heads(F.scaled_dot_product_attention(q, k, v)))
+        return x_BND + self.down(activate(self.up(self._normalised(x_BND)), self.activation))
 
     def _normalised(self, x_BND: Tensor) -> Tensor:
         return F.layer_norm(x_BND, (self.width,), eps=self.norm_eps)
@@ -71,7 +77,7 @@ class Int8Linear(nn.Module):
 
     weight: Tensor
     scale: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -88,7 +94,12 @@ class Int8Linear(nn.Module):
 def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
     """Return the network from uint8 pixels to logits, as a copy in evaluation mode."""
     folded: Any = copy.deepcopy(vit).cpu().float().eval().requires_grad_(False)
-    folded.blocks = nn.ModuleList(FoldedBlock(block) for block in folded.blocks)
+    if _is_foldable(vit.model):
+        folded.blocks = nn.ModuleList(FoldedBlock(block) for block in folded.blocks)
+    else:
+        blocks: Any = folded.blocks
+        for block in blocks:
+            block.execution = "loop"
     if any_size and vit.model.positions.kind == "sincos2d":
         folded.positions = AnyGridSinCos(vit.model.shape.size, vit.model.positions.frequencies)
     if int8_weights:
@@ -96,11 +107,22 @@ def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) 
     return PixelNetwork(folded, normalise).eval().requires_grad_(False)
 
 
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+def _is_foldable(model: Model) -> bool:
+    """Whether the levels are LayerNorms, products with biases, GELU and attention without positions of its own."""
+    is_plain = model.norm == "layernorm" and model.bias and not model.qk_norm and model.activation != "swiglu"
+    return is_plain and model.positions.kind not in ("relative", "rope")
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    assert bias is not None, "networks without biases are not folded"
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0])
     layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+def _sum(bias_PD: Tensor | None) -> Tensor | None:
+    return None if bias_PD is None else bias_PD.sum(0)
 
 
 def _quantise(network: nn.Module) -> None:

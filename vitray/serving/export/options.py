@@ -68,10 +68,11 @@ def check_network(request: ExportRequest, model: Model) -> None:
     """Refuse a network that a target cannot hold; those of libraries check further."""
     if model.num_classes is None:
         raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; wanted a network with classes")
-    if request.any_size and model.positions.kind == "learned":
+    is_at_stem = model.positions.kind == "sincos2d" and model.positions.where == "stem"
+    if request.any_size and model.positions.kind != "none" and not is_at_stem:
         raise ConfigError(
-            f"{request.model}: --any-size: its learned positions belong to {model.grid[0]} x {model.grid[1]} patches;"
-            " wanted positions sincos2d or none"
+            f"{request.model}: --any-size: its {model.positions.kind} positions belong to {model.grid[0]} x"
+            f" {model.grid[1]} patches; wanted positions none, or sincos2d at the stem"
         )
 
 

@@ -1,0 +1,154 @@
+"""The branches of a block: an attention and a feed-forward, each with its norm and LayerScale, without the residual.
+
+Shapes: B images, N tokens, D width, H heads, P branches whose heads are one after another, K channels inside a branch,
+d channels of a head.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitray.models.norms import build_norm
+from vitray.models.positions import NOWHERE, AttentionPositions
+from vitray.models.relative import num_offsets, relative_bias
+from vitray.models.rope import rotate
+from vitray.models.sizes import inner_width, up_width
+
+Execution = Literal["loop", "fused", "auto"]
+Trace = dict[str, Tensor]
+
+
+class BlockSpec(NamedTuple):
+    """The settings of a block."""
+
+    width: int
+    heads: int
+    branches: int = 1
+    layerscale: float | None = None
+    drop_path: float = 0.0
+    dropout: float = 0.0
+    activation: str = "gelu"
+    norm_eps: float = 1e-6
+    execution: Execution = "auto"
+    norm: str = "layernorm"
+    bias: bool = True
+    qk_norm: bool = False
+    relative_patches: int | None = None
+    """Patches of an image whose offsets attention learns; None without relative positions."""
+
+
+class Attention(nn.Module):
+    """One attention branch, without the residual connection."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        self.heads, head_size = spec.heads, spec.width // spec.heads
+        self.norm = build_norm(spec.norm, spec.width, spec.norm_eps, spec.bias)
+        self.qkv = nn.Linear(spec.width, 3 * spec.width, bias=spec.bias)
+        self.out = nn.Linear(spec.width, spec.width, bias=spec.bias)
+        self.scale = _layerscale(spec)
+        norms = [build_norm(spec.norm, head_size, spec.norm_eps, spec.bias) for _ in range(2 * spec.qk_norm)]
+        self.q_norm, self.k_norm = norms or (None, None)
+        self.relative = None
+        if spec.relative_patches:
+            table_Kd = torch.empty(num_offsets(spec.relative_patches), head_size)
+            self.relative = nn.Parameter(nn.init.trunc_normal_(table_Kd, std=0.02))
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        dropout: float,
+        positions: AttentionPositions = NOWHERE,
+        trace: Trace | None = None,
+        key: str = "",
+    ) -> Tensor:
+        """Return the output; a trace receives the attention weights (BHNN)."""
+        q, k, v, bias = self._heads(x_BND, positions)
+        if trace is None:
+            h_BHNd = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            trace[key] = attention_weights(q, k, bias)
+            h_BHNd = trace[key] @ v
+        h_BND = F.dropout(self.out(join_heads(h_BHNd)), dropout, self.training)
+        return h_BND if self.scale is None else h_BND * self.scale
+
+    def weights(self, x_BND: Tensor, positions: AttentionPositions = NOWHERE) -> Tensor:
+        """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
+        q, k, _, bias = self._heads(x_BND, positions)
+        return attention_weights(q, k, bias)
+
+    def _heads(self, x_BND: Tensor, positions: AttentionPositions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values (BHNd), and the bias of the logits (BHNN)."""
+        q, k, v = split_heads(self.qkv(self.norm(x_BND)), self.heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+        q, k, bias = place(q, k, positions, None if self.relative is None else self.relative[None])
+        return q, k, v, bias
+
+
+class FeedForward(nn.Module):
+    """One feed-forward branch, without the residual connection."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        super().__init__()
+        inner = inner_width(spec.width, spec.activation)
+        self.activation = spec.activation
+        self.norm = build_norm(spec.norm, spec.width, spec.norm_eps, spec.bias)
+        self.up = nn.Linear(spec.width, up_width(spec.width, spec.activation), bias=spec.bias)
+        self.down = nn.Linear(inner, spec.width, bias=spec.bias)
+        self.scale = _layerscale(spec)
+
+    def forward(self, x_BND: Tensor, dropout: float) -> Tensor:
+        """Return the output."""
+        h_BNK = activate(self.up(self.norm(x_BND)), self.activation)
+        h_BND = F.dropout(self.down(F.dropout(h_BNK, dropout, self.training)), dropout, self.training)
+        return h_BND if self.scale is None else h_BND * self.scale
+
+
+Branches = tuple[Attention, ...] | tuple[FeedForward, ...]
+
+
+def _layerscale(spec: BlockSpec) -> nn.Parameter | None:
+    return None if spec.layerscale is None else nn.Parameter(torch.full((spec.width,), spec.layerscale))
+
+
+def split_heads(qkv_BNK: Tensor, heads: int) -> Tensor:
+    """Return queries, keys and values as one tensor, 3BHNd."""
+    return qkv_BNK.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def join_heads(h_BHNd: Tensor) -> Tensor:
+    """Return the channels of all heads of each token, BNK."""
+    return h_BHNd.transpose(1, 2).flatten(2)
+
+
+def place(
+    q_BHNd: Tensor, k_BHNd: Tensor, positions: AttentionPositions, tables_PKd: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return queries and keys at their positions, and the bias of their logits (BHNN) if they have one."""
+    if positions.rotation is not None:
+        q_BHNd, k_BHNd = rotate(q_BHNd, positions.rotation), rotate(k_BHNd, positions.rotation)
+    if tables_PKd is None:
+        return q_BHNd, k_BHNd, None
+    assert positions.offset is not None, "relative attention needs the offsets of its patches"
+    return q_BHNd, k_BHNd, relative_bias(q_BHNd, tables_PKd, positions.offset)
+
+
+def attention_weights(q_BHNd: Tensor, k_BHNd: Tensor, bias_BHNN: Tensor | None = None) -> Tensor:
+    """Return the explicit attention weights, BHNN: each query's row sums to one."""
+    logits_BHNN = q_BHNd @ k_BHNd.transpose(-2, -1) * q_BHNd.shape[-1] ** -0.5
+    return (logits_BHNN if bias_BHNN is None else logits_BHNN + bias_BHNN).softmax(dim=-1)
+
+
+def activate(h_BNK: Tensor, activation: str) -> Tensor:
+    """Return the activations of a feed-forward; swiglu gates the second half of the channels by the first."""
+    match activation:
+        case "swiglu":
+            gate_BNK, value_BNK = h_BNK.chunk(2, dim=-1)
+            return F.silu(gate_BNK) * value_BNK
+        case "gelu_tanh":
+            return F.gelu(h_BNK, approximate="tanh")
+        case _:
+            return F.gelu(h_BNK)
