@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,10 +74,11 @@ def write_folder(folder: Path, count: int) -> Path:
     return folder
 
 
-def write_network(folder: Path, seed: int = 0, classes: tuple[str, ...] | None = SHAPES) -> Path:
+def write_network(folder: Path, seed: int = 0, classes: tuple[str, ...] | None = SHAPES, **settings: Any) -> Path:
     """Write the model folder of a seeded network of 32 px."""
     torch.manual_seed(seed)
-    model = Model(name="vit_u2x1_8", image_size=32, num_classes=None if classes is None else len(classes))
+    num_classes = None if classes is None else len(classes)
+    model = Model.model_validate({"name": "vit_u2x1_8", "image_size": 32, "num_classes": num_classes} | settings)
     run = Run().replace({"model": model.model_dump(mode="json")})
     vit = ViT(run.model)
     if classes is not None:

@@ -238,10 +238,19 @@ def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):
 # ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_path):
-    plan = plan_of(place / "data", tmp_path / "out", place / "model")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"positions": "rope", "registers": 2, "qk_norm": True},
+        {"positions": {"kind": "learned", "where": "levels"}, "norm": "rmsnorm"},
+    ],
+)
+def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_path, settings):
+    write_network(tmp_path / "model", **settings)
+    plan = plan_of(place / "data", tmp_path / "out", tmp_path / "model")
     write_all(plan)
-    table, loaded = rows_of(tmp_path / "out"), load_model(str(place / "model"))
+    table, loaded = rows_of(tmp_path / "out"), load_model(str(tmp_path / "model"))
     assert table["key"].to_pylist() == plan.images.table["key"].to_pylist()
     levels = {}
     for number, block in enumerate(loaded.vit.blocks):

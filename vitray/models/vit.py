@@ -76,11 +76,14 @@ class ViT(nn.Module):
 
     def first_input(self, x_BND: Tensor) -> Tensor:
         """Return the input of the first block: the class token and the registers, if any, before the patches."""
-        first = [] if self.class_token is None else [self.class_token[None]]
-        prefix = first if self.registers is None else [*first, self.registers]
+        batch, dtype = x_BND.shape[0], x_BND.dtype  # shape[0], so that an exported batch stays of any size
+        prefix: list[Tensor] = []
+        if self.class_token is not None:
+            prefix.append(self.class_token.to(dtype).expand(batch, 1, -1))
+        if self.registers is not None:
+            prefix.append(self.registers.to(dtype).expand(batch, -1, -1))
         if prefix:
-            batch = x_BND.shape[0]
-            x_BND = torch.cat([*(token.to(x_BND.dtype).expand(batch, -1, -1) for token in prefix), x_BND], dim=1)
+            x_BND = torch.cat([*prefix, x_BND], dim=1)
         return self.dropout(x_BND)
 
     def level_input(self, level: int, x_BND: Tensor, places: Places) -> Tensor:
