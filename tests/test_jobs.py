@@ -361,11 +361,14 @@ def settings_of(base_dir):
     ]
 
 
-def runs_of(base_dir, name):
+def all_runs(base_dir, query=""):
     import mlflow
 
-    client = mlflow.MlflowClient(f"sqlite:///{base_dir / 'mlruns.db'}")
-    return client.search_runs(["1"], f"attributes.run_name = '{name}'")
+    return mlflow.MlflowClient(f"sqlite:///{base_dir / 'mlruns.db'}").search_runs(["1"], query)
+
+
+def runs_of(base_dir, name):
+    return all_runs(base_dir, f"attributes.run_name = '{name}'")
 
 
 def status_of(base_dir, name):
@@ -400,6 +403,20 @@ def test_jobs_run_and_stopped_ones_are_killed(head):
     outcome = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
     assert (outcome["steps"], outcome["state"]) == (4, "finished")
     assert status_of(base_dir, "whole") == "FINISHED"
+
+    # Of a network by its address in MLflow, on the CPUs of the cluster.
+    run_id = runs_of(base_dir, "whole")[0].info.run_id
+    model = f"runs:/{run_id}/vit_u2x2_8"
+    args = ["evaluate", model, str(base_dir / "demo"), "--out", str(base_dir / "evaluations"), "--json"]
+    done = vitray(canary, "submit", "--follow", *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scored = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"data"')))
+    assert scored["top1"] == outcome["val_top1"]
+    assert (base_dir / "evaluations" / "index.html").exists()
+    commit = commit_facts()["git.commit"]
+    evaluated = next(run for run in all_runs(base_dir) if run.data.tags.get("vitray.kind") == "evaluation")
+    assert evaluated.data.tags["mlflow.source.git.commit"] == commit
+    assert evaluated.data.tags["mlflow.parentRunId"] == run_id
 
     endless = ["optim.duration=100000 steps", "checkpoint.every=5 steps", "--name", "stopped"]
     done = vitray(
