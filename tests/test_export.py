@@ -86,6 +86,7 @@ def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
     assert prepared["normalise"]["inside_the_export"] is True
 
 
+@pytest.mark.slow
 def test_a_delta_is_exported_whole(tmp_path):
     saved(tmp_path / "base", name="vit_u2x2_16_hmlp_ln", layerscale=0.1)
     saved(tmp_path / "m", base=tmp_path / "base", name="vit_u2x2_16_hmlp_ln", layerscale=0.1)

@@ -133,6 +133,7 @@ def test_every_network_computes_the_same_in_a_graph(tmp_path, write, settings):
     assert graph_error(our_vit(**settings), write, tmp_path / "m", any_size=any_size) < 1e-5
 
 
+@pytest.mark.slow
 def test_int8_takes_less_than_half_of_the_file_and_changes_logits_a_little(tmp_path):
     vit = our_vit(name="vit_u2x3_16", layerscale=0.5)
     network = fold(vit, NORMALISE, any_size=False, int8_weights=False)
@@ -158,6 +159,7 @@ torch.save([network(images[:batch]) for batch in (1, 3)], sys.argv[3])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as_it_is", "compiled"])
 def test_an_archive_runs_without_vitray_and_holds_no_pickle(tmp_path, compiled):
     vit = our_vit(name="vit_u2x2_16")

@@ -130,7 +130,7 @@ def test_a_run_ends_with_its_model_and_its_metrics(place, undisturbed):
     assert run.data.tags["mlflow.source.name"]
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     pictures = {item.path.partition("+timestamp")[0] for item in client.list_artifacts(outcome.mlflow_run, "images")}
-    assert pictures == {"images/examples~predictions+step+10", "images/examples~predictions+step+20"}
+    assert pictures == {f"images/examples~predictions+step+{step}" for step in (0, 10, 20)}
     models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{outcome.mlflow_run}'")
     [final] = [model for model in models if "vitray.folder" in model.tags]
     linked = {(each.key, each.value, each.dataset_name) for each in final.metrics}
@@ -198,6 +198,7 @@ def test_another_number_of_workers_agrees_up_to_rounding(place):
     assert losses(outcome.mlflow_run) == pytest.approx(results[1][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_nothing(place, undisturbed):
     killed = []
 
@@ -214,7 +215,7 @@ def test_a_killed_worker_changes_nothing(place, undisturbed):
     outcome = train(recipe(place), "killed", str(place / "runs"))
     assert killed
     note = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(outcome.mlflow_run).data.tags["vitray.note"]
-    assert re.fullmatch(r"worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note)
+    assert re.match(r"worker [01] \(node \S+\) died: its process was killed .*; the workers start again", note)
     assert same(weights(outcome.home), undisturbed[1])
     assert losses(outcome.mlflow_run) == undisturbed[2]
 

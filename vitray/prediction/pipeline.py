@@ -61,10 +61,7 @@ def compute_parts(plan: Plan, parts: Sequence[int], bounds: Bounds) -> Iterator[
 
 
 def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bounds) -> Iterator[int]:
-    # Ray Data would join a task and an actor of equal options into one.
-    place: Any = {"scheduling_strategy": "SPREAD", "num_cpus": 1}
-    if plan.device == "cuda":
-        place |= {"num_cpus": 0, "num_gpus": 1}
+    cpus, gpus = (0, 1) if plan.device == "cuda" else (1, 0)
     pool = ActorPoolStrategy(
         min_size=bounds.least, max_size=bounds.most, max_tasks_in_flight_per_actor=1 + WAITING_BATCHES
     )
@@ -76,7 +73,9 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     decode: Any = partial(_decode_batches, shared=shared)
     rows = rows.map_batches(decode, batch_size=1, num_cpus=1)
-    rows = rows.map_batches(_Predictor, fn_constructor_args=(shared,), batch_size=1, compute=pool, **place)
+    actors: Any = {"compute": pool, "num_cpus": cpus, "num_gpus": gpus}
+    # One byte: Ray Data joins a task and an actor of equal options into one.
+    rows = rows.map_batches(_Predictor, fn_constructor_args=(shared,), batch_size=1, memory=1, **actors)
     write: Any = partial(_write_parts, shared=shared)
     # All batches of a part: rows arrive in order, one to a block.
     rows = rows.map_batches(write, batch_size=plan.batches, num_cpus=0)

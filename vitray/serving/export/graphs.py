@@ -76,13 +76,11 @@ def _quantise_dynamically(path: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantised = path.with_name(f"int8_{path.name}")
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # it warns that a model may be pre-processed
+    logging.disable(logging.WARNING)  # it warns that a model may be pre-processed
     try:
         # Unsigned weights: signed ones saturate in the products of processors without VNNI.
         quantize_dynamic(path, quantised, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QUInt8)
     finally:
-        root.setLevel(level)
+        logging.disable(logging.NOTSET)
     path.with_name(f"{path.name}.data").unlink(missing_ok=True)
     quantised.replace(path)
