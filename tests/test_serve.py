@@ -18,7 +18,7 @@ from vitray.config.serving import Limits, Serving, check_address, default_task, 
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.hosted import Hosted, check_tasks
-from vitray.serving.request_body import BadRequest, Query, read_query
+from vitray.serving.request_body import BadRequest, Query, read_form, read_query
 from vitray.weights import save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -208,6 +208,12 @@ def logged_answer(url: Path, image: bytes) -> np.ndarray:
     view = crop_centre(pixels, run.data.eval_crop, run.model.image_shape)
     with torch.inference_mode():
         return vit(normalised(torch.from_numpy(view)[None], run.data.normalise)).softmax(1)[0].numpy()
+
+
+def test_a_long_header_of_a_form_takes_no_time():
+    body = b"--b\r\n" + b"content-disposition:" * 20_000 + b"\r\n--b--"
+    with pytest.raises(BadRequest, match="a part without a name"):
+        read_form("multipart/form-data; boundary=b", body)
 
 
 def test_a_replica_answers_for_each_task_and_changes_tasks(folder):

@@ -161,7 +161,7 @@ def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypa
     for_ever = [ActorUnavailableError("gone", None) for _ in range(2 * gateway_module.MOST_ATTEMPTS)]
     monkeypatch.setattr(gateway_module, "LONGEST_PAUSE", 0.001)
     [failed] = ask_all(folder, requests[:1], for_ever)
-    assert failed.status == 500
+    assert failed.status == 503
     assert len(for_ever) == gateway_module.MOST_ATTEMPTS
 
 

@@ -263,6 +263,7 @@ def test_a_collapse_is_a_fall_of_knn_below_its_best_or_a_low_rank():
     fallen = "at step 40 kNN accuracy fell to 47.00% from 60.00% at step 30, by more than guard.knn_drop, 0.2 of it"
     assert check(40, knn10=0.47) == fallen
     assert (state.best_knn, state.best_knn_step) == (0.6, 30)
+    assert check(45, knn10=0.47, knn10_high=0.49) is None, "a few hits of few images"
     assert check(50, rankme=1.99) == "at step 50 RankMe is 1.99, below guard.least_rank, 2"
     assert "and RankMe is 1.5" in check(60, knn10=0.1, rankme=1.5)
     assert check(70, knn10=0.55, rankme=3.0) is None

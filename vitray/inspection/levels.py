@@ -44,7 +44,7 @@ def run_levels(vit: ViT, images_BCHW: Tensor) -> Iterator[Level]:
     positions = vit.attention_positions(places)
     for index, block in enumerate(blocks(vit)):
         x_BND = vit.level_input(index, output_BND, places)
-        output_BND = block(x_BND, positions=positions)
+        output_BND = block(x_BND, None, "", positions)
         yield Level(index, block, x_BND, output_BND, positions)
 
 

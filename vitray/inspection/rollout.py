@@ -110,7 +110,7 @@ def _gradient_of_chunk(vit: ViT, images_BCHW: Tensor, classes_B: Tensor) -> Tens
         with torch.enable_grad():
             trace: Trace = {}
             x_BND = level.input.detach().requires_grad_()
-            output_BND = level.block(x_BND, trace, positions=level.positions)
+            output_BND = level.block(x_BND, trace, "block", level.positions)
             gradient_BND, *gradients = torch.autograd.grad(output_BND, [x_BND, *trace.values()], gradient_BND)
         pairs = zip(trace.values(), gradients, strict=True)
         sum_BNN = sum_of_branches((weights.detach() * gradient).relu() for weights, gradient in pairs)

@@ -142,6 +142,7 @@ def spectra(vit: ViT, base: ViT | None = None) -> list[Spectrum]:
 def aligned(base: ViT, other: ViT) -> ViT:
     """Return the base with its layers grouped as those of the other network, if both have equally many."""
     old, new = base.model.shape, other.model.shape
-    if old.branches == new.branches or old.depth * old.branches != new.depth * new.branches:
+    has_other_layers = old.depth * old.branches != new.depth * new.branches
+    if old.branches == new.branches or has_other_layers or base.where == "levels":  # a level has positions of its own
         return base
     return regroup(base, new.branches)

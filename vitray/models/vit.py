@@ -76,6 +76,8 @@ class ViT(nn.Module):
 
     def first_input(self, x_BND: Tensor) -> Tensor:
         """Return the input of the first block: the class token and the registers, if any, before the patches."""
+        # Under autocast the residual stream is float32, as where a table of positions is added.
+        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, getattr(self.norm, "weight", x_BND).dtype))
         batch, dtype = x_BND.shape[0], x_BND.dtype  # shape[0], so that an exported batch stays of any size
         prefix: list[Tensor] = []
         if self.class_token is not None:

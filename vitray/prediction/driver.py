@@ -127,7 +127,8 @@ def _placed(plan: Plan) -> Plan:
     if not storage.exists(storage.join(plan.out, PLAN)):
         plan = plan._replace(device="cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu")
         write_plan(plan)
-    return plan
+    # Another command may have written its plan meanwhile: another one is refused, an equal one sets the device.
+    return open_plan(plan)
 
 
 def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -> int:

@@ -5,6 +5,7 @@ A source is a folder, a glob, a tar, a Parquet file of images, a dataset of ours
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,10 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
             files = {address.rpartition("/")[2]: storage.file_version(address)}
             entries = _list_files(address.rpartition("/")[0], files, others)
     else:
-        folder, files = _matching(address) if re.search(r"[*?[]", address) else (address, storage.list_entries(address))
+        has_wildcard = re.search(r"[*?[]", url)  # of the user's words: the working folder may have brackets
+        folder, files = address, {} if has_wildcard and "?" in address else storage.list_entries(address)
+        if has_wildcard and not files:
+            folder, files = _matching(address)
         if not files:
             wanted = "a folder, a glob, .tar, .parquet or .csv, local or s3://"
             raise ConfigError(f"{url}: no files here; wanted {wanted}")
@@ -145,6 +149,8 @@ def _read_file(entry: Entry) -> bytes | str:
         if version is None:
             return "no such file"
         size = version.size
+    if not storage.is_remote(entry.file) and not os.access(entry.file, os.R_OK):
+        return "cannot be read: permission denied"
     if size > LARGEST_FILE:
         return f"too large: {size} bytes"
     return storage.read_range(entry.file, entry.start or 0, size)

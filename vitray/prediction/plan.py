@@ -73,15 +73,26 @@ class Plan(NamedTuple):
     @property
     def content(self) -> dict[str, Any]:
         """The content of plan.json: everything that decides the bytes of the parts."""
-        networks = {spec.name: spec.key for spec in self.networks}
+        # In their order, which is that of the columns.
+        networks = [[spec.name, spec.key] for spec in self.networks]
+        classes = [[spec.name, spec.classes] for spec in self.networks]
         options = self.options._asdict() | {"levels": list(self.options.levels)}
         images = {"images": len(self.images), "identity of the images": self.images.identity}
-        return {"format": FORMAT, "networks": networks} | images | options | {"device": self.device}
+        return (
+            {"format": FORMAT, "networks": networks, "class names": _hash(classes)}
+            | images
+            | options
+            | {"device": self.device}
+        )
 
     @property
     def identity(self) -> str:
         """A hash of the plan, which each part carries."""
-        return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
+        return _hash(self.content)
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_options(networks: Sequence[NetworkSpec], options: Options) -> Options:

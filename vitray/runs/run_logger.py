@@ -118,7 +118,8 @@ class RunLogger:
             self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
             if scores := self._last_scores(result.step):
                 self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
-            if best := self._best.without_checkpoint:
+            best = self._best.without_checkpoint
+            if best and best.step not in checkpoints.complete_steps(info.run_dir):  # saved before this start
                 text = f"step {best.step:,} has the best scores and no checkpoint, so MLflow has no logged model of it"
                 self._log(messages.Note(f"{text}; wanted checkpoint.every as often as evaluate.every"))
             self._tracker.end("FINISHED")
@@ -233,7 +234,9 @@ class RunLogger:
             points = self._history.setdefault(key, [])
             if not points or points[-1][0] < step:
                 points.append((step, value))
-        if not message.is_repeated:
+        if message.is_repeated:
+            self._has_pictures |= "val/loss" in values  # they came with an earlier start
+        else:
             self._progress.metrics(values, step)
         if hook and "val/loss" in values:
             steps = self._info.planned.plan.steps

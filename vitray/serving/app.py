@@ -7,6 +7,7 @@ from ray.serve import Application
 from vitray.config.serving import Serving
 from vitray.serving.gateway import Gateway
 from vitray.serving.network import Network
+from vitray.tracking.model_uri import pin_uri
 
 
 def build(serving: Serving) -> Application:
@@ -14,6 +15,7 @@ def build(serving: Serving) -> Application:
 
     The tasks are Serve's `user_config`: other tasks reach running replicas without a restart.
     """
+    serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # the same for all replicas
     fewest, most = serving.replicas
     # Two batches: one is computed while the images of the next are decoded.
     ongoing, queue = 2 * serving.batch, serving.limits.queue

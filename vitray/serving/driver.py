@@ -17,7 +17,7 @@ from vitray.errors import ConfigError, RunError, one_line
 from vitray.serving.hosted import check_tasks, is_alias
 from vitray.storage import absolute
 from vitray.tracking.mlflow_client import tracking_uri
-from vitray.tracking.model_uri import is_model_uri
+from vitray.tracking.model_uri import is_model_uri, pin_uri
 
 NAME = "vitray"
 
@@ -47,6 +47,11 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
 
         if not serving.gpus and ray.cluster_resources().get("GPU"):
             serving = serving.model_copy(update={"gpus": 1.0})
+        if serve.status().proxies:
+            raise RunError(
+                "Serve runs on this cluster already, and its address and other applications would be changed; wanted a"
+                " cluster without it: end the other `vitray serve`, or run `serve shutdown`"
+            )
         logging: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
         try:
             try:
@@ -67,6 +72,7 @@ def checked(serving: Serving, host: str, port: int) -> Serving:
     check_address(host, os.environ.get(TOKEN_VARIABLE))
     _check_port(host, port)
     check_tasks(serving.base, serving.tasks)
+    serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # fixed, also for later replicas
     urls = [serving.base, *serving.tasks.values()]
     return serving.model_copy(
         update={

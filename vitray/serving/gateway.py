@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from vitray.config.serving import TOKEN_VARIABLE, Serving
+from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import one_line
 from vitray.serving.hosted import logger
 from vitray.serving.request_body import BadRequest, read_query
@@ -46,9 +46,11 @@ class Gateway:
 
     def __init__(self, serving: Serving, network: DeploymentHandle) -> None:
         self.limits, self.network = serving.limits, network
-        self.token = os.environ.get(TOKEN_VARIABLE, "").encode() if serving.token else None
-        if self.token == b"":
+        token = os.environ.get(TOKEN_VARIABLE)
+        if serving.token and not token:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set on this node; wanted the secret that requests give")
+        check_address(LOOPBACK[0], token)  # its length
+        self.token = token.encode() if token else None
         self.metrics = Metrics()
 
     async def __call__(self, request: Request) -> Response:
@@ -64,7 +66,7 @@ class Gateway:
                 response = _error(400, "the body ended early")
             except BackPressureError:
                 response = _error(503, f"the queue is full: {self.limits.queue} requests wait already")
-            except DeploymentUnavailableError:
+            except (DeploymentUnavailableError, ReplicaUnavailableError, RayActorError):
                 response = _error(503, "no replica could be started; the server's log has the reason")
             except Exception as error:
                 logger.exception("a request failed")
@@ -133,6 +135,8 @@ class Gateway:
     async def _health(self) -> Response:
         try:
             tasks = await asyncio.wait_for(self._ask("tasks", ()), HEALTH_SECONDS)
+        except BackPressureError:  # busy, so alive
+            return JSONResponse({"status": "busy"})
         except Exception as error:
             return _error(503, f"no replica answers: {one_line(error)[:200]}")
         return JSONResponse({"status": "ok", "tasks": len(tasks)})

@@ -72,18 +72,24 @@ class Hosted:
         self.identity = identity_of(base)
         self.family = Family(base, {}, device)
         self.sources: dict[str, Source] = {}
-        self.errors: dict[str, str] = {}  # why the network that an alias names now was not loaded
+        self.wanted: dict[str, str] = {}
+        self.errors: dict[str, str] = {}  # why the network that a task names now was not loaded
         if _has_classes(self.base_url):
             self._load(BASE_TASK, serving.base)
 
     def set_tasks(self, tasks: Mapping[str, str]) -> None:
-        """Load the tasks that are new or have another address, and remove those that are gone."""
-        for name, url in tasks.items():
-            if name not in self.sources or self.sources[name].url != url:
-                self._load(name, url)
+        """Load the tasks that are new or have another address, and remove those that are gone.
+
+        One that cannot be loaded has its reason in the listing; the replica answers for the others.
+        """
+        self.wanted = dict(tasks)
         for name in self.sources.keys() - tasks.keys() - {BASE_TASK}:
             self.family.remove(name)
             self.sources = {other: source for other, source in self.sources.items() if other != name}
+        self.errors = {name: error for name, error in self.errors.items() if name in tasks}
+        self.follow_aliases()
+        if not self.sources:
+            raise ConfigError("; ".join(self.errors.values()))
 
     def _load(self, name: str, url: str) -> None:
         pinned = pin_uri(url)
@@ -97,17 +103,16 @@ class Hosted:
         A network that cannot be loaded leaves the former one in place, with the reason in the listing.
         """
         moved = []
-        for name, source in self.sources.items():
-            if name == BASE_TASK or not is_alias(source.url):
-                continue
+        for name, url in self.wanted.items():
+            source = self.sources.get(name)
             try:
-                if pin_uri(source.url) != source.pinned:
-                    self._load(name, source.url)
+                if source is None or source.url != url or (is_alias(url) and pin_uri(url) != source.pinned):
+                    self._load(name, url)
                     moved.append(name)
                 self.errors.pop(name, None)
             except Exception as error:  # the registry may be away, or the new network broken
                 self.errors[name] = one_line(error)[:300]
-                logger.warning("task %s keeps %s: %s", name, source.pinned, self.errors[name])
+                logger.warning("task %s keeps %s: %s", name, source and source.pinned, self.errors[name])
         return moved
 
     def listing(self) -> list[dict[str, Any]]:
@@ -140,6 +145,8 @@ class Hosted:
         name = default_task(names) if task is None else task
         if name is None:
             raise BadRequest(400, f"task: wanted ?task= one of {', '.join(names[:20])}")
+        if name not in sources and name in self.errors:
+            raise BadRequest(503, f"task {name}: {self.errors[name]}")
         if name not in sources:
             raise BadRequest(404, unknown_task(name, names))
         count = len(class_names(sources[name].member))

@@ -112,10 +112,11 @@ def read_form(content_type: str, body: bytes) -> tuple[list[bytes], dict[str, An
         raise BadRequest(400, "multipart/form-data: the form has no end")
     for part in parts[:-1]:
         head, separator, content = part.partition(b"\r\n\r\n")
-        name = re.search(rb'content-disposition:[^\r\n]*?[;\s]name="?([^";\r\n]*)', head, re.IGNORECASE)
-        if not separator or name is None:
+        # From the start of a line: searched anywhere, a long line of the same words would take hours.
+        name = separator and re.search(rb'(?im)^content-disposition:[^\r\n]*?[;\s]name="?([^";\r\n]*)', head)
+        if not name:
             raise BadRequest(400, "multipart/form-data: a part without a name")
-        is_file = re.search(rb"content-disposition:[^\r\n]*?;\s*filename", head, re.IGNORECASE)
+        is_file = re.search(rb"(?im)^content-disposition:[^\r\n]*?;\s*filename", head)
         if name[1] in (b"task", b"top_k") and not is_file:
             fields[name[1].decode()] = content.decode("utf-8", "replace")
         elif is_file or name[1] in (b"image", b"images"):

@@ -101,4 +101,6 @@ def rewind(
     if earlier.step == 0:
         raise ConfigError(f"the loss broke at step {broken}, before the first checkpoint: nothing to go back to")
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
+    if state.best_knn_step is not None and state.best_knn_step <= earlier.step:
+        earlier.best_knn, earlier.best_knn_step = state.best_knn, state.best_knn_step
     return earlier

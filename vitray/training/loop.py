@@ -228,7 +228,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     if ending == "finished" and evaluator is not None:
         if evaluator.latest_step != total:  # interrupted before the last evaluation
             evaluator.start(total)
-            prober.start(total, learner, is_last=True)
+            if total not in prober.pending:
+                prober.start(total, learner, is_last=True)
         log_scores(evaluator.finished(wait=True), state, client)
         log_probes(prober.finished(wait=True), context, state, client)
         if state.latest:

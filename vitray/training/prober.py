@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from vitray.config.pretraining import Masked
-from vitray.errors import cut_middle, one_line
+from vitray.errors import ConfigError, cut_middle, one_line
 from vitray.training import checkpoints
 from vitray.training.context import WorkerContext
 from vitray.training.driver_client import DriverClient
@@ -26,6 +26,8 @@ RESTARTS = 3
 # Added to that of Ray's workers, which is 15: where they want its CPU, the actor gets less than a third of it.
 NICENESS = 4
 LONGEST_REASON = 300
+# Seconds that the end of a run waits for the probes of one step: their actor may have lost its place for good.
+LONGEST_WAIT = 1800.0
 
 
 class Prober:
@@ -49,11 +51,15 @@ class Prober:
             return
         saved = checkpoints.complete_steps(self._context.run_dir)
         for step in state.pending_probes:
-            if step in saved:
-                parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
-                self._start(step, network_weights(parts), is_needed=True)
-            else:
+            if step not in saved:
                 self._client.note(f"the probes of step {step:,} were lost when the run was interrupted")
+                continue
+            try:
+                parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
+            except (ConfigError, OSError) as error:
+                self._client.note(f"the probes of step {step:,} were lost with their checkpoint: {one_line(error)}")
+                continue
+            self._start(step, network_weights(parts), is_needed=True)
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield step and values of the probes that have finished since the last call, in order."""
@@ -62,7 +68,7 @@ class Prober:
                 return
             del self._started[step]
             try:
-                yield step, ray.get(values)
+                yield step, ray.get(values, timeout=LONGEST_WAIT)
             except RayError as error:
                 reason = cut_middle(one_line(getattr(error, "cause", None) or error), LONGEST_REASON)
                 self._client.note(f"the probes of step {step:,} failed, and training goes on: {reason}")
@@ -128,6 +134,8 @@ def log_probes(
         client.metrics(step, state, {f"probe/{name}": float(value) for name, value in values.items()})
         if not isinstance(context.run.task, Masked):
             continue
-        before, state.collapse = state.collapse, state.check_collapse(step, values, guard)
+        before, found = state.collapse, state.check_collapse(step, values, guard)
+        # A later probe does not take back a stop that all workers may have decided on.
+        state.collapse = (before or found) if guard.on_collapse == "stop" else found
         if state.collapse and not before:
             client.note(f"collapse: {state.collapse}")

@@ -68,12 +68,13 @@ class TrainState:
 
     def check_collapse(self, step: int, values: Mapping[str, float], guard: Guard) -> str | None:
         """Return how the features have collapsed at a step by its probes, or None; update the best kNN accuracy."""
-        knn = next((value for name, value in values.items() if name.startswith("knn")), None)
+        name, knn = next((each for each in values.items() if each[0].startswith("knn")), ("", None))
         reasons = []
         if knn is not None:
             if self.best_knn is None or knn > self.best_knn:
                 self.best_knn, self.best_knn_step = knn, step
-            elif guard.knn_drop is not None and knn < (1 - guard.knn_drop) * self.best_knn:
+            # The upper end of the interval: a few hits more or less of few images are no collapse.
+            elif guard.knn_drop is not None and values.get(f"{name}_high", knn) < (1 - guard.knn_drop) * self.best_knn:
                 reasons.append(
                     f"kNN accuracy fell to {knn:.2%} from {self.best_knn:.2%} at step {self.best_knn_step:,}, by more"
                     f" than guard.knn_drop, {guard.knn_drop:g} of it"

@@ -58,10 +58,11 @@ def views(
     The images are evenly spaced over their set; the sizes take turns.
     """
     numbers = np.linspace(0, images.images, min(count, images.images), endpoint=False).astype(int)
-    for place, first in enumerate(range(0, len(numbers), BATCH)):
+    at_once = max(1, min(BATCH, -(-len(numbers) // len(sizes))))  # so that few images see each size too
+    for place, first in enumerate(range(0, len(numbers), at_once)):
         size = sizes[place % len(sizes)]
         rows, left_out = [np.zeros((0, *size, 3), np.uint8)], []
-        for image in read_with_or_without_labels(images, numbers[first : first + BATCH].tolist()):
+        for image in read_with_or_without_labels(images, numbers[first : first + at_once].tolist()):
             try:
                 rows.append(crop_centre(decode_image(image.content), crop, size)[None])
             except UndecodableImage as error:
