@@ -14,6 +14,7 @@ from vitray.inspection import similarity as similarity_module
 from vitray.inspection import states as states_module
 from vitray.inspection.changes import feature_changes, tensor_changes
 from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
+from vitray.inspection.levels import run_levels
 from vitray.inspection.positions import position_similarity
 from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centred
 from vitray.inspection.states import chunks, run_states
@@ -21,6 +22,7 @@ from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
 from vitray.inspection.tokens import token_norms
 from vitray.models.positions import resample
 from vitray.models.vit import ViT, regroup
+from vitray.tasks.recompute import recompute_activations
 from vitray.weights import import_weights
 
 STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln")
@@ -169,6 +171,14 @@ def test_states_lead_to_the_same_bits_as_the_network(settings):
         passed = list(run_states(vit, batch))
         assert torch.equal(passed[-1], vit.tokens(batch))
     assert len(passed) == len(vit.blocks) + 1
+
+
+@pytest.mark.parametrize("part", ["blocks", "feedforward"])
+def test_a_network_that_recomputes_its_blocks_has_the_same_states(part):
+    plain, recomputing = network(), network()
+    recompute_activations(recomputing, part)
+    for one, other in zip(run_levels(plain, images()), run_levels(recomputing, images()), strict=True):
+        assert torch.equal(one.output, other.output)
 
 
 def test_training_mode_is_rejected():
