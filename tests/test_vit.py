@@ -156,3 +156,10 @@ def test_a_trace_names_levels_and_branches():
     torch.testing.assert_close(network(images(), trace), network(images()), atol=1e-5, rtol=1e-5)
     assert len(trace) == 18
     assert trace["block07.attn1"].shape == (2, 2, 17, 17)
+
+
+@pytest.mark.parametrize("positions", ["learned", "none", "rope"])
+def test_the_residual_stream_is_float32_under_autocast(positions):
+    vit = ViT(Model(name="vit_u2x1_8", image_size=32, num_classes=None, positions=positions)).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert vit.tokens(torch.randn(2, 3, 32, 32)).dtype == torch.float32
