@@ -347,8 +347,8 @@ class Guard(Section):
     spike: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = None
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
     knn_drop: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
-    """Masked training with probe knn: the features have collapsed if kNN accuracy is below its best by more than this
-    share of it; null: off."""
+    """Masked training with probe knn: the features have collapsed if the upper end of kNN accuracy's interval is below
+    its best by more than this share of it; null: off."""
     least_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
     """Masked training with probe rank: the features have collapsed if RankMe is below this; null: off."""
     on_collapse: Literal["warn", "stop"] = "warn"

@@ -80,7 +80,7 @@ class Hosted:
     def set_tasks(self, tasks: Mapping[str, str]) -> None:
         """Load the tasks that are new or have another address, and remove those that are gone.
 
-        One that cannot be loaded has its reason in the listing; the replica answers for the others.
+        One that cannot be loaded is answered with its reason; the replica answers for the others.
         """
         self.wanted = dict(tasks)
         for name in self.sources.keys() - tasks.keys() - {BASE_TASK}:
