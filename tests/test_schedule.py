@@ -10,7 +10,7 @@ from torch import nn
 from vitray.config import load_run
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
-from vitray.training.schedule import Triggers, in_steps, learning_rate, total_steps
+from vitray.training.schedule import CHECK_SECONDS, CheckTimer, Triggers, in_steps, learning_rate, total_steps
 
 
 def optim(**settings) -> Optim:
@@ -121,3 +121,17 @@ def test_the_rate_rises_to_lr_and_falls_to_the_floor(total, share, start, schedu
         assert rates[0] == start
     if warmup < total:
         assert rates[total] == pytest.approx(schedule.get("floor", 0.1))
+
+
+@given(seconds=st.lists(st.floats(1e-3, 30), min_size=1, max_size=20))
+def test_checks_are_spaced_by_the_time_of_the_whole_loop(seconds):
+    """A record takes as long as many steps, so the time of the steps alone would space the checks too far."""
+    now, step = 0.0, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: now)
+        timer, interval = CheckTimer(0, 0.0), 1
+        for pace in seconds:
+            now, step = now + interval * pace, step + interval
+            interval = timer.steps_to_next(step)
+            assert interval == max(1, round(CHECK_SECONDS / pace))
+            assert interval * pace <= max(1.5 * CHECK_SECONDS, pace)

@@ -64,9 +64,6 @@ LIST_LIMIT = 10_000
 RELEASE_SECONDS, QUICK_LISTING_SECONDS = 5, 2
 
 
-# The raylet of the local Ray that this process started.
-
-
 def prepare_environment() -> None:
     """Set the variables that Ray reads when it is imported."""
     # A trial's process is connected to its sweep's Ray, without an address in its environment.

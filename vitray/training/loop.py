@@ -40,13 +40,11 @@ from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStart
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import Triggers, learning_rate, total_steps
+from vitray.training.schedule import CheckTimer, Triggers, learning_rate, total_steps
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-# Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.
-CHECK_SECONDS = 2.0
 
 
 def worker(config: dict[str, WorkerContext]) -> WorkerResult:
@@ -114,7 +112,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     saver, prefetcher = open_pipeline()
     unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
     steps, seconds = 0, 0.0  # since the last record
-    next_check, pace = state.step + 1, CHECK_SECONDS  # the latter in seconds per step
+    next_check, timer = state.step + 1, CheckTimer(state.step)
     is_preempted = False
     ending: Ending = "finished"
     since = time.perf_counter()
@@ -134,12 +132,10 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
 
         # ---- metrics, and the check of the loss ----------------------------------------------------------------------
         heartbeat.at(step, "metrics")
-        wanted = max(1, round(CHECK_SECONDS / pace)) if share.rank == 0 else 0
+        wanted = timer.steps_to_next(state.step) if is_check and share.rank == 0 else 0
         is_stopping = client.is_stop_requested() or has_collapsed()
         metrics, is_interrupted, interval = all_reduce_metrics(unread, device, is_stopping, wanted)
         elapsed = time.perf_counter() - since
-        if unread:
-            pace = elapsed / len(unread)
         if is_check:
             next_check = state.step + interval
         steps, seconds, state.seconds = steps + len(unread), seconds + elapsed, state.seconds + elapsed
@@ -159,7 +155,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             client.note(f"{text}; back at step {state.step}, step {bad_step} is left out")
             saver, prefetcher = open_pipeline()
             unread, steps, seconds = {}, 0, 0.0
-            next_check, since = state.step + 1, time.perf_counter()
+            next_check, timer = state.step + 1, CheckTimer(state.step)
+            since = time.perf_counter()
             continue
         state.add_losses(losses)
         if state.step in triggers.records and state.losses:

@@ -5,12 +5,15 @@ The learning rate is a function of the step alone, so a resumed run continues ex
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from vitray.config import Run
 from vitray.config.training import Constant, Cosine, Linear, Optim, parse_duration
 from vitray.errors import ConfigError
+
+# Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.
+CHECK_SECONDS = 2.0
 
 
 def in_steps(text: str, steps_per_epoch: int) -> int:
@@ -115,3 +118,18 @@ class Triggers:
             self._saved = time.monotonic()
             return True
         return False
+
+
+@dataclass
+class CheckTimer:
+    """The last check; it spaces checks by the time of a whole pass of the loop, records and checkpoints included."""
+
+    step: int
+    checked_at: float = field(default_factory=time.perf_counter)
+
+    def steps_to_next(self, step: int) -> int:
+        """Return the steps between the check at this step and the next one, at the pace since the last one."""
+        now = time.perf_counter()
+        pace = max(1e-6, now - self.checked_at) / (step - self.step)
+        self.step, self.checked_at = step, now
+        return max(1, round(CHECK_SECONDS / pace))
