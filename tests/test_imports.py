@@ -30,6 +30,7 @@ NAMES = [name for family in FAMILIES for name in timm.list_models(family)]
 OURS = re.compile(
     r"(vit|deit3?)_(tiny|small|medium|base|large|huge)_patch\d+_(18x2_|36x1_|plus_)?\d+"
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
+    r"|vit_(small|mediumd?|betwixt|base|large)_patch\d+_reg\d_(gap_\d+|dinov2|tipsv2)"
     r"|eva_large_patch14_\d+|flexivit_(small|base|large)"
 )
 # One name of each kind of network, and those whose tensors have the names and shapes of another network.
@@ -41,6 +42,7 @@ SAMPLE = (
     *("vit_base_patch16_224_miil", "vit_giant_patch14_224", "vit_base_patch16_clip_224", "vit_intern300m_patch14_448"),
     *("vit_base_patch16_siglip_224", "vit_wee_patch16_reg1_gap_256", "vit_relpos_small_patch16_224"),
     *("vit_tiny_r_s16_p8_224", "deit_tiny_distilled_patch16_224", "beit_base_patch16_224", "beit3_base_patch16_224"),
+    *("vit_mediumd_patch16_reg4_gap_256", "vit_base_patch16_rope_reg1_gap_256"),
     *("eva02_tiny_patch14_224", "eva_giant_patch14_224", "vit_small_patch16_dinov3", "vitamin_small_224"),
 )
 
