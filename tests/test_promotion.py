@@ -443,4 +443,4 @@ def test_runs_promote_their_versions_at_their_end(ray_cluster, tmp_path, monkeyp
     assert third.promotion.startswith("not done: vit: MLflow at http://127.0.0.1:9 does not answer")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlruns.db'}")
     assert {result.state for result in flush_all(tracking_uri())} == {"complete"}
-    assert promote(PromotionRequest(third.home, workers=1)).version == "3"
+    assert promote(PromotionRequest(third.home, out=str(tmp_path / "page"), workers=1)).version == "3"

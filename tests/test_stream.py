@@ -624,8 +624,8 @@ def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster)
 
 
 def test_a_process_opens_a_remote_shard_once(tmp_path, s3_server, monkeypatch):
-    write(s3_server / "bucket/many", [jpeg(index) for index in range(40)], per_shard=2, row_group=1)
-    rows = locate_rows(open_dataset("s3://bucket/many"), "train")
+    write(s3_server / "bucket/shards", [jpeg(index) for index in range(40)], per_shard=2, row_group=1)
+    rows = locate_rows(open_dataset("s3://bucket/shards"), "train")
     opened, filesystem = [], storage.filesystem
     monkeypatch.setattr(storage, "filesystem", lambda url: opened.append(url) or filesystem(url))
     for start in (0, 1):

@@ -11,6 +11,7 @@ import timm
 import torch
 import yaml
 from image_sets import SHAPES, write_dataset, write_folder
+from mlflow import MlflowClient
 from test_layers import ROOT
 from test_readme import CLONED, UNCHECKED, Block, blocks, commands, run_python
 
@@ -23,8 +24,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # The order in which a reader meets the pages: later ones use what earlier ones have made.
 ORDER = ["README.md", "training.md", "data.md", "evaluation.md", "inspection.md", "sweeps.md", "cluster.md"]
-# Verbs that need a cluster, serve, or measure for minutes: test_jobs, test_doctor, test_ui and test_bench_* run them.
-ELSEWHERE = {"submit", "jobs", "stop", "doctor", "ui", "bench"}
+ORDER += ["prediction.md", "export.md", "serving.md"]
+# Verbs that need a cluster, serve, or measure for minutes: test_jobs, test_doctor, test_ui, test_serve_http and
+# test_bench_* run them.
+ELSEWHERE = {"submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
 NOT_RUN = UNCHECKED | {"make", "mlflow"}
 
 # Settings in place of those of a command, {setting: value}; all others are as the page has them.
@@ -79,8 +82,8 @@ def replaced(text: str, sizes: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory, ray_cluster):
-    """A new clone after `make demo`, with what a reader has: photos, archives, weights and a registered model."""
+def clone(tmp_path_factory, ray_cluster, s3_server):
+    """A new clone after `make demo`, with what a reader has: photos, archives, weights and two registered versions."""
     clone = tmp_path_factory.mktemp("clone")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(clone)
@@ -97,7 +100,11 @@ def clone(tmp_path_factory, ray_cluster):
         write_dataset(clone / "data/pets", {"train": 40, "test": 20})
         write_cifar(clone / "cifar-10-python.tar.gz")
         write_deit3(clone / "deit_3_base_224_1k.pth")
+        write_folder(s3_server / "bucket/photos", 12)
+        (clone / "addresses.csv").write_text("\n".join(["path", *map(str, clone.glob("photos/*/*.jpg"))]))
         run(["train", "demo", "tracking.register_as=vit", "--name", "registered"])
+        run(["train", "demo", "tracking.register_as=vit", "seed=1", "--name", "challenging"])
+        MlflowClient(f"sqlite:///{clone / 'mlruns.db'}").set_registered_model_alias("vit", "challenger", "2")
         yield clone
 
 
