@@ -109,6 +109,10 @@ def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys)
     for name in ("top1", "top5", "mean_per_class", "nll", "ece", "knn10", "linear"):
         assert result[f"{name}_low"] <= result[name] <= result[f"{name}_high"]
     assert {"few_shot1", "few_shot5", "rankme", "temperature", "brier", "adaptive_ece"} <= result.keys()
+    least = min(open_dataset(str(place / "data")).splits["train"].class_counts)
+    assert result["few_shot_least"] == least < 25
+    assert "few_shot25" not in result
+    assert f"images of the smallest class</td><td>{least}</td>" in (tmp_path / "index.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"outputs"}
     assert result["page"] == str(tmp_path / "index.html")
     predictions = rows(tmp_path / "predictions.csv")
