@@ -32,6 +32,11 @@ def main(args: list[str]) -> dict[str, Any]:
         return measure_family(FamilySettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
+    if options.pop("probes", False):
+        from vitray.bench.probes import measure_probes
+        from vitray.bench.train import TrainSettings
+
+        return measure_probes(TrainSettings(**options))
     if benchmark == "train":
         from vitray.bench.train import TrainSettings, measure_train
 

@@ -1,8 +1,18 @@
-"""The training benchmark measures a step and writes its table."""
+"""The training benchmark measures a step, alone and beside probes, and writes its tables."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
 
 from pipelines.__main__ import main
+from vitray.bench import probes
+from vitray.bench.probes import LOOK, ProbeLoad, RaisingClient, take_steps
+from vitray.errors import RunError
+
+CPU = torch.device("cpu")
 
 
 def test_a_training_step_is_measured(tmp_path, capsys):
@@ -11,3 +21,60 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert all(row[column] > 0 for column in ("vitray", "bare", "ratio"))
     assert (tmp_path / "train_step_cpu_fp32.csv").read_text().startswith("model,vitray,bare,ratio,mfu\nvit_u2x1_8,")
+
+
+def test_a_load_beside_the_steps_is_looked_at_now_and_then(monkeypatch):
+    now, looks = [100.0], []
+    monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def step():
+        now[0] += 0.4 * LOOK
+
+    load: Any = SimpleNamespace(look=lambda: looks.append(round((now[0] - 100.0) / LOOK, 6)))
+    assert take_steps(step, 8, CPU, load) == pytest.approx(3.2 * LOOK)
+    assert looks == [0.0, 1.2, 2.4]
+    assert take_steps(step, 8, CPU) == pytest.approx(3.2 * LOOK)
+    assert len(looks) == 3
+
+
+class OneAtATime:
+    """A prober of which a probe ends at every second look."""
+
+    def __init__(self):
+        self.pending, self.started, self.looks = [], [], 0
+
+    def start(self, step, _learner, *, is_last):
+        assert not self.pending, "two probes run at a time"
+        assert not is_last
+        self.pending = [step]
+        self.started.append(step)
+
+    def finished(self, *, wait=False):
+        self.looks += 1
+        if self.pending and (wait or not self.looks % 2):
+            yield self.pending.pop(), {}
+
+
+def test_a_load_is_one_probe_after_the_other_and_each_is_counted():
+    prober: Any = OneAtATime()
+    learner: Any = None
+    load = ProbeLoad(prober, learner)
+    for _ in range(5):
+        load.look()
+        assert prober.pending
+    load.wait()
+    load.wait()
+    assert load.done == len(prober.started) == 3
+    with pytest.raises(RunError, match="the probes of step 0 failed"):
+        RaisingClient().note("the probes of step 0 failed, and training goes on")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_beside_probes_is_measured(ray_cluster, tmp_path, capsys):
+    args = ["--models", "vit_u2x1_8", "--image-size", "32", "--batch", "2", "--rounds", "2", "--seconds", "0.05"]
+    assert main(["bench", "train", "--probes", *args, "--out", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all(row[column] > 0 for column in ("probed", "alone", "ratio", "probe_seconds"))
+    assert (tmp_path / "train_probes_cpu_fp32.csv").read_text().startswith("model,probed,probed_spread,alone,")

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_report import measured_page
 
 from pipelines.__main__ import main
+from vitray import storage
 from vitray.cluster import session
 from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import DeviceBatch, normalised
@@ -73,6 +76,8 @@ def place(tmp_path_factory):
     write_network(folder / "b", seed=1)
     write_network(folder / "other", classes=tuple(f"other {index}" for index in range(10)))
     write_network(folder / "more", classes=(*SHAPES, "sphere"))
+    empty = pa.table({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())})
+    pq.write_table(empty, folder / "empty.parquet")
     return folder
 
 
@@ -105,10 +110,17 @@ def rows(path):
 
 def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys):
     result = verb(capsys, place / "a", place / "data", *PROBES, "--out", tmp_path)
+    keys = {"images", "top1", "top1_low", "top1_high", "top5", "ece", "nll", "knn10", "few_shot5", "linear"}
+    assert keys <= result.keys()
     assert (result["images"], result["left_out"]) == (101, 0)
     for name in ("top1", "top5", "mean_per_class", "nll", "ece", "knn10", "linear"):
         assert result[f"{name}_low"] <= result[name] <= result[f"{name}_high"]
     assert {"few_shot1", "few_shot5", "rankme", "temperature", "brier", "adaptive_ece"} <= result.keys()
+    least = min(open_dataset(str(place / "data")).splits["train"].class_counts)
+    assert result["few_shot_least"] == least < 25
+    assert "few_shot25" not in result
+    shown = f'images of the smallest class</td><td class="number">{least}</td>'
+    assert shown in (tmp_path / "index.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"outputs"}
     assert result["page"] == str(tmp_path / "index.html")
     predictions = rows(tmp_path / "predictions.csv")
@@ -124,6 +136,19 @@ def test_one_command_scores_probes_and_writes_the_files(place, tmp_path, capsys)
     assert again == {name: value for name, value in result.items() if name != "page"}
     assert scores(tmp_path, place / "a", place / "data")["top1"] == result["top1"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.parquet")} == before
+
+
+def test_networks_images_and_results_may_lie_on_s3(place, tmp_path, capsys, s3_server):
+    url = "s3://bucket/evaluated"
+    for name in ("a", "data"):
+        shutil.copytree(place / name, s3_server / "bucket" / "evaluated" / name)
+    result = verb(capsys, f"{url}/a", f"{url}/data", "--out", f"{url}/out")
+    local = scores(tmp_path, place / "a", place / "data")
+    assert {name: result[name] for name in ("images", "top1", "nll")} == {
+        name: local[name] for name in ("images", "top1", "nll")
+    }
+    assert result["page"] == f"{url}/out/index.html"
+    assert set(storage.list_files(f"{url}/out")) >= FILES
 
 
 def test_classes_are_matched_by_name(place, tmp_path):
@@ -466,6 +491,7 @@ def test_large_outputs_are_read_into_a_temporary_file(place, tmp_path, monkeypat
         (["a", "data", "--split", "vall"], r"data: no split 'vall', wanted one of train, val; nearest: val"),
         (["a", "nowhere"], "nowhere: no files here"),
         (["nowhere", "data"], "nowhere: "),
+        (["a", "empty.parquet"], "empty.parquet: "),
         (["a", "a", "data"], "a: given 2 times; wanted each network once"),
         (["a", "data", "--probes", "knnn"], "--probes: got knnn, wanted some of knn, few_shot, linear, rank; nearest"),
         (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),

@@ -38,6 +38,14 @@ def test_chunks_keep_small_singular_values(monkeypatch):
     assert singular_values(features[:5]) == pytest.approx(svdvals(features[:5]), rel=1e-4)
 
 
+def test_parts_of_the_rows_change_nothing(monkeypatch):
+    data = clusters(80)
+    rank, separation = effective_rank(data.features), class_separation(*data, 5)
+    monkeypatch.setattr("vitray.evaluation.feature_rank.CHUNK_ROWS", 7)
+    assert effective_rank(data.features) == pytest.approx(rank, rel=1e-9)
+    assert class_separation(*data, 5) == pytest.approx(separation, rel=1e-9)
+
+
 def test_separation_equals_loops_over_images_and_pairs():
     data = clusters(80)
     x, labels = data.features.astype(float), data.labels

@@ -5,9 +5,17 @@ import pytest
 from sklearn.linear_model import Ridge
 
 from vitray.errors import ConfigError
-from vitray.evaluation import few_shot
+from vitray.evaluation import arrays, few_shot
 from vitray.evaluation.arrays import Labelled
-from vitray.evaluation.few_shot import FewShotMean, fit_least_squares, mean_of_seeds, probe_few_shot, shot_order
+from vitray.evaluation.few_shot import (
+    FewShotMean,
+    fit_least_squares,
+    mean_of_seeds,
+    probe_few_shot,
+    shot_order,
+    shots_within,
+    smallest_class,
+)
 
 
 def clusters(images, seed=0, num_classes=5, width=20, spread=2.0):
@@ -88,6 +96,19 @@ def test_absent_classes_small_classes_and_constant_features():
     assert mean_of_seeds([score]) == {2: (0.5, None, 1)}
     one = Labelled(np.ones((1, 1)), np.zeros(1, int))
     assert probe_few_shot(one, one, 1)[0].score.top1 == 1.0
+
+
+def test_parts_of_the_scored_rows_change_nothing(monkeypatch):
+    train, test = clusters(60), clusters(50, 1)
+    whole = probe_few_shot(train, test, 5)
+    monkeypatch.setattr(arrays, "CHECKED_ROWS", 7)
+    for one, other in zip(whole, probe_few_shot(train, test, 5), strict=True):
+        assert np.array_equal(one.score.predictions, other.score.predictions)
+
+
+def test_a_number_of_shots_is_that_of_the_smallest_class_or_fewer():
+    assert smallest_class(np.array([3, 0, 3, 0, 0, 3, 3])) == 3
+    assert [shots_within(images) for images in (0, 1, 9, 10, 400)] == [[], [1], [1, 5], [1, 5, 10], [1, 5, 10, 25]]
 
 
 def test_bad_input_is_refused_by_name():

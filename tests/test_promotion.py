@@ -29,6 +29,7 @@ from vitray.runs.plan import make_plan
 from vitray.runs.promotion import PromotionRequest, decide, promote, promote_finished
 from vitray.sweep.plan import plan_stages
 from vitray.sweep.space import read_space
+from vitray.tracking import model_registry
 from vitray.tracking.flush import flush_all
 from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.model_registry import PROMOTION_TAG, UID_TAG, holder_of, move_alias
@@ -80,6 +81,7 @@ def pages(monkeypatch) -> list[dict]:
 
     monkeypatch.setattr(driver, "write_evaluation", write)
     monkeypatch.setattr(driver, "track_evaluation", lambda *_: None)
+    monkeypatch.setattr(model_registry, "SETTLE_SECONDS", 0.0)
     return contents
 
 
@@ -238,6 +240,23 @@ def test_only_one_of_several_moves_the_alias_from_the_same_holder(networks, plac
         thread.join()
     assert moved == [holder_of("vit", "champion")]
     assert not move_alias("vit", "champion", "1" if moved != ["1"] else "2", None)
+
+
+def test_two_machines_that_move_the_alias_at_once_end_with_the_better_version(networks, place, monkeypatch, capsys):
+    """Another machine has read the alias before this one moves it, and moves it a moment later."""
+    register(networks / "bad", "champion")
+    nearly, good = register(networks / "nearly"), register(networks / "good")
+
+    def settle(_seconds):
+        monkeypatch.setattr(model_registry, "time", SimpleNamespace(sleep=lambda _: None))
+        open_client(tracking_uri()).set_registered_model_alias("vit", "champion", other)
+
+    for version, other, promoted in ((good, nearly, True), (nearly, good, False)):
+        open_client(tracking_uri()).set_registered_model_alias("vit", "champion", "1")
+        monkeypatch.setattr(model_registry, "time", SimpleNamespace(sleep=settle))
+        result = verb(capsys, f"vit/{version}", "data", "--when", "better")
+        assert (result["promoted"], result["holder"]) == (promoted, other)
+        assert holder_of("vit", "champion") == good
 
 
 def test_a_holder_that_changes_during_the_comparison_is_compared_too(networks, place, monkeypatch):

@@ -30,17 +30,20 @@ from vitray.runs.driver import train
 from vitray.runs.placement import place_workers
 from vitray.runs.plan import make_plan
 from vitray.runs.training_probes import probe_checkpoints
+from vitray.sweep.driver import sweep
+from vitray.sweep.plan import Recipe
+from vitray.sweep.space import read_space
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.context import WorkerContext
 from vitray.training.prober import Prober
-from vitray.training.probes import choose_rows, network_weights, probe_weights, read_probe_images
+from vitray.training.probes import choose_rows, network_weights, probe_weights, read_probe_images, read_probe_labels
 from vitray.training.state import TrainState
 
 ALL = "[knn,few_shot,calibration,rank,attention_distance]"
 SETTINGS = [
     f"model={{name: vit_u2x2_8, image_size: 32, num_classes: {len(SHAPES)}}}",
-    "evaluate.probe_images=32",
+    "evaluate.probe_images=80",
     "optim.batch=16",
     "optim.duration=6 steps",
     "optim.warmup=0 steps",
@@ -219,6 +222,49 @@ def test_probes_that_learn_need_labels(dataset):
     make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabelled)
 
 
+def test_few_shot_learns_from_the_number_of_images_in_its_name_or_is_refused_by_the_plan(dataset):
+    labels = [label for label, content in training_images(dataset, 80) if content != b"none"]
+    run = recipe(dataset)
+    least = min(map(labels.count, range(len(SHAPES))))
+    assert 5 <= least < 10
+    images, vit = read_probe_images(run, dataset, None), ViT(run.model)
+    values = probe_weights(run, vit.state_dict(), images, torch.device("cpu"))
+    assert {name for name in values if name.startswith("few_shot")} == {
+        *("few_shot_least", "few_shot1", "few_shot1_std", "few_shot5", "few_shot5_std")
+    }
+    assert values["few_shot_least"] == least
+    few = [label for label, _ in training_images(dataset, 16)]
+    missing = [shape for label, shape in enumerate(SHAPES) if label not in few]
+    message = (
+        f"evaluate.probe_images: got 16: {len(missing)} of 10 classes have none of .* '{missing[0]}', and few_shot"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_plan(recipe(dataset, "evaluate.probe_images=16"), dataset)
+    assert make_plan(recipe(dataset, "evaluate.probe_images=16", "evaluate.probes=[knn]"), dataset).plan
+
+
+def training_images(dataset, number):
+    """Label and encoded image of the images that probes learn from."""
+    chosen = choose_rows("train", np.arange(90), number)
+    rows = read_rows(chosen, locate_rows(dataset, "train"))
+    return [(rows[row][1], rows[row][0]) for row in chosen.tolist()]
+
+
+def test_the_plan_has_the_number_of_images_of_the_smallest_class(dataset):
+    labels = [label for label, _ in training_images(dataset, 80)]
+    assert make_plan(recipe(dataset), dataset).plan.few_shot_least == min(map(labels.count, range(len(SHAPES))))
+    assert make_plan(recipe(dataset, "evaluate.probes=[knn]"), dataset).plan.few_shot_least is None
+    assert read_probe_labels(recipe(dataset), dataset, None).tolist() == labels
+    mask = holdout_mask(dataset, "train", 0.4)
+    trained = [label for row, (_, label, _) in every_row(dataset).items() if not mask[row]]
+    assert sorted(read_probe_labels(recipe(dataset), dataset, mask)) == sorted(trained)
+
+
+def every_row(dataset):
+    """All rows of train."""
+    return read_rows(np.arange(90), locate_rows(dataset, "train"))
+
+
 @pytest.mark.parametrize(
     ("node", "overrides", "wanted"),
     [
@@ -317,7 +363,7 @@ def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys)
     outcome = train(recipe(clean), "probed", str(place / "runs"))
     rows = evaluate_verb([outcome.home, "--training-probes"])["checkpoints"]
     assert [row["step"] for row in rows] == [2, 4, 6]
-    assert {"knn10", "few_shot25", "ece", "rankme", "attention_distance_level01"} <= rows[0].keys()
+    assert {"knn10", "few_shot5", "few_shot_least", "ece", "rankme", "attention_distance_level01"} <= rows[0].keys()
     assert rows[0]["nll"] != rows[2]["nll"], "the weights differ"
     check_equal(logged(outcome.mlflow_run), rows)
     assert "knn10" in capsys.readouterr().out
@@ -325,6 +371,41 @@ def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys)
     alone = probe_checkpoints([f"{outcome.home}/checkpoints/step-00000004"], ["rank"])
     assert [(row["step"], row["rankme"]) for row in alone] == [(4, pytest.approx(rows[1]["rankme"], abs=1e-6))]
     assert "knn10" not in alone[0]
+
+
+SHORT = ["evaluate.probes=[knn,few_shot,rank]", "optim.duration=2 steps", "evaluate.pictures=0"]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_of_two_workers_probes(place, clean, capsys):
+    outcome = train(recipe(clean, *SHORT, "compute.workers=2"), "pair", str(place / "runs"))
+    rows = probe_checkpoints([outcome.home])
+    assert [row["step"] for row in rows] == [2]
+    check_equal(logged(outcome.mlflow_run), rows)
+    shown = f"on one CPU beside the workers; few_shot of 1, 5, as the smallest class has {rows[0]['few_shot_least']}"
+    printed = capsys.readouterr()
+    assert shown in printed.out + printed.err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_trial_of_a_sweep_probes_its_own_weights(place, clean):
+    (place / "lr.yaml").write_text("space:\n  optim.lr: {grid: [1.0e-3, 3.0e-2]}\n")
+    space, out = read_space(place / "lr.yaml"), str(place / "sweeps")
+    outcome = sweep(Recipe(recipe(clean, *SHORT), ["tiny"]), space, "probed", out, "vitray sweep tiny lr.yaml")
+    assert (outcome.trials, outcome.finished) == (2, 2)
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    trials = client.search_runs(experiments, f"tags.`mlflow.parentRunId` = '{outcome.mlflow_run}'")
+    homes = {trial.info.run_id: str(Path(outcome.home, trial.info.run_name or "")) for trial in trials}
+    assert len(homes) == 2
+    rows = [probe_checkpoints([home]) for home in homes.values()]
+    for run_id, own in zip(homes, rows, strict=True):
+        check_equal(logged(run_id), own)
+    assert rows[0][0]["rankme"] != rows[1][0]["rankme"]
 
 
 @pytest.mark.ray

@@ -72,12 +72,12 @@ def _timed(variant: Callable[[], object], calls: int, device: torch.device) -> f
     return time.perf_counter() - start
 
 
-def circumstances(device: torch.device) -> str:
-    """Return hardware and versions in one line."""
+def circumstances(device: torch.device, threads: int | None = None) -> str:
+    """Return hardware and versions in one line; `threads` is None for those of this process."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        hardware = f"{system_info.facts()['hardware.cpu']}, {torch.get_num_threads()} threads"
+        hardware = f"{system_info.facts()['hardware.cpu']}, {threads or torch.get_num_threads()} threads"
     return f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
 
 

@@ -73,20 +73,26 @@ def recipe(settings: TrainSettings, name: str) -> Run:
 
 def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], object]]:
     """Return a step of vitray and a plain step, each with its own network."""
+    batch, bare = random_batch(run, device), bare_step(run, device)
+    floats = normalised(batch.images, run.data.normalise)
+    return {"vitray": training_step(run, batch)[1], "bare": lambda: bare(floats, batch.labels)}
+
+
+def random_batch(run: Run, device: torch.device) -> DeviceBatch:
+    """Return a batch of random images."""
     images = torch.randint(0, 256, (run.optim.batch, *run.model.image_shape, 3), dtype=torch.uint8, device=device)
     labels = torch.arange(run.optim.batch, device=device) % (run.model.num_classes or 1)
     places = np.arange(run.optim.batch)
-    batch = DeviceBatch(images, labels, places, places)
-    task = build_task(run).to(device)
-    optimizer = build_optimizer(task, run.optim, device)
+    return DeviceBatch(images, labels, places, places)
+
+
+def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], object]]:
+    """Return a learner on the device of a batch, and its step."""
+    task = build_task(run).to(batch.images.device)
+    optimizer = build_optimizer(task, run.optim, batch.images.device)
     model: Any = torch.compile(task) if run.compute.compile else task
     learner = Learner(task, model, optimizer, None)
-    bare = bare_step(run, device)
-    floats = normalised(images, run.data.normalise)
-    return {
-        "vitray": lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000),
-        "bare": lambda: bare(floats, labels),
-    }
+    return learner, lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000)
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -3,6 +3,7 @@
 Shapes: N images, K classes, F features.
 """
 
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from vitray.errors import ConfigError
 
-# Rows that are checked at a time.
+# Rows that are checked or predicted at a time: a matrix in a file may be larger than the memory.
 CHECKED_ROWS = 2**16
 
 
@@ -39,6 +40,12 @@ def score_predictions(predictions_N: np.ndarray, labels_N: np.ndarray) -> ProbeS
     return ProbeScore(len(labels_N), hits, hits / len(labels_N), predictions_N)
 
 
+def predict(scores: Callable[[np.ndarray], np.ndarray], features_NF: np.ndarray) -> np.ndarray:
+    """Return the class with the highest score of each row; scores are computed for a part of the rows at a time."""
+    starts = range(0, len(features_NF), CHECKED_ROWS)
+    return np.concatenate([scores(features_NF[start : start + CHECKED_ROWS]).argmax(1) for start in starts])
+
+
 def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
     """Return `values` as a finite matrix of numbers with at least one row and one column."""
     matrix = np.asarray(values)
@@ -46,7 +53,7 @@ def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
         raise ConfigError(f"{name}: the shape is {matrix.shape}; wanted images x {columns}, at least one of each")
     if matrix.dtype.kind not in "fiu":
         raise ConfigError(f"{name}: the type is {matrix.dtype}; wanted numbers")
-    for start in range(0, len(matrix), CHECKED_ROWS):  # a matrix in a file may be larger than the memory
+    for start in range(0, len(matrix), CHECKED_ROWS):
         is_finite = np.isfinite(matrix[start : start + CHECKED_ROWS])
         if not is_finite.all():
             row, column = np.argwhere(~is_finite)[0]

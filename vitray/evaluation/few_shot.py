@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, score_predictions
+from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, predict, score_predictions
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -70,9 +70,19 @@ def probe_few_shot(
         for count in shots:
             rows_M = np.concatenate([rows[:count] for rows in order])
             model = fit_least_squares(train.features[rows_M], train.labels[rows_M], num_classes)
-            score = score_predictions(model.scores(test.features).argmax(1), test.labels)
+            score = score_predictions(predict(model.scores, test.features), test.labels)
             scores.append(FewShot(count, seed, len(rows_M), score))
     return scores
+
+
+def smallest_class(labels_N: np.ndarray) -> int:
+    """Return the number of images of the smallest class; a class without images does not count."""
+    return int(np.unique(labels_N, return_counts=True)[1].min())
+
+
+def shots_within(images: int) -> list[int]:
+    """Return the numbers of shots that a class with so many images can give."""
+    return [count for count in SHOTS if count <= images]
 
 
 def mean_of_seeds(scores: Sequence[FewShot]) -> dict[int, FewShotMean]:

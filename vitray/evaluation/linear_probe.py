@@ -19,6 +19,7 @@ from vitray.evaluation.arrays import (
     check_features,
     check_probe,
     draw_part,
+    predict,
     score_predictions,
 )
 
@@ -171,7 +172,7 @@ def chunks_of(data: Labelled, mask_N: np.ndarray, seed: int) -> Callable[[], Ite
 
 def score_head(head: LinearHead, test: Labelled) -> ProbeScore:
     """Return the score of a head on the images of a split."""
-    return score_predictions(head.logits(test.features).argmax(1), test.labels)
+    return score_predictions(predict(head.logits, test.features), test.labels)
 
 
 def fit_head(

@@ -11,7 +11,7 @@ import numpy as np
 from vitray.evaluation.arrays import Labelled, ProbeScore
 from vitray.evaluation.calibration import calibration_scores
 from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme
-from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot
+from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot, shots_within, smallest_class
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
 from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
@@ -27,7 +27,10 @@ def probe_features(
         for count, each in probe_knn(train, test, num_classes, neighbours).items():
             values |= _with_interval(f"knn{count}", each)
     if train is not None and "few_shot" in names:
-        for shots, mean in mean_of_seeds(probe_few_shot(train, test, num_classes)).items():
+        # A smaller class would give fewer images than the name of the score says.
+        values["few_shot_least"] = smallest_class(train.labels)
+        fitted = probe_few_shot(train, test, num_classes, shots_within(values["few_shot_least"]))
+        for shots, mean in mean_of_seeds(fitted).items():
             values |= {f"few_shot{shots}": mean.top1, f"few_shot{shots}_std": mean.std}
     if train is not None and "linear" in names:
         values |= _linear(train, test, num_classes, keys)

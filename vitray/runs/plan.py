@@ -48,6 +48,8 @@ class Plan(NamedTuple):
     evaluate_every: int | None
     """In steps; None without evaluations."""
     record_every: int
+    few_shot_least: int | None
+    """Images of the smallest class that probe few_shot learns from; None without this probe."""
 
 
 class PlannedRun(NamedTuple):
@@ -136,6 +138,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
+        few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
     )
     return PlannedRun(run, plan, dataset, mask, start, tokenizer)
 
@@ -276,3 +279,19 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     highest = (run.compute.worker_range or (1, 1))[1]
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         raise ConfigError(f"optim.batch: got {batch}, too few for {highest} workers")
+
+
+def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:
+    """Return the images of the smallest class that probe few_shot learns from; refuse images without one of a class."""
+    from vitray.training.probes import read_probe_labels  # imports torch, which takes seconds
+
+    labels = read_probe_labels(run, dataset, mask)
+    counts, wanted = np.bincount(labels, minlength=len(dataset.classes)), dataset.splits[run.data.train].class_counts
+    missing = [dataset.classes[label] for label in np.flatnonzero((counts == 0) & (np.array(wanted) > 0))]
+    if missing:
+        raise ConfigError(
+            f"evaluate.probe_images: got {run.evaluate.probe_images}: {len(missing):,} of {len(dataset.classes):,}"
+            f" classes have none of these images of {run.data.train}, the first is {missing[0]!r}, and few_shot learns"
+            " from each class; wanted more images, or evaluate.probes without few_shot"
+        )
+    return int(counts[np.array(wanted) > 0].min())

@@ -8,6 +8,7 @@ from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.errors import redact_uri
+from vitray.evaluation.few_shot import shots_within
 from vitray.runs.console import clock
 from vitray.runs.placement import Placement
 from vitray.runs.plan import Plan, PlannedRun, RunInfo
@@ -35,15 +36,19 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
         "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
-        **({"probes": _describe_probes(run, placement)} if run.evaluate.probes else {}),
+        **({"probes": _describe_probes(run, plan, placement)} if run.evaluate.probes else {}),
         "results": info.run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
 
 
-def _describe_probes(run: Run, placement: Placement) -> str:
+def _describe_probes(run: Run, plan: Plan, placement: Placement) -> str:
     device = "a spare GPU" if placement.probe_gpus else "one CPU"
-    return f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, on {device} beside the workers"
+    probes = f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, on {device} beside the workers"
+    if plan.few_shot_least is None:
+        return probes
+    shots = ", ".join(map(str, shots_within(plan.few_shot_least)))
+    return f"{probes}; few_shot of {shots}, as the smallest class has {plan.few_shot_least:,}"
 
 
 def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:

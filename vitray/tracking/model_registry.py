@@ -1,6 +1,7 @@
 """MLflow's model registry: versions, aliases and their promotion, and the link from a delta to its base."""
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ UID_TAG = "vitray.uid"
 BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
+# Between an alias's move and the check that no other machine has moved it meanwhile.
+SETTLE_SECONDS = 1.0
 
 
 def register_model(client: "MlflowClient", model_uri: str, name: str, top1: float | None) -> "ModelVersion":
@@ -81,16 +84,18 @@ def version_of_run(name: str, experiment: str, uid: str) -> str:
 
 
 def move_alias(name: str, alias: str, version: str, holder: str | None) -> bool:
-    """Give a version the alias if `holder` still has it, or still none; return whether it was so.
+    """Give a version the alias if `holder` still has it, or still none; return whether it then keeps it.
 
-    MLflow has no such step. The processes of a user on a machine take turns; between machines, two that end within
-    the same milliseconds may both move the alias.
+    MLflow has no such step. The processes of a user on a machine take turns. Another machine may have read the alias
+    before this one moved it: it moves the alias within SETTLE_SECONDS, and the later of both keeps it.
     """
-    with _registry(name) as client, _turn():
-        if _number(_version_with(client, name, alias)) != holder:
-            return False
-        client.set_registered_model_alias(name, alias, version)
-        return True
+    with _registry(name) as client:
+        with _turn():
+            if _number(_version_with(client, name, alias)) != holder:
+                return False
+            client.set_registered_model_alias(name, alias, version)
+        time.sleep(SETTLE_SECONDS)
+        return _number(_version_with(client, name, alias)) == version
 
 
 def tag_promotion(name: str, version: str, text: str) -> None:

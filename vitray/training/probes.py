@@ -17,7 +17,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
 from vitray.evaluation.arrays import Labelled
 from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
@@ -68,6 +68,12 @@ def read_probe_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | Non
     )
 
 
+def read_probe_labels(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> np.ndarray:
+    """Return the labels of the images that probes learn from, also of those that cannot be decoded."""
+    rows, chosen = _choose_images(run, dataset, run.data.train, None if holdout_mask is None else ~holdout_mask)
+    return read_labels(chosen, rows)
+
+
 def choose_rows(split: str, used: np.ndarray, number: int) -> np.ndarray:
     """Return `number` of the rows in `used`, at random; a function of the split's name and of the rows."""
     draws = raw_draws(f"probed {split}", int(used.max(initial=-1)) + 1)[used]
@@ -102,10 +108,15 @@ def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tens
     return {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
 
 
-def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> ProbedSplit:
+def _choose_images(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> tuple[SplitRows, np.ndarray]:
+    """Return the location of a split's rows, and the rows of the images."""
     rows = locate_rows(dataset, split)
     used = np.arange(rows.starts[-1]) if mask is None else np.flatnonzero(mask)
-    chosen = choose_rows(split, used, run.evaluate.probe_images)
+    return rows, choose_rows(split, used, run.evaluate.probe_images)
+
+
+def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> ProbedSplit:
+    rows, chosen = _choose_images(run, dataset, split, mask)
     views, labels = [], []
     for at in range(0, len(chosen), ROWS_AT_ONCE):
         for content, label, _ in read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values():

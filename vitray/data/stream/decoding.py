@@ -7,7 +7,7 @@ hundreds of MB, so only functions that need it import it: Ray Data's coordinator
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,8 @@ Images = dict[str, np.ndarray]
 # {row: (encoded image, label, key)}, and the same where some images are decoded already.
 EncodedRows = dict[int, tuple[bytes, int, str]]
 StoredRows = Mapping[int, tuple[bytes | np.ndarray, int, str]]
+
+Part = TypeVar("Part")
 
 
 class DecodedRows(NamedTuple):
@@ -164,35 +166,59 @@ def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
 
 def read_rows(numbers: np.ndarray, rows: SplitRows) -> EncodedRows:
     """Return some rows of a split; reads each row group once."""
-    groups = np.searchsorted(rows.starts, numbers, side="right") - 1
-    parts = [(int(group), np.unique(numbers[groups == group])) for group in np.unique(groups)]
     stored: EncodedRows = {}
-    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-        # Threads only help where reads wait for a network.
-        is_remote = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group, _ in parts)
-        for part in (pool.map if is_remote else map)(partial(_read_group, rows), parts):
-            stored |= part
+    for part in _map_groups(_read_group, numbers, rows):
+        stored |= part
     return stored
 
 
-def _read_group(rows: SplitRows, part: tuple[int, np.ndarray]) -> EncodedRows:
-    group, numbers = part
+def read_labels(numbers: np.ndarray, rows: SplitRows) -> np.ndarray:
+    """Return the labels of some rows of a split, in the order of the split; reads no images."""
+    return np.concatenate([np.empty(0, np.int64), *_map_groups(_read_group_labels, numbers, rows)])
+
+
+def _map_groups(read: Callable[[SplitRows, int, np.ndarray], Part], numbers: np.ndarray, rows: SplitRows) -> list[Part]:
+    """Return what `read` does of each row group that holds some of these rows."""
+    groups = np.searchsorted(rows.starts, numbers, side="right") - 1
+    wanted = np.unique(groups).tolist()
+    parts = [np.unique(numbers[groups == group]) for group in wanted]
+    # Threads only help where reads wait for a network.
+    is_remote = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group in wanted)
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        return list((pool.map if is_remote else map)(partial(read, rows), wanted, parts))
+
+
+def _read_group(rows: SplitRows, group: int, numbers: np.ndarray) -> EncodedRows:
     shard = int(rows.shard_of_group[group])
     names = rows.columns
-    columns = [names.image, names.label, *([names.key] if names.key else [])]
     with shard_errors(rows.addresses[shard]):
-        table = open_shard(rows.addresses[shard]).read_row_group(int(rows.group_in_shard[group]), columns=columns)
-        # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
-        table = table.take(numbers - rows.starts[group]).flatten()
+        table = _read_columns(rows, group, numbers, [names.image, names.label, *([names.key] if names.key else [])])
         # A row without bytes is a corrupt image.
         images = [image.as_buffer().to_pybytes() if image.is_valid else b"" for image in table.column(names.image)]
-        labels = table.column(names.label).to_pylist()
         keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
-        if not all(isinstance(label, int) and 0 <= label < rows.classes for label in labels):
-            raise ValueError(f"column {names.label}: wanted a number from 0 to {rows.classes - 1} in each row")
         if not all(isinstance(key, str) for key in keys):
             raise ValueError(f"column {names.key}: wanted text in each row")
+        labels = _check_labels(rows, table)
     return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
+
+
+def _read_group_labels(rows: SplitRows, group: int, numbers: np.ndarray) -> np.ndarray:
+    with shard_errors(rows.addresses[int(rows.shard_of_group[group])]):
+        return np.array(_check_labels(rows, _read_columns(rows, group, numbers, [rows.columns.label])), np.int64)
+
+
+def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: list[str]) -> pa.Table:
+    shard = open_shard(rows.addresses[int(rows.shard_of_group[group])])
+    table = shard.read_row_group(int(rows.group_in_shard[group]), columns=columns)
+    # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
+    return table.take(numbers - rows.starts[group]).flatten()
+
+
+def _check_labels(rows: SplitRows, table: pa.Table) -> list[int]:
+    labels = table.column(rows.columns.label).to_pylist()
+    if not all(isinstance(label, int) and 0 <= label < rows.classes for label in labels):
+        raise ValueError(f"column {rows.columns.label}: wanted a number from 0 to {rows.classes - 1} in each row")
+    return labels
 
 
 def open_shard(url: str) -> pq.ParquetFile:

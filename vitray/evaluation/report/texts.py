@@ -25,6 +25,7 @@ TITLES = {
     "few_shot5": "few-shot, 5 images a class",
     "few_shot10": "few-shot, 10 images a class",
     "few_shot25": "few-shot, 25 images a class",
+    "few_shot_least": "few-shot, images of the smallest class",
     "linear": "linear probe",
     "rankme": "RankMe",
     "effective_rank": "effective rank",
@@ -61,6 +62,8 @@ def score_text(result: Result, name: str) -> ScoreText | None:
     values = result.flat()
     if values.get(name) is None:
         return None
+    if isinstance(values[name], int):
+        return ScoreText(f"{values[name]:,}", "")
     unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES or name.startswith(ERROR_OF) else (1, "{:.4f}", "")
     by_sgd = " by SGD" if name == "linear" and values.get("linear_fit") == "sgd" else ""
     spread = ""

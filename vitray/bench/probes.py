@@ -1,0 +1,137 @@
+"""The cost of evaluate.probes: training steps alone, and beside probes that run without a pause.
+
+A run probes only at its evaluations. Its cost is the one measured here, times the share of the time in which a probe
+runs: the seconds of a probe over those between two evaluations.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, get_args
+
+import ray
+import torch
+
+from vitray.bench.rounds import circumstances, ratio_of, rotated, spread_of, write_csv
+from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
+from vitray.cluster import session
+from vitray.config.training import Probe
+from vitray.data.shards import Dataset, read_request, write_dataset
+from vitray.errors import ConfigError, RunError
+from vitray.storage import scratch_folder
+from vitray.training.context import WorkerContext
+from vitray.training.learner import Learner
+from vitray.training.prober import Prober
+
+# Images of train, and as many of val, that the probes read.
+IMAGES = 256
+# Seconds between two looks at a probe. A look takes 0.1 ms, which a step of a small network would notice.
+LOOK = 0.1
+
+
+class Load(Protocol):
+    """Work beside the steps."""
+
+    def look(self) -> None:
+        """Start it if it does not run."""
+        ...
+
+
+class ProbeLoad:
+    """Probes of a learner's weights, one after the other."""
+
+    def __init__(self, prober: Prober, learner: Learner) -> None:
+        self._prober, self._learner = prober, learner
+        self.done = 0
+
+    def look(self) -> None:
+        """Start a probe if none runs."""
+        self.done += len(list(self._prober.finished()))
+        if not self._prober.pending:
+            self._prober.start(self.done, self._learner, is_last=False)
+
+    def wait(self) -> None:
+        """Wait for the end of the probe that runs."""
+        self.done += len(list(self._prober.finished(wait=True)))
+
+
+class RaisingClient:
+    """The part of a driver's client that a prober uses: a probe that fails ends the benchmark."""
+
+    def note(self, text: str) -> None:
+        """Raise what training would only report."""
+        raise RunError(text)
+
+
+class ProbeCost(NamedTuple):
+    """Images per second in each round, and the mean seconds of a probe."""
+
+    probed: list[float]
+    alone: list[float]
+    probe_seconds: float
+
+
+def measure_probes(settings: TrainSettings) -> dict[str, Any]:
+    """Measure every model, print and save the table, and return its rows."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with session.ray_session(), scratch_folder() as folder:
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if cpus < 2:
+            raise ConfigError(f"--probes: got a cluster with {cpus} CPU, wanted 2: for the steps and for the probes")
+        threads = 1 if device.type == "cuda" else cpus - 1
+        overrides = [f"images={IMAGES * 5 // 4}", "val_share=0.8", f"image_size={settings.image_size}"]
+        dataset = write_dataset(read_request("demo", str(folder / "demo"), overrides=overrides))
+        print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} rounds")
+        mode = f"{settings.dtype}{', compiled' if settings.compile else ''}"
+        print(f"{circumstances(device, threads)}; {mode}, {settings.image_size} px, batches of {settings.batch}")
+        print(f"{threads} of {cpus} CPUs for the steps, one for the probes of {IMAGES:,} images, without a pause")
+        print(f"\n{'model':<18}{'beside probes':>18}{'alone':>18}{'ratio':>18}{'s a probe':>12}")
+        # In a worker of Ray, as in training: it has the priority that the processes of a run have.
+        measure: Any = ray.remote(_measure).options(num_cpus=threads, num_gpus=int(device.type == "cuda"))
+        rows = []
+        for name in settings.models:
+            cost: ProbeCost = ray.get(measure.remote(settings, name, dataset, threads))
+            probed, alone, ratio = spread_of(cost.probed), spread_of(cost.alone), ratio_of(cost.probed, cost.alone)
+            print(f"{name:<18}{probed!s:>18}{alone!s:>18}{ratio!s:>18}{cost.probe_seconds:>12.3g}", flush=True)
+            row = {"model": name, **probed.columns("probed"), **alone.columns("alone"), **ratio.columns("ratio")}
+            rows.append(row | {"probe_seconds": round(cost.probe_seconds, 3)})
+    write_csv(settings.out / f"train_probes_{device.type}_{settings.dtype}.csv", rows)
+    return {"rows": rows}
+
+
+def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int) -> ProbeCost:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(threads)
+    changes = {"model.num_classes": len(dataset.classes), "data.url": dataset.url, "evaluate.probe_images": IMAGES}
+    run = recipe(settings, name).replace(changes | {"evaluate.probes": list(get_args(Probe))})
+    learner, step = training_step(run, random_batch(run, device))
+    client: Any = RaisingClient()
+    context = WorkerContext(run, dataset, None, "", threads, None)
+    load = ProbeLoad(Prober(context, client, is_reporter=True), learner)
+    load.look()  # the first probe reads the images
+    load.wait()
+    take_steps(step, 1, device)  # warm-up
+    calls = max(1, int(settings.seconds / take_steps(step, 1, device)))
+    speeds: dict[str, list[float]] = {"probed": [], "alone": []}
+    busy, before = 0.0, load.done
+    for number in range(settings.rounds):
+        for variant in rotated(list(speeds), number):
+            start = time.perf_counter()
+            seconds = take_steps(step, calls, device, load if variant == "probed" else None)
+            speeds[variant].append(calls * settings.batch / seconds)
+            if variant == "probed":
+                load.wait()
+                busy += time.perf_counter() - start
+    return ProbeCost(speeds["probed"], speeds["alone"], busy / (load.done - before))
+
+
+def take_steps(step: Callable[[], object], calls: int, device: torch.device, load: Load | None = None) -> float:
+    """Return the seconds of some steps, beside a load that runs from the first step to the last if there is one."""
+    start, looked = time.perf_counter(), float("-inf")
+    for _ in range(calls):
+        if load is not None and time.perf_counter() - looked >= LOOK:
+            load.look()
+            looked = time.perf_counter()
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
