@@ -35,15 +35,21 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
         "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
-        **({"probes": _describe_probes(run, placement)} if run.evaluate.probes else {}),
+        **_describe_prober(run, placement),
         "results": info.run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
 
 
-def _describe_probes(run: Run, placement: Placement) -> str:
-    device = "a spare GPU" if placement.probe_gpus else "one CPU"
-    return f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, on {device} beside the workers"
+def _describe_prober(run: Run, placement: Placement) -> dict[str, str]:
+    evaluate, where = run.evaluate, f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
+    names = {
+        "probes": (evaluate.probes, evaluate.probe_images),
+        "figures": (evaluate.figures, evaluate.pictures),
+    }
+    return {
+        key: f"{', '.join(chosen)} of {images:,} images, {where}" for key, (chosen, images) in names.items() if chosen
+    }
 
 
 def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
