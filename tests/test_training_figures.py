@@ -76,7 +76,7 @@ def test_figures_that_do_not_fit_get_one_message(overrides, message):
 
 def test_a_tokenizer_has_no_figures():
     overrides = ["task=tokenizer", "model={name: vit_u2x1_8, image_size: 32, num_classes: null, pool: mean}"]
-    with pytest.raises(ConfigError, match="evaluate.figures: got some, wanted none: a tokenizer has codes"):
+    with pytest.raises(ConfigError, match=r"evaluate.figures: got some, wanted none: a tokenizer has codes"):
         load_run(None, [*overrides, "evaluate.figures=[rollout]"])
 
 
@@ -91,7 +91,7 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
         if fits:
             assert place_workers(run).cpus == 1
         else:
-            with pytest.raises(ConfigError, match="one for evaluate.figures do not fit"):
+            with pytest.raises(ConfigError, match=r"one for evaluate.figures do not fit"):
                 place_workers(run)
     make_plan(run)
 
@@ -111,12 +111,12 @@ def test_figures_show_the_images_of_the_example_pictures(dataset, development):
 
 
 def test_the_pictures_of_two_steps_have_the_same_names_and_other_values(dataset):
-    run = recipe(dataset, "evaluate.figures=[distance,rollout,similarity,spectra,filters]", "evaluate.pictures=6")
+    run = recipe(dataset, "evaluate.figures=[distance,rollout]", "evaluate.pictures=4")
     images, drawn = read_shown_images(run, dataset, None), []
     for seed, step in ((0, 2), (1, 1200)):
         weights = scrambled(ViT(run.model), seed).state_dict()
         drawn.append(draw_figures(run, weights, images, f"first, step {step:,}", torch.device("cpu")))
-    wanted = ["rollout", "attention_distance", "entropy_of_attention", "filters", "similarity", "spectra"]
+    wanted = ["rollout", "attention_distance", "entropy_of_attention"]
     assert list(drawn[0]) == list(drawn[1]) == wanted
     for name in wanted:
         assert size(drawn[0][name]) == size(drawn[1][name])
@@ -146,6 +146,7 @@ def registered(dataset, tmp_path):
     def save(*overrides):
         run = recipe(dataset, *overrides)
         (tmp_path / "run.yaml").write_text(run.to_yaml())
+        (tmp_path / "run.json").write_text("{}")
         save_model(str(tmp_path / "model"), run, scrambled(ViT(run.model)), SHAPES if run.model.num_classes else None)
         return run, str(tmp_path / "model")
 

@@ -47,6 +47,8 @@ class Prober:
     def __init__(self, context: WorkerContext, client: DriverClient, *, is_reporter: bool) -> None:
         self._context, self._client = context, client
         self._is_active = is_reporter and context.run.evaluate.has_prober
+        wanted = {"probes": context.run.evaluate.probes, "figures": context.run.evaluate.figures}
+        self._jobs = " and ".join(name for name, chosen in wanted.items() if chosen)
         self._actor: Any = None
         self._started: dict[int, Any] = {}
 
@@ -63,12 +65,14 @@ class Prober:
         saved = checkpoints.complete_steps(self._context.run_dir)
         for step in state.pending_probes:
             if step not in saved:
-                self._client.note(f"the probes of step {step:,} were lost when the run was interrupted")
+                self._client.note(f"the {self._jobs} of step {step:,} were lost when the run was interrupted")
                 continue
             try:
                 parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
             except (ConfigError, OSError) as error:
-                self._client.note(f"the probes of step {step:,} were lost with their checkpoint: {one_line(error)}")
+                self._client.note(
+                    f"the {self._jobs} of step {step:,} were lost with their checkpoint: {one_line(error)}"
+                )
                 continue
             self._start(step, network_weights(parts), is_needed=True)
 
@@ -82,7 +86,7 @@ class Prober:
                 yield step, ray.get(probed, timeout=LONGEST_WAIT)
             except RayError as error:
                 reason = cut_middle(one_line(getattr(error, "cause", None) or error), LONGEST_REASON)
-                self._client.note(f"the probes of step {step:,} failed, and training goes on: {reason}")
+                self._client.note(f"the {self._jobs} of step {step:,} failed, and training goes on: {reason}")
 
     @property
     def pending(self) -> list[int]:
@@ -101,8 +105,8 @@ class Prober:
         )
         if len(waiting) >= MOST_WAITING and not is_needed:
             self._client.note(
-                f"the probes of step {step:,} are left out: those of {len(waiting)} earlier evaluations still run;"
-                " raise evaluate.every, or lower evaluate.probe_images"
+                f"the {self._jobs} of step {step:,} are left out: those of {len(waiting)} earlier evaluations still"
+                " run; raise evaluate.every, or lower evaluate.probe_images or evaluate.pictures"
             )
             return
         if self._actor is None:
