@@ -9,6 +9,7 @@ from image_sets import SHAPES, write_dataset
 from networks import scrambled
 from PIL import Image
 
+from vitray import storage
 from vitray.config import load_run
 from vitray.config.run import FEWEST_COMPARED
 from vitray.config.training import Figure
@@ -145,6 +146,7 @@ def registered(dataset, tmp_path):
 
     def save(*overrides):
         run = recipe(dataset, *overrides)
+        storage.remove(str(tmp_path / "model"))
         (tmp_path / "run.yaml").write_text(run.to_yaml())
         (tmp_path / "run.json").write_text("{}")
         save_model(str(tmp_path / "model"), run, scrambled(ViT(run.model)), SHAPES if run.model.num_classes else None)

@@ -30,12 +30,13 @@ def similarity_figure(subjects: Sequence[Subject]) -> FigureResult:
         return result._replace(prose=f"{SIMILARITY_PROSE} It needs at least {FEWEST_IMAGES} images.")
     over = subjects[0].over(sum(gram_JBB.shape[-1] for gram_JBB in grams[0]))
     names = [subject.name for subject in subjects]
-    pairs = [(name, own, own, None) for name, own in zip(names, grams, strict=True)]
+    pairs = list(zip(names, grams, grams, strict=True))
     if len(subjects) == 2:
-        pairs.append((" and ".join(names), *grams, (names[0], names[1])))
-    for title, first, second, both in pairs:
+        pairs.append((" and ".join(names), grams[0], grams[1]))
+    for title, first, second in pairs:
         values = cka(first, second)
-        draw = partial(draw_similarity, values, title=title, names=both)
+        of_two = None if first is second else (names[0], names[1])
+        draw = partial(draw_similarity, values, title=title, names=of_two)
         result.add(title, "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
     return result
 
