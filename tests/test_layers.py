@@ -23,8 +23,9 @@ FLOORS = (
     },
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
-    {"vitray.training", "vitray.inference", "vitray.serving"},
+    {"vitray.inference", "vitray.serving"},
     {"vitray.evaluation.report", "vitray.inspection.report", "vitray.prediction"},
+    {"vitray.training"},
     {"vitray.runs", "vitray.bench"},
     {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -360,13 +361,25 @@ def check_equal(got, rows):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys):
-    outcome = train(recipe(clean), "probed", str(place / "runs"))
+    figures = ["evaluate.figures=[distance,norms]", "evaluate.pictures=4", "tracking.register_as=probed"]
+    outcome = train(recipe(clean, *figures), "probed", str(place / "runs"))
     rows = evaluate_verb([outcome.home, "--training-probes"])["checkpoints"]
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert {"knn10", "few_shot5", "few_shot_least", "ece", "rankme", "attention_distance_level01"} <= rows[0].keys()
     assert rows[0]["nll"] != rows[2]["nll"], "the weights differ"
     check_equal(logged(outcome.mlflow_run), rows)
     assert "knn10" in capsys.readouterr().out
+    # The figures of each evaluation in the image grid, and those of the registered version.
+    client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    pictures = [item.path for item in client.list_artifacts(outcome.mlflow_run, "images")]
+    for name in ("attention_distance", "entropy_of_attention", "norms"):
+        found = (re.search(rf"figures~{name}\+step\+(\d+)\+", path) for path in pictures)
+        steps = {int(each[1]) for each in found if each}
+        assert steps == {2, 4, 6}, pictures
+    files = {item.path for item in client.list_artifacts(outcome.mlflow_run, "inspection")}
+    assert files >= {"inspection/index.html", "inspection/distance.csv", "inspection/norms-probed.svg"}
+    (version,) = client.search_model_versions("name = 'probed'")
+    assert version.run_id == outcome.mlflow_run
     # A single checkpoint, and other probes than the run's.
     alone = probe_checkpoints([f"{outcome.home}/checkpoints/step-00000004"], ["rank"])
     assert [(row["step"], row["rankme"]) for row in alone] == [(4, pytest.approx(rows[1]["rankme"], abs=1e-6))]
@@ -458,10 +471,11 @@ def test_interrupted_probes_restart_from_their_checkpoints(place, clean):
     prober.restart_pending(TrainState(step=6, pending_probes=[2, 4]))
     assert prober.pending == [4]
     assert client.notes == ["the probes of step 2 were lost when the run was interrupted"]
-    ((step, values),) = prober.finished(wait=True)
+    ((step, probed),) = prober.finished(wait=True)
     images = read_probe_images(run, clean, None)
     assert step == 4
-    assert values == pytest.approx(probe_weights(run, vit.state_dict(), images, torch.device("cpu")), abs=1e-6)
+    assert probed.pictures == {}
+    assert probed.values == pytest.approx(probe_weights(run, vit.state_dict(), images, torch.device("cpu")), abs=1e-6)
     assert prober.pending == []
     # Weights of another network are reported, and training goes on.
     other = ViT(run.replace({"model.name": "vit_u3x2_8"}).model)

@@ -23,6 +23,8 @@ from vitray.config.training import (
 from vitray.config.validation import explain_error
 
 Task = SupervisedSettings | Finetune | Masked | Tokenizer
+# Images from which unbiased CKA can be estimated, as the figures of inspection need them.
+FEWEST_COMPARED = 4
 
 
 class Run(Section):
@@ -61,6 +63,30 @@ class Run(Section):
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.least_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
             raise ValueError("guard.on_collapse: got stop, wanted evaluate.probes with knn or rank, and its bound")
+        return self
+
+    @model_validator(mode="after")
+    def _figures_fit(self) -> Self:
+        names, model, pictures = self.evaluate.figures, self.model, self.evaluate.pictures
+        if names and self.task.kind == "tokenizer":
+            raise ValueError("evaluate.figures: got some, wanted none: a tokenizer has codes, and no attention to show")
+        if names and self.data.evaluated is None:
+            raise ValueError("data.val: got null, wanted a split: evaluate.figures show the network at each evaluation")
+        if names and not pictures:
+            raise ValueError("evaluate.pictures: got 0, wanted 1 to 64 images, which evaluate.figures are of")
+        few = [name for name in ("branches", "similarity") if name in names and pictures < FEWEST_COMPARED]
+        if few:
+            raise ValueError(
+                f"evaluate.pictures: got {pictures}, wanted at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
+            )
+        lacking = {
+            "branches": model.shape.branches == 1 and "one branch a level, and none to compare",
+            "positions": model.positions.kind in ("rope", "relative", "none") and "no position embedding",
+            "layerscale": model.layerscale is None and "no LayerScale",
+        }
+        for name, reason in lacking.items():
+            if reason and name in names:
+                raise ValueError(f"evaluate.figures: got {name}, wanted others: {model.name} has {reason}")
         return self
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":

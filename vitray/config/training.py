@@ -291,6 +291,10 @@ class Compute(Section):
 
 
 Probe = Literal["knn", "few_shot", "calibration", "rank", "attention_distance"]
+# Those of `vitray inspect` that show one network.
+Figure = Literal[
+    "rollout", "distance", "branches", "filters", "positions", "similarity", "norms", "layerscale", "spectra"
+]
 # Decoded views of both splits stay in the memory of one process: 16,384 of 224 px take 2.5 GB.
 MOST_PROBED = 16_384
 
@@ -314,17 +318,21 @@ class Evaluate(Section):
     probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
     """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
     evaluation. A smaller split gives all that it has."""
+    figures: Annotated[tuple[Figure, ...], Field(strict=False)] = ()
+    """Figures of `vitray inspect` over the images of pictures at each evaluation, computed where probes are."""
+
+    @property
+    def has_prober(self) -> bool:
+        """Whether an extra device computes probes or figures while training continues."""
+        return bool(self.probes or self.figures)
 
     @model_validator(mode="after")
-    def _share_is_of_a_gpu(self) -> Self:
+    def _settings_fit(self) -> Self:
         if self.gpus < 1 and self.where != "gpu":
             raise ValueError(f"gpus {self.gpus:g} needs where: gpu, got {self.where}")
-        return self
-
-    @model_validator(mode="after")
-    def _probes_differ(self) -> Self:
-        if repeated := sorted({name for name in self.probes if self.probes.count(name) > 1}):
-            raise ValueError(f"probes: got {', '.join(repeated)} more than once, wanted each probe once")
+        for setting, names in (("probes", self.probes), ("figures", self.figures)):
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{setting}: got {', '.join(repeated)} more than once, wanted each once")
         return self
 
 

@@ -6,9 +6,11 @@ library.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
+from vitray.config import Run
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
@@ -56,9 +58,15 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
     """Return the description of the network at an address, and the network in evaluation mode."""
     pinned = pin_uri(url)
     run, vit, classes = open_weights(pinned)
-    spec = NetworkSpec(
-        url=pinned,
-        name=short_name(url),
+    spec = spec_of(run, vit, classes, pinned, short_name(url))
+    return spec._replace(store=tracking_uri() if is_model_uri(pinned) else None), vit.requires_grad_(False)
+
+
+def spec_of(run: Run, vit: ViT, classes: Sequence[str] | None, url: str, name: str) -> NetworkSpec:
+    """Return the description of a network of a run, at an address that any process can read."""
+    return NetworkSpec(
+        url=url,
+        name=name,
         network=run.model.name,
         settings=_settings_of(vit.model),
         identity=identity_of(vit.state_dict()),
@@ -69,9 +77,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
         precision=run.compute.precision,
-        store=tracking_uri() if is_model_uri(pinned) else None,
     )
-    return spec, vit.requires_grad_(False)
 
 
 def open_network(spec: NetworkSpec) -> ViT:

@@ -24,7 +24,7 @@ class Placement(NamedTuple):
     threads: int
     """Compute threads of a CPU worker."""
     probe_gpus: int = 0
-    """GPUs of the process that computes evaluate.probes; 0 is a CPU."""
+    """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
 
 
 def start_attempts() -> int:
@@ -55,7 +55,7 @@ def await_nodes(run: Run) -> None:
     bundles += [{"CPU": 1.0}]  # image decoding
     if evaluator != "workers":
         bundles += [{"CPU": 1.0} | ({"GPU": run.evaluate.gpus} if evaluator == "gpu" else {})]
-    bundles += [{"CPU": 1.0}] if run.evaluate.probes else []
+    bundles += [{"CPU": 1.0}] if run.evaluate.has_prober else []
     session.wait_for_nodes(bundles, seconds)
 
 
@@ -69,7 +69,7 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
     resources, compute = ray.cluster_resources(), run.compute
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     beside = ["evaluations"] if evaluator != "workers" else []
-    beside += ["evaluate.probes"] if run.evaluate.probes else []
+    beside += ["evaluate.probes" if run.evaluate.probes else "evaluate.figures"] if run.evaluate.has_prober else []
     reserved = 1 + len(beside)  # image decoding
     gpus, cpus = int(resources.get("GPU", 0)) - evaluation_gpus(run), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
@@ -99,7 +99,7 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
     # The GPUs of a sweep are for its trials.
     spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
-    probe_gpus = int(bool(run.evaluate.probes) and spare_gpus > 0)
+    probe_gpus = int(run.evaluate.has_prober and spare_gpus > 0)
     return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)), probe_gpus)
 
 

@@ -234,6 +234,7 @@ FREE = (
     "data.url",  # a dataset may move: its identity is compared instead
     "data.cache",
     "evaluate.batch",
+    "evaluate.figures",
     "evaluate.gpus",
     "evaluate.probes",
     "evaluate.where",

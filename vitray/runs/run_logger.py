@@ -100,7 +100,9 @@ class RunLogger:
 
     def finish(self, result: messages.WorkerResult, saved: SavedModel | None) -> Outcome:
         """Log the final numbers, curves and model, and write the outcome; `saved` is None after an early stop."""
-        from vitray.tracking import figures  # Matplotlib takes a second to import
+        # Matplotlib takes a second to import.
+        from vitray.runs.registered_figures import log_registered_figures
+        from vitray.tracking import figures
 
         self._stop_thread()
         info, run = self._info, self._info.planned.run
@@ -116,6 +118,8 @@ class RunLogger:
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
             self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
+            if run.tracking.register_as and (fault := log_registered_figures(self._tracker, model)):
+                self._log(messages.Note(fault))
             if scores := self._last_scores(result.step):
                 self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
             best = self._best.without_checkpoint
@@ -217,6 +221,9 @@ class RunLogger:
                 self._tracker.image("examples/reconstructed", step, png)
             case messages.ExamplePictures(step=step, examples=examples):
                 self._draw_examples(step, examples)
+            case messages.FigurePictures(step=step, pictures=pictures):
+                for name, png in pictures.items():
+                    self._tracker.image(f"figures/{name}", step, png)
             case messages.Note(text=text):
                 self._console.line(f"  {text}")
                 self._notes.append(text)

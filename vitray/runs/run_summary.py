@@ -36,19 +36,25 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
         "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
-        **({"probes": _describe_probes(run, plan, placement)} if run.evaluate.probes else {}),
+        **_describe_prober(run, plan, placement),
         "results": info.run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
 
 
-def _describe_probes(run: Run, plan: Plan, placement: Placement) -> str:
-    device = "a spare GPU" if placement.probe_gpus else "one CPU"
-    probes = f"{', '.join(run.evaluate.probes)} of {run.evaluate.probe_images:,} images, on {device} beside the workers"
-    if plan.few_shot_least is None:
-        return probes
-    shots = ", ".join(map(str, shots_within(plan.few_shot_least)))
-    return f"{probes}; few_shot of {shots}, as the smallest class has {plan.few_shot_least:,}"
+def _describe_prober(run: Run, plan: Plan, placement: Placement) -> dict[str, str]:
+    evaluate, where = run.evaluate, f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
+    names = {
+        "probes": (evaluate.probes, evaluate.probe_images),
+        "figures": (evaluate.figures, evaluate.pictures),
+    }
+    lines = {
+        key: f"{', '.join(chosen)} of {images:,} images, {where}" for key, (chosen, images) in names.items() if chosen
+    }
+    if plan.few_shot_least is not None:
+        shots = ", ".join(map(str, shots_within(plan.few_shot_least)))
+        lines["probes"] += f"; few_shot of {shots}, as the smallest class has {plan.few_shot_least:,}"
+    return lines
 
 
 def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:

@@ -159,7 +159,7 @@ def trial_resources(base: Run, nodes: Sequence[Node]) -> TrialResources:
     if gpus and base.evaluate.where == "gpu" and base.data.evaluated and not evaluation_gpus(base):
         gpus = round(gpus + base.evaluate.gpus, 4)  # worker and evaluation share a GPU
     data_cpus = 1.0 + (base.evaluate.where != "workers" and bool(base.data.evaluated))
-    data_cpus += bool(base.evaluate.probes)
+    data_cpus += base.evaluate.has_prober
     # A whole CPU per worker if there are enough, less on a small cluster.
     left = sum(node.cpus for node in nodes) - data_cpus - DRIVER_CPUS
     cpus = base.compute.cpus or (1.0 if gpus else max(0.01, min(1.0, int(100 * left / workers) / 100)))

@@ -91,9 +91,13 @@ class SweepLogger:
         scored = [trial for trial in trials if trial.goal is not None and trial.state != "failed"]
         best = (max if goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
         if best:
+            from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
+
             result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
             if result.model and registered:
                 self._tracker.model(result.model, register_as=registered, top1=result.val_top1)
+                if fault := log_registered_figures(self._tracker, result.model):
+                    self._console.line(f"  {fault}")
             self._tracker.tag("vitray.best", best.name)
         self._tracker.end("FINISHED")
         states = [trial.state for trial in trials]

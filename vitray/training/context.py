@@ -40,6 +40,6 @@ class WorkerContext(NamedTuple):
         return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
 
     probe_gpus: int = 0
-    """GPUs of the process that computes evaluate.probes; 0 is a CPU."""
+    """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
     owner: str | None = None
     """The id of the driver as the owner of the run folder."""

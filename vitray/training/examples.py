@@ -5,11 +5,14 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from vitray.config import Run
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
+from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.evaluation.arrays import Examples
+from vitray.inspection.report.subjects import at_even_distances
 from vitray.inspection.rollout import attention_maps
 from vitray.models.vit import ViT
 from vitray.training.context import WorkerContext
@@ -46,13 +49,19 @@ def read_examples(context: WorkerContext) -> tuple[np.ndarray, np.ndarray]:
     run, dataset, split = context.run, context.dataset, context.run.data.evaluated
     assert split is not None
     rows = locate_rows(dataset, split)
-    used = np.arange(rows.starts[-1]) if context.holdout_mask is None else np.flatnonzero(context.holdout_mask)
-    number = min(run.evaluate.pictures, len(used))
-    # Evenly spaced rows are a random sample: the stored order is shuffled.
-    chosen = used[np.linspace(0, len(used) - 1, number).astype(np.int64)]
+    chosen, _ = choose_examples(run, dataset, context.holdout_mask)
     views, labels = [], []
     for content, label, _ in read_rows(chosen, rows).values():
         with suppress(UndecodableImage):
             views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
             labels.append(label)
     return np.array(views, np.uint8), np.array(labels, np.int64)
+
+
+def choose_examples(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> tuple[np.ndarray, int]:
+    """Return the rows of the evaluated split that are shown, and the number of rows that they are chosen from."""
+    assert run.data.evaluated is not None
+    total = int(locate_rows(dataset, run.data.evaluated).starts[-1])
+    used = np.arange(total) if holdout_mask is None else np.flatnonzero(holdout_mask)
+    # Evenly spaced rows are a random sample: the stored order is shuffled.
+    return used[at_even_distances(len(used), run.evaluate.pictures)], len(used)

@@ -60,6 +60,13 @@ class ExamplePictures(NamedTuple):
     examples: Examples
 
 
+class FigurePictures(NamedTuple):
+    """The evaluate.figures of a step, as PNG by name."""
+
+    step: int
+    pictures: Mapping[str, bytes]
+
+
 class Note(NamedTuple):
     """A line for the user."""
 
@@ -90,7 +97,16 @@ class Heartbeat(NamedTuple):
 
 
 Message = (
-    WorkersStarted | Resumed | Progress | Metrics | Evaluation | Pictures | ExamplePictures | Note | CheckpointSaved
+    WorkersStarted
+    | Resumed
+    | Progress
+    | Metrics
+    | Evaluation
+    | Pictures
+    | ExamplePictures
+    | FigurePictures
+    | Note
+    | CheckpointSaved
 )
 
 

@@ -1,8 +1,8 @@
-"""The probes beside the workers: an actor of its own computes them, so that no step waits for them."""
+"""Probes and figures beside the workers: an actor of its own computes them, so that no step waits for them."""
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from vitray.config.pretraining import Masked
 from vitray.errors import ConfigError, cut_middle, one_line
+from vitray.inspection.report.subjects import ChosenImages
 from vitray.training import checkpoints
 from vitray.training.context import WorkerContext
 from vitray.training.driver_client import DriverClient
 from vitray.training.learner import Learner
+from vitray.training.messages import FigurePictures
 from vitray.training.probes import ProbeImages, network_weights, probe_weights, read_probe_images
 from vitray.training.state import TrainState
 
@@ -30,12 +32,23 @@ LONGEST_REASON = 300
 LONGEST_WAIT = 1800.0
 
 
+class Probed(NamedTuple):
+    """What was computed of the weights of one step."""
+
+    values: dict[str, float]
+    """Of evaluate.probes."""
+    pictures: dict[str, bytes]
+    """Of evaluate.figures: PNG."""
+
+
 class Prober:
-    """Starts the probes of a run, on rank 0, and returns their values in order; without probes it does nothing."""
+    """Starts probes and figures of a run, on rank 0, and returns them in order; without either it does nothing."""
 
     def __init__(self, context: WorkerContext, client: DriverClient, *, is_reporter: bool) -> None:
         self._context, self._client = context, client
-        self._is_active = is_reporter and bool(context.run.evaluate.probes)
+        self._is_active = is_reporter and context.run.evaluate.has_prober
+        wanted = {"probes": context.run.evaluate.probes, "figures": context.run.evaluate.figures}
+        self._jobs = " and ".join(name for name, chosen in wanted.items() if chosen)
         self._actor: Any = None
         self._started: dict[int, Any] = {}
 
@@ -52,26 +65,28 @@ class Prober:
         saved = checkpoints.complete_steps(self._context.run_dir)
         for step in state.pending_probes:
             if step not in saved:
-                self._client.note(f"the probes of step {step:,} were lost when the run was interrupted")
+                self._client.note(f"the {self._jobs} of step {step:,} were lost when the run was interrupted")
                 continue
             try:
                 parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
             except (ConfigError, OSError) as error:
-                self._client.note(f"the probes of step {step:,} were lost with their checkpoint: {one_line(error)}")
+                self._client.note(
+                    f"the {self._jobs} of step {step:,} were lost with their checkpoint: {one_line(error)}"
+                )
                 continue
             self._start(step, network_weights(parts), is_needed=True)
 
-    def finished(self, *, wait: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield step and values of the probes that have finished since the last call, in order."""
-        for step, values in list(self._started.items()):
-            if not wait and not ray.wait([values], timeout=0)[0]:
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[int, Probed]]:
+        """Yield step and result of the probes that have finished since the last call, in order."""
+        for step, probed in list(self._started.items()):
+            if not wait and not ray.wait([probed], timeout=0)[0]:
                 return
             del self._started[step]
             try:
-                yield step, ray.get(values, timeout=LONGEST_WAIT)
+                yield step, ray.get(probed, timeout=LONGEST_WAIT)
             except RayError as error:
                 reason = cut_middle(one_line(getattr(error, "cause", None) or error), LONGEST_REASON)
-                self._client.note(f"the probes of step {step:,} failed, and training goes on: {reason}")
+                self._client.note(f"the {self._jobs} of step {step:,} failed, and training goes on: {reason}")
 
     @property
     def pending(self) -> list[int]:
@@ -80,7 +95,7 @@ class Prober:
 
     def discard_after(self, step: int) -> None:
         """Discard the probes of later steps, which the run repeats."""
-        self._started = {started: values for started, values in self._started.items() if started <= step}
+        self._started = {started: probed for started, probed in self._started.items() if started <= step}
 
     def _start(self, step: int, weights: Mapping[str, Tensor], *, is_needed: bool) -> None:
         waiting = (
@@ -90,31 +105,44 @@ class Prober:
         )
         if len(waiting) >= MOST_WAITING and not is_needed:
             self._client.note(
-                f"the probes of step {step:,} are left out: those of {len(waiting)} earlier evaluations still run;"
-                " raise evaluate.every, or lower evaluate.probe_images"
+                f"the {self._jobs} of step {step:,} are left out: those of {len(waiting)} earlier evaluations still"
+                " run; raise evaluate.every, or lower evaluate.probe_images or evaluate.pictures"
             )
             return
         if self._actor is None:
             self._actor = start_actor(self._context)
         # As arrays, which Ray copies once into its object store.
-        self._started[step] = self._actor.probe.remote({name: each.cpu().numpy() for name, each in weights.items()})
+        arrays = {name: each.cpu().numpy() for name, each in weights.items()}
+        self._started[step] = self._actor.probe.remote(step, arrays)
 
 
 class ProbeActor:
-    """Computes the probes of one run in a process of its own."""
+    """Computes the probes and figures of one run in a process of its own."""
 
     def __init__(self, context: WorkerContext) -> None:
         os.nice(NICENESS)
         self._context = context
         self._device = torch.device("cuda" if context.probe_gpus else "cpu")
         self._images: ProbeImages | None = None
+        self._shown: ChosenImages | None = None
 
-    def probe(self, weights: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the values of a ViT's weights; the images are read at the first call."""
-        if self._images is None:
-            self._images = read_probe_images(self._context.run, self._context.dataset, self._context.holdout_mask)
+    def probe(self, step: int, weights: dict[str, np.ndarray]) -> Probed:
+        """Return probes and figures of a ViT's weights; the images are read at the first call."""
+        context, run = self._context, self._context.run
         tensors = {name: torch.tensor(each) for name, each in weights.items()}
-        return probe_weights(self._context.run, tensors, self._images, self._device)
+        probed = Probed({}, {})
+        if run.evaluate.probes:
+            if self._images is None:
+                self._images = read_probe_images(run, context.dataset, context.holdout_mask)
+            probed = probed._replace(values=probe_weights(run, tensors, self._images, self._device))
+        if run.evaluate.figures:
+            from vitray.training.figures import draw_figures, read_shown_images  # Matplotlib takes a second to import
+
+            if self._shown is None:
+                self._shown = read_shown_images(run, context.dataset, context.holdout_mask)
+            title = f"{context.run_dir.rstrip('/').rpartition('/')[2]}, step {step:,}"
+            probed = probed._replace(pictures=draw_figures(run, tensors, self._shown, title, self._device))
+        return probed
 
 
 def start_actor(context: WorkerContext) -> Any:
@@ -126,11 +154,15 @@ def start_actor(context: WorkerContext) -> Any:
 
 
 def log_probes(
-    finished: Iterator[tuple[int, dict[str, float]]], context: WorkerContext, state: TrainState, client: DriverClient
+    finished: Iterator[tuple[int, Probed]], context: WorkerContext, state: TrainState, client: DriverClient
 ) -> None:
-    """Send finished probes as metrics of their steps, and report features that have collapsed."""
+    """Send finished probes as metrics of their steps, and figures; report features that have collapsed."""
     guard = context.run.guard
-    for step, values in finished:
+    for step, (values, pictures) in finished:
+        if pictures:
+            client.send(FigurePictures(step, pictures))
+        if not values:
+            continue
         client.metrics(step, state, {f"probe/{name}": float(value) for name, value in values.items()})
         if not isinstance(context.run.task, Masked):
             continue

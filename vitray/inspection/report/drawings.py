@@ -3,10 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from vitray.inspection.report.subjects import Subject
 from vitray.pages.files import csv_text
 from vitray.pages.markup import Html
 from vitray.plotting import DARK, LIGHT, Theme, to_png, to_svg
@@ -49,6 +51,15 @@ class Table(NamedTuple):
         return csv_text([_plain(value) for value in row] for row in self.rows).encode(errors="backslashreplace")
 
 
+class Part(NamedTuple):
+    """What a figure shows of one network."""
+
+    caption: str
+    draw: Callable[..., Figure]
+    """Takes a theme, and the title of the picture."""
+    rows: Rows
+
+
 class FigureResult(NamedTuple):
     """A figure of an inspection: a section of its page."""
 
@@ -65,6 +76,17 @@ class FigureResult(NamedTuple):
         file = file_name(self.name, name)
         self.drawings.append(Drawing(file, f"{alt} of {name}", f"{name}: {caption}", draw))
         self.tables.append(Table(file, rows))
+
+    def of_each(self, subjects: Sequence[Subject], alt: str, show: Callable[[Subject], Part | str]) -> "FigureResult":
+        """Return it with a drawing and a table of each network; the text says why a network has none."""
+        reasons = []
+        for subject in subjects:
+            match show(subject):
+                case Part(caption, draw, rows):
+                    self.add(subject.name, alt, caption, partial(draw, title=subject.name), rows)
+                case reason:
+                    reasons.append(reason)
+        return self._replace(prose=" ".join([self.prose, *reasons]))
 
 
 def _plain(value: Any) -> Any:

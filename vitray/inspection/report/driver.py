@@ -62,8 +62,18 @@ def inspect_networks(request: Request) -> tuple[Inspection, str]:
     """
     is_tracked = has_store()
     inspection, folder = make_figures(request)
+    print(f"drawing {sum(len(result.drawings) for result in inspection.results)} pictures ...", file=sys.stderr)
+    files = draw_files(inspection)
+    for name, content in files.items():
+        storage.write_bytes(storage.join(folder, name), content)
+    if is_tracked:
+        track_inspection(inspection, folder, files)
+    return inspection, storage.join(folder, PAGE)
+
+
+def draw_files(inspection: Inspection) -> dict[str, bytes]:
+    """Return the files of an inspection by name: PNG, SVG and CSV of every figure, and the page, which is last."""
     drawings = [drawing for result in inspection.results for drawing in result.drawings]
-    print(f"drawing {len(drawings)} pictures ...", file=sys.stderr)
     rendered = {drawing.file: drawing.rendered() for drawing in drawings}
     files = {
         f"{name}.{ending}": content
@@ -71,12 +81,7 @@ def inspect_networks(request: Request) -> tuple[Inspection, str]:
         for ending, content in (("png", drawn.light), ("svg", drawn.svg))
     }
     files |= {f"{table.file}.csv": table.csv() for result in inspection.results for table in result.tables}
-    files[PAGE] = render(inspection, rendered).encode(errors="backslashreplace")
-    for name, content in files.items():
-        storage.write_bytes(storage.join(folder, name), content)
-    if is_tracked:
-        track_inspection(inspection, folder, files)
-    return inspection, storage.join(folder, PAGE)
+    return files | {PAGE: render(inspection, rendered).encode(errors="backslashreplace")}
 
 
 def make_figures(request: Request) -> tuple[Inspection, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from vitray.inspection.report.drawings import FigureResult
+from vitray.inspection.report.drawings import FigureResult, Part
 from vitray.inspection.report.feature_charts import draw_similarity, draw_token_norms
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import similarity_rows, token_norm_rows
@@ -29,28 +29,30 @@ def similarity_figure(subjects: Sequence[Subject]) -> FigureResult:
     if not grams[0]:
         return result._replace(prose=f"{SIMILARITY_PROSE} It needs at least {FEWEST_IMAGES} images.")
     over = subjects[0].over(sum(gram_JBB.shape[-1] for gram_JBB in grams[0]))
-    for subject, own in zip(subjects, grams, strict=True):
-        values = cka(own, own)
-        draw = partial(draw_similarity, values, title=subject.name)
-        result.add(subject.name, "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
+    names = [subject.name for subject in subjects]
+    pairs = list(zip(names, grams, grams, strict=True))
     if len(subjects) == 2:
-        values, names = cka(*grams), (subjects[0].name, subjects[1].name)
-        draw = partial(draw_similarity, values, title=" and ".join(names), names=names)
-        result.add(" and ".join(names), "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
+        pairs.append((" and ".join(names), grams[0], grams[1]))
+    for title, first, second in pairs:
+        values = cka(first, second)
+        of_two = None if first is second else (names[0], names[1])
+        draw = partial(draw_similarity, values, title=title, names=of_two)
+        result.add(title, "Similarity of the levels", f"{over}.", draw, similarity_rows(values))
     return result
 
 
 def norms_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the lengths of each network's tokens by level."""
     result = FigureResult("norms", "Lengths of tokens", NORMS_PROSE, [], [])
-    for subject in subjects:
-        norms = join_token_norms(subject.measured["norms"])
-        _, images, patches = norms.patches.shape
-        outliers = int(norms.is_outlier[-1].sum())
-        caption = (
-            f"{subject.over(images)}, {patches:,} patches each. After the last level {outliers:,} of"
-            f" {images * patches:,} patches stand out, in {int(norms.is_outlier[-1].any(dim=1).sum()):,} images."
-        )
-        draw = partial(draw_token_norms, norms, title=subject.name)
-        result.add(subject.name, "Lengths of the tokens by level", caption, draw, token_norm_rows(norms))
-    return result
+    return result.of_each(subjects, "Lengths of the tokens by level", _show_norms)
+
+
+def _show_norms(subject: Subject) -> Part:
+    norms = join_token_norms(subject.measured["norms"])
+    _, images, patches = norms.patches.shape
+    outliers = int(norms.is_outlier[-1].sum())
+    caption = (
+        f"{subject.over(images)}, {patches:,} patches each. After the last level {outliers:,} of"
+        f" {images * patches:,} patches stand out, in {int(norms.is_outlier[-1].any(dim=1).sum()):,} images."
+    )
+    return Part(caption, partial(draw_token_norms, norms), token_norm_rows(norms))

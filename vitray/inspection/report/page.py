@@ -18,6 +18,7 @@ class Inspection(NamedTuple):
     images: ChosenImages | None
     results: list[FigureResult]
     command: str
+    """The command that repeats it; empty where none does."""
 
 
 def render(inspection: Inspection, rendered: Mapping[str, Rendered]) -> str:
@@ -86,4 +87,4 @@ def _origin(inspection: Inspection) -> Html:
         spec = subject.spec
         crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, computed in float32"
         facts[subject.name] = f"{spec.url}: {network_text(subject)}, {crop}; weights {spec.identity}"
-    return joined(command_box(inspection.command), fact_list(facts))
+    return joined(command_box(inspection.command) if inspection.command else None, fact_list(facts))

@@ -5,7 +5,7 @@ from functools import partial
 
 from vitray.inspection.filters import StemFilters, receptive_field, stem_filters
 from vitray.inspection.positions import position_similarity
-from vitray.inspection.report.drawings import FigureResult
+from vitray.inspection.report.drawings import FigureResult, Part
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import filter_rows, position_rows
 from vitray.inspection.report.weight_charts import draw_filters, draw_positions
@@ -29,11 +29,12 @@ KINDS = {
 def filters_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the leading components of each stem's filters."""
     result = FigureResult("filters", "Filters of the stem", FILTERS_PROSE, [], [])
-    for subject in subjects:
-        filters = stem_filters(subject.vit, subject.batch())
-        draw, caption = partial(draw_filters, filters, title=subject.name), _filters_caption(subject, filters)
-        result.add(subject.name, "Leading components of the filters", caption, draw, filter_rows(filters))
-    return result
+    return result.of_each(subjects, "Leading components of the filters", _show_filters)
+
+
+def _show_filters(subject: Subject) -> Part:
+    filters = stem_filters(subject.vit, subject.batch())
+    return Part(_filters_caption(subject, filters), partial(draw_filters, filters), filter_rows(filters))
 
 
 def _filters_caption(subject: Subject, filters: StemFilters) -> str:
@@ -55,13 +56,13 @@ def _filters_caption(subject: Subject, filters: StemFilters) -> str:
 def positions_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the similarity of each network's position embeddings."""
     result = FigureResult("positions", "Similarity of positions", POSITIONS_PROSE, [], [])
-    for subject in subjects:
-        rows, columns = subject.vit.model.grid
-        similarity = position_similarity(subject.vit)
-        if similarity is None:
-            result = result._replace(prose=f"{result.prose} {subject.name} has no position embedding.")
-            continue
-        caption = f"{KINDS[subject.vit.model.positions.kind]} of a grid of {rows} x {columns} patches."
-        draw = partial(draw_positions, similarity, title=subject.name)
-        result.add(subject.name, "Similarity of the positions", caption, draw, position_rows(similarity))
-    return result
+    return result.of_each(subjects, "Similarity of the positions", _show_positions)
+
+
+def _show_positions(subject: Subject) -> Part | str:
+    similarity = position_similarity(subject.vit)
+    if similarity is None:
+        return f"{subject.name} has no position embedding."
+    rows, columns = subject.vit.model.grid
+    caption = f"{KINDS[subject.vit.model.positions.kind]} of a grid of {rows} x {columns} patches."
+    return Part(caption, partial(draw_positions, similarity), position_rows(similarity))

@@ -148,7 +148,11 @@ def _of_dataset(url: str, split: str, most: int) -> ChosenImages:
     images = open_images(url, split)
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
-    numbers = at_even_distances(images.images, most)
+    return images_of(images, at_even_distances(images.images, most), images.images)
+
+
+def images_of(images: ImageSet, numbers: Sequence[int], total: int) -> ChosenImages:
+    """Return images of a dataset by their numbers, chosen from `total`; refuse them if none can be decoded."""
     usable, left_out = [], []
     few = [numbers[place] for place in at_even_distances(len(numbers), MOST_SHOWN)]
     for image in read_with_or_without_labels(images, few):
@@ -160,7 +164,7 @@ def _of_dataset(url: str, split: str, most: int) -> ChosenImages:
     if not usable:
         raise ConfigError(f"{images.url}: none of {len(left_out)} chosen images can be decoded: {left_out[0]}")
     name, origin = f"{images.name}, {images.split}", f"{images.url}, {images.split}"
-    chosen = ChosenImages(name, origin, images.identity, images, numbers, usable, images.classes, images.images)
+    chosen = ChosenImages(name, origin, images.identity, images, numbers, usable, images.classes, total)
     return chosen._replace(left_out=tuple(left_out))
 
 

@@ -24,11 +24,16 @@ def track_inspection(inspection: Inspection, folder: str, files: Mapping[str, by
             if (dataset := _dataset(inspection)) is not None:
                 tracker.datasets([dataset])
             tracker.link(subject.spec.url, description)
-            for name, content in files.items():
-                if name == PAGE:
-                    tracker.text(f"inspection/{name}", content.decode())
-                else:
-                    tracker.figure(f"inspection/{name}", content)
+            log_files(tracker, files)
+
+
+def log_files(tracker: Tracker, files: Mapping[str, bytes]) -> None:
+    """Log the files of an inspection as artifacts of a run."""
+    for name, content in files.items():
+        if name == PAGE:
+            tracker.text(f"inspection/{name}", content.decode())
+        else:
+            tracker.figure(f"inspection/{name}", content)
 
 
 def _identity(inspection: Inspection, subject: Subject, folder: str) -> TrackedRun:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from vitray.inspection.report.drawings import FigureResult
+from vitray.inspection.report.drawings import FigureResult, Part
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import layerscale_rows, spectrum_rows
 from vitray.inspection.report.weight_charts import draw_layerscales, draw_spectra
@@ -22,23 +22,23 @@ SPECTRA_PROSE = (
 def layerscale_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the LayerScale of each network by level."""
     result = FigureResult("layerscale", "LayerScale", LAYERSCALE_PROSE, [], [])
-    for subject in subjects:
-        scales = layerscales(subject.vit)
-        if scales is None:
-            result = result._replace(prose=f"{result.prose} {subject.name} has no LayerScale.")
-            continue
-        caption = f"{len(scales[0].values):,} channels; {subject.vit.model.layerscale:g} at the start."
-        draw = partial(draw_layerscales, scales, title=subject.name)
-        result.add(subject.name, "LayerScale by level", caption, draw, layerscale_rows(scales))
-    return result
+    return result.of_each(subjects, "LayerScale by level", _show_layerscale)
+
+
+def _show_layerscale(subject: Subject) -> Part | str:
+    scales = layerscales(subject.vit)
+    if scales is None:
+        return f"{subject.name} has no LayerScale."
+    caption = f"{len(scales[0].values):,} channels; {subject.vit.model.layerscale:g} at the start."
+    return Part(caption, partial(draw_layerscales, scales), layerscale_rows(scales))
 
 
 def spectra_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the singular values of each network's matrices."""
     result = FigureResult("spectra", "Spectra of weights", SPECTRA_PROSE, [], [])
-    for subject in subjects:
-        found = spectra(subject.vit)
-        draw = partial(draw_spectra, found, title=subject.name)
-        caption = f"{len(found):,} matrices."
-        result.add(subject.name, "Singular values of the weights", caption, draw, spectrum_rows(found))
-    return result
+    return result.of_each(subjects, "Singular values of the weights", _show_spectra)
+
+
+def _show_spectra(subject: Subject) -> Part:
+    found = spectra(subject.vit)
+    return Part(f"{len(found):,} matrices.", partial(draw_spectra, found), spectrum_rows(found))

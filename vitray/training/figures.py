@@ -1,0 +1,56 @@
+"""Figures of a network's inside over the same few images of the evaluated split: during training, and of its result."""
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitray.config import Run
+from vitray.data.shards.manifest import Dataset
+from vitray.inference.images import open_images
+from vitray.inference.models import spec_of
+from vitray.inspection.report.drawings import FigureResult, file_name
+from vitray.inspection.report.figures import FIGURES
+from vitray.inspection.report.measuring import measure
+from vitray.inspection.report.subjects import ChosenImages, Subject, images_of, view_of
+from vitray.models.vit import ViT
+from vitray.plotting import LIGHT, to_png
+from vitray.training.examples import choose_examples
+
+
+def read_shown_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> ChosenImages:
+    """Return the images of evaluate.pictures as they are stored."""
+    data = run.data
+    assert data.evaluated is not None
+    rows, total = choose_examples(run, dataset, holdout_mask)
+    images = images_of(open_images(dataset.url, data.evaluated), rows.tolist(), total)
+    if holdout_mask is None:
+        return images
+    part = f", {data.development:.0%} held out"
+    return images._replace(name=images.name + part, origin=images.origin + part)
+
+
+def make_results(subject: Subject, names: Sequence[str]) -> list[FigureResult]:
+    """Return figures of one network, without lines of progress."""
+    with redirect_stderr(io.StringIO()):
+        [measured], _ = measure([subject], names)
+        return [FIGURES[name].make([measured]) for name in FIGURES if name in names]
+
+
+def draw_figures(
+    run: Run, weights: dict[str, Tensor], images: ChosenImages, title: str, device: torch.device
+) -> dict[str, bytes]:
+    """Return evaluate.figures of a ViT's weights: the PNG of each picture by its name."""
+    vit = ViT(run.model)
+    vit.load_state_dict(weights)
+    vit.to(device).eval().requires_grad_(False)
+    classes = images.classes if run.model.num_classes == len(images.classes) else None
+    spec = spec_of(run, vit, classes, "", title)
+    views_BHWC = np.stack([view_of(image, spec) for image in images.shown])
+    results = make_results(Subject(title, spec, vit, images, views_BHWC), run.evaluate.figures)
+    end = f"-{file_name(title)}"
+    drawings = [drawing for result in results for drawing in result.drawings]
+    return {drawing.file.removesuffix(end): to_png(drawing.draw(LIGHT)) for drawing in drawings}
