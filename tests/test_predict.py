@@ -37,6 +37,7 @@ from vitray.prediction.images import ImageList, check_some_decode, list_images, 
 from vitray.prediction.networks import Networks, decode_views, views_of
 from vitray.prediction.parts import count_images, print_part, write_part
 from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
+from vitray.tracking.mlflow_client import open_client
 from vitray.weights import load_model, save_model
 
 ALL = Options(top_k=3, logits=True, embedding=True, levels=("block00", "block01"), batch=8, part=32)
@@ -161,12 +162,19 @@ def test_a_dataset_gives_its_splits_under_its_keys(place):
         list_images(str(place / "photos"), ["val"])
 
 
-def test_a_changed_image_changes_the_identity(place, tmp_path):
-    shutil.copytree(place / "photos", tmp_path / "photos")
-    before = list_images(str(tmp_path / "photos")).identity
-    assert list_images(str(tmp_path / "photos")).identity == before
-    os.utime(next((tmp_path / "photos").rglob("*.jpg")), ns=(1, 1))
-    assert list_images(str(tmp_path / "photos")).identity != before
+def test_wildcards_match_on_s3_and_secrets_in_an_address_stay_out_of_the_message(place, s3_server):
+    shutil.copytree(place / "photos", s3_server / "bucket/wild")
+    files = [str(path.relative_to(place / "photos")) for path in (place / "photos").rglob("*.jpg")]
+    for pattern, wanted in {
+        "*/000?.jpg": {name for name in files if "/000" in name},
+        "**/00[1]?.jpg": {name for name in files if "/001" in name},
+        f"{files[0][:-1]}?": {files[0]},
+    }.items():
+        images = list_images(f"s3://bucket/wild/{pattern}")
+        assert {f"{Path(file).parent.name}/{Path(file).name}" for file in images.table["file"].to_pylist()} == wanted
+        assert read_encoded(images, 0, 1)[0] == Path(str(s3_server), images.table["file"][0].as_py()[5:]).read_bytes()
+    with pytest.raises(ConfigError, match=r"^s3://: an address with keys or options in it"):
+        list_images("s3://bucket/wild?secret_key=hidden")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +227,71 @@ def test_another_plan_in_the_folder_is_refused_by_its_difference(place, tmp_path
     (tmp_path / "other/parts/part-00000-of-00001.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"has parts/part-00000-of-00001.parquet without plan.json"):
         open_plan(plan._replace(out=str(tmp_path / "other")))
+
+
+def _touch(path: Path) -> None:
+    """Give a file another time of change, as a rewrite does."""
+    os.utime(path, ns=(1, 1))
+
+
+CHANGED_SOURCES = {
+    "an image is rewritten": ("photos", lambda at: _touch(next((at / "photos").rglob("*.jpg")))),
+    "an image is added": ("photos", lambda at: (at / "photos/new.jpg").write_bytes(demo_item(50, 0, 32, "shape")[0])),
+    "an image is gone": ("photos", lambda at: next((at / "photos").rglob("*.jpg")).unlink()),
+    "a tar is rewritten": ("photos.tar", lambda at: _touch(at / "photos.tar")),
+    "an image of a table is rewritten": ("photos.csv", lambda at: _touch(next((at / "photos").rglob("*.jpg")))),
+    "an absent image of a table appears": ("photos.csv", lambda at: (at / "gone.jpg").write_bytes(b"x")),
+    "another dataset": ("data", lambda at: (shutil.rmtree(at / "data"), write_dataset(at / "data", {"val": 23}))),
+}
+
+
+@pytest.mark.parametrize(("source", "change"), CHANGED_SOURCES.values(), ids=CHANGED_SOURCES)
+def test_images_that_changed_since_the_first_command_are_refused(place, tmp_path, source, change):
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    write_dataset(tmp_path / "data", {"val": 23}, corrupt=1)
+    names = [str(path.relative_to(tmp_path)) for path in sorted((tmp_path / "photos").rglob("*.jpg"))]
+    (tmp_path / "photos.csv").write_text("\n".join(["path", *names, "gone.jpg"]))
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "photos", "photos")
+    request = Request([str(place / "model")], str(tmp_path / source), str(tmp_path / "out"))
+    write_plan(plan_of(tmp_path / source, tmp_path / "out", place / "model", options=request.options))
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a prediction with (images|identity of the images) .*, now "):
+        predict(request)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [("weights", "networks"), ("loss", "probabilities"), ("names", "class names"), ("alias", "networks")],
+)
+def test_a_network_that_changed_since_the_first_command_is_refused(
+    place, tmp_path, migrated, monkeypatch, change, difference
+):
+    shutil.copytree(place / "model", tmp_path / "model")
+    url = str(tmp_path / "model")
+    if change == "alias":
+        shutil.copy(migrated, tmp_path / "mlruns.db")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
+        client, url = open_client(f"sqlite:///{tmp_path}/mlruns.db"), "models:/vit@champion"
+        client.create_registered_model("vit")
+        client.create_model_version("vit", str(tmp_path / "model"))
+        client.set_registered_model_alias("vit", "champion", "1")
+    request = Request([url], str(place / "photos"), str(tmp_path / "out"))
+    write_plan(plan_of(place / "photos", tmp_path / "out", url, options=request.options))
+    run, vit, classes = load_model(str(place / "model"))
+    if change == "alias":
+        client.create_model_version("vit", str(write_network(tmp_path / "second", seed=1)))
+        client.set_registered_model_alias("vit", "champion", "2")
+    else:
+        shutil.rmtree(tmp_path / "model")
+        if change == "weights":
+            torch.nn.init.ones_(vit.head.bias)
+        classes = classes[::-1] if change == "names" else classes
+        save_model(url, run.replace({"task.loss": "bce"}) if change == "loss" else run, vit, classes)
+    with pytest.raises(ConfigError, match=rf"holds a prediction with {difference} "):
+        predict(request)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
 
 
 def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
+from vitray.models.probabilities import Probability, probability_of
 from vitray.models.vit import ViT
 from vitray.tracking.mlflow_client import tracking_env, tracking_uri
 from vitray.tracking.model_uri import is_model_uri, pin_uri
@@ -41,6 +42,8 @@ class NetworkSpec(NamedTuple):
     normalise: Normalise
     crop: CentreCrop
     precision: Literal["fp32", "bf16"]
+    probability: Probability
+    """How logits become probabilities."""
     store: str | None = None
     """The MLflow at which the address is valid; None for other addresses."""
 
@@ -69,6 +72,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
         precision=run.compute.precision,
+        probability=probability_of(run),
         store=tracking_uri() if is_model_uri(pinned) else None,
     )
     return spec, vit.requires_grad_(False)
