@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -514,14 +515,15 @@ def many(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(place, many, tmp_path, seed):
     draw, out, kills = random.Random(seed), tmp_path / "out", 0
-    while kills < 3:
+    while kills < 2:
         process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
         wanted = len(list(out.glob("parts/*.parquet"))) + draw.randrange(1, 5)
         while process.poll() is None and len(list(out.glob("parts/*.parquet"))) < wanted:
             time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.2))
         if process.poll() is not None:
             break
         family = [process, *psutil.Process(process.pid).children(recursive=True)]
@@ -536,33 +538,39 @@ def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(pla
     assert {name: content for name, content in contents_of(out / "parts").items() if ".writing" not in name} == many
 
 
+def working_processes(driver: int) -> list[tuple[psutil.Process, str]]:
+    """The processes of Ray below a driver that decode, compute or write now, each with its title."""
+    titles = []
+    for child in psutil.Process(driver).children(recursive=True):
+        with suppress(psutil.Error, IndexError):  # it has ended meanwhile
+            titles.append((child, child.cmdline()[0]))
+    return [(child, title) for child, title in titles if title.startswith(("ray::Map", "ray::Write"))]
+
+
 @pytest.mark.slow
-def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path):
-    """Decoding tasks and the actor in turn."""
-    out, killed = tmp_path / "out", []
-    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path, seed):
+    """The actor first, then any, at random moments."""
+    draw, out, killed = random.Random(seed), tmp_path / "out", []
+    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        parts = len(list(out.glob("parts/*.parquet")))
-        if parts >= 5 * (len(killed) + 1) and len(killed) < 3:
-            wanted = "_Predictor" if len(killed) != 1 else "_decode_batches"
-            for child in psutil.Process(process.pid).children(recursive=True):
-                try:
-                    name = " ".join(child.cmdline())
-                except psutil.Error:
-                    continue
-                if name.startswith("ray::") and wanted in name:
-                    child.kill()
-                    killed.append(name)
-                    break
-        time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        if len(killed) == 4 or not list(out.glob("parts/*.parquet")):
+            continue
+        with suppress(psutil.NoSuchProcess):
+            working = [each for each in working_processes(process.pid) if killed or "_Predictor" in each[1]]
+            if working:
+                child, title = draw.choice(working)
+                child.kill()
+                killed.append(title)
     assert process.returncode == 0
-    assert len(killed) >= 2
+    assert len(killed) >= 2, killed
     assert contents_of(out / "parts") == many
 
 
 # Two nodes are lost in turn, each replaced; in its own process, since other tests use another Ray.
 LOST_NODES = """
-import os, subprocess, sys, time
+import os, random, subprocess, sys, time
 from pathlib import Path
 from vitray.cluster import session
 session.prepare_environment()
@@ -573,7 +581,7 @@ parts, command = Path(sys.argv[1]), sys.argv[2:]
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 workers = [nodes.add_node(num_cpus=2) for _ in range(2)]
 process = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": nodes.address})
-for wanted, node in zip((4, 12), workers):
+for wanted, node in zip(sorted(random.Random(0).sample(range(1, 16), 2)), workers):
     while len(list(parts.glob("*.parquet"))) < wanted:
         assert process.poll() is None
         time.sleep(0.02)
@@ -585,7 +593,7 @@ nodes.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_nodes_that_are_lost_do_not_change_the_bytes(place, many, tmp_path):
     out = tmp_path / "out"
     args = [sys.executable, "-c", LOST_NODES, str(out / "parts"), *command(place, out)]

@@ -31,7 +31,7 @@ BCE = {"task.loss": "bce"}
         (BCE, "sigmoid"),
         ({"task": {"kind": "finetune", "weights": "w", "loss": "bce"}}, "sigmoid"),
         ({"task": {"kind": "finetune", "weights": "w"}}, "softmax"),
-        ({"task": {"kind": "masked"}}, "softmax"),
+        ({"task": {"kind": "masked"}, "model.num_classes": None}, "softmax"),
     ],
 )
 def test_the_loss_decides(changes, wanted):

@@ -23,7 +23,7 @@ from torchvision import transforms
 
 from vitray.bench.loaders import MEAN, STD
 from vitray.inference.models import describe_network, open_network
-from vitray.prediction.images import list_images, read_encoded
+from vitray.prediction.images import decoded, list_images, read_encoded
 from vitray.prediction.networks import Networks, decode_views, views_of
 from vitray.prediction.pipeline import Bounds, compute_parts
 from vitray.prediction.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
@@ -47,7 +47,7 @@ def write_images(url: str, count: int, batch: int, folder: Path) -> list[str]:
     folder.mkdir(parents=True)
     for start in range(0, min(count, len(images)), batch):
         stop = min(start + batch, count, len(images))
-        contents = [content for content in read_encoded(images, start, stop) if isinstance(content, bytes)]
+        contents = [each for each in read_encoded(images, start, stop) if not isinstance(decoded(each), str)]
         files.append(str(folder / f"images-{start:08d}.parquet"))
         pq.write_table(pa.table({"image": contents}), files[-1])
     return files
