@@ -98,7 +98,9 @@ def test_hugging_face_gives_sigmoids_after_bce(tmp_path):
     grey = np.full((32, 32, 3), 90, np.uint8)
     answers = pipeline("image-classification", str(tmp_path / "out"), device="cpu", top_k=5)(Image.fromarray(grey))
     wanted = vit(normalised(torch.from_numpy(grey)[None], Run().data.normalise)).sigmoid()[0].tolist()
-    assert {each["label"]: each["score"] for each in answers} == pytest.approx(dict(zip(CLASSES, wanted, strict=True)), abs=1e-4)
+    assert {each["label"]: each["score"] for each in answers} == pytest.approx(
+        dict(zip(CLASSES, wanted, strict=True)), abs=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -354,6 +354,19 @@ def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_pa
     assert count_images(plan)[:3] == (58, 2, {"not an image": 2})
 
 
+def test_half_precision_computes_in_bfloat16(place, tmp_path):
+    plan = plan_of(place / "photos", tmp_path / "out", place / "model")
+    half = plan._replace(networks=(plan.networks[0]._replace(precision="bf16"),))
+    networks, kinds = Networks(half), set()
+    networks._members[0].vit.blocks[0].ffn1.up.register_forward_hook(lambda *args: kinds.add(args[2].dtype))
+    for (_, tables, _), (_, others, _) in zip(tables_of(plan), tables_of(half, networks), strict=True):
+        for one, other in zip(tables, others, strict=True):
+            if one.num_rows:
+                exact, rounded = (np.array(table["logits"].to_pylist()) for table in (one, other))
+                assert 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
+    assert kinds == {torch.bfloat16}
+
+
 def test_networks_of_one_base_share_the_levels_that_are_equal(place, tmp_path):
     run, vit, classes = load_model(str(place / "model"))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from vitray import Run, load_model, save_model
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_centre
-from vitray.evaluation.report.driver import Request, evaluate
+from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.inference.models import describe_network
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.prediction.images import list_images, read_encoded
@@ -68,8 +68,8 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
     answers = model.predict(np.stack(pixels))
     np.testing.assert_allclose([answer["probabilities"] for answer in answers], wanted, atol=1e-5)
 
-    evaluation = evaluate(Request([url], str(tmp_path / "data"), split="val", out=str(tmp_path / "out"), workers=1))
-    scored = evaluation.results[0].scored
+    request = Request([url], str(tmp_path / "data"), out=str(tmp_path / "out"), workers=1)
+    scored = compute_evaluation(request)[0].results[0].scored
     np.testing.assert_allclose(scored.classification.confidences, wanted.max(1), atol=1e-5)
     errors = wanted.copy()
     errors[np.arange(12), scored.labels] -= 1

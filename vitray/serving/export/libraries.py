@@ -25,8 +25,8 @@ def write_for_library(vit: ViT, run: Run, layout: str, folder: Path, classes: Se
         config.write_text(json.dumps(content, indent=2))
     network = runpy.run_path(str(folder / LOADER))["model"].eval()
 
-    def run(images_BCHW: Tensor) -> Tensor:
+    def logits_of(images_BCHW: Tensor) -> Tensor:
         output = network(normalised(images_BCHW.permute(0, 2, 3, 1), run.data.normalise))
         return getattr(output, "logits", output)
 
-    return run
+    return logits_of
