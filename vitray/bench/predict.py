@@ -58,10 +58,8 @@ class Timing(NamedTuple):
 
     first: float
     """Seconds until the first batch; 0 for a half alone."""
-    whole: float
+    speed: float
     """Images per second, the start included."""
-    steady: float
-    """Images per second after the first batch."""
 
 
 def measure_predict(settings: PredictSettings) -> dict[str, Any]:
@@ -97,7 +95,7 @@ def _measure(settings: PredictSettings, job: Job, folder: Path) -> dict[str, lis
             shutil.rmtree(folder / "out", ignore_errors=True)
 
     def alone(rate: float) -> Timing:
-        return Timing(0, rate, rate)
+        return Timing(0, rate)
 
     variants: dict[str, Callable[[], Timing]] = {
         "decode alone": lambda: alone(decode_alone(job)),
@@ -118,12 +116,12 @@ def _measure(settings: PredictSettings, job: Job, folder: Path) -> dict[str, lis
 
 def _timed(batches: Iterator[int], images: int) -> Timing:
     start = time.perf_counter()
-    count = opening = next(batches)
+    count = next(batches)
     first = time.perf_counter() - start
     count += sum(batches)
     end = time.perf_counter() - start
     assert count == images, f"got {count} images, wanted {images}"
-    return Timing(first, images / end, (images - opening) / (end - first))
+    return Timing(first, images / end)
 
 
 def _report(settings: PredictSettings, job: Job, timings: dict[str, list[Timing]]) -> dict[str, Any]:
@@ -132,15 +130,15 @@ def _report(settings: PredictSettings, job: Job, timings: dict[str, list[Timing]
     about += f"; {job.actors} actors on {job.plan.device}, {job.decoders} CPUs to decode"
     print(f"{where}\n{about}; {settings.rounds} interleaved rounds, median ± half the interquartile range\n")
     limits = zip(timings["decode alone"], timings["network alone"], strict=True)
-    bound = [min(decode.steady, network.steady) for decode, network in limits]
-    print(f"{'pipeline':<22}{'images/s':>18}{'after the first':>18}{'over the bound':>18}{'first batch s':>18}")
+    bound = [min(decode.speed, network.speed) for decode, network in limits]
+    print(f"{'pipeline':<22}{'images/s':>18}{'over the bound':>18}{'first batch s':>18}")
     rows: list[dict[str, Any]] = []
     for name, rounds in timings.items():
-        whole, steady, first = (spread_of(values) for values in ([each[at] for each in rounds] for at in (1, 2, 0)))
-        share = ratio_of([timing.steady for timing in rounds], bound)
-        print(f"{name:<22}{whole!s:>18}{steady!s:>18}{share!s:>18}{first!s:>18}")
-        row: dict[str, Any] = {"pipeline": name} | whole.columns("images_per_second", 4)
-        row |= steady.columns("steady_images_per_second", 4) | share.columns("share_of_bound", 4)
+        first, speed = (spread_of(values) for values in zip(*rounds, strict=True))
+        share = ratio_of([timing.speed for timing in rounds], bound)
+        print(f"{name:<22}{speed!s:>18}{share!s:>18}{first!s:>18}")
+        row: dict[str, Any] = {"pipeline": name} | speed.columns("images_per_second", 4)
+        row |= share.columns("share_of_bound", 4)
         rows.append(row | first.columns("first_batch", 4))
     chart = draw_bars({row["pipeline"]: row["images_per_second"] for row in rows}, "images/s", f"{where}\n{about}")
     return {"circumstances": where, "about": about} | write_results(settings.out, "predict", rows, chart)

@@ -74,7 +74,7 @@ def stock(job: Job, out: Path) -> Iterator[int]:
     """Yield the sizes of batches of Ray Data's documented pipeline: a Pillow decode by row, then actors."""
     spec, batch = job.plan.networks[0], job.plan.options.batch
     gpus = int(job.plan.device == "cuda")
-    rows = ray.data.read_parquet(job.files, columns=["image"])
+    rows = ray.data.read_parquet(job.files)  # their only column is image
     rows = rows.map(partial(_pillow_row, transform=_usual_transform(spec.size)))
     actors: Any = {"compute": ActorPoolStrategy(min_size=1, max_size=job.actors), "num_cpus": 1 - gpus}
     arguments = (spec, job.plan.device)
