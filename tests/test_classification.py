@@ -41,15 +41,15 @@ def test_scores_equal_scikit_learn():
     assert sum(each.hits for each in scored.classes) == scored.hits1
 
 
-@pytest.mark.parametrize("num_classes", [3, 7])
-def test_scores_equal_those_of_training(num_classes):
+@pytest.mark.parametrize(("num_classes", "probability"), [(3, "softmax"), (7, "softmax"), (7, "sigmoid")])
+def test_scores_equal_those_of_training(num_classes, probability):
     logits, labels = random_logits(200, num_classes)
     logits[20:60] = 0  # more equal mistakes than are kept
     sums = scores.Sums.zeros(num_classes, torch.device("cpu"))
     rows = np.arange(200)
     batch = DeviceBatch(torch.empty(0), torch.from_numpy(labels), rows, rows)
-    scores.add_batch(sums, torch.from_numpy(logits), batch)
-    scored = classify(logits, labels)
+    scores.add_batch(sums, torch.from_numpy(logits), batch, probability)
+    scored = classify(logits, labels, probability=probability)
     assert np.array_equal(scored.confusion.ravel(), sums.confusion.numpy())
     assert scored.nll == pytest.approx(float(sums.totals[0]) / 200, rel=1e-6)
     for mine, (probability, *rest) in zip(scored.mistakes, sums.mistakes.tolist(), strict=True):

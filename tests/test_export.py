@@ -78,12 +78,29 @@ def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
     stored = onnx.load(tmp_path / "out" / "model.onnx")
     assert {each.domain: each.version for each in stored.opset_import} == {"": 20}
     assert (described["opset"], described["network"]) == (20, "vit_u2x1_16")
+    assert described["output"] == {"name": "logits", "shape": ["any", 5], "probabilities": "softmax"}
     assert {"torch", "onnx", "onnxruntime", "onnxscript"} <= set(described["versions"])
     assert content(tmp_path / "out", "classes") == CLASSES
     prepared = content(tmp_path / "out", "preprocessing")
     assert prepared["resize"]["smallest_that_covers"] == [36, 36]
     assert prepared["input"] == {"name": "images", "type": "uint8", "layout": "BCHW", "shape": ["any", 3, 32, 32]}
     assert prepared["normalise"]["inside_the_export"] is True
+
+
+def test_hugging_face_gives_sigmoids_after_bce(tmp_path):
+    from PIL import Image
+    from transformers import pipeline
+
+    vit = saved(tmp_path / "first")
+    save_model(str(tmp_path / "m"), Run(model=vit.model).replace({"task.loss": "bce"}), vit, CLASSES)
+    export_network(quick(tmp_path / "m", "hf", tmp_path / "out"))
+    assert content(tmp_path / "out", "export")["output"]["probabilities"] == "sigmoid"
+    grey = np.full((32, 32, 3), 90, np.uint8)
+    answers = pipeline("image-classification", str(tmp_path / "out"), device="cpu", top_k=5)(Image.fromarray(grey))
+    wanted = vit(normalised(torch.from_numpy(grey)[None], Run().data.normalise)).sigmoid()[0].tolist()
+    assert {each["label"]: each["score"] for each in answers} == pytest.approx(
+        dict(zip(CLASSES, wanted, strict=True)), abs=1e-4
+    )
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def test_int8_weights_are_within_half_a_step_of_each_row():
     [
         {"name": "vit_u2x2_16_hmlp_bn", "layerscale": 0.1, "pool": "mean", "class_token": False},
         {"positions": "sincos2d", "any_size": True},
+        {"positions": "rope", "registers": 2, "any_size": True},
         {"int8": True},
     ],
 )
@@ -121,6 +122,7 @@ def test_onnx_computes_the_same(tmp_path, settings):
         *({"name": f"vit_u2x{branches}_16_{stem}"} for stem, branches in itertools.product(STEMS, (1, 2))),
         {"pool": "mean_then_norm", "class_token": False},
         {"positions": "none", "any_size": True},
+        {"name": "vit_u2x2_16", "positions": "rope", "any_size": True},
         {"name": "vit_u2x2_16_conv", "positions": "sincos2d", "any_size": True},
         {"name": "vit_u2x2_8_hmlp_ln", "positions": {"kind": "sincos2d", "frequencies": "mae"}, "any_size": True},
         {"head": "mlp", "activation": "gelu_tanh", "norm_eps": 0.1},

@@ -35,8 +35,13 @@ ROOF = {"vitray", "pipelines"}
 # A platform enters only through its doors.
 DOORS = {
     "mlflow": {"vitray.tracking"},
-    # The benchmark compares with Ray Data's own reader.
-    "ray.data": {"vitray.data", "vitray.prediction", "vitray.bench.scaling_pipelines"},
+    # The benchmarks compare with Ray Data's own pipelines.
+    "ray.data": {
+        "vitray.data",
+        "vitray.prediction",
+        "vitray.bench.scaling_pipelines",
+        "vitray.bench.predict_pipelines",
+    },
     "ray.train": {"vitray.training", "vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.serve": {"vitray.serving"},

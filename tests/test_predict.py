@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from vitray.prediction.images import ImageList, check_some_decode, list_images, 
 from vitray.prediction.networks import Networks, decode_views, views_of
 from vitray.prediction.parts import count_images, print_part, write_part
 from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
+from vitray.tracking.mlflow_client import open_client
 from vitray.weights import load_model, save_model
 
 ALL = Options(top_k=3, logits=True, embedding=True, levels=("block00", "block01"), batch=8, part=32)
@@ -161,12 +163,19 @@ def test_a_dataset_gives_its_splits_under_its_keys(place):
         list_images(str(place / "photos"), ["val"])
 
 
-def test_a_changed_image_changes_the_identity(place, tmp_path):
-    shutil.copytree(place / "photos", tmp_path / "photos")
-    before = list_images(str(tmp_path / "photos")).identity
-    assert list_images(str(tmp_path / "photos")).identity == before
-    os.utime(next((tmp_path / "photos").rglob("*.jpg")), ns=(1, 1))
-    assert list_images(str(tmp_path / "photos")).identity != before
+def test_wildcards_match_on_s3_and_secrets_in_an_address_stay_out_of_the_message(place, s3_server):
+    shutil.copytree(place / "photos", s3_server / "bucket/wild")
+    files = [str(path.relative_to(place / "photos")) for path in (place / "photos").rglob("*.jpg")]
+    for pattern, wanted in {
+        "*/000?.jpg": {name for name in files if "/000" in name},
+        "**/00[1]?.jpg": {name for name in files if "/001" in name},
+        f"{files[0][:-1]}?": {files[0]},
+    }.items():
+        images = list_images(f"s3://bucket/wild/{pattern}")
+        assert {f"{Path(file).parent.name}/{Path(file).name}" for file in images.table["file"].to_pylist()} == wanted
+        assert read_encoded(images, 0, 1)[0] == Path(str(s3_server), images.table["file"][0].as_py()[5:]).read_bytes()
+    with pytest.raises(ConfigError, match=r"^s3://: an address with keys or options in it"):
+        list_images("s3://bucket/wild?secret_key=hidden")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +228,71 @@ def test_another_plan_in_the_folder_is_refused_by_its_difference(place, tmp_path
     (tmp_path / "other/parts/part-00000-of-00001.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"has parts/part-00000-of-00001.parquet without plan.json"):
         open_plan(plan._replace(out=str(tmp_path / "other")))
+
+
+def _touch(path: Path) -> None:
+    """Give a file another time of change, as a rewrite does."""
+    os.utime(path, ns=(1, 1))
+
+
+CHANGED_SOURCES = {
+    "an image is rewritten": ("photos", lambda at: _touch(next((at / "photos").rglob("*.jpg")))),
+    "an image is added": ("photos", lambda at: (at / "photos/new.jpg").write_bytes(demo_item(50, 0, 32, "shape")[0])),
+    "an image is gone": ("photos", lambda at: next((at / "photos").rglob("*.jpg")).unlink()),
+    "a tar is rewritten": ("photos.tar", lambda at: _touch(at / "photos.tar")),
+    "an image of a table is rewritten": ("photos.csv", lambda at: _touch(next((at / "photos").rglob("*.jpg")))),
+    "an absent image of a table appears": ("photos.csv", lambda at: (at / "gone.jpg").write_bytes(b"x")),
+    "another dataset": ("data", lambda at: (shutil.rmtree(at / "data"), write_dataset(at / "data", {"val": 23}))),
+}
+
+
+@pytest.mark.parametrize(("source", "change"), CHANGED_SOURCES.values(), ids=CHANGED_SOURCES)
+def test_images_that_changed_since_the_first_command_are_refused(place, tmp_path, source, change):
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    write_dataset(tmp_path / "data", {"val": 23}, corrupt=1)
+    names = [str(path.relative_to(tmp_path)) for path in sorted((tmp_path / "photos").rglob("*.jpg"))]
+    (tmp_path / "photos.csv").write_text("\n".join(["path", *names, "gone.jpg"]))
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(tmp_path / "photos", "photos")
+    request = Request([str(place / "model")], str(tmp_path / source), str(tmp_path / "out"))
+    write_plan(plan_of(tmp_path / source, tmp_path / "out", place / "model", options=request.options))
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a prediction with (images|identity of the images) .*, now "):
+        predict(request)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [("weights", "networks"), ("loss", "probabilities"), ("names", "class names"), ("alias", "networks")],
+)
+def test_a_network_that_changed_since_the_first_command_is_refused(
+    place, tmp_path, migrated, monkeypatch, change, difference
+):
+    shutil.copytree(place / "model", tmp_path / "model")
+    url = str(tmp_path / "model")
+    if change == "alias":
+        shutil.copy(migrated, tmp_path / "mlruns.db")
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
+        client, url = open_client(f"sqlite:///{tmp_path}/mlruns.db"), "models:/vit@champion"
+        client.create_registered_model("vit")
+        client.create_model_version("vit", str(tmp_path / "model"))
+        client.set_registered_model_alias("vit", "champion", "1")
+    request = Request([url], str(place / "photos"), str(tmp_path / "out"))
+    write_plan(plan_of(place / "photos", tmp_path / "out", url, options=request.options))
+    run, vit, classes = load_model(str(place / "model"))
+    if change == "alias":
+        client.create_model_version("vit", str(write_network(tmp_path / "second", seed=1)))
+        client.set_registered_model_alias("vit", "champion", "2")
+    else:
+        shutil.rmtree(tmp_path / "model")
+        if change == "weights":
+            torch.nn.init.ones_(vit.head.bias)
+        classes = classes[::-1] if change == "names" else classes
+        save_model(url, run.replace({"task.loss": "bce"}) if change == "loss" else run, vit, classes)
+    with pytest.raises(ConfigError, match=rf"holds a prediction with {difference} "):
+        predict(request)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]
 
 
 def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):
@@ -278,6 +352,19 @@ def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_pa
             np.testing.assert_allclose(row[level], levels[level][0, 0].numpy(), atol=1e-4)
     assert table["error"].null_count == 58
     assert count_images(plan)[:3] == (58, 2, {"not an image": 2})
+
+
+def test_half_precision_computes_in_bfloat16(place, tmp_path):
+    plan = plan_of(place / "photos", tmp_path / "out", place / "model")
+    half = plan._replace(networks=(plan.networks[0]._replace(precision="bf16"),))
+    networks, kinds = Networks(half), set()
+    networks._members[0].vit.blocks[0].ffn1.up.register_forward_hook(lambda *args: kinds.add(args[2].dtype))
+    for (_, tables, _), (_, others, _) in zip(tables_of(plan), tables_of(half, networks), strict=True):
+        for one, other in zip(tables, others, strict=True):
+            if one.num_rows:
+                exact, rounded = (np.array(table["logits"].to_pylist()) for table in (one, other))
+                assert 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
+    assert kinds == {torch.bfloat16}
 
 
 def test_networks_of_one_base_share_the_levels_that_are_equal(place, tmp_path):
@@ -441,14 +528,15 @@ def many(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(place, many, tmp_path, seed):
     draw, out, kills = random.Random(seed), tmp_path / "out", 0
-    while kills < 3:
+    while kills < 2:
         process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
         wanted = len(list(out.glob("parts/*.parquet"))) + draw.randrange(1, 5)
         while process.poll() is None and len(list(out.glob("parts/*.parquet"))) < wanted:
             time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.2))
         if process.poll() is not None:
             break
         family = [process, *psutil.Process(process.pid).children(recursive=True)]
@@ -463,33 +551,39 @@ def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bytes(pla
     assert {name: content for name, content in contents_of(out / "parts").items() if ".writing" not in name} == many
 
 
+def working_processes(driver: int) -> list[tuple[psutil.Process, str]]:
+    """The processes of Ray below a driver that decode, compute or write now, each with its title."""
+    titles = []
+    for child in psutil.Process(driver).children(recursive=True):
+        with suppress(psutil.Error, IndexError):  # it has ended meanwhile
+            titles.append((child, child.cmdline()[0]))
+    return [(child, title) for child, title in titles if title.startswith(("ray::Map", "ray::Write"))]
+
+
 @pytest.mark.slow
-def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path):
-    """Decoding tasks and the actor in turn."""
-    out, killed = tmp_path / "out", []
-    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_processes_that_are_killed_are_replaced_and_the_bytes_stay_the_same(place, many, tmp_path, seed):
+    """The actor first, then any, at random moments."""
+    draw, out, killed = random.Random(seed), tmp_path / "out", []
+    process = subprocess.Popen(command(place, out), cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None:
-        parts = len(list(out.glob("parts/*.parquet")))
-        if parts >= 5 * (len(killed) + 1) and len(killed) < 3:
-            wanted = "_Predictor" if len(killed) != 1 else "_decode_batches"
-            for child in psutil.Process(process.pid).children(recursive=True):
-                try:
-                    name = " ".join(child.cmdline())
-                except psutil.Error:
-                    continue
-                if name.startswith("ray::") and wanted in name:
-                    child.kill()
-                    killed.append(name)
-                    break
-        time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        if len(killed) == 4 or not list(out.glob("parts/*.parquet")):
+            continue
+        with suppress(psutil.NoSuchProcess):
+            working = [each for each in working_processes(process.pid) if killed or "_Predictor" in each[1]]
+            if working:
+                child, title = draw.choice(working)
+                child.kill()
+                killed.append(title)
     assert process.returncode == 0
-    assert len(killed) >= 2
+    assert len(killed) >= 2, killed
     assert contents_of(out / "parts") == many
 
 
 # Two nodes are lost in turn, each replaced; in its own process, since other tests use another Ray.
 LOST_NODES = """
-import os, subprocess, sys, time
+import os, random, subprocess, sys, time
 from pathlib import Path
 from vitray.cluster import session
 session.prepare_environment()
@@ -500,7 +594,7 @@ parts, command = Path(sys.argv[1]), sys.argv[2:]
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 workers = [nodes.add_node(num_cpus=2) for _ in range(2)]
 process = subprocess.Popen(command, env=os.environ | {"RAY_ADDRESS": nodes.address})
-for wanted, node in zip((4, 12), workers):
+for wanted, node in zip(sorted(random.Random(0).sample(range(1, 16), 2)), workers):
     while len(list(parts.glob("*.parquet"))) < wanted:
         assert process.poll() is None
         time.sleep(0.02)
@@ -512,7 +606,7 @@ nodes.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_nodes_that_are_lost_do_not_change_the_bytes(place, many, tmp_path):
     out = tmp_path / "out"
     args = [sys.executable, "-c", LOST_NODES, str(out / "parts"), *command(place, out)]

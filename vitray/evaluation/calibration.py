@@ -12,7 +12,8 @@ import numpy as np
 
 from vitray.errors import ConfigError
 from vitray.evaluation.arrays import check_logits, draw_part
-from vitray.evaluation.classification import log_probability_chunks
+from vitray.evaluation.classification import confidences, log_probability_chunks
+from vitray.models.probabilities import Probability
 
 BINS = 15
 COLDEST, HOTTEST = 1e-3, 1e3
@@ -53,13 +54,19 @@ class Temperature(NamedTuple):
     after: Calibration
 
 
-def reliability(logits_NK: Any, labels_N: Any, bins: int = BINS, equal_mass: bool = False) -> list[Bin]:
+def reliability(
+    logits_NK: Any,
+    labels_N: Any,
+    bins: int = BINS,
+    equal_mass: bool = False,
+    probability: Probability = "softmax",
+) -> list[Bin]:
     """Return the bins of a reliability diagram of the predicted class.
 
     Bins of equal width contain their upper bound. Bins of equal mass have as many images each, except that images of
     equal confidence share a bin; their bounds are the lowest and the highest confidence.
     """
-    return _bins(*_confidences(*check_logits(logits_NK, labels_N)), bins, equal_mass)
+    return _bins(*_confidences(*check_logits(logits_NK, labels_N), probability), bins, equal_mass)
 
 
 def ece(logits_NK: Any, labels_N: Any, bins: int = BINS) -> float:
@@ -67,16 +74,16 @@ def ece(logits_NK: Any, labels_N: Any, bins: int = BINS) -> float:
     return _gap(reliability(logits_NK, labels_N, bins))
 
 
-def adaptive_ece(logits_NK: Any, labels_N: Any, bins: int = BINS) -> float:
+def adaptive_ece(logits_NK: Any, labels_N: Any, bins: int = BINS, probability: Probability = "softmax") -> float:
     """Return the expected calibration error of the predicted class with bins of equal mass."""
-    return _gap(reliability(logits_NK, labels_N, bins, equal_mass=True))
+    return _gap(reliability(logits_NK, labels_N, bins, equal_mass=True, probability=probability))
 
 
-def brier(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> float:
-    """Return the mean over images of the squared errors of all K probabilities, from 0 to 2."""
+def brier(logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: Probability = "softmax") -> float:
+    """Return the mean over images of the squared errors of all K probabilities: from 0 to 2, or to K for sigmoids."""
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
     total = 0.0
-    for rows, log_BK in log_probability_chunks(logits_NK, temperature):
+    for rows, log_BK in log_probability_chunks(logits_NK, temperature, probability):
         error_BK = np.exp(log_BK)
         error_BK[np.arange(len(error_BK)), labels_N[rows]] -= 1
         total += float((error_BK**2).sum())
@@ -94,7 +101,7 @@ def nll(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> float:
 def calibration_scores(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> Calibration:
     """Return all scores of calibration, of logits that are divided by a temperature."""
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
-    confidences_N, hits_N = _confidences(logits_NK, labels_N, temperature)
+    confidences_N, hits_N = _confidences(logits_NK, labels_N, temperature=temperature)
     return Calibration(
         images=len(labels_N),
         ece=_gap(_bins(confidences_N, hits_N, BINS, False)),
@@ -146,9 +153,9 @@ def best_temperature(logits_NK: Any, labels_N: Any) -> float:
     return 1 / inverse
 
 
-def ece_rows(logits_NK: Any, labels_N: Any, bins: int = BINS) -> np.ndarray:
+def ece_rows(logits_NK: Any, labels_N: Any, bins: int = BINS, probability: Probability = "softmax") -> np.ndarray:
     """Return N rows (bin, hit - confidence), which `ece_of` turns into the ECE of a bootstrap's draws."""
-    confidences_N, hits_N = _confidences(*check_logits(logits_NK, labels_N))
+    confidences_N, hits_N = _confidences(*check_logits(logits_NK, labels_N), probability)
     return np.stack([_equal_width(confidences_N, bins), hits_N - confidences_N], axis=1)
 
 
@@ -175,11 +182,10 @@ def _slope(logits_NK: np.ndarray, labels_N: np.ndarray, inverse: float) -> tuple
 
 
 def _confidences(
-    logits_NK: np.ndarray, labels_N: np.ndarray, temperature: float = 1.0
+    logits_NK: np.ndarray, labels_N: np.ndarray, probability: Probability = "softmax", temperature: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the probability of each predicted class, and whether it is the label."""
-    chunks = log_probability_chunks(logits_NK, temperature)
-    return np.concatenate([np.exp(log_BK.max(1)) for _, log_BK in chunks]), logits_NK.argmax(1) == labels_N
+    return confidences(logits_NK, probability, temperature), logits_NK.argmax(1) == labels_N
 
 
 def _equal_width(confidences: np.ndarray, bins: int) -> np.ndarray:

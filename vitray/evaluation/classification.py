@@ -12,6 +12,7 @@ import numpy as np
 
 from vitray.evaluation.arrays import check_logits
 from vitray.evaluation.scores import MAX_MISTAKES, Mistake
+from vitray.models.probabilities import Probability
 
 CHUNK_VALUES = 2**22
 TOP = 5
@@ -45,7 +46,7 @@ class Classification(NamedTuple):
     mean_per_class: float
     """Mean recall of the classes that have images."""
     nll: float
-    """Mean cross-entropy of the labels."""
+    """Mean cross-entropy of the labels by a softmax, for any training loss."""
     classes: Sequence[ClassScore]
     confusion: np.ndarray
     """K x K counts: labels in rows, predictions in columns."""
@@ -64,14 +65,16 @@ class Classification(NamedTuple):
         return self.nll
 
 
-def classify(logits_NK: Any, labels_N: Any, max_mistakes: int = MAX_MISTAKES) -> Classification:
-    """Return the scores of N images."""
+def classify(
+    logits_NK: Any, labels_N: Any, max_mistakes: int = MAX_MISTAKES, probability: Probability = "softmax"
+) -> Classification:
+    """Return the scores of N images; `probability` decides the confidences."""
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
     images, num_classes = logits_NK.shape
     predictions_N = logits_NK.argmax(1)
-    confidences_N, losses_N, ranks_N = (np.empty(images, kind) for kind in (np.float64, np.float64, np.int64))
+    losses_N, ranks_N = np.empty(images), np.empty(images, np.int64)
+    confidences_N = confidences(logits_NK, probability)
     for rows, log_BK in log_probability_chunks(logits_NK):
-        confidences_N[rows] = np.exp(log_BK.max(1))
         losses_N[rows] = -np.take_along_axis(log_BK, labels_N[rows, None], 1)[:, 0]
         ranks_N[rows] = label_ranks(logits_NK[rows], labels_N[rows])
     confusion = np.bincount(labels_N * num_classes + predictions_N, minlength=num_classes**2)
@@ -102,13 +105,24 @@ def label_ranks(logits_NK: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
     return ((logits_NK > own_N1) | ((logits_NK == own_N1) & lower_NK)).sum(1)
 
 
-def log_probability_chunks(logits_NK: np.ndarray, temperature: float = 1.0) -> Iterator[tuple[slice, np.ndarray]]:
+def confidences(logits_NK: np.ndarray, probability: Probability = "softmax", temperature: float = 1.0) -> np.ndarray:
+    """Return the probability of each predicted class."""
+    chunks = log_probability_chunks(logits_NK, temperature, probability)
+    return np.concatenate([np.exp(log_BK.max(1)) for _, log_BK in chunks])
+
+
+def log_probability_chunks(
+    logits_NK: np.ndarray, temperature: float = 1.0, probability: Probability = "softmax"
+) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the rows of each chunk and their log-probabilities in float64."""
     images, num_classes = logits_NK.shape
     size = max(1, CHUNK_VALUES // num_classes)
     for start in range(0, images, size):
         rows = slice(start, min(start + size, images))
         scaled_BK = logits_NK[rows].astype(np.float64) / temperature
+        if probability == "sigmoid":
+            yield rows, -np.logaddexp(0, -scaled_BK)
+            continue
         scaled_BK -= scaled_BK.max(1, keepdims=True)
         scaled_BK -= np.log(np.exp(scaled_BK).sum(1, keepdims=True))
         yield rows, scaled_BK

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitray.config.augmentation import Normalise
 from vitray.data.augment.batch import DeviceBatch, normalised, to_device
 from vitray.evaluation.arrays import Examples
+from vitray.models.probabilities import Probability, probabilities_of
 from vitray.models.tokenizer import VisualTokenizer
 
 MAX_MISTAKES = 16
@@ -71,13 +72,14 @@ def evaluate(
     num_classes: int,
     device: torch.device,
     autocast: AbstractContextManager[object],
+    probability: Probability = "softmax",
 ) -> Score:
     """Return the score of a classifier over the batches of all workers."""
     sums, images = Sums.zeros(num_classes, device), 0
     for batch, images_BCHW in _normalised_batches(vit, data):
         with autocast:
             logits_BK = vit(images_BCHW)
-        add_batch(sums, logits_BK, batch)
+        add_batch(sums, logits_BK, batch, probability)
         images += len(batch.rows)
     loss, top1, top5 = _means(images, sums.totals, data.images)
     mistakes_M4 = sums.mistakes
@@ -175,7 +177,7 @@ class Sums(NamedTuple):
         return cls(totals, confusion, torch.full((MAX_MISTAKES, 4), -1.0, dtype=torch.float64, device=device))
 
 
-def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch) -> None:
+def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch, probability: Probability = "softmax") -> None:
     """Add a batch without its padding; the host does not wait for the device."""
     real = len(batch.rows)  # the padding is at the end
     logits_BK, labels_B = logits_BK[:real].float(), batch.labels[:real].long()
@@ -185,7 +187,7 @@ def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch) -> None:
     sums.totals.add_(
         torch.stack([loss.double(), (rank_B == 0).sum().double(), (rank_B < min(5, num_classes)).sum().double()])
     )
-    probability_B, predicted_B = logits_BK.softmax(1).amax(1), logits_BK.argmax(1)
+    probability_B, predicted_B = probabilities_of(logits_BK, probability).amax(1), logits_BK.argmax(1)
     index_B = labels_B * num_classes + predicted_B
     sums.confusion.scatter_add_(0, index_B, torch.ones_like(index_B))  # bincount would wait for the device
     row_B = to_device(torch.tensor(batch.rows), labels_B.device)

@@ -14,6 +14,7 @@ from vitray.config import Run
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
+from vitray.models.probabilities import Probability, probability_of
 from vitray.models.vit import ViT
 from vitray.tracking.mlflow_client import tracking_env, tracking_uri
 from vitray.tracking.model_uri import is_model_uri, pin_uri
@@ -43,6 +44,8 @@ class NetworkSpec(NamedTuple):
     normalise: Normalise
     crop: CentreCrop
     precision: Literal["fp32", "bf16"]
+    probability: Probability
+    """How logits become probabilities."""
     store: str | None = None
     """The MLflow at which the address is valid; None for other addresses."""
 
@@ -77,6 +80,7 @@ def spec_of(run: Run, vit: ViT, classes: Sequence[str] | None, url: str, name: s
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
         precision=run.compute.precision,
+        probability=probability_of(run),
     )
 
 

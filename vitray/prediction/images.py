@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     row: int | None = None
     start: int | None = None
     size: int | None = None
-    """None if reading it tells."""
+    """None for a row of a Parquet file."""
     reason: str | None = None
 
 
@@ -76,19 +76,21 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
     address, ending = storage.absolute(url), url.lower().rpartition(".")[2]
     others: list[str] = []
     files: dict[str, Any] = {}
-    if storage.exists(storage.join(address, MANIFEST)):
+    # On S3 an address with options, as in ?secret_key=..., is refused below.
+    is_glob = storage.is_remote(url) and "?" in url and not re.search(r"\?.*[=&]", url)
+    if not is_glob and storage.exists(storage.join(address, MANIFEST)):
         return _list_dataset(address, splits)
     if splits:
         raise ConfigError(f"--split {splits[0]}: {url} is no dataset of ours; wanted no --split")
-    if storage.exists(address):
+    if not is_glob and storage.exists(address):
         if ending in ("csv", "tsv") or (ending == "parquet" and not holds_images(address, None)):
-            entries: Iterator[Entry] = _list_addresses(address)
+            entries: Iterator[Entry] = _list_addresses(address, files)
         else:
             files = {address.rpartition("/")[2]: storage.file_version(address)}
             entries = _list_files(address.rpartition("/")[0], files, others)
     else:
         has_wildcard = re.search(r"[*?[]", url)  # of the user's words: the working folder may have brackets
-        folder, files = address, {} if has_wildcard and "?" in address else storage.list_entries(address)
+        folder, files = address, {} if is_glob else storage.list_entries(address)
         if has_wildcard and not files:
             folder, files = _matching(address)
         if not files:
@@ -141,19 +143,14 @@ def check_some_decode(images: ImageList) -> None:
 
 
 def _read_file(entry: Entry) -> bytes | str:
-    size = entry.size
     if entry.reason:
         return entry.reason
-    if size is None:
-        version = storage.file_version(entry.file)
-        if version is None:
-            return "no such file"
-        size = version.size
     if not storage.is_remote(entry.file) and not os.access(entry.file, os.R_OK):
         return "cannot be read: permission denied"
-    if size > LARGEST_FILE:
-        return f"too large: {size} bytes"
-    return storage.read_range(entry.file, entry.start or 0, size)
+    assert entry.size is not None, "rows of Parquet files are read elsewhere"
+    if entry.size > LARGEST_FILE:
+        return f"too large: {entry.size} bytes"
+    return storage.read_range(entry.file, entry.start or 0, entry.size)
 
 
 def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
@@ -213,8 +210,18 @@ def _list_files(folder: str, files: Mapping[str, Any], others: list[str]) -> Ite
             others.append(name)
 
 
-def _list_addresses(url: str) -> Iterator[Entry]:
-    """Yield the images of a table; a relative path starts at the folder of the table."""
+def _list_addresses(url: str, files: dict[str, Any]) -> Iterator[Entry]:
+    """Yield the images of a table, and note the versions of their files."""
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        for chunk in iter(partial(_take, _read_addresses(url)), []):
+            keys, addresses = zip(*chunk, strict=True)
+            for key, file, version in zip(keys, addresses, pool.map(storage.file_version, addresses), strict=True):
+                files[key] = version
+                yield Entry(key, file, size=version.size if version else 0, reason=None if version else "no such file")
+
+
+def _read_addresses(url: str) -> Iterator[tuple[str, str]]:
+    """Yield each address of a table and its absolute form; a relative path starts at the folder of the table."""
     header, rows = read_index(url)
     column = next((name for name in ADDRESS_COLUMNS if name in header), None)
     if column is None:
@@ -231,7 +238,7 @@ def _list_addresses(url: str) -> Iterator[Entry]:
         except ConfigError as error:
             raise ConfigError(f"{url}: row {number}: {error}") from None
         is_whole = storage.is_remote(address) or address.startswith(("/", "~"))
-        yield Entry(address, storage.absolute(address) if is_whole else storage.join(folder, address))
+        yield address, storage.absolute(address) if is_whole else storage.join(folder, address)
 
 
 def _tabulated(entries: Iterator[Entry]) -> tuple[pa.Table, Any, int]:
@@ -255,5 +262,5 @@ def _tabulated(entries: Iterator[Entry]) -> tuple[pa.Table, Any, int]:
     return pa.Table.from_batches(batches, SCHEMA), digest, repeated
 
 
-def _take(entries: Iterator[Entry]) -> list[Entry]:
-    return list(islice(entries, LISTED_AT_ONCE))
+def _take(values: Iterator[Any]) -> list[Any]:
+    return list(islice(values, LISTED_AT_ONCE))

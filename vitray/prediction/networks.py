@@ -18,6 +18,7 @@ from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
 from vitray.inference.models import NetworkSpec, open_network
 from vitray.models.positions import Places
+from vitray.models.probabilities import probabilities_of
 from vitray.models.vit import ViT
 from vitray.prediction.images import decoded
 from vitray.prediction.plan import Plan
@@ -136,7 +137,10 @@ class Networks:
         """Return the values of each column for the usable images, one after another."""
         options, arrays = self._options, {}
         if spec.num_classes is not None and options.top_k:
-            probabilities_BT, classes_BT = rows["logits"].softmax(dim=-1).topk(options.top_k)
+            logits_BK = rows["logits"]
+            # Stable, and by logits: of equal ones the lower class is first, and large sigmoids are equal.
+            classes_BT = logits_BK.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
+            probabilities_BT = probabilities_of(logits_BK, spec.probability).gather(1, classes_BT)
             names = spec.classes or [str(number) for number in range(spec.num_classes)]
             arrays["classes"] = pa.array([names[number] for number in classes_BT.flatten().tolist()], pa.string())
             arrays["probabilities"] = pa.array(probabilities_BT.flatten().numpy())

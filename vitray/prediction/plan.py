@@ -76,10 +76,11 @@ class Plan(NamedTuple):
         # In their order, which is that of the columns.
         networks = [[spec.name, spec.key] for spec in self.networks]
         classes = [[spec.name, spec.classes] for spec in self.networks]
+        probabilities = [[spec.name, spec.probability] for spec in self.networks]
         options = self.options._asdict() | {"levels": list(self.options.levels)}
         images = {"images": len(self.images), "identity of the images": self.images.identity}
         return (
-            {"format": FORMAT, "networks": networks, "class names": _hash(classes)}
+            {"format": FORMAT, "networks": networks, "class names": _hash(classes), "probabilities": probabilities}
             | images
             | options
             | {"device": self.device}

@@ -16,11 +16,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
 from vitray.config import Run
-from vitray.config.training import Finetune, SupervisedSettings
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import UndecodableImage, check_size, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.errors import LONGEST_MESSAGE, cut_middle, printable
+from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.weights.folder import load_model
 
 # Images per forward pass, which bounds the memory of a long request.
@@ -58,8 +58,7 @@ class ImageClassifier(PythonModel):
     def _probabilities(self, views_HWC: list[np.ndarray]) -> np.ndarray:
         images_BHWC = torch.from_numpy(np.stack(views_HWC)).to(self.device)
         logits_BK = self.vit(normalised(images_BHWC, self.run.data.normalise))
-        assert isinstance(self.run.task, SupervisedSettings | Finetune)  # only classifiers are logged with this code
-        return (logits_BK.sigmoid() if self.run.task.loss == "bce" else logits_BK.softmax(dim=1)).cpu().numpy()
+        return probabilities_of(logits_BK, probability_of(self.run)).cpu().numpy()
 
     def _answer(self, probabilities_K: np.ndarray, top_k: int | None) -> dict[str, Any]:
         order = np.argsort(-probabilities_K, kind="stable")  # among equals the lowest label is first

@@ -12,6 +12,7 @@ from vitray.config import Run
 from vitray.data.stream import Share
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
+from vitray.models.probabilities import probability_of
 from vitray.tasks.build import Task
 from vitray.tasks.supervised import Supervised
 from vitray.training import checkpoints
@@ -127,7 +128,8 @@ class Scorer:
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
         data, precision = EvaluationSet(batches, self._val.images, run.data.normalise), autocast(run, device)
         if isinstance(task, Supervised):
-            score = evaluate(self._forward, data, run.model.num_classes or 0, device, precision)
+            classes = run.model.num_classes or 0
+            score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
             return score._replace(examples=self._examples and self._examples.look(task.vit))
         return evaluate_loss(task, task.pictures, data, device, precision, self._forward)
 

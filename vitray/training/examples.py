@@ -14,6 +14,7 @@ from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.evaluation.arrays import Examples
 from vitray.inspection.report.subjects import at_even_distances
 from vitray.inspection.rollout import attention_maps
+from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.models.vit import ViT
 from vitray.training.context import WorkerContext
 
@@ -38,7 +39,7 @@ class ExampleImages:
         pixels_BHWC = torch.from_numpy(self._images).to(self._device)
         maps = attention_maps(vit, normalised(pixels_BHWC, self._context.run.data.normalise))
         vit.train(was_training)
-        probability_B, predicted_B = maps.logits.float().softmax(1).max(1)
+        probability_B, predicted_B = probabilities_of(maps.logits, probability_of(self._context.run)).max(1)
         attention_BRQ = maps.rollout.float().cpu().numpy()
         arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
         return Examples(self._images, self._labels, *arrays)

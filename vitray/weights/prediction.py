@@ -15,6 +15,7 @@ from vitray.config.training import Finetune, SupervisedSettings
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.image import crop_centre
 from vitray.errors import ConfigError
+from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.weights.family import Family, Member
 
 
@@ -41,7 +42,7 @@ def view_of(image_HWC: np.ndarray, member: Member) -> np.ndarray:
 
 @torch.inference_mode()
 def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence[Member]) -> list[np.ndarray]:
-    """Return the probabilities (K) of each view by its member: a softmax, or a sigmoid per class for loss bce."""
+    """Return the probabilities (K) of each view by its member."""
     images: list[Tensor] = [torch.empty(0)] * len(views)
     groups: dict[Any, list[int]] = {}
     for row, member in enumerate(members):
@@ -51,14 +52,10 @@ def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence
         for row, image in zip(rows, normalised(views_BHWC, normalise), strict=True):
             images[row] = image
     logits = family.outputs(images, members)
-    return [_probabilities(logits_K, member) for logits_K, member in zip(logits, members, strict=True)]
-
-
-def _probabilities(logits_K: Tensor, member: Member) -> np.ndarray:
-    task = member.run.task
-    assert isinstance(task, SupervisedSettings | Finetune)  # by check_classifier
-    logits_K = logits_K.float()
-    return (logits_K.sigmoid() if task.loss == "bce" else logits_K.softmax(dim=0)).cpu().numpy()
+    return [
+        probabilities_of(logits_K, probability_of(member.run)).cpu().numpy()
+        for logits_K, member in zip(logits, members, strict=True)
+    ]
 
 
 def answer(probabilities_K: np.ndarray, classes: Sequence[str], top_k: int | None) -> dict[str, Any]:

@@ -194,4 +194,4 @@ def _score(spec: NetworkSpec, images: ImageSet, outputs: Outputs, *, is_lenient:
         if is_lenient:
             return None
         raise
-    return score(outputs.logits, numbers[outputs.labels], outputs.keys)
+    return score(outputs.logits, numbers[outputs.labels], outputs.keys, spec.probability)

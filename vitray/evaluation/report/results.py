@@ -26,6 +26,7 @@ from vitray.evaluation.label_sets import LabelSetScore
 from vitray.inference.images import ImageSet
 from vitray.inference.models import NetworkSpec
 from vitray.inference.outputs import Outputs
+from vitray.models.probabilities import Probability
 
 MAX_MISTAKES = 16
 
@@ -42,7 +43,7 @@ class Scored(NamedTuple):
     """N labels, as the network's classes."""
     bins: Sequence[Bin]
     temperature: Temperature | None
-    """None for a single image."""
+    """None for a single image, and for sigmoids."""
 
     @property
     def hits(self) -> np.ndarray:
@@ -133,13 +134,15 @@ class Evaluation(NamedTuple):
         return head | {"comparisons": [pair.flat() for pair in self.pairs], "agreement": shares}
 
 
-def score(logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str]) -> Scored:
-    """Return the scores of N images from their logits."""
+def score(
+    logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str], probability: Probability = "softmax"
+) -> Scored:
+    """Return the scores of N images from their logits; a temperature belongs to a softmax alone."""
     finite_N = np.isfinite(logits_NK).all(1)
     if not finite_N.all():
         row = int(np.flatnonzero(~finite_N)[0])
         raise ConfigError(f"{keys[row]}: the network's logits are not finite; wanted weights of a finished training")
-    whole = classify(logits_NK, labels_N, MAX_MISTAKES)
+    whole = classify(logits_NK, labels_N, MAX_MISTAKES, probability)
     hits_N = (whole.ranks == 0).astype(np.float64)
     losses_N = np.concatenate(
         [-log_BK[np.arange(len(log_BK)), labels_N[rows]] for rows, log_BK in log_probability_chunks(logits_NK)]
@@ -149,15 +152,20 @@ def score(logits_NK: np.ndarray, labels_N: np.ndarray, keys: Sequence[str]) -> S
         "top5": wilson(whole.hits5, whole.images),
         "mean_per_class": bootstrap(np.stack([labels_N, hits_N], 1), mean_per_class_of(logits_NK.shape[1])),
         "nll": bootstrap(losses_N),
-        "ece": reflected(bootstrap(ece_rows(logits_NK, labels_N), ece_of)),
+        "ece": reflected(bootstrap(ece_rows(logits_NK, labels_N, probability=probability), ece_of)),
     }
-    values = {"adaptive_ece": adaptive_ece(logits_NK, labels_N), "brier": brier(logits_NK, labels_N)}
-    temperature = fit_temperature(logits_NK, labels_N, keys) if len(labels_N) > 1 else None
+    values = {
+        "adaptive_ece": adaptive_ece(logits_NK, labels_N, probability=probability),
+        "brier": brier(logits_NK, labels_N, probability=probability),
+    }
+    is_fitted = len(labels_N) > 1 and probability == "softmax"
+    temperature = fit_temperature(logits_NK, labels_N, keys) if is_fitted else None
     if temperature is not None:
         values |= {"temperature": temperature.temperature, "temperature_images": float(temperature.after.images)}
         values |= {"ece_before_temperature": temperature.before.ece, "ece_after_temperature": temperature.after.ece}
         values |= {"nll_before_temperature": temperature.before.nll, "nll_after_temperature": temperature.after.nll}
-    return Scored(intervals, values, whole, labels_N, reliability(logits_NK, labels_N), temperature)
+    bins = reliability(logits_NK, labels_N, probability=probability)
+    return Scored(intervals, values, whole, labels_N, bins, temperature)
 
 
 def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | None]:

@@ -14,6 +14,7 @@ from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file
 from vitray.inspection.report.overlays import overlay
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
+from vitray.models.probabilities import probabilities_of
 from vitray.pages.markup import Html, data_url, joined, tag
 from vitray.plotting import Theme, new_figure, one_line
 
@@ -69,7 +70,7 @@ def compute_maps(subject: Subject) -> Maps:
             gradients.append(gradient_rollout(subject.vit, batch_BCHW, maps.logits.argmax(dim=1)))
     named = {"rollout": rollouts, "gradient-weighted": gradients, "last level": last}
     named = {name: torch.cat(parts).cpu().numpy() for name, parts in named.items() if parts}
-    probabilities = torch.cat(logits).float().softmax(dim=1).cpu().numpy() if has_head else None
+    probabilities = probabilities_of(torch.cat(logits), subject.spec.probability).cpu().numpy() if has_head else None
     return Maps(tuple(named), list(named.values()), probabilities)
 
 

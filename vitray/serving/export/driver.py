@@ -25,6 +25,7 @@ from vitray.data.augment.batch import normalised
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import short_name
+from vitray.models.probabilities import probability_of
 from vitray.models.vit import ViT
 from vitray.serving.export import graphs
 from vitray.serving.export.folding import fold
@@ -89,6 +90,7 @@ def export_network(request: ExportRequest) -> Export:
         proof = _prove(request, run, vit, after, images)
         export = Export(out, proof.parity, proof.latency, circumstances(torch.device("cpu")))
         described = _described(request, url, vit, identity)
+        described["output"]["probabilities"] = probability_of(run)
         for name, content in {
             "classes": None if classes is None else list(classes),
             "preprocessing": _preprocessing(request, run, vit),
@@ -113,7 +115,7 @@ def _write(request: ExportRequest, run: Run, vit: ViT, classes: Sequence[str] | 
     if request.target not in GRAPHS:
         if request.target == "hf" and (processor := image_processor_of(run, vit.model.image_shape)):
             (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
-        return write_for_library(vit, request.target, folder, classes, run.data.normalise)
+        return write_for_library(vit, run, request.target, folder, classes)
     network = fold(vit, run.data.normalise, any_size=request.any_size, int8_weights=request.int8 == "weights")
     program = graphs.trace_program(network, vit.model.image_shape, _any_multiple_of(request, vit))
     path = folder / _FILES[request.target]

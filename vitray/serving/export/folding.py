@@ -14,7 +14,8 @@ from vitray.config import Model
 from vitray.config.augmentation import Normalise
 from vitray.models.blocks import Block, fuse_weights
 from vitray.models.branches import activate, join_heads, split_heads
-from vitray.models.positions import Grid, sincos2d
+from vitray.models.positions import Grid, Places, sincos2d
+from vitray.models.rope import axial_rotation
 from vitray.models.vit import ViT
 
 
@@ -72,6 +73,20 @@ class AnyGridSinCos(nn.Module):
         return x_BND + sincos2d(grid, self.width, self.frequencies).to(x_BND)
 
 
+class AnyGridRope(nn.Module):
+    """Axial rotary positions, computed for the grid of the images."""
+
+    def __init__(self, head_size: int, base: float) -> None:
+        super().__init__()
+        self.head_size, self.base = head_size, base
+
+    def forward(self, places: Places, num_prefix: int) -> Tensor:
+        rotation = axial_rotation(places.grid, self.head_size, self.base)
+        before = (0, 0, num_prefix, 0)  # the prefix does not turn: cosine 1, sine 0
+        turned = torch.cat([F.pad(rotation[:1], before, value=1.0), F.pad(rotation[1:], before)])
+        return turned[:, None, None]
+
+
 class Int8Linear(nn.Module):
     """A linear layer whose weights are 8-bit integers times one number per output; it computes in floats."""
 
@@ -102,6 +117,8 @@ def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) 
             block.execution = "loop"
     if any_size and vit.model.positions.kind == "sincos2d":
         folded.positions = AnyGridSinCos(vit.model.shape.size, vit.model.positions.frequencies)
+    if any_size and vit.model.positions.kind == "rope":
+        folded.rope = AnyGridRope(vit.model.head_size, vit.model.positions.base)
     if int8_weights:
         _quantise(folded)
     return PixelNetwork(folded, normalise).eval().requires_grad_(False)

@@ -1,27 +1,32 @@
 """Exports to timm, torchvision and Hugging Face, and their runners."""
 
+import json
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from vitray.config.augmentation import Normalise
+from vitray.config import Run
 from vitray.data.augment.batch import normalised
+from vitray.models.probabilities import probability_of
 from vitray.models.vit import ViT
 from vitray.serving.export.parity import Runner
 from vitray.weights.export import LOADER, write_library
 
 
-def write_for_library(
-    vit: ViT, layout: str, folder: Path, classes: Sequence[str] | None, normalise: Normalise
-) -> Runner:
+def write_for_library(vit: ViT, run: Run, layout: str, folder: Path, classes: Sequence[str] | None) -> Runner:
     """Write a network for a library and return a runner of the network that the written program loads."""
     write_library(vit, layout, folder, classes)
+    if layout == "hf" and probability_of(run) == "sigmoid":
+        config = folder / "config.json"
+        # The pipelines of Hugging Face then answer with sigmoids.
+        content = json.loads(config.read_text()) | {"problem_type": "multi_label_classification"}
+        config.write_text(json.dumps(content, indent=2))
     network = runpy.run_path(str(folder / LOADER))["model"].eval()
 
-    def run(images_BCHW: Tensor) -> Tensor:
-        output = network(normalised(images_BCHW.permute(0, 2, 3, 1), normalise))
+    def logits_of(images_BCHW: Tensor) -> Tensor:
+        output = network(normalised(images_BCHW.permute(0, 2, 3, 1), run.data.normalise))
         return getattr(output, "logits", output)
 
-    return run
+    return logits_of

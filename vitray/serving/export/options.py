@@ -69,10 +69,10 @@ def check_network(request: ExportRequest, model: Model) -> None:
     if model.num_classes is None:
         raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; wanted a network with classes")
     is_at_stem = model.positions.kind == "sincos2d" and model.positions.where == "stem"
-    if request.any_size and model.positions.kind != "none" and not is_at_stem:
+    if request.any_size and model.positions.kind not in ("none", "rope") and not is_at_stem:
         raise ConfigError(
             f"{request.model}: --any-size: its {model.positions.kind} positions belong to {model.grid[0]} x"
-            f" {model.grid[1]} patches; wanted positions none, or sincos2d at the stem"
+            f" {model.grid[1]} patches; wanted positions none, rope, or sincos2d at the stem"
         )
 
 

@@ -1,0 +1,92 @@
+"""Probabilities follow the loss of the training, everywhere alike: sigmoids after bce, else a softmax."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from image_sets import SHAPES, write_dataset, write_network
+
+from vitray import Run, load_model, save_model
+from vitray.data.augment.batch import normalised
+from vitray.data.augment.decode import decode_image
+from vitray.data.augment.image import crop_centre
+from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.inference.models import describe_network
+from vitray.models.probabilities import probabilities_of, probability_of
+from vitray.prediction.images import list_images, read_encoded
+from vitray.prediction.networks import Networks, decode_views, views_of
+from vitray.prediction.plan import Options, Plan, check_options
+from vitray.tracking.pyfunc import ImageClassifier
+from vitray.weights import load_deltas
+from vitray.weights.prediction import probabilities
+
+BCE = {"task.loss": "bce"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "softmax"),
+        (BCE, "sigmoid"),
+        ({"task": {"kind": "finetune", "weights": "w", "loss": "bce"}}, "sigmoid"),
+        ({"task": {"kind": "finetune", "weights": "w"}}, "softmax"),
+        ({"task": {"kind": "masked"}, "model.num_classes": None}, "softmax"),
+    ],
+)
+def test_the_loss_decides(changes, wanted):
+    assert probability_of(Run().replace(changes)) == wanted
+
+
+@pytest.mark.parametrize("changes", [{}, BCE])
+def test_every_door_gives_the_same_probabilities(tmp_path, changes):
+    write_dataset(tmp_path / "data", {"val": 12})
+    run, vit, classes = load_model(str(write_network(tmp_path / "plain")))
+    url = str(tmp_path / "model")
+    save_model(url, run.replace(changes), vit, classes)
+    plan_images = list_images(str(tmp_path / "data"))
+    pixels = [decode_image(content) for content in read_encoded(plan_images, 0, 12)]
+    views = [crop_centre(each, run.data.eval_crop, (32, 32)) for each in pixels]
+    with torch.inference_mode():
+        logits = vit(normalised(torch.from_numpy(np.stack(views)), run.data.normalise)).double().numpy()
+    shares = np.exp(logits)
+    wanted = 1 / (1 + np.exp(-logits)) if changes else shares / shares.sum(1, keepdims=True)
+
+    spec = describe_network(url)[0]
+    plan = Plan((spec,), plan_images, check_options([spec], Options(top_k=len(SHAPES), batch=12)), "")
+    tables, _ = decode_views(read_encoded(plan_images, 0, 12), views_of([spec]), 12)
+    rows = Networks(plan).outputs(tables, np.ones(12, bool)).to_pylist()
+    predicted = np.array([[row["probabilities"][row["classes"].index(name)] for name in SHAPES] for row in rows])
+    np.testing.assert_allclose(predicted, wanted, atol=1e-5)
+
+    family = load_deltas(url, {"task": url})
+    served = probabilities(family, views, [family.members["task"]] * 12)
+    np.testing.assert_allclose(np.stack(served), wanted, atol=1e-5)
+
+    model = ImageClassifier()
+    model.load_context(SimpleNamespace(artifacts={"model": url}))
+    answers = model.predict(np.stack(pixels))
+    np.testing.assert_allclose([answer["probabilities"] for answer in answers], wanted, atol=1e-5)
+
+    request = Request([url], str(tmp_path / "data"), out=str(tmp_path / "out"), workers=1)
+    scored = compute_evaluation(request)[0].results[0].scored
+    np.testing.assert_allclose(scored.classification.confidences, wanted.max(1), atol=1e-5)
+    errors = wanted.copy()
+    errors[np.arange(12), scored.labels] -= 1
+    assert scored.values["brier"] == pytest.approx((errors**2).sum() / 12, abs=1e-4)
+    gaps = [each.images * abs(each.accuracy - each.confidence) for each in scored.bins if each.images]
+    assert scored.intervals["ece"].estimate == pytest.approx(sum(gaps) / 12)
+    assert sum(each.confidence * each.images for each in scored.bins if each.images) == pytest.approx(
+        wanted.max(1).sum(), abs=1e-4
+    )
+    assert (scored.temperature is None) == bool(changes)
+
+
+def test_large_sigmoids_keep_the_order_of_their_logits(tmp_path):
+    url = str(write_network(tmp_path / "model"))
+    spec = describe_network(url)[0]._replace(probability="sigmoid")
+    networks = Networks(Plan((spec,), SimpleNamespace(), Options(top_k=3), ""))
+    logits = torch.zeros(1, len(SHAPES)).index_fill(1, torch.tensor([0]), 40.0).index_fill(1, torch.tensor([2]), 60.0)
+    assert len(set(probabilities_of(logits, "sigmoid")[0, [0, 2]].tolist())) == 1
+    arrays = networks._arrays(spec, {"logits": logits})
+    assert arrays["classes"].to_pylist() == [SHAPES[2], SHAPES[0], SHAPES[1]]

@@ -1,0 +1,184 @@
+"""The pipelines of `vitray bench predict`: ours, Ray Data's documented one, a DataLoader loop, and each half alone.
+
+All read the same Parquet files and return the most probable classes of each image.
+"""
+
+import io
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import ray.data
+import torch
+from PIL import Image
+from ray.data import ActorPoolStrategy
+from torch.utils.data import DataLoader
+from torchvision import transforms
+
+from vitray.bench.loaders import MEAN, STD
+from vitray.inference.models import describe_network, open_network
+from vitray.prediction.images import decoded, list_images, read_encoded
+from vitray.prediction.networks import Networks, decode_views, views_of
+from vitray.prediction.pipeline import Bounds, compute_parts
+from vitray.prediction.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
+
+
+class Job(NamedTuple):
+    """The prediction that all pipelines compute."""
+
+    plan: Plan
+    """A part is a batch."""
+    files: list[str]
+    """The Parquet files of its images."""
+    actors: int
+    decoders: int
+    """The CPUs that the actors leave."""
+
+
+def write_images(url: str, count: int, batch: int, folder: Path) -> list[str]:
+    """Write the first decodable images of a source as Parquet files of one batch each; return these."""
+    images, files = list_images(url), []
+    folder.mkdir(parents=True)
+    for start in range(0, min(count, len(images)), batch):
+        stop = min(start + batch, count, len(images))
+        contents = [each for each in read_encoded(images, start, stop) if not isinstance(decoded(each), str)]
+        files.append(str(folder / f"images-{start:08d}.parquet"))
+        pq.write_table(pa.table({"image": contents}), files[-1])
+    return files
+
+
+def make_plan(model: str, images: str, batch: int, out: Path, device: Any) -> Plan:
+    """Return the plan of a prediction with a part for each batch."""
+    spec = describe_network(model)[0]
+    options = check_options([spec], Options(batch=batch, part=batch))
+    return Plan((spec,), list_images(images), options, str(out), device)
+
+
+def ours(job: Job, out: Path) -> Iterator[int]:
+    """Yield the sizes of the parts of `vitray predict`, planning included."""
+    old = job.plan
+    plan = make_plan(old.networks[0].url, old.images.url, old.options.batch, out, old.device)
+    write_plan(plan)
+    for part in compute_parts(plan, missing_parts(plan), Bounds(1, job.actors)):
+        start, stop = plan.span(part, 0)
+        yield stop - start
+
+
+def stock(job: Job, out: Path) -> Iterator[int]:
+    """Yield the sizes of batches of Ray Data's documented pipeline: a Pillow decode by row, then actors."""
+    spec, batch = job.plan.networks[0], job.plan.options.batch
+    gpus = int(job.plan.device == "cuda")
+    rows = ray.data.read_parquet(job.files)  # their only column is image
+    rows = rows.map(partial(_pillow_row, transform=_usual_transform(spec.size)))
+    actors: Any = {"compute": ActorPoolStrategy(min_size=1, max_size=job.actors), "num_cpus": 1 - gpus}
+    arguments = (spec, job.plan.device)
+    rows = rows.map_batches(_StockPredictor, fn_constructor_args=arguments, batch_size=batch, num_gpus=gpus, **actors)
+    rows.context.enable_progress_bars = rows.context.print_on_execution_start = False
+    yield from _written(rows.iter_batches(batch_size=batch), out)
+
+
+def loader(job: Job, out: Path) -> Iterator[int]:
+    """Yield the sizes of batches of a DataLoader with the same decode, whose loop runs the network."""
+    spec, device = job.plan.networks[0], torch.device(job.plan.device)
+    transform = _usual_transform(spec.size)
+    network = open_network(spec).to(device)
+
+    def read(file: Any) -> torch.Tensor:
+        return torch.stack([_pillow(content, transform) for content in pq.read_table(file)["image"].to_pylist()])
+
+    def predicted() -> Iterator[dict[str, np.ndarray]]:
+        # Forked, as is usual on Linux; the processes use neither Ray nor threads.
+        workers: Any = {"num_workers": job.decoders, "multiprocessing_context": "fork"}
+        files: Any = job.files
+        for images_BCHW in DataLoader(files, batch_size=None, collate_fn=read, **workers):
+            yield _top(network, images_BCHW.to(device))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.actors)
+    try:
+        yield from _written(predicted(), out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def decode_alone(job: Job) -> float:
+    """Return the images per second that tasks read and decode on the CPUs that the actors leave."""
+    shared = ray.put(job.plan)
+    remote: Any = ray.remote(num_cpus=1)(_decode_rate)
+    return sum(ray.get([remote.remote(shared, first, job.decoders) for first in range(job.decoders)]))
+
+
+def network_alone(job: Job) -> float:
+    """Return the images per second of all actors with batches that are ready."""
+    shared, gpus = ray.put(job.plan), int(job.plan.device == "cuda")
+    remote: Any = ray.remote(num_cpus=1 - gpus, num_gpus=gpus)(_network_rate)
+    return sum(ray.get([remote.remote(shared, max(2, job.plan.parts // 2)) for _ in range(job.actors)]))
+
+
+def _decode_rate(plan: Plan, first: int, step: int) -> float:
+    torch.set_num_threads(1)
+    spans = [plan.span(part, 0) for part in range(first, plan.parts, step)]
+
+    def decode(start: int, stop: int) -> None:
+        decode_views(read_encoded(plan.images, start, stop), views_of(plan.networks), plan.options.batch)
+
+    decode(*spans[0])
+    began = time.perf_counter()
+    for span in spans:
+        decode(*span)
+    return sum(stop - start for start, stop in spans) / (time.perf_counter() - began)
+
+
+def _network_rate(plan: Plan, batches: int) -> float:
+    torch.set_num_threads(1)
+    networks, size = Networks(plan), plan.networks[0].size
+    views = [np.random.default_rng(0).integers(0, 256, (plan.options.batch, *size, 3), np.uint8)]
+    usable = np.ones(plan.options.batch, bool)
+    networks.outputs(views, usable)
+    began = time.perf_counter()
+    for _ in range(batches):
+        networks.outputs(views, usable)
+    return batches * plan.options.batch / (time.perf_counter() - began)
+
+
+class _StockPredictor:
+    def __init__(self, spec: Any, device: str) -> None:
+        self._network, self._device = open_network(spec).to(device), device
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return _top(self._network, torch.as_tensor(batch["image"], device=self._device))
+
+
+def _pillow_row(row: dict[str, Any], transform: Any) -> dict[str, Any]:
+    return {"image": _pillow(row["image"], transform).numpy()}
+
+
+def _pillow(content: bytes, transform: Any) -> torch.Tensor:
+    return transform(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+def _usual_transform(size: tuple[int, int]) -> Any:
+    steps = [transforms.Resize(int(size[0] / 0.875)), transforms.CenterCrop(size)]
+    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+
+
+@torch.inference_mode()
+def _top(network: Any, images_BCHW: torch.Tensor) -> dict[str, np.ndarray]:
+    logits_BK = network(images_BCHW).float()
+    probabilities, classes = logits_BK.softmax(1).topk(min(TOP_K, logits_BK.shape[1]))
+    return {"classes": classes.cpu().numpy(), "probabilities": probabilities.cpu().numpy()}
+
+
+def _written(batches: Any, out: Path) -> Iterator[int]:
+    """Write each batch as a Parquet file, as ours does; yield its size."""
+    out.mkdir(parents=True)
+    for number, batch in enumerate(batches):
+        columns = {name: list(values) for name, values in batch.items()}
+        pq.write_table(pa.table(columns), out / f"{number:05d}.parquet")
+        yield len(batch["classes"])

@@ -1,0 +1,31 @@
+"""Probabilities of classes from logits: the loss of a network's training decides how.
+
+Shapes: B images, K classes.
+"""
+
+from typing import Literal, assert_never
+
+from torch import Tensor
+
+from vitray.config import Run
+from vitray.config.training import Finetune, SupervisedSettings
+
+Probability = Literal["softmax", "sigmoid"]
+"""Softmax over the classes, or a sigmoid for each class."""
+
+
+def probability_of(run: Run) -> Probability:
+    """Return how the logits of a run's network become probabilities: a sigmoid for each class after loss bce."""
+    is_binary = isinstance(run.task, SupervisedSettings | Finetune) and run.task.loss == "bce"
+    return "sigmoid" if is_binary else "softmax"
+
+
+def probabilities_of(logits_BK: Tensor, probability: Probability) -> Tensor:
+    """Return the probabilities (BK, float32) of the classes."""
+    match probability:
+        case "softmax":
+            return logits_BK.float().softmax(dim=-1)
+        case "sigmoid":
+            return logits_BK.float().sigmoid()
+        case _:
+            assert_never(probability)
