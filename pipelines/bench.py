@@ -30,6 +30,10 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.families import FamilySettings, measure_family
 
         return measure_family(FamilySettings(**options))
+    if benchmark == "serve":
+        from vitray.bench.servers import ServeSettings, measure_serve
+
+        return measure_serve(ServeSettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if benchmark == "train":

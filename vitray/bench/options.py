@@ -59,8 +59,15 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     family = benchmarks.add_parser("family", help="many deltas in one batch against one model")
-    family.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
-    family.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
+    serve = benchmarks.add_parser("serve", help="HTTP load: vitray serve, mlflow models serve, a process per model")
+    text = "MLflow servers of one model each, to compare with (%(default)s)"
+    serve.add_argument("--processes", type=count_up_to(100), default=2, help=text)
+    serve.add_argument("--concurrency", type=_counts, default="1,8,64", help="numbers of clients (%(default)s)")
+    text = "time of a server at a concurrency in a round (%(default)s)"
+    serve.add_argument("--seconds", type=number_up_to(3600), default=10.0, help=text)
+    for each in (family, serve):
+        each.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
+        each.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
         each.add_argument("--compile", action="store_true", help="use torch.compile")
@@ -74,10 +81,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         )
     for each in (ingest, train, family):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, scaling, train, finetune, family):
+    for each in (branches, ingest, scaling, train, finetune, family, serve):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, scaling, train, finetune, family):
+    for each in (parser, branches, ingest, scaling, train, finetune, family, serve):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 UID_TAG = "vitray.uid"
 # Tags of a logged delta and of its registered version: the address and the hash of its base network.
 BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
+# Tag of a logged family: its tasks.
+TASKS_TAG = "vitray.tasks"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
 
