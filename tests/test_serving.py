@@ -297,9 +297,15 @@ def test_bce_gives_sigmoids_and_unnamed_classes_are_numbers(store, tmp_path):
     assert answer["class"] == str(answer["label"])
 
 
-def test_the_example_that_mlflow_shows_is_a_request(model, uri):
+def shown_request(uri: str, folder: Path) -> dict:
+    """Return the request that MLflow's page shows for a model."""
+    root = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(folder)))
+    return json.loads((root / "serving_input_example.json").read_text())
+
+
+def test_the_example_that_mlflow_shows_is_a_request(model, uri, tmp_path):
     assert model.metadata.signature.inputs.to_dict() == [{"type": "any", "name": "image", "required": True}]
-    example = json.loads(Path(mlflow.artifacts.download_artifacts(f"{uri}/serving_input_example.json")).read_text())
+    example = shown_request(uri, tmp_path)
     with TestClient(scoring_server.init(model)) as client:
         response = client.post("/invocations", json=example)
     [answer] = response.json()["predictions"]
@@ -332,7 +338,7 @@ def test_one_request_mixes_the_tasks_of_a_family(store, folder, tmp_path):
     records = [
         {"image": text(image)} | ({"task": task} if task else {}) for image, task in zip(images, tasks, strict=True)
     ]
-    example = json.loads(Path(mlflow.artifacts.download_artifacts(f"{uri}/serving_input_example.json")).read_text())
+    example = shown_request(uri, tmp_path)
     with TestClient(scoring_server.init(model)) as client:
         answers = client.post("/invocations", json={"dataframe_records": records}).json()["predictions"]
         shown = client.post("/invocations", json=example)
