@@ -34,6 +34,10 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.bench.predict import PredictSettings, measure_predict
 
         return measure_predict(PredictSettings(url=options.pop("dataset"), **options))
+    if benchmark == "serve":
+        from vitray.bench.servers import ServeSettings, measure_serve
+
+        return measure_serve(ServeSettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if options.pop("probes", False):

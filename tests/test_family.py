@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from test_deltas import fresh, save, tuned
+from test_variants import VARIANTS
 
 from vitray import load_deltas
-from vitray.config import Model
+from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.weights.family import Plan
+from vitray.weights.family import Family, Member, Plan
 
 # Which tensors a fine-tuning changes.
 MODES: dict[str, Callable[[str], bool]] = {
@@ -24,6 +25,9 @@ MODES: dict[str, Callable[[str], bool]] = {
     "layerscale": lambda name: name.endswith(".scale"),
     "stem": lambda name: name.startswith("stem"),
     "first_branch": lambda name: "blocks.1.attn1.qkv" in name,
+    "registers": lambda name: name == "registers",
+    "offsets": lambda name: name.endswith(".relative"),
+    "level_positions": lambda name: name.startswith("level_positions"),
     "full": lambda name: True,
 }
 CLASSES = [3, 5, 7]
@@ -53,7 +57,10 @@ def agree(got: list[torch.Tensor], networks: list[ViT], batch: list[torch.Tensor
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5 * max(scale, 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
+PLAIN = [mode for mode in MODES if mode not in ("registers", "offsets", "level_positions")]
+
+
+@pytest.mark.parametrize("mode", PLAIN)
 @pytest.mark.parametrize(
     "model",
     [
@@ -77,6 +84,43 @@ def test_a_mixed_batch_gives_the_outputs_of_each_network_alone(tmp_path, model, 
     agree(family(batch, tasks), [networks[name] for name in tasks], list(batch))
     shapes = [len(output) for output in family(batch, tasks)]
     assert shapes == [networks[name].model.num_classes for name in tasks]
+
+
+def in_memory(networks: dict[str, ViT]) -> Family:
+    """Return the family of networks of which the first is the base, without files."""
+    base, *_ = (vit.state_dict() for vit in networks.values())
+    members = {}
+    for name, vit in networks.items():
+        state = {
+            key: base[key] if key in base and torch.equal(base[key], tensor) else tensor
+            for key, tensor in vit.state_dict().items()
+        }
+        members[name] = Member(Run(model=vit.model), None, state, base)
+    return Family(base, members)
+
+
+@pytest.mark.parametrize(
+    ("kind", "branches"), [*((kind, 2) for kind in VARIANTS), ("all", 1), ("relative", 1), ("learned, levels", 1)]
+)
+def test_every_variant_of_the_network_is_a_family(kind, branches):
+    base = fresh(settings(f"vit_u2x{branches}_8", **VARIANTS[kind]))
+    networks = {"base": base}
+    names = list(base.state_dict())
+    for number, (mode, changed) in enumerate(MODES.items()):
+        if any(map(changed, names)):  # a variant may lack the tensors of a mode
+            networks[mode] = tuned(base, changed, seed=number + 1, num_classes=2 + number)
+    if base.model.positions.kind != "relative":  # those of one grid do not fit another
+        networks["large"] = tuned(base, MODES["attn"], seed=50, image_size=48)
+    tasks = [str(task) for task in np.random.default_rng(0).permutation([*networks, "base", "attn"])]
+    batch = [images(networks[task].model, 1, seed)[0] for seed, task in enumerate(tasks)]
+    agree(in_memory(networks)(batch, tasks), [networks[task] for task in tasks], batch)
+
+
+def test_registers_of_another_number_mix():
+    base = fresh(settings("vit_u2x1_8", registers=3))
+    networks = {"base": base, "more": tuned(base, registers=5), "none": tuned(base, registers=0)}
+    batch, tasks = images(base.model, 5), ["more", "none", "base", "more", "base"]
+    agree(in_memory(networks)(batch, tasks), [networks[task] for task in tasks], list(batch))
 
 
 def test_modes_image_sizes_and_a_base_without_a_head_mix(tmp_path):
@@ -148,18 +192,19 @@ def test_a_replaced_member_answers_the_batches_that_hold_it(tmp_path):
     assert family.member("task").state["norm.bias"] is family.base["norm.bias"]
 
 
-def test_bfloat16_agrees_with_a_network_under_the_same_autocast(tmp_path):
-    base = fresh()
-    save(tmp_path / "base", base)
+@pytest.mark.parametrize("kind", ["learned, shared", "rope"])
+def test_bfloat16_agrees_with_a_network_under_the_same_autocast(kind):
+    base = fresh(settings("vit_u2x2_8", **VARIANTS[kind]))
     vits = [tuned(base, MODES["attn"], seed=seed) for seed in (1, 2)]
-    for number, vit in enumerate(vits):
-        save(tmp_path / str(number), vit, tmp_path / "base")
-    family = load_deltas(str(tmp_path / "base"), {str(number): str(tmp_path / str(number)) for number in range(2)})
+    family = in_memory({"base": base, "0": vits[0], "1": vits[1]})
     batch = images(base.model, 4)
     with torch.autocast("cpu", torch.bfloat16):
         got = torch.stack(family(batch, ["0", "1", "1", "0"]))
         with torch.inference_mode():
             expected = torch.stack([vits[task](batch)[row] for row, task in enumerate([0, 1, 1, 0])])
+            vits[0].execution = "loop"
+            alike = vits[0](batch)
+        assert torch.equal(torch.stack(family(batch, ["0"] * 4)), alike)
     torch.testing.assert_close(got.double(), expected.double(), rtol=0.05, atol=0.05 * expected.abs().max().item())
 
 
@@ -169,12 +214,6 @@ def test_an_unknown_task_names_the_nearest(tmp_path):
     family = load_deltas(str(tmp_path / "base"), {"birds": str(tmp_path / "birds")})
     with pytest.raises(ConfigError, match=r"task: got 'bird', wanted one of birds; nearest: birds"):
         family(images(fresh().model, 1), ["bird"])
-
-
-def test_a_network_with_registers_is_refused(tmp_path):
-    save(tmp_path / "base", fresh(settings("vit_u2x1_8", registers=4)))
-    with pytest.raises(ConfigError, match="vit_u2x1_8 with registers, wanted a network without it"):
-        load_deltas(str(tmp_path / "base"), {"birds": str(tmp_path / "base")})
 
 
 def test_a_changed_base_is_refused(tmp_path):

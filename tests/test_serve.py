@@ -18,6 +18,7 @@ from vitray.config.serving import Limits, Serving, check_address, default_task, 
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.hosted import Hosted, check_tasks
+from vitray.serving.options import build_parser, read_settings
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
 from vitray.weights import save_model
 
@@ -279,6 +280,30 @@ def test_an_alias_is_followed_and_a_broken_network_is_not(folder, monkeypatch):
     np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a2", png()), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ([], {"num_replicas": 1}),
+        (["--replicas", "3"], {"num_replicas": 3}),
+        (["--replicas", "2-5", "--batch", "32"], {"autoscaling_config": (2, 5, 32)}),
+    ],
+)
+def test_replicas_are_a_number_or_bounds_that_serve_accepts(option, expected):
+    from ray.serve.schema import DeploymentSchema
+
+    from vitray.serving.app import replica_count
+
+    count = replica_count(read_settings(build_parser().parse_args(["models/base", *option])))
+    assert count.keys() == expected.keys()
+    checked = DeploymentSchema.model_validate({"name": "network", **count})
+    if "num_replicas" in expected:
+        assert checked.num_replicas == expected["num_replicas"]
+    else:
+        bounds = count["autoscaling_config"]
+        assert tuple(bounds.values()) == expected["autoscaling_config"]
+        assert list(bounds) == ["min_replicas", "max_replicas", "target_ongoing_requests"]
+
+
 def test_the_serve_config_for_kubernetes_is_valid():
     import yaml
     from ray.serve.schema import ServeDeploySchema
@@ -291,6 +316,7 @@ def test_the_serve_config_for_kubernetes_is_valid():
     serving = Serving.model_validate(application.args)
     assert (serving.replicas, serving.token, list(serving.tasks)) == ((1, 4), True, ["cars", "birds"])
     cluster = service["spec"]["rayClusterConfig"]
+    assert f"ray=={cluster['rayVersion']}\n" in (Path(__file__).parents[1] / "constraints.txt").read_text()
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]

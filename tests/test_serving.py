@@ -27,13 +27,16 @@ import torch
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import load_model as load_logged
+from mlflow.pyfunc import scoring_server
 from PIL import Image
+from starlette.testclient import TestClient
 from torchvision.transforms.v2 import functional as vision
 
 from vitray import storage
 from vitray.config import Run
+from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.tracking.model_flavour import REQUIREMENTS, log_model
+from vitray.tracking.model_flavour import REQUIREMENTS, log_family, log_model
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -60,7 +63,8 @@ model = mlflow.pyfunc.load_model(sys.argv[1])
 files = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "vitray"]
 files += [module.__file__ for name, module in sys.modules.items() if name.startswith("code_model_")]
 png = Path("image.png").read_bytes()
-result = {"records": model.predict([{"image": png}]), "tensor": model.predict(numpy.load("tensor.npy")), "files": files}
+pixels = [{"image": image} for image in numpy.load("pixels.npy")]
+result = {"records": model.predict([{"image": png}]), "pixels": model.predict(pixels), "files": files}
 Path("result.json").write_text(json.dumps(result))
 """
 
@@ -89,6 +93,11 @@ def encoded(image: np.ndarray, kind: str = "PNG") -> bytes:
 
 def text(image: np.ndarray) -> str:
     return base64.b64encode(encoded(image)).decode()
+
+
+def rows(images: np.ndarray) -> pd.DataFrame:
+    """Return the pixels of images as input rows."""
+    return pd.DataFrame({"image": list(images)})
 
 
 def expected(images: np.ndarray) -> np.ndarray:
@@ -196,8 +205,7 @@ def test_every_input_format_gets_the_predictions_of_the_network(model):
     images = pictures(3)
     texts, contents = [text(image) for image in images], [encoded(image) for image in images]
     requests = {
-        "tensor": images,
-        "whole numbers": images.astype(np.int64),
+        "whole numbers in a frame": rows(images.astype(np.int64)),
         "texts in a frame": pd.DataFrame({"image": texts}),
         "bytes in a frame": pd.DataFrame({"image": contents}),
         "pixels in a frame": pd.DataFrame({"image": list(images)}),
@@ -205,7 +213,6 @@ def test_every_input_format_gets_the_predictions_of_the_network(model):
         "records as the server reads them": [{"image": np.array(content)} for content in texts],
         "columns": {"image": np.array(texts)},
         "columns of pixels": {"image": images},
-        "texts": texts,
     }
     assert [name for name, request in requests.items() if not agree(model.predict(request), images)] == []
 
@@ -213,23 +220,25 @@ def test_every_input_format_gets_the_predictions_of_the_network(model):
 def test_a_request_may_mix_image_sizes_or_hold_a_single_image(model):
     large, small = pictures(2)[0], pictures(2)[1][:40, :45]
     for request in (
-        [large, small],
+        [{"image": large}, {"image": small}],
         {"image": [large.tolist(), small.tolist()]},
         pd.DataFrame({"image": [large, small]}),
     ):
         answers = model.predict(request)
         assert agree(answers[:1], large[None])
-        assert np.allclose(probabilities(answers[1:]), probabilities(model.predict(small[None])), rtol=0, atol=1e-5)
-    for single in (np.array(text(large)), {"image": text(large)}, [{"image": encoded(large)}]):
+        assert np.allclose(
+            probabilities(answers[1:]), probabilities(model.predict(rows(small[None]))), rtol=0, atol=1e-5
+        )
+    for single in ({"image": text(large)}, {"image": np.array(text(large))}, [{"image": encoded(large)}]):
         assert agree(model.predict(single), large[None])
 
 
 def test_a_request_may_be_longer_than_a_batch(model):
     images = pictures(70)
-    answers, checked = model.predict(images), [0, 63, 64, 69]
+    answers, checked = model.predict(rows(images)), [0, 63, 64, 69]
     assert len(answers) == 70
     assert agree([answers[index] for index in checked], images[checked])
-    assert model.predict(images[:0]) == []
+    assert model.predict(rows(images[:0])) == []
 
 
 def test_jpegs_are_accepted_too(model):
@@ -241,7 +250,7 @@ def test_jpegs_are_accepted_too(model):
 
 def test_top_k_replaces_the_list_of_all_probabilities(model):
     images = pictures(2)
-    for answer, row in zip(model.predict(images, params={"top_k": 3}), expected(images), strict=True):
+    for answer, row in zip(model.predict(rows(images), params={"top_k": 3}), expected(images), strict=True):
         order = np.argsort(-row)[:3]
         assert [one["label"] for one in answer["top"]] == order.tolist()
         assert [one["class"] for one in answer["top"]] == [CLASSES[label] for label in order]
@@ -269,23 +278,92 @@ def test_a_bad_image_is_named_by_its_index(model, second, fault):
 
 
 def test_bad_requests_are_rejected_by_name(model):
-    with pytest.raises(MlflowException, match="got the columns picture; wanted image"):
+    with pytest.raises(MlflowException, match=r"missing inputs \['image'\].*extra inputs: \['picture'\]"):
         model.predict(pd.DataFrame({"picture": ["x"]}))
     with pytest.raises(MlflowException, match="top_k: got 6, wanted 1 to 5"):
-        model.predict(pictures(1), params={"top_k": 6})
+        model.predict(rows(pictures(1)), params={"top_k": 6})
     with pytest.raises(MlflowException, match=r"image 0: got ndarray of shape \(70, 3\)"):
-        model.predict(pictures(1)[0])
+        model.predict(rows(pictures(1)[0]))
 
 
 def test_bce_gives_sigmoids_and_unnamed_classes_are_numbers(store, tmp_path):
     save_model(str(tmp_path / "model"), RUN.replace({"task.loss": "bce"}), network())
-    [answer] = load_logged(log_model(new_run(store), str(tmp_path / "model"))).predict(pictures(1))
+    [answer] = load_logged(log_model(new_run(store), str(tmp_path / "model"))).predict(rows(pictures(1)))
     # The softmax of the logits, recovered from the sigmoids, is the expected one.
     sigmoids = np.array(answer["probabilities"])
     logits = np.log(sigmoids / (1 - sigmoids))
     assert np.allclose(np.exp(logits) / np.exp(logits).sum(), expected(pictures(1))[0], rtol=0, atol=1e-5)
     assert abs(sigmoids.sum() - 1) > 0.01
     assert answer["class"] == str(answer["label"])
+
+
+def shown_request(uri: str, folder: Path) -> dict:
+    """Return the request that MLflow's page shows for a model."""
+    root = Path(mlflow.artifacts.download_artifacts(uri, dst_path=str(folder)))
+    return json.loads((root / "serving_input_example.json").read_text())
+
+
+def test_the_example_that_mlflow_shows_is_a_request(model, uri, tmp_path):
+    assert model.metadata.signature.inputs.to_dict() == [{"type": "any", "name": "image", "required": True}]
+    example = shown_request(uri, tmp_path)
+    with TestClient(scoring_server.init(model)) as client:
+        response = client.post("/invocations", json=example)
+    [answer] = response.json()["predictions"]
+    with Image.open(io.BytesIO(base64.b64decode(model.input_example[0]["image"]))) as image:
+        [wanted] = model.predict(rows(np.array(image)[None]))
+    assert answer["class"] == wanted["class"]
+    np.testing.assert_allclose(answer["probabilities"], wanted["probabilities"], rtol=0, atol=1e-6)
+
+
+def test_one_request_mixes_the_tasks_of_a_family(store, folder, tmp_path):
+    """The reference is each network by itself."""
+    networks = {}
+    for task, classes in (("birds", 3), ("cars", 4)):
+        run = RUN.replace({"model.num_classes": classes, "model.image_size": [16, 24] if task == "cars" else [32, 48]})
+        networks[task] = run, ViT(run.model).eval()
+        own = network().state_dict()
+        kept = [name for name, tensor in networks[task][1].state_dict().items() if tensor.shape == own[name].shape]
+        networks[task][1].load_state_dict({name: own[name] for name in kept if ".attn" not in name}, strict=False)
+        save_model(str(tmp_path / task), *networks[task], relative_to=folder)
+    places = {task: str(tmp_path / task) for task in networks}
+    uri = log_family("serving", "family", folder, places)
+    logged = store.get_logged_model(uri.removeprefix("models:/"))
+    assert (logged.tags["vitray.tasks"], logged.status.value) == ("base, birds, cars", "READY")
+    images, tasks = pictures(4), ["birds", "cars", None, "birds"]
+    alone = [load_logged(log_model(new_run(store), places[task] if task else folder)) for task in tasks]
+    wanted = [one.predict(rows(image[None]))[0] for one, image in zip(alone, images, strict=True)]
+    for task in networks:  # the model needs only itself
+        (tmp_path / task).rename(tmp_path / f"{task}_moved")
+    model = load_logged(uri)
+    columns = [(column["name"], column["required"]) for column in model.metadata.signature.inputs.to_dict()]
+    assert columns == [("image", True), ("task", False)]
+    records = [
+        {"image": text(image)} | ({"task": task} if task else {}) for image, task in zip(images, tasks, strict=True)
+    ]
+    example = shown_request(uri, tmp_path)
+    with TestClient(scoring_server.init(model)) as client:
+        answers = client.post("/invocations", json={"dataframe_records": records}).json()["predictions"]
+        shown = client.post("/invocations", json=example)
+        unknown = client.post("/invocations", json={"dataframe_records": [{"image": text(images[0]), "task": "bird"}]})
+    assert [len(answer["probabilities"]) for answer in answers] == [3, 4, 5, 3]
+    for answer, one in zip(answers, wanted, strict=True):
+        assert answer["class"] == one["class"]
+        np.testing.assert_allclose(answer["probabilities"], one["probabilities"], rtol=0, atol=1e-5)
+    assert [len(answer["probabilities"]) for answer in shown.json()["predictions"]] == [5, 3]
+    assert unknown.status_code == 400
+    assert "image 0: task: got 'bird', wanted one of base, birds, cars; nearest: birds" in unknown.json()["message"]
+
+
+def test_a_family_of_strangers_or_of_bad_names_is_refused(store, folder, tmp_path):
+    save_model(str(tmp_path / "other"), RUN, ViT(RUN.model))
+    for task, url, fault in (
+        ("birds", str(tmp_path / "other"), "it is whole"),
+        ("a/b", folder, "wanted a task of letters"),
+        ("base", folder, "other than base"),
+        ("birds", folder, "wanted a delta of"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            log_family("serving", "family", folder, {task: url})
 
 
 def test_logging_a_model_changes_only_its_run(store, folder):
@@ -337,27 +415,27 @@ def test_a_folder_on_s3_is_logged_too(store, folder, s3_server):
     for name in storage.list_files(folder):
         storage.write_bytes(storage.join("s3://bucket/served", name), storage.read_bytes(storage.join(folder, name)))
     images = pictures(1)
-    assert agree(load_logged(log_model(new_run(store), "s3://bucket/served")).predict(images), images)
+    assert agree(load_logged(log_model(new_run(store), "s3://bucket/served")).predict(rows(images)), images)
 
 
 def test_a_registered_model_is_loaded_by_its_alias(store, uri):
     registered = mlflow.register_model(uri, "vit")
     store.set_registered_model_alias("vit", "champion", registered.version)
     images = pictures(1)
-    assert agree(load_logged("models:/vit@champion").predict(images), images)
+    assert agree(load_logged("models:/vit@champion").predict(rows(images)), images)
 
 
 def test_it_loads_without_vitray_and_ray_and_its_requirements_match_its_imports(uri, starting, tmp_path):
     # Meanwhile the server starts.
     images = pictures(2)
     (tmp_path / "image.png").write_bytes(encoded(images[0]))
-    np.save(tmp_path / "tensor.npy", images)
+    np.save(tmp_path / "pixels.npy", images)
     command = [sys.executable, "-c", CENSUS, uri]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert agree(result["records"], images[:1])
-    assert agree(result["tensor"], images)
+    assert agree(result["pixels"], images)
     package = str(Path(__file__).parents[1] / "vitray")
     assert [file for file in result["files"] if file.startswith(package)] == []
     loaded = {name for file in result["files"] for name in imported(ast.parse(Path(file).read_text()))}
@@ -385,7 +463,7 @@ def post(address: str, body: dict) -> list[dict]:
         return json.load(response)["predictions"]
 
 
-def test_the_server_answers_images_and_tensors(server):
+def test_the_server_answers_encoded_images_and_pixels(server):
     images = pictures(2)
     records = [{"image": text(image)} for image in images]
     for body in (
@@ -393,8 +471,7 @@ def test_the_server_answers_images_and_tensors(server):
         {"dataframe_split": {"columns": ["image"], "data": [[record["image"]] for record in records]}},
         {"inputs": records},
         {"instances": records},
-        {"inputs": images.tolist()},
-        {"instances": images.tolist()},
+        {"inputs": [{"image": image.tolist()} for image in images]},
     ):
         assert agree(post(server, body), images)
     [answer] = post(server, {"dataframe_records": records[:1], "params": {"top_k": 2}})

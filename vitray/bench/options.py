@@ -60,13 +60,20 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     family = benchmarks.add_parser("family", help="many deltas in one batch against one model")
-    family.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
-    family.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     predict = benchmarks.add_parser("predict", help="vitray predict against Ray Data, a DataLoader, and its halves")
     predict.add_argument("dataset", help="images as of vitray predict")
     predict.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
     predict.add_argument("--images", type=count_up_to(10**9), default=512, help="images of a round (%(default)s)")
     predict.add_argument("--workers", type=count_up_to(10**6), help="CPUs of the Ray started here (all)")
+    serve = benchmarks.add_parser("serve", help="HTTP load: vitray serve, mlflow models serve, a process per model")
+    text = "MLflow servers of one model each, to compare with (%(default)s)"
+    serve.add_argument("--processes", type=count_up_to(100), default=2, help=text)
+    serve.add_argument("--concurrency", type=_counts, default="1,8,64", help="numbers of clients (%(default)s)")
+    text = "time of a server at a concurrency in a round (%(default)s)"
+    serve.add_argument("--seconds", type=number_up_to(3600), default=10.0, help=text)
+    for each in (family, serve):
+        each.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
+        each.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     for each in (branches, train):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
         each.add_argument("--compile", action="store_true", help="use torch.compile")
@@ -80,10 +87,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         )
     for each in (ingest, train, family, predict):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, scaling, train, finetune, family, predict):
+    for each in (branches, ingest, scaling, train, finetune, family, predict, serve):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, scaling, train, finetune, family, predict):
+    for each in (parser, branches, ingest, scaling, train, finetune, family, predict, serve):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

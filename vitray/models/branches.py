@@ -84,7 +84,7 @@ class Attention(nn.Module):
         q, k, v = split_heads(self.qkv(self.norm(x_BND)), self.heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        q, k, bias = place(q, k, positions, None if self.relative is None else self.relative[None])
+        q, k, bias = place(q, k, positions, None if self.relative is None else self.relative.unsqueeze(-3))
         return q, k, v, bias
 
 

@@ -85,18 +85,14 @@ class Positions(nn.Module):
             case _:
                 assert_never(kind)
 
-    def forward(self, x_BND: Tensor, grid: Grid) -> Tensor:
-        """Return all patches of a grid with their embeddings added."""
+    def forward(self, x_BND: Tensor, grid: Grid, chosen: Tensor | None = None, num_prefix: int = 0) -> Tensor:
+        """Return tokens with the embeddings added to the patches, all of a grid or the chosen, after the prefix."""
         table_ND = self.embedding(grid)
-        return x_BND if table_ND is None else x_BND + table_ND
-
-    def add_again(self, x_BND: Tensor, places: Places, num_prefix: int) -> Tensor:
-        """Return tokens with the embeddings added to the patches, which follow the prefix."""
-        table_ND = self.embedding(places.grid)
-        assert table_ND is not None, "nothing to add"
-        if places.chosen is not None:
-            table_ND = table_ND[places.chosen]
-        return x_BND + F.pad(table_ND, (0, 0, num_prefix, 0))
+        if table_ND is None:
+            return x_BND
+        if chosen is not None:
+            table_ND = table_ND[chosen]
+        return x_BND + (F.pad(table_ND, (0, 0, num_prefix, 0)) if num_prefix else table_ND)
 
     def embedding(self, grid: Grid) -> Tensor | None:
         """Return the embeddings of a grid, ND; None without any."""

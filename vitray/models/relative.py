@@ -26,7 +26,7 @@ def offset_index(places: Places, device: torch.device) -> Tensor:
 
 
 def relative_bias(q_BHNd: Tensor, tables_PKd: Tensor, offset: Tensor) -> Tensor:
-    """Return the terms that are added to the scaled logits, BHNN."""
-    q_BPHNd = (q_BHNd * q_BHNd.shape[-1] ** -0.5).unflatten(1, (len(tables_PKd), -1))
-    terms_BHNK = (q_BPHNd @ tables_PKd[:, None].mT).flatten(1, 2)
+    """Return the terms that are added to the scaled logits, BHNN; the tables may differ between images, BPKd."""
+    q_BPHNd = (q_BHNd * q_BHNd.shape[-1] ** -0.5).unflatten(1, (tables_PKd.shape[-3], -1))
+    terms_BHNK = (q_BPHNd @ tables_PKd.unsqueeze(-3).mT).flatten(1, 2)
     return terms_BHNK.gather(3, offset.expand(*terms_BHNK.shape[:3], -1))

@@ -93,8 +93,7 @@ class ViT(nn.Module):
         if level == 0 or self.where == "stem":
             return x_BND
         positions = self.positions if self.where == "shared" else self.level_positions[level - 1]
-        assert isinstance(positions, Positions)
-        return positions.add_again(x_BND, places, self.num_prefix)
+        return positions(x_BND, places.grid, places.chosen, self.num_prefix)
 
     def attention_positions(self, places: Places) -> AttentionPositions:
         """Return the positions that act inside attention."""

@@ -16,21 +16,26 @@ def build(serving: Serving) -> Application:
     The tasks are Serve's `user_config`: other tasks reach running replicas without a restart.
     """
     serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # the same for all replicas
-    fewest, most = serving.replicas
     # Two batches: one is computed while the images of the next are decoded.
     ongoing, queue = 2 * serving.batch, serving.limits.queue
-    count: dict[str, Any] = {"num_replicas": fewest}
-    if most > fewest:
-        bounds = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": serving.batch}
-        count = {"autoscaling_config": bounds}
     network = Network.options(
         max_ongoing_requests=ongoing,
         max_queued_requests=queue,
         user_config={"tasks": serving.tasks},
         ray_actor_options={"num_cpus": serving.cpus, "num_gpus": serving.gpus},
         health_check_period_s=5,
-        **count,
+        **replica_count(serving),
     ).bind(serving.model_copy(update={"tasks": {}}))
     # Enough for all replicas and for the queue, which is full first: its answer is JSON.
-    gateway = Gateway.options(max_ongoing_requests=ongoing * most + queue + 16, ray_actor_options={"num_cpus": 0})
+    most = ongoing * serving.replicas[1] + queue + 16
+    gateway = Gateway.options(max_ongoing_requests=most, ray_actor_options={"num_cpus": 0})
     return gateway.bind(serving.model_copy(update={"tasks": {}}), network)
+
+
+def replica_count(serving: Serving) -> dict[str, Any]:
+    """Return Serve's options for a fixed number of replicas, or for bounds: a batch in work for each replica."""
+    fewest, most = serving.replicas
+    if most == fewest:
+        return {"num_replicas": fewest}
+    bounds = {"min_replicas": fewest, "max_replicas": most, "target_ongoing_requests": serving.batch}
+    return {"autoscaling_config": bounds}

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 UID_TAG = "vitray.uid"
 # Tags of a logged delta and of its registered version: the address and the hash of its base network.
 BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
+# Tag of a logged family: its tasks.
+TASKS_TAG = "vitray.tasks"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
 # Between an alias's move and the check that no other machine has moved it meanwhile.

@@ -1,12 +1,13 @@
 """The code of a logged model. MLflow copies this file into the model, next to the model folder and our package.
 
-An input image is a record with the field `image` (an encoded image as bytes or base64 text, or its pixels), or one
-row of a uint8 tensor, N x height x width x 3. It is cropped and normalised as in the run's evaluation.
+An input row has the field `image` (an encoded image as bytes or base64 text, or its pixels, height x width x 3), and
+for a model with several tasks the field `task`. It is cropped and normalised as in the evaluation of the task's run.
 """
 
 import base64
 import binascii
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlflow.models
@@ -15,27 +16,28 @@ import torch
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 
-from vitray.config import Run
-from vitray.data.augment.batch import normalised
+from vitray.config.serving import BASE_TASK, default_task, unknown_task
 from vitray.data.augment.decode import UndecodableImage, check_size, decode_image
-from vitray.data.augment.image import crop_centre
 from vitray.errors import LONGEST_MESSAGE, cut_middle, printable
-from vitray.models.probabilities import probabilities_of, probability_of
-from vitray.weights.folder import load_model
+from vitray.weights.family import Member
+from vitray.weights.folder import load_deltas
+from vitray.weights.prediction import answer, class_names, is_classifier, probabilities, view_of
 
 # Images per forward pass, which bounds the memory of a long request.
 BATCH_SIZE = 64
 
 
 class ImageClassifier(PythonModel):
-    """A model folder as a classifier: for each image the most probable class, and the probabilities of all."""
+    """A network and its deltas as a classifier: for each image the most probable class of its task."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Load the model folder, on a GPU if there is one."""
-        loaded = load_model(context.artifacts["model"])
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.run, self.vit = loaded.run, loaded.vit.to(self.device)
-        self.classes = loaded.classes or [str(label) for label in range(loaded.run.model.num_classes or 0)]
+        """Load the model folder and the deltas of it beside it, on a GPU if there is one."""
+        base = context.artifacts["model"]
+        folders = sorted(Path(context.artifacts["tasks"]).iterdir()) if "tasks" in context.artifacts else []
+        urls = {BASE_TASK: base} | {folder.name: str(folder) for folder in folders}
+        self.family = load_deltas(base, urls, "cuda" if torch.cuda.is_available() else "cpu")
+        if not is_classifier(self.family.member(BASE_TASK).run):
+            self.family.remove(BASE_TASK)
 
     # MLflow warns about an untyped input, and validates the content of all types but arrays and those of pandas.
     def predict(  # type: ignore[override] - the base class has untyped parameters
@@ -45,30 +47,33 @@ class ImageClassifier(PythonModel):
 
         The probabilities are a softmax, or one sigmoid per class for a run with loss bce.
         """
-        top_k = _top_k(params, len(self.classes))
         images = _images(model_input)
+        members = self._members(_tasks(model_input, len(images)))
+        top_k = _top_k(params, min((len(class_names(member)) for member in members), default=1))
         answers = []
         for start in range(0, len(images), BATCH_SIZE):
-            batch = images[start : start + BATCH_SIZE]
-            views = [_preprocess(image, start + index, self.run) for index, image in enumerate(batch)]
-            answers += [self._answer(probabilities_K, top_k) for probabilities_K in self._probabilities(views)]
+            batch = members[start : start + BATCH_SIZE]
+            views = [
+                _preprocess(image, start + index, member)
+                for index, (image, member) in enumerate(zip(images[start:], batch, strict=False))
+            ]
+            rows = probabilities(self.family, views, batch)
+            answers += [answer(row_K, class_names(each), top_k) for row_K, each in zip(rows, batch, strict=True)]
         return answers
 
-    @torch.inference_mode()
-    def _probabilities(self, views_HWC: list[np.ndarray]) -> np.ndarray:
-        images_BHWC = torch.from_numpy(np.stack(views_HWC)).to(self.device)
-        logits_BK = self.vit(normalised(images_BHWC, self.run.data.normalise))
-        return probabilities_of(logits_BK, probability_of(self.run)).cpu().numpy()
-
-    def _answer(self, probabilities_K: np.ndarray, top_k: int | None) -> dict[str, Any]:
-        order = np.argsort(-probabilities_K, kind="stable")  # among equals the lowest label is first
-        best = self._class_answer(probabilities_K, order[0])
-        if top_k is None:
-            return {**best, "probabilities": probabilities_K.tolist()}
-        return {**best, "top": [self._class_answer(probabilities_K, label) for label in order[:top_k]]}
-
-    def _class_answer(self, probabilities_K: np.ndarray, label: int) -> dict[str, Any]:
-        return {"label": int(label), "class": self.classes[label], "probability": float(probabilities_K[label])}
+    def _members(self, tasks: list[Any]) -> list[Member]:
+        """Return the network of each image."""
+        names = list(self.family.members)
+        members = []
+        for index, task in enumerate(tasks):
+            is_missing = task is None or task != task  # pandas fills a column with NaN
+            name = default_task(names) if is_missing else str(task)
+            if name is None:
+                raise _invalid(f"image {index}: no task; wanted one of {', '.join(names[:20])}")
+            if name not in self.family.members:
+                raise _invalid(f"image {index}: {unknown_task(name, names)}")
+            members.append(self.family.member(name))
+        return members
 
 
 def _top_k(params: Any, classes: int) -> int | None:
@@ -93,6 +98,19 @@ def _images(model_input: Any) -> list[Any]:
     return [images] if is_single else list(images)
 
 
+def _tasks(model_input: Any, count: int) -> list[Any]:
+    """Return the task of each image; None where the input names none."""
+    if isinstance(model_input, list):
+        return [part.get("task") if isinstance(part, Mapping) else None for part in model_input]
+    has_names = isinstance(model_input, Mapping) or hasattr(model_input, "columns")
+    if not has_names or "task" not in model_input:
+        return [None] * count
+    tasks = np.atleast_1d(np.asarray(model_input["task"], dtype=object)).tolist()
+    if len(tasks) != count:
+        raise _invalid(f"got {len(tasks)} tasks for {count} images")
+    return tasks
+
+
 def _image_column(columns: Any) -> Any:
     if not isinstance(columns, Mapping) and not hasattr(columns, "columns"):
         raise _invalid(f"got {type(columns).__name__}, wanted records, columns or a tensor")
@@ -101,10 +119,10 @@ def _image_column(columns: Any) -> Any:
     return columns["image"]
 
 
-def _preprocess(image: Any, index: int, run: Run) -> np.ndarray:
-    """Return the pixels of one image, cropped as in the run's evaluation."""
+def _preprocess(image: Any, index: int, member: Member) -> np.ndarray:
+    """Return the pixels of one image, cropped as in the evaluation of its task's run."""
     try:
-        return crop_centre(_pixels(image), run.data.eval_crop, run.model.image_shape)
+        return view_of(_pixels(image), member)
     except (ValueError, MemoryError) as error:  # UndecodableImage included
         raise _invalid(f"image {index}: {error}") from None
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vitray.config import Model, Run
+from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
 from vitray.models.positions import Positions
+from vitray.models.rope import AxialRope
 from vitray.models.vit import ViT, build_head
-from vitray.weights.export import variant_of
 from vitray.weights.files import State
 
 # Settings that change neither the layers before the head nor their function at inference.
@@ -79,9 +79,6 @@ class Family:
 
     def add(self, name: str, member: Member) -> Member:
         """Add a network, or replace the one of this name, which batches that hold it still use; return it."""
-        if variant := variant_of(member.run.model):
-            got = f"{member.run.model.name} with {variant}"
-            raise ConfigError(f"{name}: got {got}, wanted a network without it: a family cannot compute it yet")
         state = {
             key: self.base[key] if tensor is member.base.get(key) else tensor.to(self.device)
             for key, tensor in member.state.items()
@@ -178,12 +175,13 @@ class Plan:
         return _joined(self.runs, is_same)
 
     def vector(self, name: str) -> Tensor:
-        """Return a vector of the network, D; if it differs between rows, B1D."""
+        """Return a vector or a table of the network, D or RD; if it differs between rows, B1D or BRD."""
         runs = self.runs_of(name)
         if len(runs) == 1:
             return runs[0][2].state[name]
         counts = torch.tensor([stop - start for start, stop, _ in runs], device=runs[0][2].state[name].device)
-        return torch.stack([member.state[name] for _, _, member in runs]).repeat_interleave(counts, dim=0)[:, None]
+        tensors = [member.state[name] for _, _, member in runs]
+        return torch.stack([torch.atleast_2d(tensor) for tensor in tensors]).repeat_interleave(counts, dim=0)
 
 
 def _joined(runs: list[Rows], is_same: Callable[[Member, Member], bool]) -> list[Rows]:
@@ -202,7 +200,10 @@ class _Trunk:
     def __init__(self, model: Model, device: torch.device) -> None:
         with torch.device("meta"):
             self.vit = ViT(model).eval()
-        self.vit.positions = Positions(model.positions, model.grid, model.shape.size).to(device)  # sines have values
+        # Sines and angles are no tensors of a network: they need values.
+        self.vit.positions = Positions(model.positions, model.grid, model.shape.size).to(device)
+        if isinstance(model.positions, Rope):
+            self.vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)
         self.lock = threading.Lock()
         self.layers: list[Layer] = []
         for name, layer in list(self.vit.named_modules()):
@@ -210,7 +211,7 @@ class _Trunk:
             if tensors and not list(layer.children()):
                 self.layers.append(Layer(name, layer.requires_grad_(False)))
                 self.vit.set_submodule(name, self.layers[-1])
-        self.vectors = [name for name, _ in self.vit.named_parameters()]  # class token and LayerScale
+        self.vectors = [name for name, _ in self.vit.named_parameters()]  # class token, registers, LayerScale, offsets
 
     def __call__(self, images_BCHW: Tensor, plan: Plan) -> Tensor:
         with self.lock:  # the layers hold the plan of one batch
@@ -229,6 +230,12 @@ class Layer(nn.Module):
         self.plan: Plan | None = None
         self.layer = (layer,)  # in a tuple, because its tensors have no values
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the first network, for its type and its device."""
+        assert self.plan is not None
+        return self.plan.runs[0][2].state[f"{self.name}.weight"]
+
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         assert self.plan is not None
         runs = self.plan.runs_of(self.name)
@@ -245,14 +252,19 @@ class Layer(nn.Module):
                 return F.linear(x, *tensors)
             case layer if type(layer) is nn.LayerNorm:
                 return F.layer_norm(x, layer.normalized_shape, *tensors, eps=layer.eps)
+            case nn.RMSNorm() as layer:
+                return F.rms_norm(x, layer.normalized_shape, *tensors, eps=layer.eps)
             case layer:
                 return functional_call(layer, dict(zip(self.keys, tensors, strict=True)), (x, *rest))
 
     def _linear(self, x: Tensor, runs: list[Rows]) -> Tensor:
         """Write each product to its rows of the output; a concatenation would copy them."""
         weight, bias = f"{self.name}.weight", f"{self.name}.bias"
-        out = x.new_empty(*x.shape[:-1], len(runs[0][2].state[bias]))
+        out = x.new_empty(*x.shape[:-1], len(runs[0][2].state[weight]))
         for start, stop, member in runs:
             rows, target = (part[start:stop].flatten(0, -2) for part in (x, out))
-            torch.addmm(member.state[bias], rows, member.state[weight].t(), out=target)
+            if bias in member.state:
+                torch.addmm(member.state[bias], rows, member.state[weight].t(), out=target)
+            else:
+                torch.mm(rows, member.state[weight].t(), out=target)
         return out
