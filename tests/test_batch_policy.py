@@ -155,7 +155,6 @@ def test_torchvisions_kernels_differ_from_pillow():
     image = photo(64, 48)
     kernels = {
         "grey": (0.0, lambda planes: policy.TF.rgb_to_grayscale(planes, 3)),
-        "contrast": (1.3, lambda planes: policy.TF.adjust_contrast(planes, 1.3)),
         "blur": (1.7, lambda planes: policy.TF.gaussian_blur(planes, [9, 9], [1.7, 1.7])),
         "rotate": (12.0, lambda planes: policy.TF.rotate(planes, 12.0, MODE, fill=[*FILL])),
     }
@@ -166,11 +165,11 @@ def test_torchvisions_kernels_differ_from_pillow():
 
 
 def test_each_range_of_levels_is_stretched_as_by_pillow():
-    low, high = np.triu_indices(256)
+    low, high = (levels[::11] for levels in np.triu_indices(256))
     ramps = np.clip(np.arange(256), low[:, None], high[:, None]).astype(np.uint8)[:, None, :, None].repeat(3, 3)
     ours = torch.from_numpy(ramps.copy())
     apply_draws(ours, draws_of("auto_contrast", np.zeros(len(ramps))))
-    for image, ramp in zip(ours.numpy()[::7], ramps[::7], strict=True):
+    for image, ramp in zip(ours.numpy(), ramps, strict=True):
         assert np.array_equal(image, policy.operate(Image.fromarray(ramp), "auto_contrast", 0.0, "bilinear", FILL))
     theirs = policy.TF.autocontrast(torch.from_numpy(ramps).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
     assert not torch.equal(theirs, ours)  # the reason for a kernel of our own

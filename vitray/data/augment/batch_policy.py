@@ -1,9 +1,9 @@
 """The operations of an augmentation on whole batches, on any device: bit-equal to Pillow's on each image (policy.py).
 
 Draws and row numbers are on the host, so nothing waits for the device. Pillow's own arithmetic is repeated, in integers
-or one rounding at a time, because torchvision's kernels for tensors differ from Pillow by a level in most operations
-(measured in the tests); its `equalize` is equal, and is used. A product and a sum stay two kernels: fused, as in `lerp`
-or `addcmul`, they would round once on some devices.
+or one rounding at a time, because torchvision's kernels for tensors differ from Pillow, as in greyscale, blur, rotation
+and auto-contrast (shown in the tests); its `equalize` is equal, and is used. A product and a sum stay two kernels:
+fused, as in `lerp` or `addcmul`, they would round once on some devices.
 Shapes: B images, H x W pixels, C colours, L levels of a colour.
 """
 
