@@ -35,7 +35,7 @@ from vitray.config.augmentation import (
 from vitray.config.parsing import apply_changes, parse_overrides, parse_yaml
 from vitray.config.sections import Section
 from vitray.config.validation import explain_error
-from vitray.data.augment import policy
+from vitray.data.augment import draws, policy
 from vitray.data.augment.batch import (
     BatchRows,
     BatchSettings,
@@ -454,7 +454,7 @@ FILL = (124, 116, 104)
 
 
 @pytest.mark.parametrize("increasing", [False, True])
-@pytest.mark.parametrize("operation", policy.TIMM)
+@pytest.mark.parametrize("operation", draws.TIMM)
 def test_operations_equal_timms(operation, increasing, monkeypatch):
     image = Image.fromarray(photo(64, 48))
     name = TIMM_NAMES[operation]
@@ -469,7 +469,7 @@ def test_operations_equal_timms(operation, increasing, monkeypatch):
                 monkeypatch.setattr("random.random", lambda uniform=uniform: uniform)
                 # timm translates in the other direction; both directions are equally likely.
                 ours = -sign if operation.startswith("translate") else sign
-                amount = policy.timm_amount(operation, magnitude, increasing, image.size, ours)
+                amount = draws.timm_amount(operation, magnitude, increasing, image.size, ours)
                 result = policy.operate(image, operation, amount, interpolation, FILL)
                 if operation == "posterize" and amount == 0:
                     assert not np.any(result)  # timm's posterize fails here on Pillow 13
@@ -478,7 +478,7 @@ def test_operations_equal_timms(operation, increasing, monkeypatch):
                     error = difference(np.asarray(result), theirs(image))
                     assert error.max() <= operation.startswith("shear")
                     assert error.mean() < 0.01
-    assert len(policy.TIMM) == len(timm_auto._RAND_TRANSFORMS)
+    assert len(draws.TIMM) == len(timm_auto._RAND_TRANSFORMS)
 
 
 @pytest.mark.parametrize("magnitude", [0, 9, 17, 30])
@@ -486,82 +486,67 @@ def test_operations_equal_torchvisions(magnitude):
     image = Image.fromarray(photo(64, 48))
     space = torchvision_auto.RandAugment()._augmentation_space(31, (48, 64))
     names = {name.lower(): name for name in space}
-    assert len(names) == len(policy.TORCHVISION)
-    for operation in policy.TORCHVISION:
+    assert len(names) == len(draws.TORCHVISION)
+    for operation in draws.TORCHVISION:
         name = names[operation.replace("_", "").replace("colour", "color")]
         magnitudes, signed = space[name]
         strength = float(magnitudes[magnitude]) if magnitudes.ndim else 0.0
         for sign in (1, -1) if signed else (1,):
             mode = T.InterpolationMode.BILINEAR
             theirs = torchvision_auto._apply_op(image, name, sign * strength, mode, [*FILL])
-            amount = policy.torchvision_amount(operation, magnitude / 30, image.size, sign)
+            amount = draws.torchvision_amount(operation, magnitude / 30, image.size, sign)
             ours = policy.operate(image, operation, amount, "bilinear", FILL)
             # torchvision's scale is float32: a level may round to the other side.
             assert difference(np.asarray(ours), theirs).max() <= 1, (operation, sign)
 
 
-def drawn_operations(chosen, draws: int, monkeypatch) -> list[tuple[str, float]]:
-    """Return the operations that a policy applies to many images, as (operation, amount)."""
-    operations: list[tuple[str, float]] = []
-    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: operations.append((name, amount)) or image)
-    image = Image.new("RGB", (64, 48))
-    for copy in range(draws):
-        policy.apply_policy(image, chosen, "bicubic", generator(0, 0, "p", copy))
-    return operations
+def drawn_operations(chosen, count: int) -> list[tuple[str, float]]:
+    """Return the operations that a policy draws for many images, as (operation, amount)."""
+    return [each for copy in range(count) for each in draws.draw_policy(chosen, (64, 48), generator(0, 0, "p", copy))]
 
 
 @pytest.mark.parametrize(
     ("chosen", "names", "expected"),
     [
-        (RandAugment(ops=3), policy.TIMM, 1.5),
-        (RandAugment(ops=2, chance=1.0), policy.TIMM, 2),
-        (TorchvisionRandAugment(), policy.TORCHVISION, 2),
+        (RandAugment(ops=3), draws.TIMM, 1.5),
+        (RandAugment(ops=2, chance=1.0), draws.TIMM, 2),
+        (TorchvisionRandAugment(), draws.TORCHVISION, 2),
     ],
 )
-def test_operations_are_drawn_evenly(chosen, names, expected, monkeypatch):
-    operations = drawn_operations(chosen, 2000, monkeypatch)
+def test_operations_are_drawn_evenly(chosen, names, expected):
+    operations = drawn_operations(chosen, 2000)
     counts = np.array([sum(name == other for other, _ in operations) for name in names])
     assert counts.sum() == pytest.approx(expected * 2000, rel=0.05)
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_magnitudes_are_drawn_as_timm_draws_them(monkeypatch):
-    angles = [
-        abs(amount) / 3
-        for name, amount in drawn_operations(RandAugment(magnitude=9.5, std=1.0, ops=8), 1500, monkeypatch)
-        if name == "rotate"
-    ]
+def test_magnitudes_are_drawn_as_timm_draws_them():
+    operations = drawn_operations(RandAugment(magnitude=9.5, std=1.0, ops=8), 1500)
+    angles = [abs(amount) / 3 for name, amount in operations if name == "rotate"]
     expected = np.random.default_rng(0).normal(9.5, 1.0, 4000).clip(0, 10)
     assert max(angles) == 10
     assert scipy.stats.ks_2samp(angles, expected).pvalue > 1e-3
 
 
-def test_three_augment_applies_exactly_one_of_three_operations(monkeypatch):
+def test_three_augment_applies_exactly_one_of_three_operations():
     image = Image.fromarray(photo(32, 24))
     grey, solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image)
     sigmas: list[float] = []
-    blur = ImageFilter.GaussianBlur
-    monkeypatch.setattr(ImageFilter, "GaussianBlur", lambda sigma: sigmas.append(sigma) or blur(sigma))
-    counts = {"grey": 0, "solarized": 0, "blurred": 0}
+    counts = {"grey": 0, "solarize": 0, "blur": 0}
     for copy in range(1500):
-        before = len(sigmas)
-        augmented = policy.three_augment(image, generator(0, 0, "t", copy))
-        if len(sigmas) > before:
-            counts["blurred"] += 1
-            assert np.array_equal(augmented, image.filter(blur(sigmas[-1])))
-        else:
-            kind = "grey" if np.array_equal(augmented, grey) else "solarized"
-            assert np.array_equal(augmented, grey if kind == "grey" else solarized)
-            counts[kind] += 1
+        operations = draws.draw_policy(ThreeAugment(), image.size, generator(0, 0, "t", copy))
+        augmented = policy.apply_operations(image, operations, "bicubic", (0, 0, 0))
+        [(name, amount)] = operations
+        counts[name] += 1
+        sigmas += [amount] if name == "blur" else []
+        blurred = image.filter(ImageFilter.GaussianBlur(amount))
+        assert np.array_equal(augmented, {"grey": grey, "solarize": solarized, "blur": blurred}[name])
     assert scipy.stats.chisquare(list(counts.values())).pvalue > 1e-3
     assert scipy.stats.kstest(sigmas, "uniform", args=(0.1, 1.9)).pvalue > 1e-3
 
 
-def test_jitter_draws_as_torchvision_does(monkeypatch):
-    operations: list[tuple[str, float]] = []
-    monkeypatch.setattr(policy, "operate", lambda image, name, amount, *_: operations.append((name, amount)) or image)
-    for copy in range(1000):
-        policy.jitter_colours(Image.new("RGB", (2, 2)), 0.3, generator(0, 0, "j", copy))
+def test_jitter_draws_as_torchvision_does():
+    operations = [each for copy in range(1000) for each in draws.draw_jitter(0.3, generator(0, 0, "j", copy))]
     theirs = T.ColorJitter(0.3, 0.3, 0.3)
     assert theirs.brightness == theirs.contrast == theirs.saturation == (0.7, 1.3)
     for name in ("brightness", "contrast", "colour"):

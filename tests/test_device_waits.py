@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.batch_policy import apply_draws
+from vitray.data.augment.draws import OPERATIONS, Draws
 from vitray.data.augment.masks import draw_sources
 from vitray.data.stream import Share
 from vitray.tasks.build import build_task
@@ -119,6 +121,27 @@ def test_a_step_never_waits_for_the_device(name, monkeypatch):
     monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())  # torch.autocast rejects meta
     run = run_of(name)
     take_steps(run, learner_on(META, run), META)
+
+
+def augment_without_waiting(device: torch.device) -> None:
+    """Apply each operation to a batch without waiting."""
+    rng = np.random.default_rng(0)
+    for interpolation in ("bicubic", "bilinear"):
+        for code in range(len(OPERATIONS)):
+            codes, amounts = np.full((6, 1), code, np.uint8), rng.uniform(0.1, 2.0, (6, 1))
+            images = torch.empty(6, 16, 16, 3, dtype=torch.uint8, device=device)
+            draws = Draws(np.arange(6) % 2 == 0, codes, amounts, interpolation, (1, 2, 3))
+            with no_waits(device):
+                apply_draws(images, draws)
+
+
+def test_augmentation_never_waits_for_the_device():
+    augment_without_waiting(META)
+
+
+@pytest.mark.gpu
+def test_augmentation_never_waits_for_the_gpu():
+    augment_without_waiting(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitray.data.augment.draws import OPERATIONS, Draws
 from vitray.data.stream.prefetch import AHEAD, Prefetcher
 from vitray.data.stream.stream import HostBatch
 
@@ -24,6 +25,15 @@ def test_batches_arrive_in_order_in_memory_of_their_own():
         assert batch.rows.tolist() == batch.positions.tolist() == [2 * number, 2 * number + 1]
         assert batch.labels.tolist() == [row % 3 for row in batch.rows]
     assert number == 6
+
+
+def test_a_batch_is_augmented_on_its_way_to_the_device():
+    ramp = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3).repeat(2, 0)
+    codes = np.full((2, 1), OPERATIONS.index("invert"), np.uint8)
+    draws = Draws(np.array([True, False]), codes, np.zeros((2, 1)), "bicubic", (0, 0, 0))
+    [batch] = Prefetcher(iter([HostBatch(ramp, *np.zeros((3, 2), np.int64), 0, draws)]), CPU)
+    assert np.array_equal(batch.images, 255 - np.stack([ramp[0, :, ::-1], ramp[1]]))
+    assert ramp.max() == 47
 
 
 def test_an_error_of_the_reader_is_raised_after_the_batches_before_it():

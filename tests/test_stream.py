@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scipy.stats
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -23,6 +24,8 @@ from pipelines.__main__ import main
 from vitray import storage
 from vitray.bench.scaling_pipelines import ThreadBroadcast
 from vitray.config.augmentation import Augment, CentreCrop
+from vitray.data.augment.batch_policy import apply_draws
+from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
@@ -362,6 +365,15 @@ def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
         return list(pool.map(work, range(workers)))
 
 
+def finished(images: np.ndarray, draws: Draws | None) -> np.ndarray:
+    """Return the images after the augmentation that a worker applies."""
+    if draws is None:
+        return images
+    views = torch.from_numpy(images.copy())
+    apply_draws(views, draws)
+    return views.numpy()
+
+
 def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, tuple[int, int, str]]:
     """Return {position: (row, label, pixels)} of an epoch, and check the steps and shares of every worker."""
     images, start, end = {}, epoch * stream.steps + step, (epoch + 1) * stream.steps
@@ -369,7 +381,8 @@ def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, 
         assert len(batches) == end - start
         for batch in batches:
             assert len(batch.images) == len(positions_of(0, stream.spec.batch, rank, workers))
-            for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, batch.images, strict=True):
+            views = finished(batch.images, batch.draws)
+            for at, row, label, image in zip(batch.positions, batch.rows, batch.labels, views, strict=True):
                 assert int(at) not in images
                 images[int(at)] = int(row), int(label), hashlib.sha256(image.tobytes()).hexdigest()
     return images
@@ -394,6 +407,41 @@ def test_the_stream_follows_the_planned_order(dataset, one_worker):
 @pytest.mark.parametrize("workers", [2, 4, 3, 5])
 def test_any_number_of_workers_sees_the_same_pixels(dataset, one_worker, workers):
     assert images_of_epoch(train_stream(dataset), workers) == one_worker
+
+
+AUGMENT = Augment.model_validate({"policy": {"kind": "randaugment", "chance": 0.8}, "jitter": 0.3})
+ON_DEVICE = AUGMENT.model_copy(update={"on": "device"})
+
+
+@pytest.mark.parametrize("augment", [AUGMENT, Augment()])
+def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
+    images = [jpeg(index) for index in range(100)]
+    images[30] = b"not an image"  # its replacement has draws of its own
+    stream = train_stream(write(tmp_path / "data", images), copies=2, crop=augment)
+    parts = [np.arange(40), np.arange(40, 40), np.arange(40, 100)]
+    sending = stream.view(1)._replace(crop=augment.model_copy(update={"on": "device"}))
+    whole = decode_positions(parts, stream.rows, stream.order(1), stream.view(1))
+    crops = decode_positions(parts, stream.rows, stream.order(1), sending)
+    for expected, block in zip(whole, crops, strict=True):
+        assert block.keys() - expected.keys() == {"flip", "operation", "amount"}
+        views = finished(block["image"], read_draws(block, augment))
+        assert np.array_equal(views, expected["image"])
+        assert all(np.array_equal(block[name], expected[name]) for name in expected.keys() - {"image"})
+
+
+@pytest.mark.ray
+def test_views_are_the_same_on_the_device(tmp_path, ray_cluster):
+    small = write(tmp_path / "small", [jpeg(index) for index in range(300)])
+    kind = {"copies": 2, "batch": 20}
+    plain = train_stream(small, crop=AUGMENT, **kind)
+    [block] = decode_positions([np.arange(300)], plain.rows, plain.order(1), plain.view(1))
+    views = [hashlib.sha256(view.tobytes()).hexdigest() for view in block["image"]]
+    expected = dict(enumerate(zip(block["row"].tolist(), block["label"].tolist(), views, strict=True)))
+    try:
+        on_device = train_stream(small, crop=ON_DEVICE, cache="decoded", **kind)
+        assert images_of_epoch(on_device, 3, epoch=1) == expected
+    finally:
+        forget_decoded(small, "train")
 
 
 @pytest.mark.ray
@@ -598,6 +646,15 @@ def test_the_ingest_benchmark_measures_and_draws(dataset, ray_cluster, tmp_path,
     assert [row["pipeline"] for row in result["rows"]][:2] == ["plain loop", "stream"]
     assert all(row["cpu_us"] >= 0 and row["images_per_second"] > 0 for row in result["rows"])
     assert (tmp_path / "ingest.png").stat().st_size > 1000
+
+
+def test_the_ingest_benchmark_measures_the_places_of_an_augmentation(dataset, tmp_path, capsys):
+    args = ["--image-size", "16", "--images", "128", "--rounds", "1", "--out", str(tmp_path)]
+    assert main(["bench", "ingest", dataset.url, *args, "--augment", "three_augment", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    places = ["crop and flip", "on tasks: the task", "on device: the task", "on device: the worker, "]
+    assert all(row["pipeline"].startswith(place) for row, place in zip(rows, places, strict=True))
+    assert rows[0]["cpu_ratio"] == 1
 
 
 def test_a_preview_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):

@@ -14,7 +14,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from vitray.data.stream import Stream
-from vitray.data.stream.decoding import SplitRows, ViewSettings, decode_positions, read_rows
+from vitray.data.stream.decoding import Images, SplitRows, ViewSettings, decode_positions, read_rows
 from vitray.data.stream.epoch_order import EpochOrder
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -41,11 +41,14 @@ Decode = Callable[[np.ndarray, EpochInput], tuple[Tensor, Tensor]]
 
 def loop(stream: Stream, epoch: int, images: int) -> Iterator[int]:
     """Yield batch sizes of the lower limit: the stream's decoding in this process, without any overhead."""
+    return (len(block["image"]) for block in blocks_of(stream, epoch, images))
+
+
+def blocks_of(stream: Stream, epoch: int, images: int) -> Iterator[Images]:
+    """Yield the batches of an epoch, decoded in this process."""
     source = EpochInput(stream.rows, stream.order(epoch), stream.view(epoch))
     for start in range(0, images, stream.spec.batch):
-        positions = np.arange(start, start + stream.spec.batch)
-        for block in decode_positions([positions], *source):
-            yield len(block["image"])
+        yield from decode_positions([np.arange(start, start + stream.spec.batch)], *source)
 
 
 def loader(stream: Stream, epoch: int, images: int, workers: int, decode: Decode) -> Iterator[int]:

@@ -11,6 +11,8 @@ EXAMPLES = (
     "vitray bench finetune --model vit_b12x1_16 --image-size 384"
 )
 
+POLICIES = ("three_augment", "randaugment", "randaugment_torchvision")
+
 
 def _counts(text: str) -> list[int]:
     return [count_up_to(10**6)(part) for part in text.split(",")]
@@ -29,6 +31,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     ingest.add_argument("dataset", help="a dataset written by vitray shard")
     ingest.add_argument("--images", type=count_up_to(10**9), help="images in an epoch (all)")
     ingest.add_argument("--workers", type=count_up_to(10**6), default=2, help="decoding processes (%(default)s)")
+    ingest.add_argument(
+        "--augment", choices=POLICIES, help="compare the places of data.augment.on for a policy instead"
+    )
     ingest.add_argument(
         "--object-store",
         type=count_up_to(10**7),

@@ -130,6 +130,14 @@ class Augment(Section):
     """Brightness, contrast and saturation are multiplied by up to 1 ± this, in random order."""
     erase: Chance = 0.0
     """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
+    on: Literal["tasks", "device", "auto"] = "tasks"
+    """Where flip, policy and jitter are applied: in the tasks that decode images, on the workers' device, or auto: on
+    GPUs, and in the tasks for CPU workers. It changes no pixel."""
+
+    def resolved(self, has_gpu: bool) -> Self:
+        """Return these settings with `on` as tasks or device."""
+        auto = "device" if has_gpu else "tasks"
+        return self.model_copy(update={"on": auto}) if self.on == "auto" else self
 
 
 class Mix(Section):

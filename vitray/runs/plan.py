@@ -232,6 +232,7 @@ FREE = (
     "compute.max_failures",
     "checkpoint.",
     "data.url",  # a dataset may move: its identity is compared instead
+    "data.augment.on",
     "data.cache",
     "evaluate.batch",
     "evaluate.figures",

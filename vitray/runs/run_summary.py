@@ -34,6 +34,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
         f" {plan.val_images:,} to validate on{holdout}",
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
+        "augment": _describe_augmentation(run, placement),
         "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
         **_describe_prober(run, plan, placement),
@@ -55,6 +56,13 @@ def _describe_prober(run: Run, plan: Plan, placement: Placement) -> dict[str, st
         shots = ", ".join(map(str, shots_within(plan.few_shot_least)))
         lines["probes"] += f"; few_shot of {shots}, as the smallest class has {plan.few_shot_least:,}"
     return lines
+
+
+def _describe_augmentation(run: Run, placement: Placement) -> str:
+    augment = run.data.augment
+    place = "in decoding tasks" if augment.resolved(placement.use_gpu).on == "tasks" else "on the workers' device"
+    chosen = ", chosen by data.augment.on=auto" if augment.on == "auto" else ""
+    return f"{augment.crop.kind} crop, policy {augment.policy.kind}, {place}{chosen}"
 
 
 def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
@@ -106,12 +114,12 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
 def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
     """Return the run as a Markdown table."""
     data, optim = run.data, run.optim
-    policy = f"{data.augment.crop.kind} crop, policy {data.augment.policy.kind}"
+    size = " x ".join(map(str, run.model.image_shape))
     mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
     rows = {
         "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
-        "Views": f"{policy}, {mixing}, at {' x '.join(map(str, run.model.image_shape))} px",
+        "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
         **_earlier_run(run, plan),
         "Loss": _describe_loss(run.task),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from vitray.config import Run
@@ -12,10 +13,11 @@ from vitray.data.stream import HostBatch, Share, Stream, StreamSpec
 from vitray.training.context import WorkerContext
 
 
-def open_training(context: WorkerContext) -> Stream:
-    """Return the stream of the training images."""
+def open_training(context: WorkerContext, device: torch.device) -> Stream:
+    """Return the stream of the training images for workers on a kind of device."""
     run, mask = context.run, context.holdout_mask
-    spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, run.data.augment, copies=run.data.copies)
+    augment = run.data.augment.resolved(device.type == "cuda")
+    spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, augment, copies=run.data.copies)
     return _open(context, spec if mask is None else spec._replace(row_mask=~mask))
 
 

@@ -83,7 +83,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     learner = wrap_model(learner, run)
 
     # ---- data --------------------------------------------------------------------------------------------------------
-    train = open_training(context)
+    train = open_training(context, device)
     evaluator = Evaluator(context, share, device, learner) if run.data.evaluated else None
     if evaluator is not None and (lost := evaluator.restart_pending(state)):
         client.note(f"the evaluation at step {lost} was lost when the run was interrupted")

@@ -37,7 +37,7 @@ def contact_sheet(
     names = max((int(medium.getlength(_shortened(sample.class_name))) for sample in samples), default=0)
     left, top = MARGIN + names + 2 * GAP, MARGIN + 24
     width = left + (copies + 1) * (CELL + GAP) + GAP + MARGIN
-    values = flatten(settings.model_dump(mode="json", exclude={"erase"}), "")
+    values = flatten(settings.model_dump(mode="json", exclude={"erase", "on"}), "")
     overrides = (f"{path}={_formatted(value)}" for path, value in values)
     caption = textwrap.wrap(f"{size[0]} x {size[1]}   " + "   ".join(overrides), width=(width - 2 * MARGIN) // 7)
     bottom = top + len(samples) * (CELL + GAP)

@@ -6,7 +6,7 @@ Shapes: H rows, W columns, C colours.
 """
 
 import math
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import torch
@@ -18,27 +18,42 @@ from vitray.config.augmentation import (
     CentreCrop,
     Crop,
     Interpolation,
-    NoPolicy,
     RandomResizedCrop,
     SimpleRandomCrop,
 )
+from vitray.data.augment.draws import Operation, draw_operations, fill_colour
 
 ImageSize = tuple[int, int]
 
 
+class CroppedView(NamedTuple):
+    """A view that is only cropped, and the draws of the rest of its augmentation."""
+
+    image: np.ndarray
+    is_flipped: bool
+    operations: list[Operation]
+
+
+def crop_and_draw(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator) -> CroppedView:
+    """Return a crop of `size` (height, width) and the draws after it; `rng` is `generator(seed, epoch, key, copy)`."""
+    view_HWC = _crop(image_HWC, settings.crop, size, rng)
+    is_flipped = rng.random() < settings.flip
+    return CroppedView(view_HWC, is_flipped, draw_operations(settings, (size[1], size[0]), rng))
+
+
 def augment_image(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator) -> np.ndarray:
     """Return a training view of `size` (height, width); `rng` is `generator(seed, epoch, key, copy)`."""
-    view_HWC = _crop(image_HWC, settings.crop, size, rng)
-    if rng.random() < settings.flip:
+    view_HWC, is_flipped, operations = crop_and_draw(image_HWC, settings, size, rng)
+    if is_flipped:
         # torch reverses columns 20 times faster than numpy.
         view_HWC = torch.from_numpy(view_HWC).flip(1).numpy()
-    if isinstance(settings.policy, NoPolicy) and not settings.jitter:
+    if not operations:
         return view_HWC
     # Imported here: torchvision takes seconds, and most workers only crop and flip.
-    from vitray.data.augment.policy import apply_policy, jitter_colours
+    from vitray.data.augment.policy import apply_operations
 
-    image = apply_policy(Image.fromarray(view_HWC), settings.policy, settings.crop.interpolation, rng)
-    return np.array(jitter_colours(image, settings.jitter, rng))
+    fill, image = fill_colour(settings.policy), Image.fromarray(view_HWC)
+    return np.array(apply_operations(image, operations, settings.crop.interpolation, fill))
 
 
 def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize) -> np.ndarray:

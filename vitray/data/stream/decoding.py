@@ -1,7 +1,8 @@
 """The work of a Ray Data task: read rows of a split from its shards, decode and augment them, in order.
 
-The result depends on neither process nor time: a task that is retried gives the same pixels. torch takes seconds and
-hundreds of MB, so only functions that need it import it: Ray Data's coordinator loads this module and decodes nothing.
+The result depends on neither process nor time: a task that is retried gives the same pixels. With `data.augment.on:
+device` it gives crops, and the draws of the rest as further columns. torch takes seconds and hundreds of MB, so only
+functions that need it import it: Ray Data's coordinator loads this module and decodes nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import ray
 from vitray import storage
 from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
@@ -27,7 +29,8 @@ READS_AT_ONCE = 8
 # Remote shards whose size and footer (13 KB) a process remembers; 525 shards of 256 MiB hold ImageNet.
 REMOTE_SHARDS = 2048
 
-# Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt.
+# Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt;
+# with `data.augment.on: device` also the draws (flip, operation, amount).
 Images = dict[str, np.ndarray]
 # {row: (encoded image, label, key)}, and the same where some images are decoded already.
 EncodedRows = dict[int, tuple[bytes, int, str]]
@@ -69,6 +72,11 @@ class ViewSettings(NamedTuple):
     seed: int
     epoch: int
 
+    @property
+    def sent(self) -> Augment | None:
+        """The augmentation whose draws the worker gets beside crops; None if it gets finished views."""
+        return self.crop if isinstance(self.crop, Augment) and self.crop.on == "device" else None
+
 
 def empty_images(size: tuple[int, int], count: int = 0) -> Images:
     """Return uninitialised columns."""
@@ -109,12 +117,12 @@ def decode_positions(
     stored = _fetch_rows(planned, rows)
     for positions, wanted, numbers in zip(parts, np.split(planned, ends), np.split(copies, ends), strict=True):
         images = empty_images(view.size, len(positions)) | {"position": positions}
+        if view.sent:
+            images |= draw_columns(view.sent, len(positions))
         for index, position in enumerate(positions.tolist()):
-            keyed = partial(_make_view, view=view, copy=int(numbers[index]))
+            keyed = partial(_write_view, images, index, view=view, copy=int(numbers[index]))
             candidates = _candidates(int(wanted[index]), position, order)
-            images["row"][index], images["image"][index], images["label"][index] = _first_valid(
-                candidates, keyed, stored, rows
-            )
+            images["row"][index], images["label"][index] = _first_valid(candidates, keyed, stored, rows)
         images["corrupt"] = np.where(images["row"] == wanted, -1, wanted)
         yield images
 
@@ -127,26 +135,34 @@ def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
 
 
 def _first_valid(
-    candidates: Iterator[int], make_view: Callable[[np.ndarray, str], np.ndarray], stored: StoredRows, rows: SplitRows
-) -> tuple[int, np.ndarray, int]:
-    """Return row, pixels and label of the first image that can be decoded."""
+    candidates: Iterator[int], write_view: Callable[[np.ndarray, str], None], stored: StoredRows, rows: SplitRows
+) -> tuple[int, int]:
+    """Write the view of the first image that can be decoded, and return its row and label."""
     tried = 0
     for row in candidates:
         content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
         try:
             image = content if isinstance(content, np.ndarray) else decode_image(content)
-            return row, make_view(image, key), label
+            write_view(image, key)
+            return row, label
         except UndecodableImage:
             tried += 1
     raise UndecodableImage(f"none of {tried} images can be decoded")
 
 
-def _make_view(image_HWC: np.ndarray, key: str, view: ViewSettings, copy: int) -> np.ndarray:
-    from vitray.data.augment.image import augment_image, crop_centre
+def _write_view(images: Images, index: int, image_HWC: np.ndarray, key: str, view: ViewSettings, copy: int) -> None:
+    """Write the view of an image, and any draws that the worker applies, into the columns."""
+    from vitray.data.augment.image import augment_image, crop_and_draw, crop_centre
 
     if isinstance(view.crop, CentreCrop):
-        return crop_centre(image_HWC, view.crop, view.size)
-    return augment_image(image_HWC, view.crop, view.size, generator(view.seed, view.epoch, key, copy))
+        images["image"][index] = crop_centre(image_HWC, view.crop, view.size)
+        return
+    rng = generator(view.seed, view.epoch, key, copy)
+    if view.sent:
+        images["image"][index], is_flipped, operations = crop_and_draw(image_HWC, view.sent, view.size, rng)
+        write_draws(images, index, is_flipped, operations)
+    else:
+        images["image"][index] = augment_image(image_HWC, view.crop, view.size, rng)
 
 
 def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:

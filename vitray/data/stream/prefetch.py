@@ -1,4 +1,4 @@
-"""Batches copied to the device ahead of time: a thread reads while the device computes."""
+"""Batches copied to the device and augmented there ahead of time: a thread reads while the device computes."""
 
 import math
 import queue
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitray.data.augment.batch import DeviceBatch
+from vitray.data.augment.draws import Draws
 from vitray.data.stream.stream import HostBatch
 
 # Batches that wait ready; more of them would only hide longer pauses in reading.
@@ -97,8 +98,17 @@ class Prefetcher:
                 _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
                 for array in (batch.images, batch.labels)
             )
+            if batch.draws is not None:
+                _augment(images, batch.draws)
         copied = self._copies.record_event() if self._copies else None
         return DeviceBatch(images, labels, batch.positions, batch.rows), copied
+
+
+def _augment(images_BHWC: Tensor, draws: Draws) -> None:
+    # Imported here: torchvision takes seconds, and most runs augment in tasks.
+    from vitray.data.augment.batch_policy import apply_draws
+
+    apply_draws(images_BHWC, draws)
 
 
 def _own_tensor(array: np.ndarray, pinned: bool) -> Tensor:

@@ -18,6 +18,7 @@ import ray.data
 from ray.data import DataIterator, ExecutionResources
 
 from vitray.config.augmentation import Augment, CentreCrop
+from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import Images, ViewSettings, decode_positions, empty_images, locate_rows
@@ -69,6 +70,8 @@ class HostBatch(NamedTuple):
     rows: np.ndarray
     """Row numbers of the images in the stored order of the split; padding of an evaluation's last step has none."""
     epoch: int
+    draws: Draws | None = None
+    """The augmentation to apply on the device; None if the images have it."""
 
 
 class StreamSpec(NamedTuple):
@@ -220,7 +223,9 @@ class Stream:
                 for name, column in images.items()
                 if name != "row"
             } | {"row": images["row"]}
-        return HostBatch(images["image"], images["label"], images["position"], images["row"], epoch)
+        columns = images["image"], images["label"], images["position"], images["row"]
+        sent = self.view(epoch).sent
+        return HostBatch(*columns, epoch, read_draws(images, sent) if sent else None)
 
     def _count_corrupt(self, corrupt: np.ndarray) -> None:
         for row in corrupt[corrupt >= 0]:
