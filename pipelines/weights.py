@@ -11,8 +11,8 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray weights",
         description="A model folder holds a whole network, or a delta: the tensors that differ from another network, "
         "its base, which is loaded with it. show loads both and prints the share of each; flatten writes a whole "
-        "model folder, with LoRA merged. An address is a path, s3://, models:/name@alias, models:/name/3, models:/m-<id> or "
-        "runs:/<run id>/<path>.",
+        "model folder, with LoRA merged. An address is a path, s3://, models:/name@alias, models:/name/3, "
+        "models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
     parser.add_argument("action", choices=["show", "flatten"])

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Model, Run
+from vitray.config.finetuning import TRAINED, Part
 from vitray.config.model_names import STEMS
-from vitray.config.training import TRAINED, Ema, Finetune, Optim, Part
+from vitray.config.training import Ema, Finetune, Optim
 from vitray.errors import ConfigError
 from vitray.models.positions import resample
 from vitray.models.sizes import sizes_of

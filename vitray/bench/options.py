@@ -61,7 +61,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--modes",
         type=_modes,
         default="full,attn,ffn,head,attn+feedforward",
-        help="MODE, MODE+RECOMPUTE or MODE:SETTING=VALUE, separated by commas; the first is the reference (%(default)s)",
+        help="MODE, MODE+RECOMPUTE or MODE:SETTING=VALUE, separated by commas, the reference first (%(default)s)",
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     family = benchmarks.add_parser("family", help="many deltas in one batch against one model")

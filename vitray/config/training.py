@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
 from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
 
@@ -107,46 +108,6 @@ class SupervisedSettings(Section):
     smoothing: Smoothing = 0.0
 
 
-Part = Literal[
-    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "adapters", "lora", "head"
-]
-Mode = Literal["full", "attn", "attn_norm", "ffn", "last", "norm", "bias", "lora", "adapter", "head"]
-
-# The code of "Three things" trains the positions with the attention, because a finer grid has new ones.
-TRAINED: dict[Mode, tuple[Part, ...]] = {
-    "full": get_args(Part),
-    "attn": ("attn", "positions", "head"),
-    "attn_norm": ("attn", "norms", "positions", "head"),
-    "ffn": ("ffn", "positions", "head"),
-    "last": ("head",),  # and levels
-    "norm": ("norms", "head"),
-    "bias": ("head",),  # and vectors of other parts
-    "lora": ("lora", "head"),
-    "adapter": ("adapters", "head"),
-    "head": ("head",),
-}
-Matrix = Literal["q", "k", "v", "out", "up", "down"]
-
-
-class Lora(Section):
-    """LoRA (Hu et al., 2021): W + alpha / rank * B A in place of a frozen matrix W. A and B are trained; B starts from
-    zeros, so that training starts from the network as it is."""
-
-    rank: Size = 8
-    """Columns of B and rows of A; at most the width of the network."""
-    alpha: Positive = 16.0
-    """Numerator of the scale of the product."""
-    matrices: Annotated[tuple[Matrix, ...], Field(strict=False, min_length=1)] = ("q", "v")
-    """Matrices with a product, in every branch of every level: queries, keys, values, the output of attention; the two
-    of a feed-forward."""
-
-    @model_validator(mode="after")
-    def _matrices_differ(self) -> Self:
-        if repeated := sorted({name for name in self.matrices if self.matrices.count(name) > 1}):
-            raise ValueError(f"matrices: got {', '.join(repeated)} more than once, wanted each matrix once")
-        return self
-
-
 class Finetune(Section):
     """Classification, trained from given weights, some of which may stay frozen."""
 
@@ -155,8 +116,9 @@ class Finetune(Section):
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     mode: Mode = "full"
     """The parts to train, the head among them. full: all; attn, ffn: these of every branch, and positions; attn_norm:
-    attn and norms; last: the last levels and the last norm; norm: norms; bias: all biases but those of a stem with batch
-    norms (BitFit); lora: products beside frozen matrices; adapter: the bottlenecks of model.adapters; head: no other."""
+    attn and norms; last: the last levels and the last norm; norm: norms; bias: all biases but those of a stem with
+    batch norms (BitFit); lora: products beside frozen matrices; adapter: the bottlenecks of model.adapters; head: no
+    other."""
     lora: Lora = Lora()
     """The products of mode lora. The model folder holds their factors, and every reader adds them to the matrices."""
     levels: Size = 1

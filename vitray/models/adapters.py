@@ -1,18 +1,18 @@
 """Small trained additions to a frozen network: LoRA beside its matrices, and adapters after its feed-forwards.
 
 Either adds zero at first, so that a fine-tuning starts from the network as it is.
-Shapes: B images, N tokens, D width, K outputs, R rank of all products of a layer.
+Shapes: B images, N tokens, D width, K outputs, R rank.
 """
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.config.training import Matrix
+from vitray.config.finetuning import Matrix
 from vitray.errors import ConfigError
 
 # The layer of each matrix, and its block of the layer's outputs, of so many.
@@ -59,6 +59,7 @@ class LoraLinear(nn.Linear):
         super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
         self.lora = nn.ModuleDict()
+        self._blocks = LAYERS[matrices[0]][2]
         like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         for name in matrices:
             a = nn.Linear(layer.in_features, rank, bias=False, **like)
@@ -68,26 +69,25 @@ class LoraLinear(nn.Linear):
         # In the state, so that factors can be merged without the settings of their run.
         self.register_buffer("lora_scale", torch.tensor(alpha / rank, **like))
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Return the layer's output and the products of its factors, which are never merged here."""
-        a_RD, b_KR = self._factors()
-        return super().forward(input) + F.linear(F.linear(input, a_RD), b_KR)
+        blocks = list(super().forward(input).chunk(self._blocks, dim=-1))
+        for block, a_RD, b_KR in self._factors():
+            blocks[block] = blocks[block] + F.linear(F.linear(input, a_RD), b_KR)
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
     def merged_weight(self) -> Tensor:
         """Return the matrix that computes the same output."""
-        a_RD, b_KR = self._factors()
-        return self.weight + b_KR @ a_RD
+        blocks = list(self.weight.chunk(self._blocks))
+        for block, a_RD, b_KR in self._factors():
+            blocks[block] = blocks[block] + b_KR @ a_RD
+        return torch.cat(blocks)
 
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        """The factors of all matrices as two; a layer's matrices are blocks of rows."""
-        size, padded = self.out_features, []
+    def _factors(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The block of outputs of each matrix, and its factors, the second one scaled."""
         for name, factors in self.lora.items():
-            b = factors.get_submodule("b").get_parameter("weight")
-            _, block, _ = LAYERS[name]  # pyright: ignore[reportArgumentType]
-            start = block * len(b)
-            padded.append(F.pad(b, (0, 0, start, size - start - len(b))))
-        a_RD = torch.cat([factors.get_submodule("a").get_parameter("weight") for factors in self.lora.values()])
-        return a_RD, torch.cat(padded, dim=1) * self.lora_scale
+            a, b = factors.get_submodule("a"), factors.get_submodule("b")
+            yield LAYERS[name][1], a.get_parameter("weight"), b.get_parameter("weight") * self.lora_scale  # pyright: ignore[reportArgumentType]
 
 
 def weight_of(layer: nn.Linear) -> Tensor:

@@ -7,8 +7,8 @@ import math
 from typing import Literal, NamedTuple
 
 from vitray.config import Model
+from vitray.config.finetuning import Part
 from vitray.config.model_names import Name
-from vitray.config.training import Part
 
 
 class Sizes(NamedTuple):

@@ -98,7 +98,7 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
 
 
 def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the ViT's tensors of a task's `model`, with those of its `average` where the run averages, and LoRA merged."""
+    """Return the ViT's tensors of a task's `model`, those of its `average` where the run averages, with LoRA merged."""
     tensors = {**parts["model"], **parts.get("average", {})}  # frozen weights have no average
     network = {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
     return merge_lora(network)

@@ -5,7 +5,8 @@ from typing import NamedTuple, get_args
 
 from torch import nn
 
-from vitray.config.training import Finetune, Part
+from vitray.config.finetuning import Part
+from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.adapters import add_lora
 from vitray.models.vit import ViT
@@ -89,7 +90,7 @@ def _trained_beside(vit: ViT, settings: Finetune) -> set[str]:
             return {name for name in names if name.startswith((*levels, "norm."))}
         case "adapter" if vit.model.adapters is None:
             raise ConfigError(
-                f"task.mode: got adapter, and model.adapters is null; wanted a width, as in model.adapters=16, for {vit.model.name}"
+                "task.mode: got adapter, and model.adapters is null; wanted a width, as in model.adapters=16"
             )
         case _:
             return set()

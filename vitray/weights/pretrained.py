@@ -164,11 +164,7 @@ def _other_tensors(initial: ViT, model: Model) -> list[str]:
     with torch.device("meta"):
         wanted = _shapes(ViT(model))
     got = _shapes(initial)
-    names = [
-        name
-        for name in {**wanted, **got}
-        if wanted.get(name) != got.get(name) and part_of(name) not in free
-    ]
+    names = [name for name in {**wanted, **got} if wanted.get(name) != got.get(name) and part_of(name) not in free]
     lines = [f"{name}: got {got.get(name, 'none')}, wanted {wanted.get(name, 'none')}" for name in names[:3]]
     return [*lines, f"and {len(names) - 3} tensors more"] if len(names) > 3 else lines
 
