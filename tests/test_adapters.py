@@ -397,6 +397,7 @@ def test_a_merged_delta_is_the_base_of_another_one(tmp_path):
     ("change", "message"),
     [
         (lambda own, a, b: own.pop(b), "its matrix, its scale or its other factor is missing"),
+        (lambda own, a, b: own.pop(a), "lora.q.b.weight: the factor that belongs to it is missing"),
         (lambda own, a, b: own.update({a: own[a][:, 1:].contiguous()}), "do not fit a matrix of (192, 64)"),
         (lambda own, a, b: own.update({b: own[b].new_zeros(65, 3)}), "got factors of (65, 3) and (3, 64)"),
         (lambda own, a, b: own.update({a.replace(".q.", ".x."): own.pop(a)}), "lora.x.a.weight: its matrix"),

@@ -75,7 +75,7 @@ BAD_OVERRIDES = [
     ("task=finetune task.weights=a task.mode=lora task.lora.matrices=[]", ["task.lora.matrices: got ", "longer list"]),
     (
         "task=finetune task.weights=a task.mode=lora task.lora.matrices=[q,upp]",
-        ["task.lora.matrices.1: got 'upp', wanted 'q', 'k', 'v', 'out', 'up' or 'down'; nearest: up"],
+        ["task.lora.matrices: got 'upp', wanted 'q', 'k', 'v', 'out', 'up' or 'down'; nearest: up"],
     ),
     (
         "task=finetune task.weights=a task.mode=lora task.lora.matrices=[v,q,v]",

@@ -111,7 +111,8 @@ def merge_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Every machine gets the same bits, so that a delta of a merged network recognises its base everywhere.
     """
     merged = {key: tensor for key, tensor in state.items() if not _OF_LORA.search(key)}
-    for key in state:
+    unused = {key: None for key in state if key not in merged}
+    for key in list(unused):
         if match := _FACTOR.fullmatch(key):
             layer, name = match.groups()
             weight, scale = merged.get(f"{layer}.weight"), state.get(f"{layer}.lora_scale")
@@ -120,13 +121,21 @@ def merge_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if place is None or weight is None or scale is None or b_KR is None or scale.numel() != 1:
                 raise ConfigError(f"{key}: its matrix, its scale or its other factor is missing")
             _, block, blocks = place
-            if a_RD.ndim != 2 or b_KR.shape != (len(weight) // blocks, len(a_RD)) or weight.shape[1:] != a_RD.shape[1:]:
+            if (
+                weight.ndim != 2
+                or b_KR.shape != (len(weight) // blocks, len(a_RD))
+                or a_RD.shape[1:] != weight.shape[1:]
+            ):
                 shapes = f"{tuple(b_KR.shape)} and {tuple(a_RD.shape)}"
                 raise ConfigError(f"{key}: got factors of {shapes}, which do not fit a matrix of {tuple(weight.shape)}")
             rows = slice(block * len(b_KR), (block + 1) * len(b_KR))
             changed = weight.detach().cpu().clone()
             changed[rows] = _sum(changed[rows], b_KR, a_RD, scale.item())
             merged[f"{layer}.weight"] = changed
+            for used in (key, f"{layer}.lora.{name}.b.weight", f"{layer}.lora_scale"):
+                unused.pop(used, None)
+    if unused:
+        raise ConfigError(f"{next(iter(unused))}: the factor that belongs to it is missing")
     return merged
 
 
