@@ -99,7 +99,7 @@ def add_lora(vit: nn.Module, matrices: Sequence[Matrix], rank: int, alpha: float
     """Add products to these matrices of every branch of every level."""
     for name, layer in list(vit.named_modules()):
         if match := _LAYER.fullmatch(name):
-            chosen = [matrix for matrix in LAYERS if matrix in matrices and LAYERS[matrix][0] == match[1]]
+            chosen: list[Matrix] = [matrix for matrix in matrices if LAYERS[matrix][0] == match[1]]
             if chosen:
                 assert type(layer) is nn.Linear, f"{name} has products already"
                 vit.set_submodule(name, LoraLinear(layer, chosen, rank, alpha))
