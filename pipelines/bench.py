@@ -25,7 +25,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if benchmark == "finetune":
         from vitray.bench.finetune import FinetuneSettings, measure_finetune
 
-        return measure_finetune(FinetuneSettings(modes=options.pop("modes").split(","), **options))
+        return measure_finetune(FinetuneSettings(modes=options.pop("modes"), **options))
     if benchmark == "family":
         from vitray.bench.families import FamilySettings, measure_family
 

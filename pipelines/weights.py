@@ -11,8 +11,8 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray weights",
         description="A model folder holds a whole network, or a delta: the tensors that differ from another network, "
         "its base, which is loaded with it. show loads both and prints the share of each; flatten writes a whole "
-        "model folder. An address is a path, s3://, models:/name@alias, models:/name/3, models:/m-<id> or "
-        "runs:/<run id>/<path>.",
+        "model folder, with LoRA merged. An address is a path, s3://, models:/name@alias, models:/name/3, "
+        "models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
     parser.add_argument("action", choices=["show", "flatten"])
@@ -26,20 +26,21 @@ def main(args: list[str]) -> dict[str, Any]:
 
     # Imported late, because torch takes a second.
     from vitray.tracking.model_uri import resolve_uri
-    from vitray.weights import flatten_model, open_weights, read_delta
+    from vitray.weights import flatten_model, open_weights, read_delta, read_own
 
     if options.action == "flatten":
         flatten_model(options.url, options.target)
     url = options.target or options.url
     place = resolve_uri(url)
     delta, loaded = read_delta(place), open_weights(place)
-    sizes = {name: tensor.nbytes for name, tensor in loaded.vit.state_dict().items()}
+    network = loaded.vit.state_dict()
     taken, base, identity = ((), None, None) if delta is None else (delta.taken, delta.base.url, delta.base.identity)
-    kept, whole = len(sizes) - len(taken), sum(sizes.values())
-    own = sum(size for name, size in sizes.items() if name not in taken)
+    tensors = network if delta is None else read_own(place)  # of LoRA, the factors
+    own, whole = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, network))
+    kept = len(tensors)
     kind = "whole" if identity is None else f"a delta of {base} ({identity[:12]})"
     model = loaded.run.model.name
-    print(f"{url}: {model}, {kind}: {kept} of {len(sizes)} tensors, {own:,} bytes, {own / whole:.1%}")
+    print(f"{url}: {model}, {kind}: {kept} of {kept + len(taken)} tensors, {own:,} bytes, {own / whole:.1%}")
     facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta"}
     facts |= {"base": base, "base_identity": identity, "taken": len(taken), "kept": kept}
     return facts | {"bytes": own, "whole": whole, "share": own / whole}

@@ -67,6 +67,28 @@ BAD_OVERRIDES = [
         ["task: first_branch true is about mode attn alone; wanted false in mode ffn"],
     ),
     (
+        "task=finetune task.weights=a task.mode=attn task.lora.rank=4",
+        ["task: lora.rank 4 or another setting of lora is about mode lora alone; wanted the defaults in mode attn"],
+    ),
+    ("task=finetune task.weights=a task.levels=2", ["task: levels 2 is about mode last alone; wanted 1 in mode full"]),
+    ("task=finetune task.weights=a task.mode=lora task.lora.rank=0", ["task.lora.rank: got 0, wanted greater than"]),
+    ("task=finetune task.weights=a task.mode=lora task.lora.matrices=[]", ["task.lora.matrices: got ", "longer list"]),
+    (
+        "task=finetune task.weights=a task.mode=lora task.lora.matrices=[q,upp]",
+        ["task.lora.matrices: got 'upp', wanted 'q', 'k', 'v', 'out', 'up' or 'down'; nearest: up"],
+    ),
+    (
+        "task=finetune task.weights=a task.mode=lora task.lora.matrices=[v,q,v]",
+        ["task.lora: matrices: got v more than once, wanted each matrix once"],
+    ),
+    (
+        "task=finetune task.weights=a task.mode=lora task.lora.rnak=4",
+        ["task.lora.rnak: unknown setting, wanted one of rank, alpha, matrices; nearest: rank"],
+    ),
+    ("task.kind=supervised task.mode=lora", ["task.mode: unknown setting, wanted one of kind, loss, smoothing"]),
+    ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, wanted one of kind, loss, smoothing"]),
+    ("model.adapters=0", ["model.adapters: got 0, wanted"]),
+    (
         "compute.recompute=feedforwards",
         ["compute.recompute: got 'feedforwards', wanted 'none'", "nearest: feedforward"],
     ),

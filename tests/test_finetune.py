@@ -170,6 +170,44 @@ def test_an_interrupted_fine_tuning_ends_bit_equal(place, tuned):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
+def test_two_workers_train_the_same_factors_and_their_delta_is_evaluated_merged(place, tmp_path):
+    """LoRA beside frozen weights in DDP: interrupted and resumed, the factors alone in its delta."""
+    settings = ["task.mode=lora", "task.lora.rank=2", "tracking.register_as=null", "compute.workers=2"]
+    outcome = train(recipe(place, *settings), "lora", str(place / "runs"))
+    last = checkpoints.read_checkpoint(outcome.home, 12)
+    trained = {name for name in last.parts["model"] if ".lora." in name or name.startswith("vit.head.")}
+    assert len(trained) == 4 * 2 * 2 + 2  # four attentions, queries and values, two factors; the head
+    assert len(last.parts["optimizer"]) == len(trained)
+    base = load_model(str(place / "base")).vit.state_dict()
+    for name, tensor in last.parts["model"].items():
+        if name in trained:
+            assert name.startswith("vit.head.") or tensor.any(), name
+        elif "lora_scale" not in name:
+            assert torch.equal(tensor, base[name.removeprefix("vit.")]), name
+    stored = load_file(Path(outcome.model) / "model.safetensors")
+    assert {part_of(name) for name in stored} == {"lora", "head"}
+    averaged = {name.removeprefix("vit."): tensor for name, tensor in last.parts["average"].items()}
+    assert all(torch.equal(tensor, averaged[name]) for name, tensor in stored.items())
+
+    request = Request([outcome.model], str(place / "demo"), out=str(tmp_path), workers=1)
+    scores = compute_evaluation(request)[0].flat()
+    assert scores["loss"] == pytest.approx(outcome.val_loss, abs=1e-5)
+
+    for step in (10, 12):
+        shutil.rmtree(checkpoints.folder_of(outcome.home, step))
+    again = place / "runs" / "lora_again"
+    shutil.copytree(outcome.home, again)
+    shutil.rmtree(again / "model")
+    (again / "outcome.json").unlink()
+    content = json.loads((again / "run.json").read_text())
+    (again / "run.json").write_text(json.dumps(content | {"uid": "lora_again"}))
+    resumed = train(recipe(place, *settings), "lora_again", str(place / "runs"))
+    other = load_file(Path(resumed.model) / "model.safetensors")
+    assert stored.keys() == other.keys()
+    assert all(torch.equal(stored[name], other[name]) for name in stored)
+
+
 def test_other_weights_under_the_same_name_are_refused(place, tuned):
     torch.manual_seed(1)
     base = load_model(str(place / "base"))

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Model, Run
+from vitray.config.finetuning import TRAINED, Part
 from vitray.config.model_names import STEMS
-from vitray.config.training import TRAINED, Ema, Finetune, Optim, Part
+from vitray.config.training import Ema, Finetune, Optim
 from vitray.errors import ConfigError
 from vitray.models.positions import resample
 from vitray.models.sizes import sizes_of
@@ -19,10 +20,10 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.supervised import Supervised
 from vitray.training.optim import Average, build_optimizer, clip_gradients, parameter_groups
-from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of
+from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of, prepare
 from vitray.weights.pretrained import adapt
 
-MODES = tuple(TRAINED)
+MODES = ("full", "attn", "attn_norm", "ffn", "norm", "head")  # of whole parts; test_adapters has the others
 TINY = {"name": "vit_u2x2_8_hmlp_bn", "image_size": 32, "num_classes": 7, "layerscale": 0.1}
 
 
@@ -71,6 +72,8 @@ def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
         {"positions": "sincos2d", "pool": "mean_then_norm"},
         {"positions": {"kind": "learned2d", "where": "levels"}, "registers": 4, "qk_norm": True},
         {"positions": "relative", "class_token": False, "pool": "mean", "norm": "rmsnorm", "activation": "swiglu"},
+        {"adapters": 5},
+        {"adapters": 3, "bias": False},
     ],
 )
 def test_every_parameter_is_of_one_part(stem, branches, settings):
@@ -85,7 +88,9 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
 
 
 def test_parts_of_representative_names():
-    parts = parts_of(vit(head={"kind": "mlp"}, registers=4, qk_norm=True))
+    network = vit(head={"kind": "mlp"}, registers=4, qk_norm=True, adapters=3)
+    prepare(network, Finetune(weights="unread", mode="lora"))
+    parts = parts_of(network)
     for name, part in {
         "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
@@ -100,6 +105,8 @@ def test_parts_of_representative_names():
         "blocks.0.ffn2.up.weight": "ffn",
         "blocks.0.ffn2.down.bias": "ffn",
         "blocks.0.ffn2.scale": "layerscale",
+        "blocks.0.ffn2.adapter.down.weight": "adapters",
+        "blocks.1.attn2.qkv.lora.q.a.weight": "lora",
         "head.0.weight": "head",
     }.items():
         assert parts[name] == part
@@ -265,13 +272,9 @@ def test_the_audit_matches_the_paper(first_branch, trained, share):
 
 
 def test_an_audit_table_is_aligned_markdown():
-    lines = audit_table(
-        audit(
-            vit(
-                registers=4,
-            )
-        )
-    ).splitlines()
+    network = vit(registers=4, adapters=3)
+    prepare(network, Finetune(weights="unread", mode="lora"))
+    lines = audit_table(audit(network)).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert {line.count("|") for line in lines} == {6}
     assert set(lines[1]) == {"|", "-", ":"}

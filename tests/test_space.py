@@ -40,6 +40,7 @@ from vitray.sweep.space import (
 from vitray.tasks.build import build_task
 from vitray.training.optim import build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import learning_rate, total_steps
+from vitray.weights.freezing import audit
 from vitray.weights.pretrained import adapt
 
 DEPTH = """
@@ -647,9 +648,9 @@ def test_a_header_has_purpose_and_source(path):
 @pytest.mark.parametrize(
     ("name", "points"),
     [
-        ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_mode", 6), ("finetune_transfer", 12),
-        ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 6), ("demo_stems", 12),
-        ("positions", 8), ("demo_positions", 10),
+        ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_parts", 6), ("finetune_transfer", 12),
+        ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 12),
+        ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):
@@ -689,11 +690,67 @@ def rate_sums(path):
     return sums
 
 
-@pytest.mark.parametrize(("name", "cells"), [("finetune_mode", 6), ("finetune_transfer", 18)])
+@pytest.mark.parametrize(("name", "cells"), [("finetune_parts", 6), ("finetune_mode", 7), ("finetune_transfer", 18)])
 def test_every_cell_of_a_fine_tuning_has_a_rate_and_steps_to_learn_with(name, cells):
     sums = rate_sums(tune_spaces.path_of(name))
     assert len(sums) == cells
     assert {cell: rates for cell, rates in sums.items() if rates < ENOUGH[cell[2]]} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "wide", "narrow"),
+    [
+        (
+            "finetune_mode",
+            {"name": "vit_b12x1_16", "image_size": 384},
+            {"attn": 28_348_416, "last": 28_353_024, "lora_wide": 28_366_848, "adapter_wide": 28_339_200},
+            {"bias": 102_912, "lora": 110_592, "adapter": 101_436},
+        ),
+        (
+            "demo_finetune_mode",
+            {"name": "vit_u6x2_8_hmlp_bn", "image_size": 48, "num_classes": 10},
+            {"attn": 199_680, "last": 200_064, "lora_wide": 193_536, "adapter_wide": 198_912},
+            {"bias": 8_512, "lora": 9_216, "adapter": 8_508},
+        ),
+    ],
+)
+def test_modes_are_compared_at_equal_trained_parameters_and_at_equal_time(name, network, wide, narrow):
+    path = tune_spaces.path_of(name)
+    recipe, _, *overrides = sweeps(path)[0]
+    base = load_run(recipes.path_of(recipe), overrides)
+    base = base.replace({f"model.{key}": value for key, value in network.items()})
+    counts, durations, work = {}, {}, {}
+    for point in check_space(read_space(path), base):
+        run = run_of(base, point)
+        with torch.device("meta"):
+            vit = build_task(run).vit
+        mode = point.shown["mode"]
+        counts[mode] = sum(row.trained for row in audit(vit).rows if row.part not in ("head", "positions"))
+        durations.setdefault(mode, []).append(float(run.optim.duration.split()[0]))
+        work[mode] = step_work(vit)
+    for group in (wide, narrow):
+        assert {mode: counts[mode] for mode in group} == group
+        assert max(group.values()) < 1.1 * min(group.values())
+    assert counts["head"] == 0
+    shortest = min(map(min, durations.values()))
+    for mode, lengths in durations.items():
+        assert lengths[0] == shortest
+        assert lengths[-1] * work[mode] == pytest.approx(shortest * work["full"], rel=0.02), mode
+        assert len(lengths) == (1 if mode in ("full", "lora_wide", "adapter_wide") else 2)
+
+
+def step_work(vit):
+    """Multiply-adds of the levels in a training step, for a token: forward, to inputs, to trained matrices."""
+    tokens, width, total, is_reached = vit.model.grid[0] * vit.model.grid[1], vit.model.shape.size, 0, False
+    for block in vit.blocks:
+        matrices = [each for name, each in block.named_parameters() if each.ndim == 2]
+        products = 2 * tokens * width * block.branches
+        total += sum(each.numel() for each in matrices) + products
+        is_reached = is_reached or any(each.requires_grad for each in block.parameters())
+        if is_reached:
+            total += sum(each.numel() for each in matrices) + 2 * products
+            total += sum(each.numel() for each in matrices if each.requires_grad)
+    return total
 
 
 def drawn(start, count):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import tune_spaces
 from pipelines import recipes
 from vitray.config import Model, Run, load_run
-from vitray.config.training import TRAINED, Finetune, Optim
+from vitray.config.finetuning import TRAINED
+from vitray.config.training import Finetune, Optim
 from vitray.data.augment.masks import HIDDEN, draw_sources
 from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, attention_maps, compare_branches, position_similarity, token_norms
@@ -52,9 +53,10 @@ VARIANTS = POSITIONS | {
     "swiglu": {"activation": "swiglu"},
     "rmsnorm": {"norm": "rmsnorm"},
     "bias-free": {"bias": False},
+    "adapters": {"adapters": 5},
     "qk_norm": {"qk_norm": True},
     "qk_norm without bias": {"qk_norm": True, "bias": False},
-    "all": ALL | {"activation": "swiglu", "bias": False, "layerscale": 0.1, "pool": "mean_then_norm"},
+    "all": ALL | {"activation": "swiglu", "bias": False, "layerscale": 0.1, "pool": "mean_then_norm", "adapters": 3},
 }
 each_position = pytest.mark.parametrize("kind", POSITIONS)
 each_variant = pytest.mark.parametrize("kind", VARIANTS)
@@ -169,12 +171,20 @@ def slow_attention(vit: ViT, branch: nn.Module, tokens: list[Tensor], places: li
     return [slow_linear(torch.cat(output), branch.out) for output in outputs]
 
 
+def slow_gelu(h: Tensor) -> Tensor:
+    return h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))
+
+
 def slow_feed(vit: ViT, branch: nn.Module, token: Tensor) -> Tensor:
     h = slow_linear(slow_norm(token, branch.norm), branch.up)
     if vit.model.activation == "swiglu":
         gate, value = h[: len(h) // 2], h[len(h) // 2 :]
-        return slow_linear(gate / (1 + torch.exp(-gate)) * value, branch.down)
-    return slow_linear(h * 0.5 * (1 + torch.erf(h / math.sqrt(2))), branch.down)
+        output = slow_linear(gate / (1 + torch.exp(-gate)) * value, branch.down)
+    else:
+        output = slow_linear(slow_gelu(h), branch.down)
+    if vit.model.adapters:
+        output = output + slow_linear(slow_gelu(slow_linear(output, branch.adapter.down)), branch.adapter.up)
+    return output
 
 
 def slow_position(module: nn.Module, kind, place: int, grid) -> Tensor | float:
@@ -366,7 +376,8 @@ def test_fine_tuning_modes_own_the_parameters_of_variants():
     relative = {"positions": "relative", "class_token": False, "pool": "mean"}
     for settings in ({"registers": 2, "qk_norm": True, "positions": {"kind": "learned", "where": "levels"}}, relative):
         vit = network("none", **settings)
-        for mode, parts in TRAINED.items():
+        for mode in ("full", "attn", "attn_norm", "ffn", "norm", "head"):
+            parts = TRAINED[mode]
             freeze(vit, Finetune(weights="w", mode=mode))
             trained = {name for name, parameter in vit.named_parameters() if parameter.requires_grad}
             for name, _ in vit.named_parameters():

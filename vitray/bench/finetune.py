@@ -29,7 +29,8 @@ class FinetuneSettings(NamedTuple):
 
     model: str
     modes: Sequence[str] = ("full", "attn", "ffn", "head", "attn+feedforward")
-    """Fine-tuning modes, as in attn or attn+feedforward with recomputation; the first is the reference."""
+    """Fine-tuning modes, as in attn, attn+feedforward with recomputation, or lora:task.lora.rank=4 with a setting; the
+    first is the reference."""
     batch: int | None = None
     """None is 8 on a GPU and 1 on a CPU."""
     image_size: int = 224
@@ -101,6 +102,7 @@ def measure_finetune(settings: FinetuneSettings) -> dict[str, Any]:
 
 def recipe(settings: FinetuneSettings, mode: str) -> Run:
     """Return the run of a fine-tuning mode."""
+    mode, *more = mode.split(":")
     trained, _, recomputed = mode.partition("+")
     changes = {
         "model.name": settings.model,
@@ -113,7 +115,7 @@ def recipe(settings: FinetuneSettings, mode: str) -> Run:
         "compute.precision": settings.dtype,
         "compute.recompute": recomputed or "none",
     }
-    return load_run(None, [f"{setting}={value}" for setting, value in changes.items()])
+    return load_run(None, [f"{setting}={value}" for setting, value in changes.items()] + more)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The options of `vitray bench`. This module loads nothing heavy, so a wrong option fails at once."""
 
 import argparse
+import re
 from pathlib import Path
 
 from vitray.config.parsing import count_up_to, number_up_to
@@ -16,6 +17,10 @@ POLICIES = ("three_augment", "randaugment", "randaugment_torchvision")
 
 def _counts(text: str) -> list[int]:
     return [count_up_to(10**6)(part) for part in text.split(",")]
+
+
+def _modes(text: str) -> list[str]:
+    return re.split(r",(?![^\[]*\])", text)  # not at the commas of a list
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -60,8 +65,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
     finetune.add_argument(
         "--modes",
+        type=_modes,
         default="full,attn,ffn,head,attn+feedforward",
-        help="MODE or MODE+RECOMPUTE, separated by commas; the first is the reference (%(default)s)",
+        help="MODE, MODE+RECOMPUTE or MODE:SETTING=VALUE, separated by commas, the reference first (%(default)s)",
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     family = benchmarks.add_parser("family", help="many deltas in one batch against one model")

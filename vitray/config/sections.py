@@ -122,6 +122,7 @@ Positions = Learned | Learned2d | SinCos2d | Relative | Rope | NoPositions
 
 
 MOST_REGISTERS = 1024
+MOST_ADAPTER = 2**16
 
 
 def _count_registers(value: Any) -> Any:
@@ -186,6 +187,9 @@ class Model(Section):
     """Normalisation before every branch and before the head. rmsnorm neither centres nor shifts."""
     bias: bool = True
     """false: linear layers and norms of the blocks, and the last norm, have no biases; stem and head keep theirs."""
+    adapters: Annotated[int, Field(ge=1, le=MOST_ADAPTER)] | None = None
+    """Width of an adapter after each feed-forward, for fine-tuning: h + B gelu(A h), with B zero at first (Houlsby et
+    al., 2019); null: none."""
     norm_eps: Positive = 1e-6
     """Epsilon of the normalisation layers."""
     execution: Literal["loop", "fused", "auto"] = "auto"
@@ -260,7 +264,7 @@ class Model(Section):
         shape, classes = self.shape, self.num_classes or 0
         hidden = (self.head.hidden or shape.size) if isinstance(self.head, MlpHead) else 0
         head = hidden * (shape.size + classes) if hidden else shape.size * classes
-        blocks = 12 * shape.depth * shape.branches * shape.size**2
+        blocks = (12 * shape.size + 2 * (self.adapters or 0)) * shape.depth * shape.branches * shape.size
         positions = math.prod(self.grid) * shape.size * self.num_tables
         if self.positions.kind == "relative":
             positions = shape.depth * shape.branches * (2 * math.prod(self.grid) - 1) * self.head_size

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
 from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
 
@@ -107,19 +108,6 @@ class SupervisedSettings(Section):
     smoothing: Smoothing = 0.0
 
 
-Part = Literal["stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head"]
-Mode = Literal["full", "attn", "ffn", "head", "norm"]
-
-# The code of "Three things" trains the positions with the attention, because a finer grid has new ones.
-TRAINED: dict[Mode, tuple[Part, ...]] = {
-    "full": get_args(Part),
-    "attn": ("attn", "positions", "head"),
-    "ffn": ("ffn", "positions", "head"),
-    "head": ("head",),
-    "norm": ("norms", "head"),
-}
-
-
 class Finetune(Section):
     """Classification, trained from given weights, some of which may stay frozen."""
 
@@ -127,7 +115,14 @@ class Finetune(Section):
     weights: Text
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     mode: Mode = "full"
-    """The parts to train: all; attn or ffn (in every branch) with positions and head; head; or norms and head."""
+    """The parts to train, the head among them. full: all; attn, ffn: these of every branch, and positions; attn_norm:
+    attn and norms; last: the last levels and the last norm; norm: norms; bias: all biases but those of a stem with
+    batch norms (BitFit); lora: products beside frozen matrices; adapter: the bottlenecks of model.adapters; head: no
+    other."""
+    lora: Lora = Lora()
+    """The products of mode lora. The model folder holds their factors, and every reader adds them to the matrices."""
+    levels: Size = 1
+    """In mode last, the number of levels to train."""
     also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
     """Further parts to train."""
     delta: bool = True
@@ -146,8 +141,13 @@ class Finetune(Section):
                 f"also names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
                 f" wanted {' or '.join(rest) if rest else 'nothing'}"
             )
-        if self.first_branch and self.mode != "attn":
-            raise ValueError(f"first_branch true is about mode attn alone; wanted false in mode {self.mode}")
+        for mode, text, is_default, wanted in (
+            ("attn", "first_branch true", not self.first_branch, "false"),
+            ("last", f"levels {self.levels}", self.levels == 1, "1"),
+            ("lora", f"lora.rank {self.lora.rank} or another setting of lora", self.lora == Lora(), "the defaults"),
+        ):
+            if self.mode != mode and not is_default:
+                raise ValueError(f"{text} is about mode {mode} alone; wanted {wanted} in mode {self.mode}")
         return self
 
     @property

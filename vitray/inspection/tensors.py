@@ -22,6 +22,7 @@ Kind = Literal[
     "output",
     "up",
     "down",
+    "adapter",
     "norm",
     "layerscale",
     "head",
@@ -94,7 +95,7 @@ def named_tensors(state: Mapping[str, Tensor]) -> Iterator[NamedTensor]:
 
 def _kind_in_level(part: str) -> Kind:
     match part:
-        case "norm" | "up" | "down":
+        case "norm" | "up" | "down" | "adapter":
             return part
         case "q_norm" | "k_norm":
             return "norm"

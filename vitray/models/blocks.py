@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitray.models.adapters import weight_of
 from vitray.models.branches import (
     Attention,
     BlockSpec,
@@ -111,7 +112,12 @@ class Block(nn.Module):
     def _feed_fused(self, x_BND: Tensor) -> Tensor:
         weights, first = self._fused_weights(self.feedforwards, x_BND), self.feedforwards[0]
         h_BNK = F.linear(normalise(x_BND, first.norm), weights.weight_in, weights.bias_in)
-        return self._add_fused(x_BND, activate(h_BNK, first.activation), weights)
+        h_BNK = activate(h_BNK, first.activation)
+        if first.adapter is None:
+            return self._add_fused(x_BND, h_BNK, weights)
+        # An adapter acts on the output of its branch alone, so the second products are not joined.
+        inner = h_BNK.chunk(self.branches, dim=-1)
+        return self._add_loop(x_BND, (each.output(h, 0.0) for each, h in zip(self.feedforwards, inner, strict=True)))
 
     def _add_fused(self, x_BND: Tensor, h_BNK: Tensor, weights: "FusedWeights") -> Tensor:
         factors = self._drop_path_factors(x_BND)
@@ -169,11 +175,12 @@ def fuse_weights(branches: Branches) -> FusedWeights:
             first, last, groups = branch.qkv, branch.out, 3
         else:
             first, last, groups = branch.up, branch.down, 2 if branch.activation == "swiglu" else 1
-        weights_in.append((first.weight * branch.norm.weight).unflatten(0, (groups, -1)))
-        weights_out.append(last.weight if branch.scale is None else branch.scale[:, None] * last.weight)
+        weight_in, weight_out = weight_of(first), weight_of(last)
+        weights_in.append((weight_in * branch.norm.weight).unflatten(0, (groups, -1)))
+        weights_out.append(weight_out if branch.scale is None else branch.scale[:, None] * weight_out)
         if first.bias is not None:
             shift = bias_of(branch.norm)
-            bias = first.bias if shift is None else first.weight @ shift + first.bias
+            bias = first.bias if shift is None else weight_in @ shift + first.bias
             biases_in.append(bias.unflatten(0, (groups, -1)))
             biases_out.append(last.bias if branch.scale is None else branch.scale * last.bias)
     return FusedWeights(

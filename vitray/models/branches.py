@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitray.models.adapters import Adapter
 from vitray.models.norms import build_norm
 from vitray.models.positions import NOWHERE, AttentionPositions
 from vitray.models.relative import num_offsets, relative_bias
@@ -37,6 +38,8 @@ class BlockSpec(NamedTuple):
     qk_norm: bool = False
     relative_patches: int | None = None
     """Patches of an image whose offsets attention learns; None without relative positions."""
+    adapters: int | None = None
+    """Width of the adapter after a feed-forward; None without one."""
 
 
 class Attention(nn.Module):
@@ -99,11 +102,17 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(spec.width, up_width(spec.width, spec.activation), bias=spec.bias)
         self.down = nn.Linear(inner, spec.width, bias=spec.bias)
         self.scale = _layerscale(spec)
+        self.adapter = Adapter(spec.width, spec.adapters, spec.bias) if spec.adapters else None
 
     def forward(self, x_BND: Tensor, dropout: float) -> Tensor:
         """Return the output."""
-        h_BNK = activate(self.up(self.norm(x_BND)), self.activation)
+        return self.output(activate(self.up(self.norm(x_BND)), self.activation), dropout)
+
+    def output(self, h_BNK: Tensor, dropout: float) -> Tensor:
+        """Return the output, from the activations between the two products."""
         h_BND = F.dropout(self.down(F.dropout(h_BNK, dropout, self.training)), dropout, self.training)
+        if self.adapter is not None:
+            h_BND = self.adapter(h_BND)
         return h_BND if self.scale is None else h_BND * self.scale
 
 

@@ -58,6 +58,7 @@ def diagram(model: Model, counts: Counts) -> str:
     heads = f"{model.num_heads} heads{' with norms' if model.qk_norm else ''}"
     gates = " gated" if model.activation == "swiglu" else ""
     hidden = f"{shape.size} > {inner_width(shape.size, model.activation)}{gates} > {shape.size}"
+    hidden += f" > adapter {model.adapters}" if model.adapters else ""
     norm = "norm" if model.norm == "layernorm" else model.norm
     block: list[tuple[str, str]] = []
     for part, text in (("attn", heads), ("ffn", hidden)):

@@ -7,8 +7,8 @@ import math
 from typing import Literal, NamedTuple
 
 from vitray.config import Model
+from vitray.config.finetuning import Part
 from vitray.config.model_names import Name
-from vitray.config.training import Part
 
 
 class Sizes(NamedTuple):
@@ -76,6 +76,7 @@ def sizes_of(model: Model) -> Sizes:
     N, pairs, d = patches + model.num_prefix, shape.depth * shape.branches, model.head_size
     inner, up = inner_width(D, model.activation), up_width(D, model.activation)
     bias, shift = model.bias, model.bias and model.norm == "layernorm"
+    adapters = model.adapters or 0
     offsets = (2 * patches - 1) * (model.positions.kind == "relative")
     hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
     stem, stem_work = _stem(model)
@@ -89,9 +90,10 @@ def sizes_of(model: Model) -> Sizes:
         "attn": pairs * (4 * D * D + 4 * D * bias + 2 * d * (1 + shift) * model.qk_norm + offsets * d),
         "ffn": pairs * ((up + inner) * D + (up + D) * bias),
         "layerscale": pairs * 2 * D * (model.layerscale is not None),
+        "adapters": pairs * (2 * D * adapters + (adapters + D) * bias) * (adapters > 0),
         "head": head_matrices + (hidden + classes if classes else 0),
     }
-    products = pairs * N * D * (4 * D + up + inner + 2 * N + offsets) + head_matrices
+    products = pairs * N * D * (4 * D + up + inner + 2 * adapters + 2 * N + offsets) + head_matrices
     normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (patches if model.pool == "mean" else 1)
     return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
 

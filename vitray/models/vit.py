@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model, Relative, Rope
+from vitray.models.adapters import Adapter
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec, Execution, Trace
 from vitray.models.norms import build_norm
@@ -47,12 +48,16 @@ class ViT(nn.Module):
             norm=model.norm,
             bias=model.bias,
             qk_norm=model.qk_norm,
+            adapters=model.adapters,
             relative_patches=math.prod(model.grid) if isinstance(model.positions, Relative) else None,
         )
         self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate)) for rate in drop_path_rates(model))
         self.norm = build_norm(model.norm, shape.size, model.norm_eps, model.bias)
         self.head = build_head(model)
         self.blocks.apply(initialise_linear)
+        for module in self.blocks.modules():
+            if isinstance(module, Adapter):
+                module.start_from_zero()
         if self.class_token is not None:
             nn.init.trunc_normal_(self.class_token, std=0.02)
         if self.registers is not None:

@@ -12,6 +12,7 @@ from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
 from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
+from vitray.weights.freezing import prepare
 from vitray.weights.pretrained import InitialWeights
 
 
@@ -30,6 +31,8 @@ def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialW
         storage.remove(url)
         return save_tokenizer(url, tokenizer)
     vit = ViT(run.model)
+    if isinstance(run.task, Finetune):
+        prepare(vit, run.task)
     vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
     is_delta = start is not None and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full"
     base = start.url if start and is_delta else None

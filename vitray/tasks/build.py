@@ -9,7 +9,7 @@ from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.masked import MaskedPrediction
 from vitray.tasks.supervised import Supervised
-from vitray.weights.freezing import freeze
+from vitray.weights.freezing import prepare
 
 Task = Supervised | MaskedPrediction | VisualTokenizer
 
@@ -25,7 +25,7 @@ def build_task(run: Run, tokenizer: VisualTokenizer | None = None) -> Task:
                 raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
             task = Supervised(run)
             if isinstance(run.task, Finetune):
-                freeze(task.vit, run.task)
+                prepare(task.vit, run.task)
             return task
         case Masked():
             return MaskedPrediction(run, tokenizer)

@@ -22,6 +22,7 @@ from vitray.errors import ConfigError
 from vitray.evaluation.arrays import Labelled
 from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
 from vitray.inspection.attention_distance import attention_distances
+from vitray.models.adapters import merge_lora
 from vitray.models.vit import ViT
 
 # Images of a forward pass. A fixed number: the last bits of an output depend on it.
@@ -103,9 +104,10 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
 
 
 def network_weights(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the ViT's tensors of a task's `model`, with those of its `average` where the run averages."""
+    """Return the ViT's tensors of a task's `model`, those of its `average` where the run averages, with LoRA merged."""
     tensors = {**parts["model"], **parts.get("average", {})}  # frozen weights have no average
-    return {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
+    network = {name.removeprefix("vit."): tensor for name, tensor in tensors.items() if name.startswith("vit.")}
+    return merge_lora(network)
 
 
 def _choose_images(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> tuple[SplitRows, np.ndarray]:

@@ -1,6 +1,7 @@
 """Deltas: networks stored as their differences from a base network.
 
-    model.safetensors  the tensors that differ from those of the base, or that the base lacks
+    model.safetensors  the tensors that differ from those of the base, or that the base lacks: factors of LoRA too,
+                       whose products every read adds to their matrices
     delta.json         the address of the base, a hash of its tensors, and the names of the shared tensors
 
 A base may be a delta itself. A delta is useless without its base, so every read checks the hash of the base.
@@ -22,6 +23,7 @@ from vitray import storage
 from vitray.config.sections import Section
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError
+from vitray.models.adapters import merge_lora
 from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
 from vitray.weights.convert import import_state
 from vitray.weights.files import State
@@ -143,10 +145,11 @@ def read_state(url: str) -> State:
     """Return the tensors, under our names, of a model folder, a delta or a weights file of another library."""
     links, root = read_chain(resolve_uri(url))
     has_run = storage.exists(storage.join(root, RUN))
-    return compose(links, _read_own(root) if has_run else _aligned(import_state(root)))
+    return compose(links, read_own(root) if has_run else _aligned(import_state(root)))
 
 
-def _read_own(location: str) -> State:
+def read_own(location: str) -> State:
+    """Return the tensors of a folder's own file."""
     with storage.local_copy(storage.join(location, WEIGHTS)) as path:
         try:
             return _aligned(load_file(path))
@@ -172,10 +175,14 @@ def compose(links: Sequence[Link], state: State, identity: str | None = None) ->
                 f"{location}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, wanted"
                 f" {delta.base.identity[:12]}"
             )
-        own = _read_own(location)
+        own = read_own(location)
         if wrong := [name for name in delta.taken if name in own or name not in state]:
             raise ConfigError(
                 f"{location}: {DELTA} takes {wrong[0]} from the base, but {WEIGHTS} has it or the base lacks it"
             )
         state = own | {name: state[name] for name in delta.taken}
+        try:
+            state = merge_lora(state)
+        except ConfigError as error:
+            raise ConfigError(f"{location}: {WEIGHTS}: {error}") from None
     return state

@@ -60,6 +60,8 @@ def _fault(model: Model, layout: str) -> str | None:
     """The first setting whose function a library cannot compute, even if the tensors fit."""
     if variant := variant_of(model):
         return f"an export for {layout} has no {variant}"
+    if model.adapters:
+        return f"an export for {layout} has no adapters"
     if layout == "timm":
         return f"{layout} has no head of two layers" if model.num_classes and model.head.kind == "mlp" else None
     if model.pool != "token":

@@ -15,6 +15,7 @@ from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.parsing import short
 from vitray.errors import ConfigError
+from vitray.models.adapters import merge_lora
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
 from vitray.storage import scratch_folder
@@ -64,11 +65,12 @@ def save_model(
 ) -> SavedModel:
     """Write a model folder and return its size; `run.yaml` is written last and marks a complete model.
 
-    With `relative_to`, the address of a base network, the folder becomes a delta.
+    With `relative_to`, the address of a base network, the folder becomes a delta, in which LoRA stays factors. In a
+    whole model it is merged.
     """
     if classes is not None and len(classes) != run.model.num_classes:
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
-    state = vit.state_dict()
+    state = vit.state_dict() if relative_to else merge_lora(vit.state_dict())
     delta = None if relative_to is None else make_delta(url, state, relative_to)
     return _write(url, run.replace({"model": vit.model.model_dump(mode="json")}), state, classes, delta)
 

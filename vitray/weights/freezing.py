@@ -3,8 +3,12 @@
 import json
 from typing import NamedTuple, get_args
 
-from vitray.config.training import Finetune, Part
+from torch import nn
+
+from vitray.config.finetuning import Part
+from vitray.config.training import Finetune
 from vitray.errors import ConfigError
+from vitray.models.adapters import add_lora
 from vitray.models.vit import ViT
 
 
@@ -17,6 +21,10 @@ def part_of(name: str) -> Part:
             return "positions"
         case ["norm", _] | ["blocks", _, _, "norm", _]:
             return "norms"
+        case ["blocks", _, _, _, "lora", *_] | ["blocks", _, _, _, "lora_scale"]:
+            return "lora"
+        case ["blocks", _, _, "adapter", *_]:
+            return "adapters"
         case ["blocks", _, _, "qkv" | "out" | "q_norm" | "k_norm" | "relative", *_]:
             return "attn"
         case ["blocks", _, _, "up" | "down", _]:
@@ -32,6 +40,16 @@ def parts_of(vit: ViT) -> dict[str, Part]:
     return {name: part_of(name) for name, _ in vit.named_parameters()}
 
 
+def prepare(vit: ViT, settings: Finetune) -> None:
+    """Add what a fine-tuning adds to the network, and freeze every parameter except those that the settings train."""
+    if settings.mode == "lora":
+        lora, width = settings.lora, vit.model.shape.size
+        if lora.rank > width:
+            raise ConfigError(f"task.lora.rank: got {lora.rank}, wanted at most {width}, the width of {vit.model.name}")
+        add_lora(vit, lora.matrices, lora.rank, lora.alpha)
+    freeze(vit, settings)
+
+
 def freeze(vit: ViT, settings: Finetune) -> None:
     """Freeze every parameter except those that the settings train."""
     parts = parts_of(vit)
@@ -39,7 +57,7 @@ def freeze(vit: ViT, settings: Finetune) -> None:
         raise ConfigError(
             f"task.also: got {', '.join(absent)}, which {vit.model.name} as it is set has no parameters of"
         )
-    trained = {name for name, part in parts.items() if part in settings.trained}
+    trained = {name for name, part in parts.items() if part in settings.trained} | _trained_beside(vit, settings)
     if settings.first_branch:
         trained -= {name for name in trained if parts[name] == "attn" and ".attn1." not in name}
     if not trained:
@@ -50,6 +68,32 @@ def freeze(vit: ViT, settings: Finetune) -> None:
     for name, parameter in vit.named_parameters():
         parameter.requires_grad_(name in trained)
     vit.train(vit.training)  # puts a newly frozen stem into evaluation mode
+
+
+def _trained_beside(vit: ViT, settings: Finetune) -> set[str]:
+    """The parameters that a mode trains besides whole parts."""
+    names = [name for name, _ in vit.named_parameters()]
+    match settings.mode:
+        case "bias":
+            # The statistics of a batch norm change with its stem, which therefore stays frozen.
+            has_statistics = any(isinstance(module, nn.BatchNorm2d) for module in vit.stem.modules())
+            return {
+                name for name in names if name.endswith(".bias") and not (has_statistics and part_of(name) == "stem")
+            }
+        case "last":
+            depth = len(vit.blocks)
+            if settings.levels > depth:
+                raise ConfigError(
+                    f"task.levels: got {settings.levels}, wanted at most {depth}, the levels of {vit.model.name}"
+                )
+            levels = tuple(f"blocks.{level}." for level in range(depth - settings.levels, depth))
+            return {name for name in names if name.startswith((*levels, "norm."))}
+        case "adapter" if vit.model.adapters is None:
+            raise ConfigError(
+                "task.mode: got adapter, and model.adapters is null; wanted a width, as in model.adapters=16"
+            )
+        case _:
+            return set()
 
 
 # ---- the audit -------------------------------------------------------------------------------------------------------

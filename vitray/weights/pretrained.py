@@ -15,7 +15,7 @@ from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, build_head
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
-from vitray.weights.freezing import Audit, audit, freeze, part_of
+from vitray.weights.freezing import Audit, audit, part_of, prepare
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.
 FIXED = (
@@ -31,6 +31,7 @@ FIXED = (
     "norm",
     "bias",
     "norm_eps",
+    "adapters",
 )
 
 
@@ -66,9 +67,18 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
         loaded.classes is not None and tuple(loaded.classes) != tuple(classes)
     )
     run = _completed(run, loaded, classes, new_head)
+    if run.model.adapters and not loaded.vit.model.adapters and "adapters" not in task.trained:
+        raise ConfigError(
+            f"model.adapters: got {run.model.adapters}, and task.weights {task.weights} has none; wanted null, or them"
+            f" trained: task.mode adapter in place of {task.mode}, or adapters in task.also"
+        )
     state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
-    vit = ViT(run.model)
-    freeze(vit, task)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        vit = ViT(run.model)
+        prepare(vit, task)
+    added = {name: tensor for name, tensor in vit.state_dict().items() if part_of(name) in ("lora", "adapters")}
+    state = added | state
     identity = identity_of(loaded.vit.state_dict())
     return run, InitialWeights(url, identity, state, audit(vit), _describe_adaptation(loaded.vit, run, state))
 
@@ -135,6 +145,8 @@ def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str
 def _other_settings(old: Model, new: Model) -> list[str]:
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     before["heads"], after["heads"] = old.num_heads, new.num_heads
+    if old.adapters is None:
+        after["adapters"] = None  # added ones start as the identity
     for settings in (before, after):
         settings["positions"].pop("resample", None)
     if old.layerscale and new.layerscale:
@@ -147,15 +159,12 @@ def _other_settings(old: Model, new: Model) -> list[str]:
 
 
 def _other_tensors(initial: ViT, model: Model) -> list[str]:
-    """The first few missing, additional or differently shaped tensors, without those that are adapted."""
+    """The first few missing, additional or differently shaped tensors, without those that are adapted or added."""
+    free = ("head", "positions", *(["adapters"] if initial.model.adapters is None else []))
     with torch.device("meta"):
         wanted = _shapes(ViT(model))
     got = _shapes(initial)
-    names = [
-        name
-        for name in {**wanted, **got}
-        if wanted.get(name) != got.get(name) and part_of(name) not in ("head", "positions")
-    ]
+    names = [name for name in {**wanted, **got} if wanted.get(name) != got.get(name) and part_of(name) not in free]
     lines = [f"{name}: got {got.get(name, 'none')}, wanted {wanted.get(name, 'none')}" for name in names[:3]]
     return [*lines, f"and {len(names) - 3} tensors more"] if len(names) > 3 else lines
 

@@ -125,9 +125,9 @@ def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) 
 
 
 def _is_foldable(model: Model) -> bool:
-    """Whether the levels are LayerNorms, products with biases, GELU and attention without positions of its own."""
+    """Whether the levels are LayerNorms, products with biases, GELU and attention without positions, and no more."""
     is_plain = model.norm == "layernorm" and model.bias and not model.qk_norm and model.activation != "swiglu"
-    return is_plain and model.positions.kind not in ("relative", "rope")
+    return is_plain and model.adapters is None and model.positions.kind not in ("relative", "rope")
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

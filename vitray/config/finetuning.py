@@ -1,0 +1,46 @@
+"""Settings of fine-tuning modes: the parts of a network, those that each mode trains, and LoRA."""
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from vitray.config.sections import Positive, Section, Size
+
+Part = Literal[
+    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "adapters", "lora", "head"
+]
+Mode = Literal["full", "attn", "attn_norm", "ffn", "last", "norm", "bias", "lora", "adapter", "head"]
+
+# The code of "Three things" trains the positions with the attention, because a finer grid has new ones.
+TRAINED: dict[Mode, tuple[Part, ...]] = {
+    "full": get_args(Part),
+    "attn": ("attn", "positions", "head"),
+    "attn_norm": ("attn", "norms", "positions", "head"),
+    "ffn": ("ffn", "positions", "head"),
+    "last": ("head",),  # and levels
+    "norm": ("norms", "head"),
+    "bias": ("head",),  # and vectors of other parts
+    "lora": ("lora", "head"),
+    "adapter": ("adapters", "head"),
+    "head": ("head",),
+}
+Matrix = Literal["q", "k", "v", "out", "up", "down"]
+
+
+class Lora(Section):
+    """LoRA (Hu et al., 2021): W + alpha / rank * B A in place of a frozen matrix W. A and B are trained; B starts from
+    zeros, so that training starts from the network as it is."""
+
+    rank: Size = 8
+    """Columns of B and rows of A; at most the width of the network."""
+    alpha: Positive = 16.0
+    """Numerator of the scale of the product."""
+    matrices: Annotated[tuple[Matrix, ...], Field(strict=False, min_length=1)] = ("q", "v")
+    """Matrices with a product, in every branch of every level: queries, keys, values, the output of attention; the two
+    of a feed-forward."""
+
+    @model_validator(mode="after")
+    def _matrices_differ(self) -> Self:
+        if repeated := sorted({name for name in self.matrices if self.matrices.count(name) > 1}):
+            raise ValueError(f"matrices: got {', '.join(repeated)} more than once, wanted each matrix once")
+        return self
