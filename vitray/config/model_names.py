@@ -28,7 +28,7 @@ WIDTHS = {
     "l": Width(1024, 16, 24),
     "h": Width(1280, 16, 32),
 }
-STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln")
+STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
 STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
 # The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
 MOST_PAIRS = 1000
@@ -144,6 +144,11 @@ def _check_patch_suits_stem(text: str, name: Name) -> None:
         # The hMLP stem starts from 4-pixel patches and doubles them ("Three things", Algorithm 1).
         raise ValueError(
             f"model name {text!r}: the hMLP stem has patches of 4, 8, 16, 32, ... (4 x 2^k), not {name.patch}"
+        )
+    if name.stem == "local" and (name.patch < 8 or name.patch % 4 or quarter & (quarter - 1)):
+        raise ValueError(
+            f"model name {text!r}: the local stem has patches of 8, 16, 32, ... (cells of 4 x 4, merged in pairs), not"
+            f" {name.patch}"
         )
     if name.stem.startswith("conv") and name.patch != 16:
         raise ValueError(

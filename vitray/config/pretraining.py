@@ -234,7 +234,7 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
     if shape.mixes_patches and not task.allow_leak:
         raise ValueError(
             f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
-            " wanted a linear or hmlp stem, or task.allow_leak true"
+            " wanted a linear, hmlp or local stem, or task.allow_leak true"
         )
     if task.objective.kind == "small_patch" and shape.patch % 4:
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitray.config import Learned, Learned2d, Model
+from vitray.models.local_stem import LocalTransformer
 from vitray.models.sizes import inner_width, sizes_of
 from vitray.models.vit import ViT
 
@@ -106,5 +107,8 @@ def _layer(layer: nn.Module) -> str:
             return "bn"
         case nn.LayerNorm():
             return "ln"
+        case LocalTransformer():
+            cells, channels = len(layer.positions), layer.norm.weight.numel()
+            return f"linear + {len(layer.blocks)} levels on {cells} cells of {channels}"
         case _:
             return "gelu"

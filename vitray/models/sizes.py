@@ -26,6 +26,10 @@ class Sizes(NamedTuple):
         return sum(self.parts.values())
 
 
+# The local-transformer stem (`local_stem`).
+CELL, LOCAL_DEPTH, LOCAL_HEADS = 4, 4, 4
+
+
 class Convolution(NamedTuple):
     """One convolution of a stem."""
 
@@ -49,6 +53,10 @@ def convolutions(name: Name) -> list[Convolution]:
             return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
         case "conv":  # LeViT
             return [Convolution(3, 2, 1, width // divisor) for divisor in (8, 4, 2, 1)]
+        case "local":  # the cells of a patch, then their merging; the blocks lie between
+            merges = (patch // CELL).bit_length() - 1
+            sizes, channels = [CELL] + [2] * merges, [width // 8] * merges + [width]
+            return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
         case other:
             raise AssertionError(f"stem {other} is in model_names.STEMS and not here")
 
@@ -104,7 +112,7 @@ def _positions(model: Model, patches: int) -> int:
 
 def _stem(model: Model) -> tuple[int, int]:
     """Parameters and multiply-adds of the stem."""
-    params = work = 0
+    params, work = _local_blocks(model) if model.shape.stem == "local" else (0, 0)
     before, (height, width) = 3, model.image_shape
     for kernel, stride, _, channels in convolutions(model.shape):
         height, width = height // stride, width // stride
@@ -114,3 +122,12 @@ def _stem(model: Model) -> tuple[int, int]:
         work += (weights + 5 * channels * norm) * height * width
         before = channels
     return params, work
+
+
+def _local_blocks(model: Model) -> tuple[int, int]:
+    """Parameters and multiply-adds of a local stem, besides its convolutions."""
+    shape, C, n = model.shape, model.shape.size // 8, (model.shape.patch // CELL) ** 2
+    block, norms = 12 * C * C, (2 * LOCAL_DEPTH + 1) * C
+    linear = 3 * shape.patch**2 * shape.size
+    params = LOCAL_DEPTH * (block + 9 * C) + 2 * norms + n * C + linear + shape.size
+    return params, math.prod(model.grid) * (n * (LOCAL_DEPTH * (block + 2 * n * C) + 5 * norms) + linear)
