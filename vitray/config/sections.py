@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from vitray.config.model_names import Name, parse_name
 from vitray.config.parsing import short
+from vitray.config.torchvision_names import check_size, check_torchvision, is_torchvision
+from vitray.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -145,12 +147,17 @@ class MlpHead(Section):
     """Width of the tanh layer; null: the width of the model."""
 
 
+def _canonical(name: str) -> str:
+    return check_torchvision(name) if is_torchvision(name) else str(parse_name(name))
+
+
 class Model(Section):
     """The network."""
 
     # Stored canonically, so that two spellings of one model are one value.
-    name: Annotated[str, AfterValidator(lambda text: str(parse_name(text)))] = "vit_ti12x1_16"
-    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16."""
+    name: Annotated[str, AfterValidator(_canonical)] = "vit_ti12x1_16"
+    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16; or a network of
+    torchvision, as in torchvision/resnet50, which has no other settings than image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     num_classes: Size | None = 1000
@@ -193,6 +200,9 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if not self.is_vit:
+            self._check_torchvision()
+            return self
         patch = self.shape.patch
         if self.grid == (0, 0) or any(side % patch for side in self.image_shape):
             raise ValueError(f"image_size {self.image_size} is not a multiple of the patch of {self.name}, {patch}")
@@ -227,9 +237,33 @@ class Model(Section):
             )
         return self
 
+    def _check_torchvision(self) -> None:
+        own = {"name", "image_size", "num_classes"}
+        other = [
+            f"{name} {json.dumps(value)}"
+            for name, value in self.model_dump(mode="json", exclude=own, exclude_defaults=True).items()
+        ]
+        if other:
+            raise ValueError(
+                f"{self.name} has no {', '.join(other)}: of a network of torchvision only image_size and num_classes"
+                " can be set"
+            )
+        check_size(self.name, *self.image_shape)
+
+    @property
+    def is_vit(self) -> bool:
+        """Whether the network is a Vision Transformer of vitray; if not, it is one of torchvision."""
+        return not is_torchvision(self.name)
+
+    def require_vit(self, what: str) -> None:
+        """Refuse a network of torchvision for something that only Vision Transformers have."""
+        if not self.is_vit:
+            raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, wanted a name as in vit_s12x1_16")
+
     @property
     def shape(self) -> Name:
         """Width, depth, branches, patch and stem, parsed from the name."""
+        self.require_vit("this")
         return parse_name(self.name)
 
     @property

@@ -107,7 +107,11 @@ class SupervisedSettings(Section):
     smoothing: Smoothing = 0.0
 
 
-Part = Literal["stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head"]
+Part = Literal[
+    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head",
+    "body", "stage1", "stage2", "stage3", "stage4",
+]  # fmt: skip
+"""Of a network of torchvision: norms, head, numbered stages where it has them, and body, which is the rest."""
 Mode = Literal["full", "attn", "ffn", "head", "norm"]
 
 # The code of "Three things" trains the positions with the attention, because a finer grid has new ones.

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 from vitray.tracking.mlflow_client import tracking_env, tracking_uri
 from vitray.tracking.model_uri import is_model_uri, pin_uri
 from vitray.weights import identity_of, open_weights
@@ -52,7 +52,7 @@ class NetworkSpec(NamedTuple):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
-def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
+def describe_network(url: str) -> tuple[NetworkSpec, AnyNetwork]:
     """Return the description of the network at an address, and the network in evaluation mode."""
     pinned = pin_uri(url)
     run, vit, classes = open_weights(pinned)
@@ -64,7 +64,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         identity=identity_of(vit.state_dict()),
         classes=None if classes is None else tuple(classes),
         num_classes=vit.model.num_classes,
-        features=vit.model.shape.size,
+        features=vit.width,
         size=vit.model.image_shape,
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
@@ -74,7 +74,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
     return spec, vit.requires_grad_(False)
 
 
-def open_network(spec: NetworkSpec) -> ViT:
+def open_network(spec: NetworkSpec) -> AnyNetwork:
     """Return the described network in evaluation mode; refuse other weights at its address."""
     # An actor on a cluster has neither the driver's environment nor its working folder.
     with tracking_env(spec.store) if spec.store else nullcontext():

@@ -62,6 +62,16 @@ class ViT(nn.Module):
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
         return self.head(self.pooled(self.tokens(images_BCHW, trace)))
 
+    def features_and_logits(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pooled features, BD, and the logits, BK; a network without a head returns the features twice."""
+        features_BD = self.pooled(self.tokens(images_BCHW))
+        return features_BD, self.head(features_BD)
+
+    @property
+    def width(self) -> int:
+        """The width of the pooled features."""
+        return self.model.shape.size
+
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return the last block's output, the class token first if the model has one, then the registers."""
         x_BND, grid = self.stem(images_BCHW)

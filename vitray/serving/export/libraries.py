@@ -8,13 +8,13 @@ from torch import Tensor
 
 from vitray.config.augmentation import Normalise
 from vitray.data.augment.batch import normalised
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 from vitray.serving.export.parity import Runner
 from vitray.weights.export import LOADER, write_library
 
 
 def write_for_library(
-    vit: ViT, layout: str, folder: Path, classes: Sequence[str] | None, normalise: Normalise
+    vit: AnyNetwork, layout: str, folder: Path, classes: Sequence[str] | None, normalise: Normalise
 ) -> Runner:
     """Write a network for a library and return a runner of the network that the written program loads."""
     write_library(vit, layout, folder, classes)
