@@ -56,7 +56,7 @@ def test_timm_has_our_settings(tmp_path, settings):
 
 
 def test_timm_has_no_local_stem(tmp_path):
-    with pytest.raises(ConfigError, match="vit_u1x1_16_local: timm has no stem local"):
+    with pytest.raises(ConfigError, match="vit_u1x1_16_local: an export for timm has no stem local"):
         write_library(our_vit(name="vit_u1x1_16_local"), "timm", tmp_path)
 
 

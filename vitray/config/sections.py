@@ -195,6 +195,9 @@ class Model(Section):
     """false: linear layers and norms of the blocks, and the last norm, have no biases; stem and head keep theirs."""
     norm_eps: Positive = 1e-6
     """Epsilon of the normalisation layers."""
+    resnet_eps: Literal["vit", "bit", "timm"] = "vit"
+    """Epsilons of a hybrid's ResNet: those of the ViT paper's code (1e-5 added to a kernel's deviation, 1e-6 in group
+    norms), of big_vision's BiT (1e-10 added to the variance, 1e-5) or of timm (1e-8 added to the variance, 1e-5)."""
     execution: Literal["loop", "fused", "auto"] = "auto"
     """Execution of parallel branches: one by one, as joint matrix products, or the faster of the two."""
 
@@ -214,6 +217,8 @@ class Model(Section):
                 f"{self.name} with {self.num_classes} classes at {self.image_size} px has {parameters:.2g} parameters,"
                 f" wanted at most {MOST_PARAMETERS:.2g}"
             )
+        if self.resnet_eps != "vit" and not self.shape.is_hybrid:
+            raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.positions.kind == "sincos2d" and self.shape.size % 4:

@@ -11,6 +11,7 @@ from vitray.config import Learned, Learned2d, Model
 from vitray.config.training import Part
 from vitray.models.local_stem import LocalTransformer
 from vitray.models.network import build_network
+from vitray.models.resnet import ResNet
 from vitray.models.sizes import inner_width, sizes_of
 from vitray.models.torchvision_networks import torchvision_sizes
 from vitray.models.vit import ViT
@@ -126,6 +127,9 @@ def _layer(layer: nn.Module) -> str:
             return "bn"
         case nn.LayerNorm():
             return "ln"
+        case ResNet():
+            stages = ", ".join(str(len(list(stage.children()))) for stage in layer.stages)
+            return f"ResNet of {stages} units" if stages else "root of a ResNet"
         case LocalTransformer():
             cells, channels = len(layer.positions), layer.norm.weight.numel()
             return f"linear + {len(layer.blocks)} levels on {cells} cells of {channels}"

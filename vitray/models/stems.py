@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from vitray.config.model_names import Name
 from vitray.models.local_stem import LocalTransformer
-from vitray.models.sizes import convolutions, stem_norm
+from vitray.models.resnet import ResNet
+from vitray.models.sizes import convolutions, feature_map, stem_norm
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -19,11 +20,11 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Stem(nn.Module):
-    """Layers whose output positions are the tokens; only `conv` stems mix neighbouring patches."""
+    """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighbouring patches."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: Name, resnet_eps: str = "vit") -> None:
         super().__init__()
-        self.proj = nn.Sequential(*([LocalTransformer(name)] if name.stem == "local" else _convolutional(name)))
+        self.proj = nn.Sequential(*_layers(name, resnet_eps))
         self.patch = name.patch
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -41,6 +42,14 @@ class Stem(nn.Module):
         parent module would undo it anywhere else.
         """
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
+
+
+def _layers(name: Name, resnet_eps: str) -> list[nn.Module]:
+    if name.is_hybrid:
+        channels, cell = feature_map(name)
+        cells = name.patch // cell
+        return [ResNet(name, resnet_eps), nn.Conv2d(channels, name.size, cells, cells)]
+    return [LocalTransformer(name)] if name.stem == "local" else _convolutional(name)
 
 
 def _convolutional(name: Name) -> list[nn.Module]:

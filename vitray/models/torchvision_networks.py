@@ -4,6 +4,7 @@ Shapes: B images, C colours, H x W pixels, D features, K classes.
 """
 
 import re
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -96,7 +97,10 @@ def _stage(number: int) -> Part:
 
 def _build(model: Model) -> nn.Module:
     network, settings = model.name.removeprefix(PREFIX), constructor_settings(model)
-    return torchvision.models.get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
+    # A RegNet computes its widths with tensors, which have no values on the meta device.
+    with torch.device("cpu") if network.startswith("regnet") else nullcontext():
+        body = torchvision.models.get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
+    return body.to(torch.get_default_device())
 
 
 def constructor_settings(model: Model) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class ViT(nn.Module):
         super().__init__()
         shape = model.shape
         self.model = model
-        self.stem = Stem(shape)
+        self.stem = Stem(shape, model.resnet_eps)
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.where = getattr(model.positions, "where", "stem")
         others = shape.depth - 1 if self.where == "levels" else 0

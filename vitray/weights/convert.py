@@ -132,7 +132,7 @@ def _from_flax(tensor: Tensor, name: str) -> Tensor:
     """
     if "/" not in name:
         return tensor
-    if name.endswith("/bias"):
+    if name.endswith(("/bias", "/scale")):
         return tensor.flatten()
     if name.endswith("/kernel"):
         if tensor.ndim == 4:

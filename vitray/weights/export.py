@@ -69,8 +69,8 @@ def _fault(model: Model, layout: str) -> str | None:
     if variant := variant_of(model):
         return f"an export for {layout} has no {variant}"
     if layout == "timm":
-        if model.shape.stem == "local":
-            return "timm has no stem local"
+        if model.shape.stem == "local" or model.shape.is_hybrid:
+            return f"an export for timm has no stem {model.shape.stem}"
         return f"{layout} has no head of two layers" if model.num_classes and model.head.kind == "mlp" else None
     if model.pool != "token":
         return f"{layout} reads the class token, and this model's pool is {model.pool}"

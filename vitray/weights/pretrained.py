@@ -33,6 +33,7 @@ FIXED = (
     "norm",
     "bias",
     "norm_eps",
+    "resnet_eps",
 )
 
 

@@ -30,6 +30,10 @@ def filters_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the leading components of each stem's filters."""
     result = FigureResult("filters", "Filters of the stem", FILTERS_PROSE, [], [])
     for subject in subjects:
+        if subject.vit.model.shape.is_hybrid:
+            note = f"{subject.name} has none: its tokens come from a ResNet, which reads the whole image."
+            result = result._replace(prose=f"{result.prose} {note}")
+            continue
         filters = stem_filters(subject.vit, subject.batch())
         draw, caption = partial(draw_filters, filters, title=subject.name), _filters_caption(subject, filters)
         result.add(subject.name, "Leading components of the filters", caption, draw, filter_rows(filters))
