@@ -31,6 +31,7 @@ OURS = re.compile(
     r"(vit|deit3?)_(tiny|small|medium|base|large|huge)_patch\d+_(18x2_|36x1_|plus_)?\d+"
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
     r"|eva_large_patch14_\d+|flexivit_(small|base|large)"
+    r"|vit_(tiny|small|base|large)_r\d*_s\d+(_p8)?_\d+"
 )
 # One name of each kind of network, and those whose tensors have the names and shapes of another network.
 SAMPLE = (

@@ -61,5 +61,6 @@ def _step(network: str) -> tuple[int, bool]:
 
 def _least(network: str) -> int:
     """The least side in pixels."""
-    families = {"alexnet": 63, "inception": 75, "squeezenet": 17, "densenet": 29, "vgg": 32, "googlenet": 15}
+    families = {"alexnet": 63, "convnext": 32, "densenet": 29, "googlenet": 15, "inception": 75, "swin": 4}
+    families |= {"squeezenet": 21, "vgg": 32}
     return next((least for family, least in families.items() if network.startswith(family)), 1)
