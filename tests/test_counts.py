@@ -32,6 +32,7 @@ PAPERS = [
     ("vit_b12x1_16_conv", {}, None, "19.07"),
     ("vit_b12x1_16_conv_ln", {}, None, "19.07"),
     ("vit_b13x1_16", {}, None, "19.04"),
+    ("vit_b12x1_16_local", {}, None, "19.12"),
 ]
 
 
@@ -107,6 +108,8 @@ ODD = [
     ("vit_u2x1_8", {"image_size": 32, "head": {"kind": "mlp", "hidden": 5}, "positions": "none", "pool": "mean"}),
     ("vit_u2x1_32_hmlp_bn", {"image_size": 64, "num_classes": None}),
     ("vit_s2x1_16_conv_ln", {"image_size": 96}),
+    ("vit_s2x1_16_local", {"image_size": 32}),
+    ("vit_u2x1_8_local", {"image_size": [32, 48], "bias": False}),
     ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned", "where": "levels"}, "registers": True}),
     ("vit_u3x2_8", {"image_size": [32, 48], "positions": {"kind": "learned2d", "where": "levels"}}),
     ("vit_u3x1_8", {"image_size": [32, 48], "positions": {"kind": "learned2d", "where": "shared"}, "bias": False}),

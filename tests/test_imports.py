@@ -32,6 +32,7 @@ OURS = re.compile(
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
     r"|vit_(small|mediumd?|betwixt|base|large)_patch\d+_reg\d_(gap_\d+|dinov2|tipsv2)"
     r"|eva_large_patch14_\d+|flexivit_(small|base|large)"
+    r"|vit_(tiny|small|base|large)_r\d*_s\d+(_p8)?_\d+"
 )
 # One name of each kind of network, and those whose tensors have the names and shapes of another network.
 SAMPLE = (

@@ -25,7 +25,7 @@ from vitray.models.vit import ViT, regroup
 from vitray.tasks.recompute import recompute_activations
 from vitray.weights import import_weights
 
-STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln")
+STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
 
 
 def network(name="vit_u2x1_8", seed=0, dtype=torch.float64, **settings) -> ViT:

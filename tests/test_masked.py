@@ -279,7 +279,7 @@ def test_pixels_l1_equals_transformers():
 # ---- hidden patches stay hidden --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stem", ["", "_hmlp_ln", "_hmlp_bn", "_linear_bn_gelu"])
+@pytest.mark.parametrize("stem", ["", "_hmlp_ln", "_hmlp_bn", "_linear_bn_gelu", "_local"])
 def test_masking_after_the_stem_equals_masking_before_it(stem):
     vit = task("pixels_l2", model__name=f"vit_u2x1_8{stem}").vit
     images_BCHW, source_BN = images(), sources("pixels_l2")

@@ -274,7 +274,7 @@ BAD = [
     (
         "model.name=vit_b12x1_16_conv",
         "override 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
-        " patches and so leaks hidden pixels; wanted a linear or hmlp stem, or task.",
+        " patches and so leaks hidden pixels; wanted a linear, hmlp or local stem, or task.",
     ),
     ("model.num_classes=10", "model.num_classes: got 10, wanted null: task masked learns no classes"),
     ("data.mix.mixup=0.8", "data.mix: got mixup 0.8, cutmix 0, wanted 0: no labels to mix"),

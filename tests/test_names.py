@@ -12,7 +12,7 @@ from vitray.config.model_names import STEMS, WIDTHS, Name, parse_name
 def test_names_round_trip_over_a_grid(width, stem):
     for depth in (1, 12, 36):
         for branches in (1, 2, 9):
-            for patch in (16,) if stem.startswith("conv") else (4, 8, 16, 32):
+            for patch in (16,) if stem.startswith("conv") else (8, 16, 32) if stem == "local" else (4, 8, 16, 32):
                 tail = "" if stem == "linear" else f"_{stem}"
                 name = f"vit_{width}{depth}x{branches}_{patch}{tail}"
                 assert str(parse_name(name)) == name
@@ -78,6 +78,9 @@ def test_a_name_has_a_shape():
         ("vit_b12x1_16_hmpl_bn", "nearest: hmlp_bn"),
         ("vit_b12x1_14_hmlp_bn", "patches of 4, 8, 16, 32, ... (4 x 2^k), not 14"),
         ("vit_b12x1_12_hmlp_ln", "patches of 4, 8, 16"),
+        ("vit_b12x1_4_local", "the local stem has patches of 8, 16, 32, ... (cells of 4 x 4, merged in pairs), not 4"),
+        ("vit_b12x1_24_local", "patches of 8, 16, 32"),
+        ("vit_b12x1_16_locale", "nearest: local"),
         ("vit_b12x1_8_conv", "its patch is 16, not 8"),
         ("", "cannot read ''"),
         ("b12x", "cannot read 'b12x'"),

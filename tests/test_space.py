@@ -649,7 +649,7 @@ def test_a_header_has_purpose_and_source(path):
     ("name", "points"),
     [
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_parts", 6), ("finetune_transfer", 12),
-        ("stems", 50), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 12),
+        ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
         ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ def test_a_patch_changes_only_its_own_token(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").eval()) == {5}
 
 
-@pytest.mark.parametrize("kind", ["linear", "linear_gelu", "hmlp_ln"])
+@pytest.mark.parametrize("kind", ["linear", "linear_gelu", "hmlp_ln", "local"])
 def test_without_batch_statistics_a_patch_changes_only_its_own_token_in_training_too(kind):
     assert perturbed(stem(f"vit_u1x1_16_{kind}").train()) == {5}
 
@@ -53,7 +53,7 @@ def test_mixing_between_patches_is_detected():
     assert len(perturbed(stem("vit_u1x1_16_conv_ln").eval())) > 1
 
 
-@pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu"])
+@pytest.mark.parametrize("kind", ["linear", "hmlp_ln", "hmlp_bn", "linear_bn_gelu", "local"])
 def test_masking_before_and_after_the_stem_is_the_same(kind):
     module = stem(f"vit_u1x1_16_{kind}").eval()
     keep = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(2)) > 0.5
@@ -99,6 +99,62 @@ def test_hmlp_doubles_its_patches(patch, convolutions):
     assert not isinstance(module.proj[-1], nn.GELU)
     x, grid = module(torch.zeros(1, 3, 2 * patch, patch))
     assert (x.shape, grid) == ((1, 2, 64), (2, 1))
+
+
+def cell_by_cell(weights: dict[str, torch.Tensor], patch: torch.Tensor) -> torch.Tensor:
+    """The token of one patch (3 x 16 x 16) by loops over cells and heads, in float64."""
+
+    def get(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return weights[f"proj.0.{name}.weight"].double(), weights[f"proj.0.{name}.bias"].double()
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = get(name)
+        return weight.flatten(1) @ x.flatten() + bias
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = get(name)
+        return (x - x.mean()) / (x.var(correction=0) + 1e-6).sqrt() * weight + bias
+
+    patch, positions = patch.double(), weights["proj.0.positions"].double()
+    cells = [
+        linear(patch[:, row : row + 4, column : column + 4], "cells")
+        for row in range(0, 16, 4)
+        for column in range(0, 16, 4)
+    ]
+    cells = [cell + position for cell, position in zip(cells, positions, strict=True)]
+    width, size = len(cells[0]), len(cells[0]) // 4
+    for level in range(4):
+        branch = f"blocks.{level}.attn1"
+        vectors = [linear(norm(cell, f"{branch}.norm"), f"{branch}.qkv").split(width) for cell in cells]
+        attended = []
+        for query, _, _ in vectors:
+            heads = []
+            for head in range(4):
+                part = slice(head * size, (head + 1) * size)
+                weight = torch.stack([query[part] @ key[part] / size**0.5 for _, key, _ in vectors]).softmax(0)
+                heads.append(sum(w * value[part] for w, (_, _, value) in zip(weight, vectors, strict=True)))
+            attended.append(linear(torch.cat(heads), f"{branch}.out"))
+        cells = [cell + output for cell, output in zip(cells, attended, strict=True)]
+        branch = f"blocks.{level}.ffn1"
+        hidden = [nn.functional.gelu(linear(norm(cell, f"{branch}.norm"), f"{branch}.up")) for cell in cells]
+        cells = [cell + linear(h, f"{branch}.down") for cell, h in zip(cells, hidden, strict=True)]
+    cells = [norm(cell, "norm") for cell in cells]
+    corners = []
+    for corner in (0, 2, 8, 10):  # of 2 x 2 cells each, in 4 x 4 row by row
+        square = torch.stack([cells[corner + step] for step in (0, 1, 4, 5)], dim=1)
+        corners.append(nn.functional.gelu(linear(square, "merge.0")))
+    return linear(patch, "linear") + linear(torch.stack(corners, dim=1), "merge.2")
+
+
+def test_the_local_stem_equals_loops_over_cells_and_heads():
+    module = stem("vit_u1x1_16_local").eval()
+    with torch.no_grad():
+        tokens = module(images())[0]
+    for image, got in zip(images(), tokens, strict=True):
+        for number, token in enumerate(got):
+            row, column = 16 * (number // 3), 16 * (number % 3)
+            wanted = cell_by_cell(module.state_dict(), image[:, row : row + 16, column : column + 16])
+            torch.testing.assert_close(token.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", STEMS)

@@ -502,15 +502,23 @@ def test_inspection_sees_what_the_network_computes(kind):
         torch.testing.assert_close(similarity.reshape(6, 6).diag(), torch.ones(6, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["positions", "demo_positions"])
+BASES = {"positions": "vit_b16_imagenet", "stems": "a2_b16_imagenet", "demo_positions": "demo", "demo_stems": "demo"}
+
+
+@pytest.mark.parametrize("name", BASES)
 def test_every_point_of_a_space_builds_and_steps_at_toy_size(name):
-    base = load_run(recipes.path_of("vit_b16_imagenet" if name == "positions" else "demo"))
-    for point in check_space(read_space(tune_spaces.path_of(name)), base):
-        run = run_of(base, point)
+    base = load_run(recipes.path_of(BASES[name]))
+    runs = {
+        run.model: run
+        for run in (run_of(base, point) for point in check_space(read_space(tune_spaces.path_of(name)), base))
+    }
+    for run in runs.values():
         with torch.device("meta"):
             assert sum(each.numel() for each in ViT(run.model).parameters()) == sizes_of(run.model).params
-        patch = run.model.shape.patch
-        toy = run.replace({"model.name": f"vit_u2x1_{patch}", "model.image_size": 2 * patch, "model.num_classes": 5})
+        patch, stem = run.model.shape.patch, run.model.shape.stem
+        toy = run.replace(
+            {"model.name": f"vit_u2x1_{patch}_{stem}", "model.image_size": 2 * patch, "model.num_classes": 5}
+        )
         task = build_task(toy).train()
         before = {name: each.detach().clone() for name, each in task.named_parameters()}
         optimizer = torch.optim.AdamW(task.parameters(), lr=1e-2)
@@ -522,11 +530,14 @@ def test_every_point_of_a_space_builds_and_steps_at_toy_size(name):
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
+LEARNT = VARIANTS | {"local stem": {"name": "vit_u2x1_8_local"}}
+
+
 @pytest.mark.slow
-@each_variant
+@pytest.mark.parametrize("kind", LEARNT)
 def test_a_few_images_are_learned_in_200_steps(kind):
     torch.manual_seed(0)
-    vit = ViT(Model.model_validate({"name": "vit_u2x2_8", "image_size": (16, 24), "num_classes": 8} | VARIANTS[kind]))
+    vit = ViT(Model.model_validate({"name": "vit_u2x2_8", "image_size": (16, 24), "num_classes": 8} | LEARNT[kind]))
     x, labels = images(8).float(), torch.arange(8)
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3)
     for _ in range(200):

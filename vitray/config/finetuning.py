@@ -7,8 +7,10 @@ from pydantic import Field, model_validator
 from vitray.config.sections import Positive, Section, Size
 
 Part = Literal[
-    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "adapters", "lora", "head"
-]
+    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "adapters", "lora", "head",
+    "body", "stage1", "stage2", "stage3", "stage4",
+]  # fmt: skip
+"""Of a network of torchvision: norms, head, numbered stages where it has them, and body, which is the rest."""
 Mode = Literal["full", "attn", "attn_norm", "ffn", "last", "norm", "bias", "lora", "adapter", "head"]
 
 # The code of "Three things" trains the positions with the attention, because a finer grid has new ones.

@@ -28,7 +28,9 @@ WIDTHS = {
     "l": Width(1024, 16, 24),
     "h": Width(1280, 16, 32),
 }
-STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln")
+STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
+# ResNets before the transformer, and the units of their stages: R26 and the like; `r` is the root alone.
+RESNETS = {"r": (), "r26": (2, 2, 2, 2), "r50": (3, 4, 6, 3), "r101": (3, 4, 23, 3), "r152": (3, 8, 36, 3)}
 STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
 # The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
 MOST_PAIRS = 1000
@@ -82,7 +84,12 @@ class Name:
     @property
     def mixes_patches(self) -> bool:
         """Whether the stem reads pixels of neighbouring patches."""
-        return self.stem.startswith("conv")
+        return self.stem.startswith("conv") or self.is_hybrid
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether a ResNet computes the feature map whose cells are the patches."""
+        return self.stem in RESNETS
 
     @property
     def paper_spelling(self) -> str:
@@ -91,10 +98,14 @@ class Name:
 
 
 def parse_name(text: str) -> Name:
-    """Return the model that a name spells, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`)."""
+    """Return the model that a name spells, in our grammar or in the papers' (`ViT-B18x2/16`, `S36x1`, `ViT-L/16`).
+
+    Of hybrids, `R50+ViT-B/32` and `vit_b12x1_1_r50`, a patch of one cell, are the papers' spellings.
+    """
     if len(text) > 100:
         raise ValueError(f"model name {cut_middle(repr(text), 80)}: wanted at most 100 characters, as in {GRAMMAR}")
-    parts = re.split(r"[-_/]", text.strip().lower().replace("×", "x"))
+    resnet, plus, spelled = text.strip().lower().replace("×", "x").rpartition("+")
+    parts = re.split(r"[-_/]", spelled)
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"(w\d+d|[a-z]+?)(\d*)(?:x(\d+))?", body)
     if shape is None:
@@ -111,11 +122,16 @@ def parse_name(text: str) -> Name:
     patch = rest.pop(0) if rest and not rest[0].isalpha() else "16"
     if not patch.isdecimal():
         raise ValueError(f"model name {text!r}: patch {patch!r} is not a whole number of pixels, as in {GRAMMAR}")
-    spelling = "_".join(rest)
+    spelling = "_".join([*rest, *([resnet.removesuffix("x1")] if plus else [])])
     stem = STEM_SPELLINGS.get(spelling, spelling)
-    if stem not in STEMS:
-        known = ", ".join(STEMS)
-        raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {known}{nearest(spelling, STEMS)}")
+    if stem not in (*STEMS, *RESNETS):
+        known = (*STEMS, *RESNETS)
+        listed = ", ".join(known)
+        raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {listed}{nearest(spelling, known)}")
+    if stem in RESNETS and patch == "1":
+        patch = "4" if stem == "r" else "32"
+    if plus and stem == "r" and patch == "16":
+        patch = "32"  # the papers' R+Ti/16 has patches of 8 x 8 cells of 4 pixels
     name = Name(width, int(depth or known_width.depth), int(branches or 1), int(patch), stem)
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
@@ -144,6 +160,21 @@ def _check_patch_suits_stem(text: str, name: Name) -> None:
         # The hMLP stem starts from 4-pixel patches and doubles them ("Three things", Algorithm 1).
         raise ValueError(
             f"model name {text!r}: the hMLP stem has patches of 4, 8, 16, 32, ... (4 x 2^k), not {name.patch}"
+        )
+    if name.stem == "r" and name.patch % 4:
+        raise ValueError(
+            f"model name {text!r}: the root of a ResNet has cells of 4 pixels, so its patch is a multiple of 4, not"
+            f" {name.patch}"
+        )
+    if name.is_hybrid and name.stem != "r" and name.patch != 16 and name.patch % 32:
+        raise ValueError(
+            f"model name {text!r}: the patches of a hybrid have 16 pixels (three stages) or a multiple of 32 (four"
+            f" stages), not {name.patch}"
+        )
+    if name.stem == "local" and (name.patch < 8 or name.patch % 4 or quarter & (quarter - 1)):
+        raise ValueError(
+            f"model name {text!r}: the local stem has patches of 8, 16, 32, ... (cells of 4 x 4, merged in pairs), not"
+            f" {name.patch}"
         )
     if name.stem.startswith("conv") and name.patch != 16:
         raise ValueError(

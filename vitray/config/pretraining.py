@@ -231,10 +231,15 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
     if isinstance(task, Tokenizer):
         return
     shape, (rows, columns) = model.shape, model.grid
+    if shape.is_hybrid and not task.allow_leak:
+        raise ValueError(
+            f"model.name: got {shape}: the patches of a hybrid see each other through its ResNet, which so leaks hidden"
+            " pixels; wanted a linear, hmlp or local stem, or task.allow_leak true"
+        )
     if shape.mixes_patches and not task.allow_leak:
         raise ValueError(
             f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
-            " wanted a linear or hmlp stem, or task.allow_leak true"
+            " wanted a linear, hmlp or local stem, or task.allow_leak true"
         )
     if task.objective.kind == "small_patch" and shape.patch % 4:
         raise ValueError(

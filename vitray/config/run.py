@@ -44,6 +44,23 @@ class Run(Section):
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")
+    def _network_fits(self) -> Self:
+        task, modes = self.task, ("full", "head", "norm")
+        if isinstance(task, Masked | Tokenizer):
+            self.model.require_vit(f"task.kind: {task.kind}")
+        if isinstance(task, Finetune) and task.mode not in modes:
+            self.model.require_vit(f"task.mode: {task.mode} (not {', '.join(modes)})")
+        if self.optim.layer_decay != 1:
+            self.model.require_vit(f"optim.layer_decay: {self.optim.layer_decay:g}")
+        if self.compute.recompute != "none":
+            self.model.require_vit(f"compute.recompute: {self.compute.recompute}")
+        if "attention_distance" in self.evaluate.probes:
+            self.model.require_vit("evaluate.probes: attention_distance")
+        if self.evaluate.figures:
+            self.model.require_vit("evaluate.figures")
+        return self
+
+    @model_validator(mode="after")
     def _task_fits(self) -> Self:
         if isinstance(self.task, Masked | Tokenizer):
             check_task(self.task, self.model, self.data)

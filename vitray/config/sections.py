@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from vitray.config.model_names import Name, parse_name
 from vitray.config.parsing import short
+from vitray.config.torchvision_names import check_size, check_torchvision, is_torchvision
+from vitray.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -146,12 +148,17 @@ class MlpHead(Section):
     """Width of the tanh layer; null: the width of the model."""
 
 
+def _canonical(name: str) -> str:
+    return check_torchvision(name) if is_torchvision(name) else str(parse_name(name))
+
+
 class Model(Section):
     """The network."""
 
     # Stored canonically, so that two spellings of one model are one value.
-    name: Annotated[str, AfterValidator(lambda text: str(parse_name(text)))] = "vit_ti12x1_16"
-    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16."""
+    name: Annotated[str, AfterValidator(_canonical)] = "vit_ti12x1_16"
+    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16; or a network of
+    torchvision, as in torchvision/resnet50, which has no other settings than image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     num_classes: Size | None = 1000
@@ -192,11 +199,17 @@ class Model(Section):
     al., 2019); null: none."""
     norm_eps: Positive = 1e-6
     """Epsilon of the normalisation layers."""
+    resnet_eps: Literal["vit", "bit", "timm"] = "vit"
+    """Epsilons of a hybrid's ResNet: those of the ViT paper's code (1e-5 added to a kernel's deviation, 1e-6 in group
+    norms), of big_vision's BiT (1e-10 added to the variance, 1e-5) or of timm (1e-8 added to the variance, 1e-5)."""
     execution: Literal["loop", "fused", "auto"] = "auto"
     """Execution of parallel branches: one by one, as joint matrix products, or the faster of the two."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        if not self.is_vit:
+            self._check_torchvision()
+            return self
         patch = self.shape.patch
         if self.grid == (0, 0) or any(side % patch for side in self.image_shape):
             raise ValueError(f"image_size {self.image_size} is not a multiple of the patch of {self.name}, {patch}")
@@ -208,6 +221,8 @@ class Model(Section):
                 f"{self.name} with {self.num_classes} classes at {self.image_size} px has {parameters:.2g} parameters,"
                 f" wanted at most {MOST_PARAMETERS:.2g}"
             )
+        if self.resnet_eps != "vit" and not self.shape.is_hybrid:
+            raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.positions.kind == "sincos2d" and self.shape.size % 4:
@@ -231,9 +246,33 @@ class Model(Section):
             )
         return self
 
+    def _check_torchvision(self) -> None:
+        own = {"name", "image_size", "num_classes"}
+        other = [
+            f"{name} {json.dumps(value)}"
+            for name, value in self.model_dump(mode="json", exclude=own, exclude_defaults=True).items()
+        ]
+        if other:
+            raise ValueError(
+                f"{self.name} has no {', '.join(other)}: of a network of torchvision only image_size and num_classes"
+                " can be set"
+            )
+        check_size(self.name, *self.image_shape)
+
+    @property
+    def is_vit(self) -> bool:
+        """Whether the network is a Vision Transformer of vitray; if not, it is one of torchvision."""
+        return not is_torchvision(self.name)
+
+    def require_vit(self, what: str) -> None:
+        """Refuse a network of torchvision for something that only Vision Transformers have."""
+        if not self.is_vit:
+            raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, wanted a name as in vit_s12x1_16")
+
     @property
     def shape(self) -> Name:
         """Width, depth, branches, patch and stem, parsed from the name."""
+        self.require_vit("this")
         return parse_name(self.name)
 
     @property

@@ -127,5 +127,5 @@ class Examples(NamedTuple):
     predicted: np.ndarray
     probabilities: np.ndarray
     """Of the predicted classes: B."""
-    attention: np.ndarray
-    """Attention rollout to each patch: B x rows x columns."""
+    attention: np.ndarray | None
+    """Attention rollout to each patch, B x rows x columns; None for a network without attention rollout."""

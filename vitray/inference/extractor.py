@@ -19,7 +19,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.inference.images import EncodedImage, ImageSet, read_encoded
 from vitray.inference.models import NetworkSpec, open_network
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 
 Output = Literal["logits", "features"]
 # Images of a forward pass. A fixed number: the last bits of an output depend on it.
@@ -32,7 +32,9 @@ Alter = Callable[[np.ndarray, str], np.ndarray]
 class Extractor:
     """A network and its images in one process; two chunks at a time keep its device and its decoders busy."""
 
-    def __init__(self, spec: NetworkSpec, images: ImageSet, alter: Alter | None = None, vit: ViT | None = None) -> None:
+    def __init__(
+        self, spec: NetworkSpec, images: ImageSet, alter: Alter | None = None, vit: AnyNetwork | None = None
+    ) -> None:
         self._spec, self._images, self._alter, self._vit = spec, images, alter, vit
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         devices = max(1, torch.cuda.device_count())
@@ -78,10 +80,8 @@ class Extractor:
         autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.precision == "bf16")
         with self._lock, autocast:
             images_BCHW = normalised(to_device(images_BHWC, self._device), self._spec.normalise)
-            features_BD = self._vit.pooled(self._vit.tokens(images_BCHW))
-            values = {"features": features_BD}
-            if "logits" in outputs:
-                values["logits"] = self._vit.head(features_BD)
+            features_BD, logits_BK = self._vit.features_and_logits(images_BCHW)
+            values = {"features": features_BD, "logits": logits_BK}
         return {output: values[output] for output in outputs}
 
 

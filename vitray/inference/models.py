@@ -14,8 +14,8 @@ from vitray.config import Run
 from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
+from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import Probability, probability_of
-from vitray.models.vit import ViT
 from vitray.tracking.mlflow_client import tracking_env, tracking_uri
 from vitray.tracking.model_uri import is_model_uri, pin_uri
 from vitray.weights import identity_of, open_weights
@@ -57,7 +57,7 @@ class NetworkSpec(NamedTuple):
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
-def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
+def describe_network(url: str) -> tuple[NetworkSpec, AnyNetwork]:
     """Return the description of the network at an address, and the network in evaluation mode."""
     pinned = pin_uri(url)
     run, vit, classes = open_weights(pinned)
@@ -65,7 +65,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
     return spec._replace(store=tracking_uri() if is_model_uri(pinned) else None), vit.requires_grad_(False)
 
 
-def spec_of(run: Run, vit: ViT, classes: Sequence[str] | None, url: str, name: str) -> NetworkSpec:
+def spec_of(run: Run, vit: AnyNetwork, classes: Sequence[str] | None, url: str, name: str) -> NetworkSpec:
     """Return the description of a network of a run, at an address that any process can read."""
     return NetworkSpec(
         url=url,
@@ -75,7 +75,7 @@ def spec_of(run: Run, vit: ViT, classes: Sequence[str] | None, url: str, name: s
         identity=identity_of(vit.state_dict()),
         classes=None if classes is None else tuple(classes),
         num_classes=vit.model.num_classes,
-        features=vit.model.shape.size,
+        features=vit.width,
         size=vit.model.image_shape,
         normalise=run.data.normalise,
         crop=run.data.eval_crop,
@@ -84,7 +84,7 @@ def spec_of(run: Run, vit: ViT, classes: Sequence[str] | None, url: str, name: s
     )
 
 
-def open_network(spec: NetworkSpec) -> ViT:
+def open_network(spec: NetworkSpec) -> AnyNetwork:
     """Return the described network in evaluation mode; refuse other weights at its address."""
     # An actor on a cluster has neither the driver's environment nor its working folder.
     with tracking_env(spec.store) if spec.store else nullcontext():

@@ -27,7 +27,7 @@ from vitray.inference.actors import AT_A_TIME, Span, actor_session, chunks_on_ac
 from vitray.inference.extractor import Alter, Extractor, Output
 from vitray.inference.images import ImageSet
 from vitray.inference.models import NetworkSpec
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 
 FORMAT = 1
 CHUNK = 512
@@ -86,7 +86,7 @@ class Outputs(NamedTuple):
     """The images without outputs, each with the reason."""
 
 
-def compute_outputs(work: Work, workers: int | None = None, vit: ViT | None = None) -> Outputs:
+def compute_outputs(work: Work, workers: int | None = None, vit: AnyNetwork | None = None) -> Outputs:
     """Return the outputs of all images, computing those that are missing.
 
     Actors compute them on a cluster and where there are several GPUs or `workers`: one for each GPU, or else for each
@@ -206,7 +206,7 @@ def _check_left_out(work: Work, corrupt: Sequence[str]) -> None:
 # ---- where the work is done ------------------------------------------------------------------------------------------
 
 
-def _computed(work: Work, missing: Missing, workers: int | None, vit: ViT | None) -> Computed:
+def _computed(work: Work, missing: Missing, workers: int | None, vit: AnyNetwork | None) -> Computed:
     """Yield each missing chunk, as it is computed."""
     if needs_actors(workers):
         with actor_session(workers):

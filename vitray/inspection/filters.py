@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
 from vitray.inspection.states import chunks
 from vitray.models.sizes import convolutions
@@ -78,6 +79,8 @@ def receptive_field(vit: ViT) -> ReceptiveField:
 def effective_stem(vit: ViT, colour_C: Tensor) -> EffectiveStem:
     """Return the effective filters of a stem around a normalised colour; those of a linear stem are its weights."""
     check_network(vit)
+    if vit.model.shape.is_hybrid:
+        raise ConfigError(f"{vit.model.name}: a token of its ResNet reads the whole image, so its stem has no filters")
     field, patch, width = receptive_field(vit), vit.stem.patch, vit.model.shape.size
     # The token in the middle of an image in which padding is out of its sight.
     margin = math.ceil(max(-field.start, field.start + field.size - patch, 0) / patch)

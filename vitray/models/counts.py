@@ -1,13 +1,19 @@
 """Activation memory of a network, measured on shapes alone, beside its sizes; and its diagram in text."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitray.config import Learned, Learned2d, Model
+from vitray.config.training import Part
+from vitray.models.local_stem import LocalTransformer
+from vitray.models.network import build_network
+from vitray.models.resnet import ResNet
 from vitray.models.sizes import inner_width, sizes_of
+from vitray.models.torchvision_networks import torchvision_sizes
 from vitray.models.vit import ViT
 
 
@@ -24,7 +30,7 @@ class Counts(NamedTuple):
 def count(model: Model) -> Counts:
     """Return the counts of a model without allocating weights or images."""
     with torch.device("meta"):
-        vit = ViT(model.model_copy(update={"execution": "loop"}))
+        vit = build_network(model.model_copy(update={"execution": "loop"}))
     saved: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: Tensor) -> Tensor:
@@ -35,16 +41,20 @@ def count(model: Model) -> Counts:
     # Fake CPU tensors: on meta, attention is decomposed and would store its N x N weights.
     with FakeTensorMode(allow_non_fake_inputs=True):
         vit.to_empty(device="cpu")
+        # In training mode a batch norm over a single value fails, which some networks have at small images.
+        images = torch.empty(1 if model.is_vit else 2, 3, *model.image_shape)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-            vit(torch.empty(1, 3, *model.image_shape))
+            vit(images)
         weights = {id(parameter.untyped_storage()) for parameter in vit.parameters()}
-    sizes = sizes_of(model)
+    sizes = sizes_of(model) if model.is_vit else torchvision_sizes(model)
     activation_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
-    return Counts(sizes.params, sizes.gflops, activation_bytes)
+    return Counts(sizes.params, sizes.gflops, activation_bytes // len(images))
 
 
 def diagram(model: Model, counts: Counts) -> str:
     """Return a text diagram of the network from the image down, with the parameters of each part."""
+    if not model.is_vit:
+        return _torchvision_diagram(model, counts)
     with torch.device("meta"):
         vit = ViT(model)
     shape, (height, width), (rows, columns) = model.shape, model.image_shape, model.grid
@@ -86,13 +96,24 @@ def diagram(model: Model, counts: Counts) -> str:
         (f"{norm}, pool {model.pool}", size(vit.norm)),
         (head, size(vit.head)),
     ]
+    return _table(f"{model.name}   ({shape.paper_spelling})", counts, lines)
+
+
+def _table(title: str, counts: Counts, lines: Sequence[tuple[str, str]]) -> str:
     left = max(len(text) for text, _ in lines) + 2
     total = (
         f"{counts.params / 1e6:.1f} M parameters   {counts.gflops:.2f} GFLOPs   "
         f"{counts.activation_bytes / 1e6:.0f} MB of activations per image in training"
     )
     rows = [f"{text:<{left}}{amount:>12}".rstrip() for text, amount in lines]
-    return "\n".join([f"{model.name}   ({shape.paper_spelling})", total, "", *rows])
+    return "\n".join([title, total, "", *rows])
+
+
+def _torchvision_diagram(model: Model, counts: Counts) -> str:
+    (height, width), parts = model.image_shape, torchvision_sizes(model).parts
+    lines = [(f"image 3 x {height} x {width}", "")]
+    lines += [(part, _amount(parts[part])) for part in get_args(Part) if part in parts]
+    return _table(model.name, counts, lines)
 
 
 def _amount(number: int) -> str:
@@ -107,5 +128,11 @@ def _layer(layer: nn.Module) -> str:
             return "bn"
         case nn.LayerNorm():
             return "ln"
+        case ResNet():
+            stages = ", ".join(str(len(list(stage.children()))) for stage in layer.stages)
+            return f"ResNet of {stages} units" if stages else "root of a ResNet"
+        case LocalTransformer():
+            cells, channels = len(layer.positions), layer.norm.weight.numel()
+            return f"linear + {len(layer.blocks)} levels on {cells} cells of {channels}"
         case _:
             return "gelu"

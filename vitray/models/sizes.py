@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from vitray.config import Model
 from vitray.config.finetuning import Part
-from vitray.config.model_names import Name
+from vitray.config.model_names import RESNETS, Name
 
 
 class Sizes(NamedTuple):
@@ -24,6 +24,14 @@ class Sizes(NamedTuple):
     def params(self) -> int:
         """The number of all parameters."""
         return sum(self.parts.values())
+
+
+# The local-transformer stem (`local_stem`).
+CELL, LOCAL_DEPTH, LOCAL_HEADS = 4, 4, 4
+
+
+# The channels of a ResNet's root, and the stride of its output; each later stage halves the sides.
+ROOT, ROOT_STRIDE = 64, 4
 
 
 class Convolution(NamedTuple):
@@ -49,8 +57,32 @@ def convolutions(name: Name) -> list[Convolution]:
             return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
         case "conv":  # LeViT
             return [Convolution(3, 2, 1, width // divisor) for divisor in (8, 4, 2, 1)]
+        case "local":  # the cells of a patch, then their merging; the blocks lie between
+            merges = (patch // CELL).bit_length() - 1
+            sizes, channels = [CELL] + [2] * merges, [width // 8] * merges + [width]
+            return [Convolution(size, size, 0, channel) for size, channel in zip(sizes, channels, strict=True)]
         case other:
             raise AssertionError(f"stem {other} is in model_names.STEMS and not here")
+
+
+def resnet_layers(name: Name) -> tuple[int, ...]:
+    """Return the units of each stage of a hybrid's ResNet.
+
+    At a patch of 16 the units of stage 4 are in stage 3, so that the feature map is as fine (ViT paper, 4.1).
+    """
+    layers = RESNETS[name.stem]
+    return (*layers[:2], sum(layers[2:])) if layers and name.patch == 16 else layers
+
+
+def stage_width(number: int) -> int:
+    """Return the channels of a stage of a ResNet, counted from 0."""
+    return 256 * 2**number
+
+
+def feature_map(name: Name) -> tuple[int, int]:
+    """Return the channels of a hybrid's feature map, and the pixels of a cell's side."""
+    stages = len(resnet_layers(name))
+    return (stage_width(stages - 1), ROOT_STRIDE * 2 ** (stages - 1)) if stages else (ROOT, ROOT_STRIDE)
 
 
 def stem_norm(name: Name) -> Literal["ln", "bn"] | None:
@@ -106,7 +138,9 @@ def _positions(model: Model, patches: int) -> int:
 
 def _stem(model: Model) -> tuple[int, int]:
     """Parameters and multiply-adds of the stem."""
-    params = work = 0
+    if model.shape.is_hybrid:
+        return _hybrid(model)
+    params, work = _local_blocks(model) if model.shape.stem == "local" else (0, 0)
     before, (height, width) = 3, model.image_shape
     for kernel, stride, _, channels in convolutions(model.shape):
         height, width = height // stride, width // stride
@@ -116,3 +150,40 @@ def _stem(model: Model) -> tuple[int, int]:
         work += (weights + 5 * channels * norm) * height * width
         before = channels
     return params, work
+
+
+def _local_blocks(model: Model) -> tuple[int, int]:
+    """Parameters and multiply-adds of a local stem, besides its convolutions."""
+    shape, C, n = model.shape, model.shape.size // 8, (model.shape.patch // CELL) ** 2
+    block, norms = 12 * C * C, (2 * LOCAL_DEPTH + 1) * C
+    linear = 3 * shape.patch**2 * shape.size
+    params = LOCAL_DEPTH * (block + 9 * C) + 2 * norms + n * C + linear + shape.size
+    return params, math.prod(model.grid) * (n * (LOCAL_DEPTH * (block + 2 * n * C) + 5 * norms) + linear)
+
+
+def _hybrid(model: Model) -> tuple[int, int]:
+    """Parameters and multiply-adds of a ResNet and of the projection of its feature map."""
+    shape, pixels = model.shape, math.prod(model.image_shape)
+    params = work = 0
+
+    def add(kernel: int, before: int, after: int, stride: int) -> None:
+        """Add a convolution and its group norm; `stride` is that of the output to the image."""
+        nonlocal params, work
+        params += kernel * kernel * before * after + 2 * after
+        work += (kernel * kernel * before + 5) * after * pixels // stride**2
+
+    add(7, 3, ROOT, ROOT_STRIDE // 2)
+    before = ROOT
+    for number, depth in enumerate(resnet_layers(shape)):
+        after, stride = stage_width(number), ROOT_STRIDE * 2**number
+        inner, earlier = after // 4, stride if number == 0 else stride // 2
+        for unit in range(depth):
+            add(1, before, inner, earlier if unit == 0 else stride)
+            add(3, inner, inner, stride)
+            add(1, inner, after, stride)
+            if unit == 0:
+                add(1, before, after, stride)
+            before = after
+    channels, cell = feature_map(shape)
+    projection = (shape.patch // cell) ** 2 * channels * shape.size
+    return params + projection + shape.size, work + projection * math.prod(model.grid)

@@ -7,7 +7,9 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
-from vitray.models.sizes import convolutions, stem_norm
+from vitray.models.local_stem import LocalTransformer
+from vitray.models.resnet import ResNet
+from vitray.models.sizes import convolutions, feature_map, stem_norm
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -18,21 +20,11 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Stem(nn.Module):
-    """A stack of convolutions whose output positions are the tokens; only `conv` stems mix neighbouring patches."""
+    """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighbouring patches."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: Name, resnet_eps: str = "vit") -> None:
         super().__init__()
-        norm = stem_norm(name)
-        layers: list[nn.Module] = []
-        before = 3
-        for kernel, stride, padding, channels in convolutions(name):
-            layers.append(nn.Conv2d(before, channels, kernel, stride, padding))
-            if norm:
-                layers.append(nn.BatchNorm2d(channels) if norm == "bn" else ChannelNorm(channels, eps=1e-6))
-            layers.append(nn.GELU())
-            before = channels
-        # GELU always follows a convolution, except the last one of stems without "gelu" in their name.
-        self.proj = nn.Sequential(*layers) if "gelu" in name.stem.split("_") else nn.Sequential(*layers[:-1])
+        self.proj = nn.Sequential(*_layers(name, resnet_eps))
         self.patch = name.patch
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -50,6 +42,28 @@ class Stem(nn.Module):
         parent module would undo it anywhere else.
         """
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
+
+
+def _layers(name: Name, resnet_eps: str) -> list[nn.Module]:
+    if name.is_hybrid:
+        channels, cell = feature_map(name)
+        cells = name.patch // cell
+        return [ResNet(name, resnet_eps), nn.Conv2d(channels, name.size, cells, cells)]
+    return [LocalTransformer(name)] if name.stem == "local" else _convolutional(name)
+
+
+def _convolutional(name: Name) -> list[nn.Module]:
+    norm = stem_norm(name)
+    layers: list[nn.Module] = []
+    before = 3
+    for kernel, stride, padding, channels in convolutions(name):
+        layers.append(nn.Conv2d(before, channels, kernel, stride, padding))
+        if norm:
+            layers.append(nn.BatchNorm2d(channels) if norm == "bn" else ChannelNorm(channels, eps=1e-6))
+        layers.append(nn.GELU())
+        before = channels
+    # GELU always follows a convolution, except the last one of stems without "gelu" in their name.
+    return layers if "gelu" in name.stem.split("_") else layers[:-1]
 
 
 class GlooBatchNorm(nn.BatchNorm2d):

@@ -25,7 +25,7 @@ class ViT(nn.Module):
         super().__init__()
         shape = model.shape
         self.model = model
-        self.stem = Stem(shape)
+        self.stem = Stem(shape, model.resnet_eps)
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.where = getattr(model.positions, "where", "stem")
         others = shape.depth - 1 if self.where == "levels" else 0
@@ -66,6 +66,16 @@ class ViT(nn.Module):
     def forward(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return logits, or pooled features without a head; a `trace` receives each branch's attention weights."""
         return self.head(self.pooled(self.tokens(images_BCHW, trace)))
+
+    def features_and_logits(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pooled features, BD, and the logits, BK; a network without a head returns the features twice."""
+        features_BD = self.pooled(self.tokens(images_BCHW))
+        return features_BD, self.head(features_BD)
+
+    @property
+    def width(self) -> int:
+        """The width of the pooled features."""
+        return self.model.shape.size
 
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return the last block's output, the class token first if the model has one, then the registers."""

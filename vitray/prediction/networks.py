@@ -17,6 +17,7 @@ from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
 from vitray.inference.models import NetworkSpec, open_network
+from vitray.models.network import vit_of
 from vitray.models.positions import Places
 from vitray.models.probabilities import probabilities_of
 from vitray.models.vit import ViT
@@ -81,7 +82,7 @@ class Networks:
         views = views_of(plan.networks)
         self._members: list[Member] = []
         for spec in plan.networks:
-            vit = open_network(spec).to(self._device).eval()
+            vit = vit_of(open_network(spec), "vitray predict").to(self._device).eval()
             stages = _stages(spec, vit) if len(plan.networks) > 1 else [""] * (len(vit.blocks) + 1)
             if plan.options.compile:
                 for block in vit.blocks:

@@ -8,8 +8,8 @@ from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
+from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.models.vit import ViT
 from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.freezing import prepare
@@ -23,14 +23,14 @@ def last_weights(run_dir: str) -> dict[str, Tensor]:
 
 
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:
-    """Write the model folder: the ViT without its decoder, a delta for partial fine-tuning, or a whole tokenizer."""
+    """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer."""
     weights, url = last_weights(run_dir), storage.join(run_dir, "model")
     if isinstance(run.task, Tokenizer):
         tokenizer = VisualTokenizer(run)
         tokenizer.load_state_dict(weights)
         storage.remove(url)
         return save_tokenizer(url, tokenizer)
-    vit = ViT(run.model)
+    vit = build_network(run.model)
     if isinstance(run.task, Finetune):
         prepare(vit, run.task)
     vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})

@@ -14,7 +14,7 @@ from vitray.config.training import Finetune
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
-from vitray.models.sizes import sizes_of
+from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.schedule import Triggers, in_steps, total_steps
@@ -117,7 +117,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     if not is_known:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch, steps = check_schedule(run, images)
-    sizes, weights = sizes_of(run.model), start or tokenizer
+    sizes, weights = _sizes(run), start or tokenizer
     plan = Plan(
         model=run.model.name,
         params=sizes.params,
@@ -141,6 +141,14 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
     )
     return PlannedRun(run, plan, dataset, mask, start, tokenizer)
+
+
+def _sizes(run: Run) -> Sizes:
+    if run.model.is_vit:
+        return sizes_of(run.model)
+    from vitray.models.torchvision_networks import torchvision_sizes  # imports torch, which takes seconds
+
+    return torchvision_sizes(run.model)
 
 
 def check_schedule(run: Run, images: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from vitray.inspection.report.figures import choose_figures
 from vitray.inspection.report.page import Inspection
 from vitray.inspection.report.subjects import Subject, view_of
 from vitray.inspection.report.tracking import log_files
+from vitray.models.network import vit_of
 from vitray.runs.run_dir import stored_run
 from vitray.tracking.tracker import Tracker
 from vitray.training.figures import make_results, read_shown_images
@@ -24,7 +25,7 @@ def log_registered_figures(tracker: Tracker, model: str) -> str | None:
     """Log figures of the model folder of a finished run; return the reason if they cannot be made."""
     try:
         run = stored_run(model.rpartition("/")[0])
-        if not isinstance(run.task, Tokenizer):
+        if not isinstance(run.task, Tokenizer) and run.model.is_vit:
             log_files(tracker, draw_files(inspect_model(run, model)))
     except Exception as error:  # the model is complete, and registered without them
         return f"the registered model has no figures: {one_line(error)}"
@@ -33,7 +34,8 @@ def log_registered_figures(tracker: Tracker, model: str) -> str | None:
 
 def inspect_model(run: Run, model: str) -> Inspection:
     """Return evaluate.figures of the model of a run, or else its attention; without images, figures of weights."""
-    spec, vit = describe_network(model)
+    spec, network = describe_network(model)
+    vit = vit_of(network, "inspection")
     images = views_BHWC = None
     command = Request(spec.url)
     if run.data.evaluated and run.evaluate.pictures:

@@ -253,7 +253,7 @@ class RunLogger:
     def _log_best(self, best: Best | None) -> None:
         if best is None:
             return
-        name = f"{self._info.planned.run.model.name}-best"
+        name = f"{self._info.planned.run.model.name.replace('/', '-')}-best"
         folder = checkpoints.folder_of(self._info.run_dir, best.step)
         self._tracker.checkpoint(folder, name, ModelScores(best.step, best.scores, self._datasets[-1]))
 
@@ -287,7 +287,8 @@ class RunLogger:
 
     def _draw_examples(self, step: int, examples: Examples) -> None:
         classes = self._info.planned.dataset.classes
-        columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, examples.attention)
+        attention = [None] * len(examples.images) if examples.attention is None else examples.attention
+        columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, attention)
         drawn = [
             Prediction(image, classes[label], classes[predicted], float(probability), attention)
             for image, label, predicted, probability, attention in zip(*columns, strict=True)
@@ -296,7 +297,8 @@ class RunLogger:
             known = [each._replace(predicted=None) for each in drawn]
             title = f"step 0: the images and their classes; the first predictions are of step {step:,}"
             self._tracker.image("examples/predictions", 0, prediction_sheet(known, title))
-        png = prediction_sheet(drawn, f"step {step:,}: predictions, and below attention rollout")
+        below = "" if examples.attention is None else ", and below attention rollout"
+        png = prediction_sheet(drawn, f"step {step:,}: predictions{below}")
         self._tracker.image("examples/predictions", step, png)
 
     def _is_first_picture(self, step: int) -> bool:

@@ -107,7 +107,11 @@ def read_sizes(run: Run, run_dir: str) -> Sizes | None:
         if not storage.exists(storage.join(run_dir, RUN_META)):
             return None
         run = stored_run(run_dir)
-    return sizes_of(run.model)
+    if run.model.is_vit:
+        return sizes_of(run.model)
+    from vitray.models.torchvision_networks import torchvision_sizes  # imports torch, which takes seconds
+
+    return torchvision_sizes(run.model)
 
 
 def costs_of(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, float]:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
-from vitray.models.vit import ViT
+from vitray.models.network import build_network
 
 
 class Supervised(nn.Module):
-    """A ViT that learns classes from labels."""
+    """A network that learns classes from labels."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         assert isinstance(run.task, SupervisedSettings | Finetune)
         self.settings = run.task
-        self.vit = ViT(run.model)
+        self.vit = build_network(run.model)
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss over the batch."""

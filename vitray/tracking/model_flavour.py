@@ -49,7 +49,7 @@ def log_model(run_id: str, folder: str) -> str:
         # Not mlflow.pyfunc.log_model: it uses the active experiment instead of the run's.
         logged = client.create_logged_model(
             tracked.info.experiment_id,
-            name=run.model.name,
+            name=run.model.name.replace("/", "-"),  # MLflow refuses a slash
             source_run_id=run_id,
             tags={FOLDER_TAG: folder}
             | ({} if delta is None else {BASE_TAG: delta.base.url, BASE_IDENTITY_TAG: delta.base.identity}),

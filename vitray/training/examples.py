@@ -14,6 +14,7 @@ from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.evaluation.arrays import Examples
 from vitray.inspection.report.subjects import at_even_distances
 from vitray.inspection.rollout import attention_maps
+from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.models.vit import ViT
 from vitray.training.context import WorkerContext
@@ -28,7 +29,7 @@ class ExampleImages:
         self._labels = np.zeros(0, np.int64)
 
     @torch.no_grad()
-    def look(self, vit: ViT) -> Examples | None:
+    def look(self, vit: AnyNetwork) -> Examples | None:
         """Return the predictions of a network with a head; None if no image can be decoded."""
         if self._images is None:
             self._images, self._labels = read_examples(self._context)
@@ -36,11 +37,15 @@ class ExampleImages:
             return None
         was_training = vit.training
         vit.eval()
-        pixels_BHWC = torch.from_numpy(self._images).to(self._device)
-        maps = attention_maps(vit, normalised(pixels_BHWC, self._context.run.data.normalise))
+        images_BCHW = normalised(torch.from_numpy(self._images).to(self._device), self._context.run.data.normalise)
+        attention_BRQ = None
+        if isinstance(vit, ViT):
+            maps = attention_maps(vit, images_BCHW)
+            logits_BK, attention_BRQ = maps.logits, maps.rollout.float().cpu().numpy()
+        else:
+            logits_BK = vit(images_BCHW)
         vit.train(was_training)
-        probability_B, predicted_B = probabilities_of(maps.logits, probability_of(self._context.run)).max(1)
-        attention_BRQ = maps.rollout.float().cpu().numpy()
+        probability_B, predicted_B = probabilities_of(logits_BK, probability_of(self._context.run)).max(1)
         arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
         return Examples(self._images, self._labels, *arrays)
 

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from vitray.config.training import AdamW, Ema, LambSettings, Optim, Sgd
 from vitray.errors import ConfigError
+from vitray.models.torchvision_networks import TorchvisionNetwork
 
 # ---- parameter groups ------------------------------------------------------------------------------------------------
 
@@ -26,7 +27,7 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     the last norm, the head and the task's other modules L + 1.
     """
     vit = module.get_submodule("vit")
-    levels, top = _levels(vit), len(list(vit.get_submodule("blocks").children())) + 1
+    levels, top = _levels(vit)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for path, parameter in module.named_parameters():  # a shared parameter once, under its first owner
         if parameter.requires_grad:
@@ -40,14 +41,16 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     ]
 
 
-def _levels(vit: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the level of each parameter below the last norm."""
+def _levels(vit: nn.Module) -> tuple[dict[nn.Parameter, int], int]:
+    """Return the level of each parameter below the last norm, and that of all others."""
+    if isinstance(vit, TorchvisionNetwork):  # without layer decay
+        return {}, 0
     levels = dict.fromkeys(vit.parameters(recurse=False), 0)
     for part in ("stem", "positions", "level_positions"):
         levels |= dict.fromkeys(vit.get_submodule(part).parameters(), 0)
     for level, block in enumerate(vit.get_submodule("blocks").children(), start=1):
         levels |= dict.fromkeys(block.parameters(), level)
-    return levels
+    return levels, len(list(vit.get_submodule("blocks").children())) + 1
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from vitray.evaluation.arrays import Labelled
 from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
 from vitray.inspection.attention_distance import attention_distances
 from vitray.models.adapters import merge_lora
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork, build_network, vit_of
 
 # Images of a forward pass. A fixed number: the last bits of an output depend on it.
 BATCH = 64
@@ -83,8 +83,8 @@ def choose_rows(split: str, used: np.ndarray, number: int) -> np.ndarray:
 
 @torch.no_grad()
 def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, device: torch.device) -> dict[str, Any]:
-    """Return the scores of a ViT's weights by name."""
-    names, vit = run.evaluate.probes, ViT(run.model)
+    """Return the scores of a network's weights by name."""
+    names, vit = run.evaluate.probes, build_network(run.model)
     vit.load_state_dict(weights)
     vit.to(device).eval().requires_grad_(False)
     outputs, labels = _run_network(vit, run, images.val, device), images.val.labels
@@ -94,8 +94,9 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
         values |= probe_calibration(outputs.logits, labels)
     if "attention_distance" in names:
         views = images.val.views[:ATTENTION_IMAGES]
+        attentive = vit_of(vit, "evaluate.probes: attention_distance")
         parts = [
-            attention_distances(vit, _prepare(views[at : at + BATCH], run, device)).distance.cpu().numpy()
+            attention_distances(attentive, _prepare(views[at : at + BATCH], run, device)).distance.cpu().numpy()
             for at in range(0, len(views), BATCH)
         ]
         values |= mean_distances(np.concatenate(parts, axis=-1))
@@ -130,12 +131,12 @@ def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None)
     return ProbedSplit(np.stack(views), np.array(labels, np.int64))
 
 
-def _run_network(vit: ViT, run: Run, split: ProbedSplit, device: torch.device) -> NetworkOutputs:
+def _run_network(vit: AnyNetwork, run: Run, split: ProbedSplit, device: torch.device) -> NetworkOutputs:
     features, logits = [], []
     for at in range(0, len(split.views), BATCH):
-        features_BD = vit.pooled(vit.tokens(_prepare(split.views[at : at + BATCH], run, device)))
+        features_BD, logits_BK = vit.features_and_logits(_prepare(split.views[at : at + BATCH], run, device))
         features.append(features_BD.cpu().numpy())
-        logits.append(vit.head(features_BD).cpu().numpy())
+        logits.append(logits_BK.cpu().numpy())
     return NetworkOutputs(np.concatenate(features), np.concatenate(logits))
 
 

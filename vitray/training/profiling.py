@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vitray.config import Run
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 from vitray.training.evaluator import autocast
 from vitray.weights.pretrained import InitialWeights
 
@@ -24,7 +24,7 @@ PEAK_FLOPS = {
 }
 
 
-def measure_costs(run: Run, vit: ViT, device: torch.device) -> dict[str, float]:
+def measure_costs(run: Run, vit: AnyNetwork, device: torch.device) -> dict[str, float]:
     """Return the forward latency of one image on this device, and the peak memory of any worker.
 
     The latency is the median of the timed passes, beside its quartiles: other processes of the machine slow some.

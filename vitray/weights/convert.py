@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitray.config import Run
+from vitray.config import Model, Run
+from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, nearest
+from vitray.models.network import AnyNetwork
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 from vitray.weights.files import State, WeightsFile, few, read_weights
 from vitray.weights.inference import detect_layout, settings_of
@@ -22,13 +25,17 @@ def import_weights(
     settings: Mapping[str, Any] | None = None,
     *,
     fallback: Mapping[str, Any] | None = None,
-) -> tuple[Run, ViT]:
+) -> tuple[Run, AnyNetwork]:
     """Return the network in another library's weights file (.safetensors, .pth, .npz), and a run with its settings.
 
     Without `layout`, the tensor names decide. `settings` are `model.` settings that the file does not show, such as
     heads, or the image_size of a grid that is not square; of `fallback`, only those count that would be missing.
+    A file of one of torchvision's networks needs its `name`, as in torchvision/resnet50.
     """
     file = read_weights(url)
+    name = str({**(fallback or {}), **(settings or {})}.get("name", ""))
+    if is_torchvision(name):
+        return _torchvision(file.tensors, {**(fallback or {}), **(settings or {})}, url)
     layout = _layout_of(file.tensors, layout, url)
     return _build(file, layout, settings_of(file, layout, url, settings or {}, fallback or {}), url)
 
@@ -52,6 +59,35 @@ def _build(file: WeightsFile, layout: str, settings: dict[str, Any], url: str) -
     vit = ViT(run.model)
     vit.load_state_dict(_renamed(file.tensors, LAYOUTS[layout], vit, url), assign=True)
     return run, vit.eval()
+
+
+# Heads that help in training alone; vitray builds the networks without them.
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+
+
+def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run, AnyNetwork]:
+    with torch.device("meta"):
+        head = TorchvisionNetwork(Model(name=settings["name"], num_classes=1)).head_name
+    ours = {f"body.{name}": tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
+    classes = ours.get(f"{head}weight")
+    settings = {name: settings[name] for name in ("name", "image_size") if name in settings}
+    run = Run().replace(
+        {f"model.{name}": value for name, value in settings.items()}
+        | {"model.num_classes": None if classes is None else len(classes)}
+    )
+    network = TorchvisionNetwork(run.model)
+    wanted = network.state_dict()
+    wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]
+    wrong += [f"{name} has no place here" for name in ours.keys() - wanted.keys()]
+    wrong += [
+        f"{name} is {tuple(ours[name].shape)}, wanted {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in ours and ours[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise ConfigError(f"{url}: read as {run.model.name}, but {few(sorted(wrong), '; ')}")
+    network.load_state_dict(wanted | ours)
+    return run, network.eval()
 
 
 def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
@@ -96,7 +132,7 @@ def _from_flax(tensor: Tensor, name: str) -> Tensor:
     """
     if "/" not in name:
         return tensor
-    if name.endswith("/bias"):
+    if name.endswith(("/bias", "/scale")):
         return tensor.flatten()
     if name.endswith("/kernel"):
         if tensor.ndim == 4:

@@ -11,8 +11,11 @@ from torch import nn
 
 from vitray.config import Model
 from vitray.config.model_names import WIDTHS, width_key
+from vitray.config.torchvision_names import PREFIX
 from vitray.errors import ConfigError
+from vitray.models.network import AnyNetwork
 from vitray.models.stems import ChannelNorm
+from vitray.models.torchvision_networks import constructor_settings
 from vitray.models.vit import ViT
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names
@@ -24,10 +27,15 @@ _TIMM = {"ti_16": "tiny", "s_16": "small", "s_32": "small", "b_16": "base", "b_3
 _TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
 
 
-def export_weights(vit: ViT, layout: str) -> State:
+def export_weights(vit: AnyNetwork, layout: str) -> State:
     """Return the network's tensors with the names and shapes of timm, torchvision or hf."""
     if layout not in EXPORTS:
         raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
+    if not isinstance(vit, ViT):
+        if layout != "torchvision" or vit.model.num_classes is None:
+            wanted = "wanted layout torchvision, and a network with a head"
+            raise ConfigError(f"{vit.model.name}: an export for {layout} has no such network; {wanted}")
+        return {name.removeprefix("body."): tensor.detach() for name, tensor in vit.state_dict().items()}
     model, branches = vit.model, vit.model.shape.branches
     if fault := _fault(model, layout):
         raise ConfigError(f"{model.name}: {fault}")
@@ -63,6 +71,8 @@ def _fault(model: Model, layout: str) -> str | None:
     if model.adapters:
         return f"an export for {layout} has no adapters"
     if layout == "timm":
+        if model.shape.stem == "local" or model.shape.is_hybrid:
+            return f"an export for timm has no stem {model.shape.stem}"
         return f"{layout} has no head of two layers" if model.num_classes and model.head.kind == "mlp" else None
     if model.pool != "token":
         return f"{layout} reads the class token, and this model's pool is {model.pool}"
@@ -97,7 +107,7 @@ def variant_of(model: Model) -> str | None:
     return next((variant for variant, is_set in variants.items() if is_set), None)
 
 
-def write_library(vit: ViT, layout: str, folder: Path, classes: Sequence[str] | None = None) -> None:
+def write_library(vit: AnyNetwork, layout: str, folder: Path, classes: Sequence[str] | None = None) -> None:
     """Write a network for another library: model.safetensors, load.py, and for hf a config.json.
 
     load.py needs that library only. It builds the network, loads the tensors strictly and names it `model`.
@@ -106,6 +116,7 @@ def write_library(vit: ViT, layout: str, folder: Path, classes: Sequence[str] | 
     program = library_program(vit, layout)
     save_file(exported, folder / WEIGHTS, metadata={"format": "pt"})
     if layout == "hf":
+        assert isinstance(vit, ViT), "hf has no other networks"
         (folder / "config.json").write_text(json.dumps(_hf_config(vit, classes), indent=2))
     (folder / LOADER).write_text(program)
 
@@ -113,16 +124,25 @@ def write_library(vit: ViT, layout: str, folder: Path, classes: Sequence[str] | 
 # ---- the program that loads an export --------------------------------------------------------------------------------
 
 
-def library_program(vit: ViT, layout: str) -> str:
+def library_program(vit: AnyNetwork, layout: str) -> str:
     """Return Python that builds the network in its library and loads the tensors beside it, as `model`."""
     folder = "pathlib.Path(__file__).parent"
     if layout == "hf":
         build = f"model = transformers.ViTForImageClassification.from_pretrained({folder})"
         return f"import pathlib, transformers\n{build}\n"
-    build = _timm_code(vit) if layout == "timm" else _torchvision_code(vit.model)
+    if not isinstance(vit, ViT):
+        build = f"torchvision.models.get_model({_torchvision_arguments(vit.model)})"
+    else:
+        build = _timm_code(vit) if layout == "timm" else _torchvision_code(vit.model)
     load = f"model.load_state_dict(safetensors.torch.load_file({folder} / {WEIGHTS!r}))"
     imports = f"import functools, pathlib, safetensors.torch, torch, {layout}"
     return f"{imports}\nmodel = {build}\n{load}\nmodel.eval()\n"
+
+
+def _torchvision_arguments(model: Model) -> str:
+    arguments = {"weights": None, "num_classes": model.num_classes, **constructor_settings(model)}
+    named = [f"{name}={value!r}" for name, value in arguments.items()]
+    return ", ".join([repr(model.name.removeprefix(PREFIX)), *named])
 
 
 def _timm_code(vit: ViT) -> str:

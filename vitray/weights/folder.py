@@ -16,8 +16,8 @@ from vitray.config import Run, load_run
 from vitray.config.parsing import short
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
+from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.models.vit import ViT
 from vitray.storage import scratch_folder
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import import_weights
@@ -42,7 +42,7 @@ class LoadedModel(NamedTuple):
     """The content of a model folder."""
 
     run: Run
-    vit: ViT
+    vit: AnyNetwork
     classes: list[str] | None
 
 
@@ -61,7 +61,7 @@ class SavedModel(NamedTuple):
 
 
 def save_model(
-    url: str, run: Run, vit: ViT, classes: Sequence[str] | None = None, relative_to: str | None = None
+    url: str, run: Run, vit: AnyNetwork, classes: Sequence[str] | None = None, relative_to: str | None = None
 ) -> SavedModel:
     """Write a model folder and return its size; `run.yaml` is written last and marks a complete model.
 
@@ -137,7 +137,9 @@ def check_member(url: str, base_url: str, identity: str) -> Run:
     location = _folder_at(url)
     if location != resolve_uri(base_url):
         _chain_to(url, base_url, identity)
-    return _run_at(location)
+    run = _run_at(location)
+    run.model.require_vit(f"{url}: a family of deltas")
+    return run
 
 
 def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
@@ -152,6 +154,7 @@ def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
 
 def _member(location: str, state: State, base: State) -> Member:
     run = _network_run(location, state)
+    run.model.require_vit(f"{location}: a family of deltas")
     return Member(run, _read_classes(storage.join(location, CLASSES), run), state, base)
 
 
@@ -193,7 +196,7 @@ def _build(location: str, state: State) -> LoadedModel:
     """The network of a folder, built on these tensors without a copy."""
     run = _network_run(location, state)
     classes = _read_classes(storage.join(location, CLASSES), run)
-    vit = ViT(run.model)
+    vit = build_network(run.model)
     _fill(vit, location, run, state)
     return LoadedModel(run, vit, classes)
 
@@ -204,7 +207,7 @@ def _network_run(location: str, state: State) -> Run:
     if run.task.kind == "tokenizer":
         raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
     with torch.device("meta"):  # initial values of a large network take a minute
-        _check_fit(ViT(run.model), location, run, state)
+        _check_fit(build_network(run.model), location, run, state)
     return run
 
 

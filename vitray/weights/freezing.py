@@ -9,6 +9,7 @@ from vitray.config.finetuning import Part
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.adapters import add_lora
+from vitray.models.network import AnyNetwork
 from vitray.models.vit import ViT
 
 
@@ -35,14 +36,16 @@ def part_of(name: str) -> Part:
             raise AssertionError(f"parameter {name} belongs to no part")
 
 
-def parts_of(vit: ViT) -> dict[str, Part]:
+def parts_of(network: AnyNetwork) -> dict[str, Part]:
     """Return the part of each parameter, by parameter name."""
-    return {name: part_of(name) for name, _ in vit.named_parameters()}
+    if not isinstance(network, ViT):
+        return network.parts()
+    return {name: part_of(name) for name, _ in network.named_parameters()}
 
 
-def prepare(vit: ViT, settings: Finetune) -> None:
+def prepare(vit: AnyNetwork, settings: Finetune) -> None:
     """Add what a fine-tuning adds to the network, and freeze every parameter except those that the settings train."""
-    if settings.mode == "lora":
+    if isinstance(vit, ViT) and settings.mode == "lora":
         lora, width = settings.lora, vit.model.shape.size
         if lora.rank > width:
             raise ConfigError(f"task.lora.rank: got {lora.rank}, wanted at most {width}, the width of {vit.model.name}")
@@ -50,7 +53,7 @@ def prepare(vit: ViT, settings: Finetune) -> None:
     freeze(vit, settings)
 
 
-def freeze(vit: ViT, settings: Finetune) -> None:
+def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     """Freeze every parameter except those that the settings train."""
     parts = parts_of(vit)
     if absent := [part for part in settings.also if part not in parts.values()]:
@@ -67,11 +70,13 @@ def freeze(vit: ViT, settings: Finetune) -> None:
         )
     for name, parameter in vit.named_parameters():
         parameter.requires_grad_(name in trained)
-    vit.train(vit.training)  # puts a newly frozen stem into evaluation mode
+    vit.train(vit.training)  # puts a newly frozen stem or batch norm into evaluation mode
 
 
-def _trained_beside(vit: ViT, settings: Finetune) -> set[str]:
+def _trained_beside(vit: AnyNetwork, settings: Finetune) -> set[str]:
     """The parameters that a mode trains besides whole parts."""
+    if not isinstance(vit, ViT):
+        return set()
     names = [name for name, _ in vit.named_parameters()]
     match settings.mode:
         case "bias":
@@ -122,11 +127,11 @@ class Audit(NamedTuple):
         return self.trained / self.parameters
 
 
-def audit(vit: ViT) -> Audit:
+def audit(vit: AnyNetwork) -> Audit:
     """Return the trained and frozen parameter counts of a network in its present state."""
-    rows = []
+    rows, parts = [], parts_of(vit)
     for part in get_args(Part):
-        parameters = [parameter for name, parameter in vit.named_parameters() if part_of(name) == part]
+        parameters = [parameter for name, parameter in vit.named_parameters() if parts[name] == part]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if parameters:
             count, count_trained = (sum(parameter.numel() for parameter in group) for group in (parameters, trained))

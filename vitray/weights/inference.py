@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vitray.config.model_names import WIDTHS, width_key, width_of
+from vitray.config.model_names import RESNETS, WIDTHS, width_key, width_of
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, printable
 from vitray.weights.files import State, WeightsFile, few
-from vitray.weights.layouts import LAYOUTS, WeightLayout
+from vitray.weights.layouts import LAYOUTS, WeightLayout, resnet_names
 
 # Networks of timm, DeiT and MAE whose width and heads are those of the letter, and whose positions are learned.
 _NETWORK = re.compile(
-    r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_patch\d+)?(?:_\d+(?:x\d+)?|_LS)*"
+    r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_patch\d+|_r\d*_s\d+(?:_p\d+)?)?(?:_\d+(?:x\d+)?|_LS)*"
 )
 # Those of them whose rotary positions are `rope` here: the others mix axes, shift or scale the grid, or add a table.
 _ROPE = re.compile(r"vit_(small|base|large)_patch16_rope_224(?:\..*)?")
@@ -161,7 +161,7 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     branches = count(lambda branch: first("attn.norm", 0, branch) is not None) if has_branches else 1
     if norm is None or not depth:
         raise ConfigError(f"{url}: no {names['norm']} or no {names['attn.norm']} among {few(sorted(state))}")
-    stem, patch = _infer_stem(state, first("stem"), names["stem"], weight, url)
+    stem, patch = _infer_hybrid(state, layout, url) or _infer_stem(state, first("stem"), names["stem"], weight, url)
     registers = first("registers")
     has_token, scaled = first("class_token") is not None, first("attn.scale") is not None
     settings: dict[str, Any] = {
@@ -174,6 +174,8 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
         "positions": "none",
         "num_classes": None,
     }
+    if stem in RESNETS:
+        settings["resnet_eps"] = layout.resnet_eps
     if scaled:
         settings["layerscale"] = 1e-4  # the file lacks the initial value; this is DeiT III's
     if (table := first("positions")) is not None:
@@ -195,6 +197,31 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
     is_gated = weight == "weight" and up is not None and down is not None and len(up) == 2 * down.shape[1]
     has_table = table is not None
     return Shapes(norm.numel(), depth, branches, patch, stem, heads, has_table, is_gated, maybe_rope, settings)
+
+
+def _infer_hybrid(state: State, layout: WeightLayout, url: str) -> tuple[str, int] | None:
+    """The ResNet of a hybrid and the patch size; None for a network without one."""
+
+    def has(*path: str, is_alone: bool = False) -> bool:
+        names = resnet_names(layout, path, "weight", is_alone=is_alone)
+        return bool(names) and names[0] in state
+
+    def count(stage: int) -> int:
+        return next(unit for unit in range(len(state) + 1) if not has("stages", str(stage), str(unit), "conv1"))
+
+    if not has("root") and not has("root", is_alone=True):
+        return None
+    names = layout.tensors("stem", "weight")
+    if not names or names[0] not in state:
+        raise ConfigError(f"{url}: it has a ResNet, and no projection {names[0] if names else ''} of its feature map")
+    cells = state[names[0]].shape[0 if "/" in names[0] else 2]
+    layers = tuple(units for stage in range(4) if (units := count(stage)))
+    for kind, known in RESNETS.items():
+        if layers == known:
+            return kind, cells * (32 if layers else 4)
+        if known and layers == (*known[:2], sum(known[2:])) and cells == 1:
+            return kind, 16
+    raise ConfigError(f"{url}: its ResNet has stages of {list(layers)} units, and patches of {cells} cells; wanted R50")
 
 
 def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ In a name, `{i}` is the level, `{b}` the branch counted from 0, `{s}` DeiT's suf
 layout's name for weight or bias, and `{x}` its names for query, key and value, whose tensors are concatenated in order.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.config import Model
@@ -25,6 +26,10 @@ class WeightLayout(NamedTuple):
     """Its names for a weight, a bias, and the weight of a norm."""
     qkv: tuple[str, ...] = ()
     """Its names for query, key and value; empty for a fused tensor."""
+    resnet: Names | None = None
+    """Its names for the ResNet of a hybrid: `{stage}` and `{unit}` count from 0, `{stage1}` and `{unit1}` from 1."""
+    resnet_eps: str = "vit"
+    """The epsilons of that ResNet (`model.resnet_eps`)."""
 
     def tensors(self, part: str, kind: str, level: int | str = "", branch: int = 0) -> tuple[str, ...]:
         """Return the names of a part's tensors; empty if the layout lacks the part."""
@@ -65,6 +70,17 @@ _DEIT = WeightLayout(
         "ffn.scale": "blocks.{i}.gamma_2{_s}",
     },
     resample="deit",
+    resnet={
+        "root": "patch_embed.backbone.stem.conv.{p}",
+        "root_norm": "patch_embed.backbone.stem.norm.{p}",
+        "alone": "patch_embed.backbone.conv.{p}",
+        "alone_norm": "patch_embed.backbone.norm.{p}",
+        "unit": "patch_embed.backbone.stages.{stage}.blocks.{unit}.{part}.{p}",
+        "norm": "norm",
+        "down": "downsample.conv",
+        "down_norm": "downsample.norm",
+    },
+    resnet_eps="timm",
 )
 
 # Files of Hugging Face; transformers 5 reads and writes these names and uses hf5's in memory.
@@ -105,6 +121,16 @@ _GOOGLE = WeightLayout(
         "hidden": "pre_logits/{p}",
     },
     resample="google",
+    resnet={
+        "root": "conv_root/{p}",
+        "root_norm": "gn_root/{p}",
+        "alone": "conv_root/{p}",
+        "alone_norm": "gn_root/{p}",
+        "unit": "block{stage1}/unit{unit1}/{part}/{p}",
+        "norm": "gn",
+        "down": "conv_proj",
+        "down_norm": "gn_proj",
+    },
     activation="gelu_tanh",
     qkv=("query", "key", "value"),
     leaves=("kernel", "bias", "scale"),
@@ -183,6 +209,23 @@ LAYOUTS: dict[str, WeightLayout] = {
 }
 
 
+def resnet_names(layout: WeightLayout, path: Sequence[str], kind: str, *, is_alone: bool = False) -> tuple[str, ...]:
+    """Return a layout's names for a tensor of a hybrid's ResNet; `is_alone`: one without stages."""
+    names, (weight, bias, norm_weight) = layout.resnet, layout.leaves
+    if names is None:
+        return ()
+    leaf = bias if kind == "bias" else norm_weight if "norm" in path[-1] else weight
+    match path:
+        case ["stages", stage, unit, part]:
+            spelled = names.get(part) or part.replace("norm", names["norm"])
+            numbers = {"stage": stage, "unit": unit, "stage1": int(stage) + 1, "unit1": int(unit) + 1}
+            return (names["unit"].format(**numbers, part=spelled, p=leaf),)
+        case [part]:
+            return (names[part.replace("root", "alone") if is_alone else part].format(p=leaf),)
+        case _:
+            raise AssertionError(f"a ResNet has no {'.'.join(path)}")
+
+
 def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...]:
     """Return a layout's names for one of our tensors; empty if the layout lacks the part."""
     level, branch = "", 0
@@ -191,6 +234,10 @@ def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...
         case ["blocks", level, part, *rest]:
             branch = int(part.strip("atfn")) - 1
             module = f"{part.rstrip('0123456789')}.{rest[0] if rest else kind}"
+        case ["stem", "proj", "0", *inner] if model.shape.is_hybrid:
+            return resnet_names(layout, inner, kind, is_alone=model.shape.stem == "r")
+        case ["stem", "proj", "1"] if model.shape.is_hybrid:
+            module = "stem"
         case ["stem", "proj", index]:
             # A linear stem is a single layer; others are a numbered sequence.
             module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"

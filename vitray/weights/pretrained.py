@@ -11,7 +11,9 @@ from vitray.config import Model, Run
 from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
+from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT, build_head
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
@@ -32,7 +34,12 @@ FIXED = (
     "bias",
     "norm_eps",
     "adapters",
+    "resnet_eps",
 )
+
+
+# Those of a network of torchvision.
+_ANY = ["name", "image_size"]
 
 
 class InitialWeights(NamedTuple):
@@ -75,10 +82,11 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.seed)
-        vit = ViT(run.model)
+        vit = build_network(run.model)
         prepare(vit, task)
-    added = {name: tensor for name, tensor in vit.state_dict().items() if part_of(name) in ("lora", "adapters")}
-    state = added | state
+    if isinstance(vit, ViT):
+        added = {name: tensor for name, tensor in vit.state_dict().items() if part_of(name) in ("lora", "adapters")}
+        state = added | state
     identity = identity_of(loaded.vit.state_dict())
     return run, InitialWeights(url, identity, state, audit(vit), _describe_adaptation(loaded.vit, run, state))
 
@@ -86,6 +94,8 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
 def _stated(run: Run) -> dict[str, Any]:
     """The run's own settings that another library's file may lack."""
     stated = run.model.model_fields_set
+    if not run.model.is_vit:
+        return run.model.model_dump(mode="json", include={"name", "image_size"})
     settings = run.model.model_dump(mode="json", include=stated & {"positions", "activation", "norm_eps"})
     return settings | ({"heads": run.model.num_heads} if stated & {"name", "heads"} else {})
 
@@ -93,7 +103,7 @@ def _stated(run: Run) -> dict[str, Any]:
 def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: bool) -> Run:
     """The run with its omitted settings taken from the weights."""
     old = loaded.vit.model.model_dump(mode="json")
-    inherited = [*FIXED, "image_size", *([] if new_head else ["head"])]
+    inherited = [*FIXED, "image_size", *([] if new_head else ["head"])] if loaded.vit.model.is_vit else _ANY
     changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
         changes["model.num_classes"] = len(classes)
@@ -102,13 +112,16 @@ def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: 
     return run.replace(changes)
 
 
-def _describe_adaptation(initial: ViT, run: Run, state: dict[str, Tensor]) -> str:
-    (rows, columns), (new_rows, new_columns) = initial.model.grid, run.model.grid
-    changes = []
-    if (rows, columns) != (new_rows, new_columns):
-        changes.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
+def _describe_adaptation(initial: AnyNetwork, run: Run, state: dict[str, Tensor]) -> str:
+    changes, head = [], "head."
+    if isinstance(initial, ViT):
+        (rows, columns), (new_rows, new_columns) = initial.model.grid, run.model.grid
+        if (rows, columns) != (new_rows, new_columns):
+            changes.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
+    else:
+        head = initial.head_name
     old = initial.state_dict()
-    heads = {name: tensor for name, tensor in state.items() if name.startswith("head.")}
+    heads = {name: tensor for name, tensor in state.items() if name.startswith(head)}
     if any(name not in old or not torch.equal(old[name], tensor) for name, tensor in heads.items()):
         changes.append(f"a new head of zeros for {run.model.num_classes} classes")
     return ", ".join(changes) or "as it is"
@@ -117,12 +130,16 @@ def _describe_adaptation(initial: ViT, run: Run, state: dict[str, Tensor]) -> st
 # ---- adaptation to another image size and other classes --------------------------------------------------------------
 
 
-def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
+def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
     """Return the tensors of `initial` at the image size and with the classes of `model`.
 
     Positions are resized by the recorded convention of `initial`. `new_head` forces a new head even for an equal
     number of classes. A new head ends in a layer of zeros (ViT paper, B.1.1). `where` starts an error message.
     """
+    if not isinstance(initial, ViT):
+        return _adapt_torchvision(initial, model, where, new_head=new_head)
+    if not model.is_vit:
+        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, wanted {model.name}")
     (rows, columns), (new_rows, new_columns) = initial.model.grid, model.grid
     if initial.model.positions.kind == model.positions.kind == "relative" and initial.model.grid != model.grid:
         raise ConfigError(
@@ -140,6 +157,21 @@ def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str
     else:
         head = initial.head
     return state | {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
+
+
+def _adapt_torchvision(initial: TorchvisionNetwork, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
+    if initial.model.name != model.name:
+        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, wanted {model.name}")
+    network, head = TorchvisionNetwork(model), initial.head_name
+    got, wanted = _shapes(initial), _shapes(network)
+    names = [name for name in wanted if not name.startswith(head) and got.get(name) != wanted[name]]
+    if names:
+        raise ConfigError(f"{where}: {names[0]}: got {got.get(names[0], 'none')}, wanted {wanted[names[0]]}")
+    state = dict(initial.state_dict())
+    if new_head or any(got.get(name) != wanted[name] for name in wanted if name.startswith(head)):
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
+        state |= {name: tensor for name, tensor in zeros.items() if name.startswith(head)}
+    return {name: state[name] for name in wanted}
 
 
 def _other_settings(old: Model, new: Model) -> list[str]:

@@ -69,7 +69,8 @@ class Prediction(NamedTuple):
     predicted: str | None
     """None before the first evaluation: only the image and its class are drawn."""
     probability: float
-    attention: np.ndarray
+    attention: np.ndarray | None
+    """None for a network without attention rollout."""
 
 
 def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
@@ -86,7 +87,8 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
         below, colour = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
         draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
         if each.predicted is not None:
-            _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
+            if each.attention is not None:
+                _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
             draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", colour, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")

@@ -27,7 +27,7 @@ from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import NetworkSpec, describe_network
 from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 from vitray.tracking.mlflow_client import has_store
 
 DEFAULT_FOLDER = "evaluations"
@@ -75,7 +75,7 @@ class Network(NamedTuple):
     name: str
     """Unique in the request."""
     spec: NetworkSpec
-    vit: ViT
+    vit: AnyNetwork
 
 
 class _Data(NamedTuple):

@@ -22,7 +22,7 @@ from vitray.evaluation.report.classes import class_numbers
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import NetworkSpec
 from vitray.inference.outputs import Outputs, Work, compute_outputs
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
 
 SEED = 0
 # The beginnings of the names of scores: of a corruption, and of a corruption and a severity.
@@ -59,7 +59,7 @@ def check_corrupted(corrupted: CorruptedImages, spec: NetworkSpec) -> None:
         class_numbers(spec, _images_of(corrupted.sets[0]))
 
 
-def corruption_errors(corrupted: CorruptedImages, work: Work, workers: int | None, vit: ViT) -> dict[str, Any]:
+def corruption_errors(corrupted: CorruptedImages, work: Work, workers: int | None, vit: AnyNetwork) -> dict[str, Any]:
     """Return the top-1 error of each corruption at each severity, and their means.
 
     Copies are corrupted after the crop, as ImageNet-C is.

@@ -19,6 +19,7 @@ from vitray.inspection.report.measuring import MEASURES, measure
 from vitray.inspection.report.page import PAGE, Inspection, render
 from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
 from vitray.inspection.report.tracking import track_inspection
+from vitray.models.network import vit_of
 from vitray.tracking.mlflow_client import has_store
 
 DEFAULT_FOLDER = "inspect"
@@ -90,7 +91,8 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     if request.compare == request.model:
         raise ConfigError(f"--compare: got {request.compare}, which is the inspected network; wanted another")
     urls = [request.model, *([request.compare] if request.compare else [])]
-    described = [describe_network(url) for url in urls]
+    opened = [describe_network(url) for url in urls]
+    described = [(spec, vit_of(network, f"{spec.url}: vitray inspect")) for spec, network in opened]
     titles = [spec.name for spec, _ in described]
     if len(set(titles)) < len(titles):
         titles = urls

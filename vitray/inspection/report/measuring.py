@@ -24,6 +24,7 @@ from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
 from vitray.inspection.report.subjects import ChosenImages, Subject, prepared, view_of
 from vitray.inspection.similarity import FEWEST_IMAGES, level_grams
 from vitray.inspection.tokens import TokenNorms, token_norms
+from vitray.models.network import vit_of
 from vitray.models.vit import ViT
 
 # The most images of a chunk.
@@ -106,7 +107,10 @@ class Inspector:
     def load(self) -> None:
         """Load the networks, before the first call of `extract`: an actor's constructor would hide the error."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._vits = [vit.to(device) for vit in self._vits or [open_network(spec) for spec in self._specs]]
+        self._vits = [
+            vit.to(device)
+            for vit in self._vits or [vit_of(open_network(spec), "vitray inspect") for spec in self._specs]
+        ]
 
     def extract(
         self, start: int, stop: int, names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None

@@ -29,7 +29,12 @@ KINDS = {
 def filters_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the leading components of each stem's filters."""
     result = FigureResult("filters", "Filters of the stem", FILTERS_PROSE, [], [])
-    return result.of_each(subjects, "Leading components of the filters", _show_filters)
+    for subject in subjects:
+        if subject.vit.model.shape.is_hybrid:
+            note = f"{subject.name} has none: its tokens come from a ResNet, which reads the whole image."
+            result = result._replace(prose=f"{result.prose} {note}")
+    others = [subject for subject in subjects if not subject.vit.model.shape.is_hybrid]
+    return result.of_each(others, "Leading components of the filters", _show_filters)
 
 
 def _show_filters(subject: Subject) -> Part:

@@ -25,8 +25,8 @@ from vitray.data.augment.batch import normalised
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import short_name
+from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
-from vitray.models.vit import ViT
 from vitray.serving.export import graphs
 from vitray.serving.export.folding import fold
 from vitray.serving.export.libraries import write_for_library
@@ -110,7 +110,7 @@ class _Proof(NamedTuple):
     content: dict[str, Any]
 
 
-def _write(request: ExportRequest, run: Run, vit: ViT, classes: Sequence[str] | None, folder: Path) -> Runner:
+def _write(request: ExportRequest, run: Run, vit: AnyNetwork, classes: Sequence[str] | None, folder: Path) -> Runner:
     """Write the files of the network and return a runner that has read them."""
     if request.target not in GRAPHS:
         if request.target == "hf" and (processor := image_processor_of(run, vit.model.image_shape)):
@@ -124,7 +124,7 @@ def _write(request: ExportRequest, run: Run, vit: ViT, classes: Sequence[str] | 
     return graphs.write_torch_export(program, path)
 
 
-def _prove(request: ExportRequest, run: Run, vit: ViT, after: Runner, images: ImageSet) -> _Proof:
+def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, images: ImageSet) -> _Proof:
     """Compare an export with its network over the images."""
 
     def before(images_BCHW: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _prove(request: ExportRequest, run: Run, vit: ViT, after: Runner, images: Im
     return _Proof(parity, latency, content)
 
 
-def _described(request: ExportRequest, url: str, vit: ViT, identity: str) -> dict[str, Any]:
+def _described(request: ExportRequest, url: str, vit: AnyNetwork, identity: str) -> dict[str, Any]:
     """The content of export.json."""
     versions = {name.removeprefix("version."): value for name, value in system_info.versions().items()}
     return {
@@ -168,12 +168,12 @@ def _described(request: ExportRequest, url: str, vit: ViT, identity: str) -> dic
     }
 
 
-def _preprocessing(request: ExportRequest, run: Run, vit: ViT) -> dict[str, Any]:
+def _preprocessing(request: ExportRequest, run: Run, vit: AnyNetwork) -> dict[str, Any]:
     in_graph, patch = request.target in GRAPHS, _any_multiple_of(request, vit)
     return preprocessing_of(run, vit.model.image_shape, in_graph=in_graph, any_multiple_of=patch)
 
 
-def _any_multiple_of(request: ExportRequest, vit: ViT) -> int | None:
+def _any_multiple_of(request: ExportRequest, vit: AnyNetwork) -> int | None:
     return vit.model.shape.patch if request.any_size else None
 
 

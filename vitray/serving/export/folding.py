@@ -14,6 +14,7 @@ from vitray.config import Model
 from vitray.config.augmentation import Normalise
 from vitray.models.blocks import Block, fuse_weights
 from vitray.models.branches import activate, join_heads, split_heads
+from vitray.models.network import AnyNetwork
 from vitray.models.positions import Grid, Places, sincos2d
 from vitray.models.rope import axial_rotation
 from vitray.models.vit import ViT
@@ -106,16 +107,18 @@ class Int8Linear(nn.Module):
         return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-def fold(vit: ViT, normalise: Normalise, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
+def fold(vit: AnyNetwork, normalise: Normalise, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
     """Return the network from uint8 pixels to logits, as a copy in evaluation mode."""
     folded: Any = copy.deepcopy(vit).cpu().float().eval().requires_grad_(False)
-    if _is_foldable(vit.model):
+    if not isinstance(vit, ViT):
+        pass
+    elif _is_foldable(vit.model):
         folded.blocks = nn.ModuleList(FoldedBlock(block) for block in folded.blocks)
     else:
         blocks: Any = folded.blocks
         for block in blocks:
             block.execution = "loop"
-    if any_size and vit.model.positions.kind == "sincos2d":
+    if any_size and isinstance(vit, ViT) and vit.model.positions.kind == "sincos2d":
         folded.positions = AnyGridSinCos(vit.model.shape.size, vit.model.positions.frequencies)
     if any_size and vit.model.positions.kind == "rope":
         folded.rope = AnyGridRope(vit.model.head_size, vit.model.positions.base)

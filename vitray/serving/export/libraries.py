@@ -9,13 +9,13 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.data.augment.batch import normalised
+from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
-from vitray.models.vit import ViT
 from vitray.serving.export.parity import Runner
 from vitray.weights.export import LOADER, write_library
 
 
-def write_for_library(vit: ViT, run: Run, layout: str, folder: Path, classes: Sequence[str] | None) -> Runner:
+def write_for_library(vit: AnyNetwork, run: Run, layout: str, folder: Path, classes: Sequence[str] | None) -> Runner:
     """Write a network for a library and return a runner of the network that the written program loads."""
     write_library(vit, layout, folder, classes)
     if layout == "hf" and probability_of(run) == "sigmoid":

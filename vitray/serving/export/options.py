@@ -68,6 +68,8 @@ def check_network(request: ExportRequest, model: Model) -> None:
     """Refuse a network that a target cannot hold; those of libraries check further."""
     if model.num_classes is None:
         raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; wanted a network with classes")
+    if request.any_size:
+        model.require_vit(f"{request.model}: --any-size")
     is_at_stem = model.positions.kind == "sincos2d" and model.positions.where == "stem"
     if request.any_size and model.positions.kind not in ("none", "rope") and not is_at_stem:
         raise ConfigError(

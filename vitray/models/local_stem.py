@@ -1,0 +1,48 @@
+"""The local-transformer stem: attention among the cells of each patch, added to a linear projection of the patch.
+
+The inner transformer of TNT, before the first block only. Of its design "Three things" prints the cost alone: 19.12
+GFLOPs for ViT-B (Table 7). Width, depth and merging are chosen here to meet it.
+
+Shapes: B images, h x w patches, s x s cells of a patch, n = s * s, C channels of a cell, D width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vitray.config.model_names import Name
+from vitray.models.blocks import Block
+from vitray.models.branches import BlockSpec
+from vitray.models.sizes import CELL, LOCAL_DEPTH, LOCAL_HEADS, convolutions
+
+
+class LocalTransformer(nn.Module):
+    """A transformer over the cells of each patch; its cells are merged as in the hMLP stem."""
+
+    def __init__(self, name: Name) -> None:
+        super().__init__()
+        cells, *merges = convolutions(name)
+        self.cells_per_side = name.patch // CELL
+        self.linear = nn.Conv2d(3, name.size, name.patch, name.patch)
+        self.cells = nn.Conv2d(3, cells.channels, cells.kernel, cells.stride)
+        self.positions = nn.Parameter(torch.empty(self.cells_per_side**2, cells.channels))
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        spec = BlockSpec(cells.channels, LOCAL_HEADS)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(LOCAL_DEPTH))
+        self.norm = nn.LayerNorm(cells.channels, eps=1e-6)
+        layers: list[nn.Module] = []
+        for merge in merges:
+            layers += [nn.Conv2d(cells.channels, merge.channels, merge.kernel, merge.stride), nn.GELU()]
+        self.merge = nn.Sequential(*layers[:-1])
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Return the tokens as an image, BDhw."""
+        side = self.cells_per_side
+        patches_BDhw = self.linear(images_BCHW)
+        cells_BChsws = self.cells(images_BCHW).unflatten(3, (-1, side)).unflatten(2, (-1, side))
+        # Each patch is a sequence of its own.
+        x_BnC = cells_BChsws.permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2) + self.positions
+        for block in self.blocks:
+            x_BnC = block(x_BnC)
+        merged_BD11 = self.merge(self.norm(x_BnC).mT.unflatten(2, (side, side)))
+        grid = patches_BDhw.shape[-2:]
+        return patches_BDhw + merged_BD11.flatten(1).unflatten(0, (-1, grid.numel())).mT.unflatten(2, grid)

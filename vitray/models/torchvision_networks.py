@@ -1,0 +1,132 @@
+"""Networks of torchvision, side by side with ours: the same commands, their own names of tensors behind `body.`.
+
+Shapes: B images, C colours, H x W pixels, D features, K classes.
+"""
+
+import re
+from contextlib import nullcontext
+from typing import Any, Self
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitray.config import Model
+from vitray.config.torchvision_names import PREFIX
+from vitray.config.training import Part
+from vitray.models.sizes import Sizes
+
+NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm)
+# The stages of some families, by the beginning of a parameter's name. ConvNeXt and Swin shrink the image between them.
+_STAGES = re.compile(
+    r"(?:layer|stage|features\.denseblock|trunk_output\.block)(?P<from_1>[1-4])\.|blocks\.(?P<from_0>[0-3])\."
+)
+_HALVES = re.compile(r"features\.([1-7])\.")
+
+
+class TorchvisionNetwork(nn.Module):
+    """A classification network of torchvision, built from its `Model` settings, without auxiliary heads."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.body = _build(model)
+        self._head = _head_of(self.body)
+        head: Any = self.body.get_submodule(self._head)
+        self.width = head.in_features if isinstance(head, nn.Linear) else head.in_channels
+        if model.num_classes is None:
+            self.body.set_submodule(self._head, nn.Identity())
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Return logits, or pooled features without a head."""
+        return self.body(images_BCHW)
+
+    def features_and_logits(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of the head, BD, and the logits, BK; a network without a head returns the features twice."""
+        if self.model.num_classes is None:
+            return (features_BD := self(images_BCHW)), features_BD
+        inputs: list[Tensor] = []
+        hook = self.body.get_submodule(self._head).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        try:
+            logits_BK = self(images_BCHW)
+        finally:
+            hook.remove()
+        (features,) = inputs  # SqueezeNet classifies each position
+        return (features.mean(dim=(2, 3)) if features.ndim == 4 else features), logits_BK
+
+    @property
+    def head(self) -> nn.Module:
+        """The last layer; the identity for a model without classes."""
+        return self.body.get_submodule(self._head)
+
+    @property
+    def head_name(self) -> str:
+        """The beginning of the names of the head's tensors."""
+        return f"body.{self._head}."
+
+    def parts(self) -> dict[str, Part]:
+        """Return the part of each parameter, by parameter name."""
+        return {name: self._part_of(name) for name, _ in self.named_parameters()}
+
+    def _part_of(self, name: str) -> Part:
+        if name.startswith(self.head_name):
+            return "head"
+        if isinstance(self.get_submodule(name.rpartition(".")[0]), NORMS):
+            return "norms"
+        network, place = self.model.name.removeprefix(PREFIX), name.removeprefix("body.")
+        if network.startswith(("convnext", "swin")) and (number := _HALVES.match(place)):
+            return _stage(int(number[1]) // 2 + 1)
+        if stage := _STAGES.match(place):
+            return _stage(int(stage["from_1"] or int(stage["from_0"]) + 1))
+        return "body"
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the mode, except that frozen batch norms stay in evaluation mode and keep their statistics."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, NORMS) and not any(each.requires_grad for each in module.parameters()):
+                module.eval()
+        return self
+
+
+def _stage(number: int) -> Part:
+    stages: tuple[Part, ...] = ("stage1", "stage2", "stage3", "stage4")
+    return stages[number - 1]
+
+
+def _build(model: Model) -> nn.Module:
+    network, settings = model.name.removeprefix(PREFIX), constructor_settings(model)
+    # A RegNet computes its widths with tensors, which have no values on the meta device.
+    with torch.device("cpu") if network.startswith("regnet") else nullcontext():
+        body = torchvision.models.get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
+    return body.to(torch.get_default_device())
+
+
+def constructor_settings(model: Model) -> dict[str, Any]:
+    """Return what the constructors of some networks need beside the number of classes."""
+    network = model.name.removeprefix(PREFIX)
+    if network in ("googlenet", "inception_v3"):
+        return {"aux_logits": False, "init_weights": True}
+    if network.startswith("vit_"):
+        return {"image_size": model.image_shape[0]}
+    return {"input_size": model.image_shape} if network.startswith("maxvit") else {}
+
+
+def _head_of(body: nn.Module) -> str:
+    """The name of the last layer with weights; torchvision registers layers in the order of their use."""
+    return [name for name, module in body.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+
+
+def torchvision_sizes(model: Model) -> Sizes:
+    """Return the sizes of a network of torchvision: multiply-adds of its products, as torchvision prints them."""
+    with torch.device("meta"):
+        network = TorchvisionNetwork(model).eval()
+        images_1CHW = torch.empty(1, 3, *model.image_shape)
+    parts: dict[Part, int] = {}
+    owners = network.parts()
+    for name, parameter in network.named_parameters():
+        parts[owners[name]] = parts.get(owners[name], 0) + parameter.numel()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(images_1CHW)
+    return Sizes(parts, counter.get_total_flops() / 2e9)
