@@ -30,7 +30,7 @@ NAMES = [name for family in FAMILIES for name in timm.list_models(family)]
 OURS = re.compile(
     r"(vit|deit3?)_(tiny|small|medium|base|large|huge)_patch\d+_(18x2_|36x1_|plus_)?\d+"
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
-    r"|eva_large_patch14_\d+|flexivit_(small|base|large)"
+    r"|eva_large_patch14_\d+|flexivit_(small|base|large)|deit_(tiny|small|base)_distilled_patch16_\d+"
 )
 # One name of each kind of network, and those whose tensors have the names and shapes of another network.
 SAMPLE = (

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.distillation import Distill
 from vitray.config.parsing import short
 from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
 
@@ -105,9 +106,12 @@ class SupervisedSettings(Section):
     kind: Literal["supervised"] = "supervised"
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
+    distill: Distill = None
 
 
-Part = Literal["stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head"]
+Part = Literal[
+    "stem", "class_token", "distillation_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "head"
+]
 Mode = Literal["full", "attn", "ffn", "head", "norm"]
 
 # The code of "Three things" trains the positions with the attention, because a finer grid has new ones.
@@ -136,6 +140,7 @@ class Finetune(Section):
     """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
+    distill: Distill = None
 
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:

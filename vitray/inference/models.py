@@ -64,7 +64,7 @@ def describe_network(url: str) -> tuple[NetworkSpec, ViT]:
         identity=identity_of(vit.state_dict()),
         classes=None if classes is None else tuple(classes),
         num_classes=vit.model.num_classes,
-        features=vit.model.shape.size,
+        features=vit.model.num_features,
         size=vit.model.image_shape,
         normalise=run.data.normalise,
         crop=run.data.eval_crop,

@@ -72,12 +72,14 @@ def diagram(model: Model, counts: Counts) -> str:
     if vit.where != "stem":
         positions += f", before every level{' the same' if vit.where == 'shared' else ''}"
     if model.num_classes:
-        head = f"head {model.head.kind} > {model.num_classes} classes"
+        mean = ", the mean of two" if model.distillation_token else ""
+        head = f"head {model.head.kind} > {model.num_classes} classes{mean}"
     lines = [
         (f"image 3 x {height} x {width}", ""),
         (f"stem {shape.stem}: {stem}", size(vit.stem)),
         (f"{rows} x {columns} patches + positions ({positions})", size(vit.positions, vit.level_positions)),
         *([("class token first", _amount(shape.size))] if model.class_token else []),
+        *([("distillation token next", _amount(shape.size))] if model.distillation_token else []),
         *([(f"{model.registers} registers next", _amount(shape.size * model.registers))] if model.registers else []),
         (f"┌ {shape.depth} levels on {tokens} tokens of {shape.size}", f"{size(*vit.blocks)} in all"),
         *block,

@@ -12,7 +12,7 @@ from vitray.config.pretraining import Beit
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.models.vit import ViT, build_head
+from vitray.models.vit import TwoHeads, ViT, build_head
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
 from vitray.weights.freezing import Audit, audit, freeze, part_of
@@ -21,6 +21,7 @@ from vitray.weights.freezing import Audit, audit, freeze, part_of
 FIXED = (
     "name",
     "class_token",
+    "distillation_token",
     "registers",
     "pool",
     "positions",
@@ -125,8 +126,9 @@ def adapt(initial: ViT, model: Model, where: str, *, new_head: bool) -> dict[str
     state |= initial.positions_at(model.grid)
     head = build_head(model)
     if new_head or _shapes(head) != _shapes(initial.head):
-        for tensor in [*head.parameters()][-2:]:
-            nn.init.zeros_(tensor)
+        for each in head.children() if isinstance(head, TwoHeads) else [head]:
+            for tensor in [*each.parameters()][-2:]:
+                nn.init.zeros_(tensor)
     else:
         head = initial.head
     return state | {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
