@@ -214,8 +214,10 @@ def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...
             module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"
         case ["head", "0"]:
             module = "hidden"
-        case ["head", "class_token" | "distillation_token" as token]:
-            module = "head" if token == "class_token" else "distillation_head"
+        case ["head", "class_token"]:
+            module = "head"
+        case ["head", "distillation_token"]:
+            module = "distillation_head"
         case ["head", *_] if model.distillation_token:
             return ()  # of two layers, which no library has twice
         case ["norm"] if model.pool == "mean_then_norm" and "pooled_norm" in layout.names:
