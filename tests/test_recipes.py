@@ -46,7 +46,7 @@ from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-OURS = {"demo", "distil_demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes without a paper
+OURS = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes without a paper
 
 
 class Expectation(NamedTuple):
@@ -101,7 +101,7 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 25
+    assert len(RECIPES) == 24
     assert len(EXPECTATIONS) == 54
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)
@@ -110,9 +110,9 @@ def test_no_recipe_is_missed():
 @each_recipe
 def test_a_header_has_a_command_that_names_the_recipe(path):
     assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in header(path))
-    # Another recipe's name would be a leftover of a copy; only finetune_demo and distil_demo name their base.
+    # Another recipe's name would be a leftover of a copy; only finetune_demo names its base.
     named = {name for line in header(path) for name in re.findall(r"\bvitray train (\S+)", line)}
-    assert named - ({"demo"} if path.stem in ("finetune_demo", "distil_demo") else set()) == {path.stem}
+    assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
 
 
 @each_recipe
