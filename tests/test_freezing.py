@@ -85,10 +85,11 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
 
 
 def test_parts_of_representative_names():
-    parts = parts_of(vit(head={"kind": "mlp"}, registers=4, qk_norm=True))
+    parts = parts_of(vit(head={"kind": "mlp"}, registers=4, qk_norm=True, distillation_token=True))
     for name, part in {
         "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
+        "distillation_token": "distillation_token",
         "registers": "registers",
         "positions.table": "positions",
         "norm.bias": "norms",
@@ -100,7 +101,7 @@ def test_parts_of_representative_names():
         "blocks.0.ffn2.up.weight": "ffn",
         "blocks.0.ffn2.down.bias": "ffn",
         "blocks.0.ffn2.scale": "layerscale",
-        "head.0.weight": "head",
+        "head.distillation_token.0.weight": "head",
     }.items():
         assert parts[name] == part
     assert set(parts.values()) == set(get_args(Part))
@@ -265,13 +266,7 @@ def test_the_audit_matches_the_paper(first_branch, trained, share):
 
 
 def test_an_audit_table_is_aligned_markdown():
-    lines = audit_table(
-        audit(
-            vit(
-                registers=4,
-            )
-        )
-    ).splitlines()
+    lines = audit_table(audit(vit(registers=4, distillation_token=True))).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert {line.count("|") for line in lines} == {6}
     assert set(lines[1]) == {"|", "-", ":"}

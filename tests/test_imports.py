@@ -11,6 +11,7 @@ import torchvision
 from networks import difference, scrambled
 from safetensors.torch import save_file
 from timm.layers import GELUTanh
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
@@ -113,7 +114,7 @@ def test_a_known_name_of_a_network_has_the_heads_of_its_width():
     for name, key in known.items():
         with torch.device("meta"):
             theirs = timm.create_model(name, depth=1)
-        assert type(theirs) is VisionTransformer, name
+        assert type(theirs) is (VisionTransformerDistilled if "distilled" in name else VisionTransformer), name
         heads = {module.num_heads for module in theirs.modules() if hasattr(module, "num_heads")}
         assert (theirs.embed_dim, heads) == (WIDTHS[key].size, {WIDTHS[key].heads}), name
     for other in ("vit_base_patch16_gap_224", "vit_small_patch16_rope_ape_224", "rope_axial_deit_small_patch16_LS"):
