@@ -41,9 +41,8 @@ def place(tmp_path_factory, ray_cluster):
         yield folder
 
 
-def recipe(place, *overrides):
-    where = [f"data.url={place / 'demo'}", f"task.distill.teacher={place / 'teacher'}"]
-    return load_run(None, [*SETTINGS, *where, *overrides])
+def recipe(place, teacher="teacher"):
+    return load_run(None, [*SETTINGS, f"data.url={place / 'demo'}", f"task.distill.teacher={place / teacher}"])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_two_workers_learn_from_a_teacher_whose_cost_is_counted(place, pupil):
 def test_a_run_is_not_resumed_with_another_teacher(place):
     run = Run().replace({"model": {"name": "vit_u4x2_8", "image_size": 32, "num_classes": 10}})
     save_model(str(place / "other"), run, scrambled(ViT(run.model), 1), open_dataset(str(place / "demo")).classes)
-    other = recipe(place, f"task.distill.teacher={place / 'other'}")
+    other = recipe(place, "other")
     assert difference(recipe(place), other) == []  # a teacher may move
     with pytest.raises(ConfigError, match="other: the teacher has changed since the run started"):
         train(other, "pupil", str(place / "runs"))
@@ -80,8 +79,8 @@ def test_a_run_is_not_resumed_with_another_teacher(place):
 
 def test_a_teacher_that_does_not_fit_is_refused_in_the_plan(place):
     with pytest.raises(ConfigError, match=r"^task\.distill\.teacher: .*nowhere.*: no such file"):
-        make_plan(recipe(place, "task.distill.teacher=nowhere"))
+        make_plan(recipe(place, "nowhere"))
     run = Run().replace({"model": Model(name="vit_u2x1_8", image_size=32, num_classes=9).model_dump(mode="json")})
     save_model(str(place / "nine"), run, ViT(run.model))
     with pytest.raises(ConfigError, match="which knows 9 classes, wanted the 10 of the data"):
-        make_plan(recipe(place, f"task.distill.teacher={place / 'nine'}"))
+        make_plan(recipe(place, "nine"))
