@@ -96,7 +96,8 @@ def _merged(*groups):
 def test_every_bad_value_of_every_setting_is_refused_by_its_path_or_survives_a_dry_run(place):
     dataset, wrong, outcomes = open_dataset("data"), [], {"refused": 0, "planned": 0}
     for path, kinds in paths(Run):
-        given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds))
+        teacher = ["task.distill.teacher=base"] if path.startswith("task.distill.") else []
+        given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds), teacher)
         base = load_run(None, given)
         for value in VALUES:
             override = f"{path}={value}"

@@ -60,7 +60,7 @@ BAD_OVERRIDES = [
     ),
     (
         "task=finetune task.weights=a task.mode=norm task.also=[stem,head]",
-        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or registers or positions"],
+        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or distillation_token or"],
     ),
     (
         "task=finetune task.weights=a task.mode=ffn task.first_branch=true",

@@ -116,6 +116,8 @@ ODD = [
     ("vit_u2x2_8", {"image_size": [32, 48], "positions": "relative", "class_token": False, "pool": "mean"}),
     ("vit_u2x2_8", {"image_size": 32, "positions": "rope", "qk_norm": True, "norm": "rmsnorm"}),
     ("vit_u2x2_8", {"image_size": 32, "qk_norm": True, "bias": False, "activation": "swiglu"}),
+    ("vit_u2x1_8", {"image_size": 32, "distillation_token": True, "num_classes": 7}),
+    ("vit_u2x2_8", {"image_size": 32, "distillation_token": True, "head": {"kind": "mlp", "hidden": 5}}),
     ("vit_w192d2x1_8", {"image_size": 32, "qk_norm": True, "registers": 3, "activation": "swiglu"}),
 ]
 

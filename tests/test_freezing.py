@@ -90,12 +90,13 @@ def test_every_parameter_is_of_one_part(stem, branches, settings):
 
 
 def test_parts_of_representative_names():
-    network = vit(head={"kind": "mlp"}, registers=4, qk_norm=True, adapters=3)
+    network = vit(head={"kind": "mlp"}, registers=4, qk_norm=True, adapters=3, distillation_token=True)
     prepare(network, Finetune(weights="unread", mode="lora"))
     parts = parts_of(network)
     for name, part in {
         "stem.proj.1.weight": "stem",  # a norm inside the stem
         "class_token": "class_token",
+        "distillation_token": "distillation_token",
         "registers": "registers",
         "positions.table": "positions",
         "norm.bias": "norms",
@@ -109,7 +110,7 @@ def test_parts_of_representative_names():
         "blocks.0.ffn2.scale": "layerscale",
         "blocks.0.ffn2.adapter.down.weight": "adapters",
         "blocks.1.attn2.qkv.lora.q.a.weight": "lora",
-        "head.0.weight": "head",
+        "head.distillation_token.0.weight": "head",
     }.items():
         assert parts[name] == part
     assert set(parts.values()) == set(VIT_PARTS)
@@ -274,7 +275,7 @@ def test_the_audit_matches_the_paper(first_branch, trained, share):
 
 
 def test_an_audit_table_is_aligned_markdown():
-    network = vit(registers=4, adapters=3)
+    network = vit(registers=4, adapters=3, distillation_token=True)
     prepare(network, Finetune(weights="unread", mode="lora"))
     lines = audit_table(audit(network)).splitlines()
     assert len({len(line) for line in lines}) == 1

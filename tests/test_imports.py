@@ -11,6 +11,7 @@ import torchvision
 from networks import difference, scrambled
 from safetensors.torch import save_file
 from timm.layers import GELUTanh
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
@@ -31,7 +32,7 @@ OURS = re.compile(
     r"(vit|deit3?)_(tiny|small|medium|base|large|huge)_patch\d+_(18x2_|36x1_|plus_)?\d+"
     r"|vit_(base|huge)_patch\d+_gap_\d+|vit_(base|large|giantopt)_patch\d+_siglip_gap_\d+|vit_(small|base|large)_patch14_dinov2"
     r"|vit_(small|mediumd?|betwixt|base|large)_patch\d+_reg\d_(gap_\d+|dinov2|tipsv2)"
-    r"|eva_large_patch14_\d+|flexivit_(small|base|large)"
+    r"|eva_large_patch14_\d+|flexivit_(small|base|large)|deit_(tiny|small|base)_distilled_patch16_\d+"
     r"|vit_(tiny|small|base|large)_r\d*_s\d+(_p8)?_\d+"
 )
 # One name of each kind of network, and those whose tensors have the names and shapes of another network.
@@ -116,7 +117,7 @@ def test_a_known_name_of_a_network_has_the_heads_of_its_width():
     for name, key in known.items():
         with torch.device("meta"):
             theirs = timm.create_model(name, depth=1)
-        assert type(theirs) is VisionTransformer, name
+        assert type(theirs) is (VisionTransformerDistilled if "distilled" in name else VisionTransformer), name
         heads = {module.num_heads for module in theirs.modules() if hasattr(module, "num_heads")}
         assert (theirs.embed_dim, heads) == (WIDTHS[key].size, {WIDTHS[key].heads}), name
     for other in ("vit_base_patch16_gap_224", "vit_small_patch16_rope_ape_224", "rope_axial_deit_small_patch16_LS"):

@@ -38,7 +38,9 @@ from vitray.data.augment.keyed_random import generator
 from vitray.data.augment.masks import draw_sources
 from vitray.errors import ConfigError
 from vitray.models.counts import count
+from vitray.models.vit import ViT
 from vitray.tasks.build import Task, build_task
+from vitray.tasks.distillation import Teacher
 from vitray.training.optim import Average, build_optimizer, clip_gradients, set_learning_rate
 from vitray.training.schedule import in_steps, learning_rate, total_steps
 
@@ -99,8 +101,8 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 23
-    assert len(EXPECTATIONS) == 51
+    assert len(RECIPES) == 24
+    assert len(EXPECTATIONS) == 54
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)
 
@@ -199,10 +201,10 @@ def test_a_header_names_the_differences_that_are_in_the_code(path):
 
 
 def built(run: Run) -> Task:
-    """Return the task of a run; BeiT predicts the codes of an untrained tokenizer."""
+    """Return the task of a run; BeiT predicts the codes of an untrained tokenizer, and a teacher is untrained, too."""
     predicts_codes = isinstance(run.task, Masked) and run.task.objective.kind == "beit"
     vocabulary = build_task(run.replace({"task": "tokenizer"})) if predicts_codes else None
-    return build_task(run, vocabulary)
+    return build_task(run, vocabulary, run.distill and Teacher(ViT(run.model), run.data.normalise))
 
 
 @each_expectation

@@ -370,7 +370,8 @@ def test_files_that_do_not_fit_name_the_tensors(tmp_path):
     path = str(tmp_path / "w.safetensors")
     cases = {
         "blocks.1.attn1.qkv.bias is missing": {k: v for k, v in state.items() if k != "blocks.1.attn.qkv.bias"},
-        "dist_token has no place": state | {"dist_token": torch.zeros(1)},
+        "extra_token has no place": state | {"extra_token": torch.zeros(1)},
+        r"distillation_token is \(1,\), wanted \(64,\)": state | {"dist_token": torch.zeros(1)},
         r"blocks.2.ffn1.up.weight is \(64, 64\), wanted \(256, 64\)": state
         | {"blocks.2.mlp.fc1.weight": torch.zeros(64, 64)},
         "width 48 is none of u 64": state | {"norm.weight": torch.zeros(48)},

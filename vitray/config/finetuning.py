@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from vitray.config.sections import Positive, Section, Size
 
 Part = Literal[
-    "stem", "class_token", "registers", "positions", "norms", "attn", "ffn", "layerscale", "adapters", "lora", "head",
+    "stem", "class_token", "distillation_token", "registers", "positions", "norms", "attn", "ffn", "layerscale",
+    "adapters", "lora", "head",
     "body", "stage1", "stage2", "stage3", "stage4",
 ]  # fmt: skip
 """Of a network of torchvision: norms, head, numbered stages where it has them, and body, which is the rest."""

@@ -228,6 +228,8 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         raise ValueError(
             f"data.augment.erase: got {data.augment.erase:g}, wanted 0: task {task.kind} would learn the noise"
         )
+    if model.distillation_token:
+        raise ValueError(f"model.distillation_token: got true, wanted false: task {task.kind} has no teacher")
     if isinstance(task, Tokenizer):
         return
     shape, (rows, columns) = model.shape, model.grid

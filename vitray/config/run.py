@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from vitray.config.distillation import Distillation
 from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer, check_task
 from vitray.config.sections import Model, Section, Seed, one_of
@@ -105,6 +106,11 @@ class Run(Section):
             if reason and name in names:
                 raise ValueError(f"evaluate.figures: got {name}, wanted others: {model.name} has {reason}")
         return self
+
+    @property
+    def distill(self) -> Distillation | None:
+        """The distillation of a task with classes; None without a teacher."""
+        return self.task.distill if isinstance(self.task, SupervisedSettings | Finetune) else None
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""

@@ -165,6 +165,9 @@ class Model(Section):
     """Number of classes; null: no head, the network returns pooled features."""
     class_token: bool = True
     """Adds a learned token before the patches."""
+    distillation_token: bool = False
+    """Adds a second learned token after the class token, with a head of its own; the logits are the mean of both heads
+    (DeiT)."""
     pool: Literal["token", "mean", "mean_then_norm"] = "token"
     """Input of the head: the class token, the mean of the normalised patches, or the normalised mean of the patches
     (MAE; `avg` in timm)."""
@@ -225,6 +228,10 @@ class Model(Section):
             raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
+        if self.distillation_token and self.pool != "token":
+            raise ValueError(
+                f"distillation_token true needs pool token: each of its two heads reads a token; got {self.pool}"
+            )
         if self.positions.kind == "sincos2d" and self.shape.size % 4:
             raise ValueError(f"sincos2d positions need a width divisible by 4, {self.name} has {self.shape.size}")
         if self.shape.size % self.num_heads:
@@ -288,7 +295,12 @@ class Model(Section):
     @property
     def num_prefix(self) -> int:
         """Tokens before the patches."""
-        return self.class_token + self.registers
+        return self.class_token + self.distillation_token + self.registers
+
+    @property
+    def num_classifiers(self) -> int:
+        """Classification heads, one for each token that is read."""
+        return 1 + self.distillation_token
 
     @property
     def num_tables(self) -> int:
@@ -302,7 +314,7 @@ class Model(Section):
         """Parameters of blocks, stem, positions and head without their vectors: the bulk of any network."""
         shape, classes = self.shape, self.num_classes or 0
         hidden = (self.head.hidden or shape.size) if isinstance(self.head, MlpHead) else 0
-        head = hidden * (shape.size + classes) if hidden else shape.size * classes
+        head = self.num_classifiers * (hidden * (shape.size + classes) if hidden else shape.size * classes)
         blocks = (12 * shape.size + 2 * (self.adapters or 0)) * shape.depth * shape.branches * shape.size
         positions = math.prod(self.grid) * shape.size * self.num_tables
         if self.positions.kind == "relative":

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
+from vitray.config.durations import duration_in
 from vitray.config.parsing import short
 from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Fraction, Positive, Section, Seed, Size, Text
-from vitray.config.training import duration_in
 
 # Each point is drawn, named and checked as a run before a sweep starts, in about a millisecond.
 MOST_POINTS = 10_000

@@ -1,54 +1,16 @@
 """Settings of a training run: data, supervised tasks, optimizer, devices, evaluation, checkpoints and tracking."""
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.distillation import Distill
+from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
 from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
-
-Unit = Literal["epochs", "steps", "minutes"]
-
-
-# A billion steps a second apart are 30 years.
-LONGEST_DURATION = 10**9
-
-
-class Duration(NamedTuple):
-    """A number of epochs, steps or minutes."""
-
-    number: float
-    unit: Unit
-
-
-def parse_duration(text: str) -> Duration:
-    """Return the duration that a text such as `300 epochs`, `10000 steps` or `10 minutes` spells."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(epoch|step|minute)s?", text.strip())
-    if match is None:
-        raise ValueError(f"got {short(text)}, wanted a number and a unit, as in '300 epochs' or '10000 steps'")
-    number = float(match[1])
-    if number > LONGEST_DURATION:
-        raise ValueError(f"got {short(text)}, wanted at most {LONGEST_DURATION:,} {match[2]}s")
-    return Duration(number, f"{match[2]}s")  # type: ignore[arg-type]
-
-
-def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
-    """Return a validator for durations in these units, which stores them in one spelling."""
-
-    def spell(text: Any) -> str:
-        count, unit = parse_duration(str(text))
-        if unit not in units:
-            raise ValueError(f"got {short(text)}, wanted {' or '.join(units)}")
-        if unit == "steps" and count != int(count):
-            raise ValueError(f"got {short(text)}, wanted whole steps")
-        if count < least:
-            raise ValueError(f"got {short(text)}, wanted more than nothing")
-        return f"{count:.15g} {unit if count != 1 else unit[:-1]}"
-
-    return BeforeValidator(spell)
 
 
 def _check_workers(workers: int | str) -> int | str:
@@ -106,6 +68,7 @@ class SupervisedSettings(Section):
     kind: Literal["supervised"] = "supervised"
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
+    distill: Distill = None
 
 
 class Finetune(Section):
@@ -131,6 +94,7 @@ class Finetune(Section):
     """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
+    distill: Distill = None
 
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:

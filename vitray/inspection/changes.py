@@ -101,6 +101,7 @@ def tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
     """Return the number and the kind of a network's tokens for images, in words."""
     rows, columns = grid_of(vit, images_BCHW)
     token = "" if vit.class_token is None else "a class token and "
+    token += "a distillation token and " if vit.model.distillation_token else ""
     registers = f"{vit.model.registers} registers and " if vit.model.registers else ""
     return f"{len(vit.blocks)} levels with {token}{registers}{rows} x {columns} patches of width {vit.model.shape.size}"
 

@@ -14,6 +14,7 @@ from vitray.models.vit import ViT, regroup
 Kind = Literal[
     "stem",
     "class_token",
+    "distillation_token",
     "registers",
     "positions",
     "query",
@@ -85,7 +86,10 @@ def named_tensors(state: Mapping[str, Tensor]) -> Iterator[NamedTensor]:
                     yield NamedTensor(f"{name} ({kind})", kind, int(level), branch, third)
             case ["blocks", level, branch, *rest]:
                 yield NamedTensor(name, _kind_in_level(rest[0]), int(level), branch, values)
-            case ["stem" | "class_token" | "registers" | "positions" | "norm" | "head" as kind, *_]:
+            case [
+                "stem" | "class_token" | "distillation_token" | "registers" | "positions" | "norm" | "head" as kind,
+                *_,
+            ]:
                 yield NamedTensor(name, kind, None, None, values)
             case ["level_positions", *_]:
                 yield NamedTensor(name, "positions", None, None, values)

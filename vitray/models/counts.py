@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vitray.config import Learned, Learned2d, Model
 from vitray.config.training import Part
 from vitray.models.local_stem import LocalTransformer
-from vitray.models.network import build_network
+from vitray.models.network import build_network, network_sizes
 from vitray.models.resnet import ResNet
-from vitray.models.sizes import inner_width, sizes_of
+from vitray.models.sizes import inner_width
 from vitray.models.torchvision_networks import torchvision_sizes
 from vitray.models.vit import ViT
 
@@ -46,7 +46,7 @@ def count(model: Model) -> Counts:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             vit(images)
         weights = {id(parameter.untyped_storage()) for parameter in vit.parameters()}
-    sizes = sizes_of(model) if model.is_vit else torchvision_sizes(model)
+    sizes = network_sizes(model)
     activation_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in weights)
     return Counts(sizes.params, sizes.gflops, activation_bytes // len(images))
 
@@ -83,12 +83,14 @@ def diagram(model: Model, counts: Counts) -> str:
     if vit.where != "stem":
         positions += f", before every level{' the same' if vit.where == 'shared' else ''}"
     if model.num_classes:
-        head = f"head {model.head.kind} > {model.num_classes} classes"
+        mean = ", the mean of two" if model.distillation_token else ""
+        head = f"head {model.head.kind} > {model.num_classes} classes{mean}"
     lines = [
         (f"image 3 x {height} x {width}", ""),
         (f"stem {shape.stem}: {stem}", size(vit.stem)),
         (f"{rows} x {columns} patches + positions ({positions})", size(vit.positions, vit.level_positions)),
         *([("class token first", _amount(shape.size))] if model.class_token else []),
+        *([("distillation token next", _amount(shape.size))] if model.distillation_token else []),
         *([(f"{model.registers} registers next", _amount(shape.size * model.registers))] if model.registers else []),
         (f"┌ {shape.depth} levels on {tokens} tokens of {shape.size}", f"{size(*vit.blocks)} in all"),
         *block,

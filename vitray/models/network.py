@@ -1,7 +1,8 @@
 """A network by its settings: a Vision Transformer of vitray, or a network of torchvision."""
 
 from vitray.config import Model
-from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.sizes import Sizes, sizes_of
+from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
 from vitray.models.vit import ViT
 
 AnyNetwork = ViT | TorchvisionNetwork
@@ -10,6 +11,11 @@ AnyNetwork = ViT | TorchvisionNetwork
 def build_network(model: Model) -> AnyNetwork:
     """Return the network of these settings, with new weights."""
     return ViT(model) if model.is_vit else TorchvisionNetwork(model)
+
+
+def network_sizes(model: Model) -> Sizes:
+    """Return the sizes of the network of these settings."""
+    return sizes_of(model) if model.is_vit else torchvision_sizes(model)
 
 
 def vit_of(network: AnyNetwork, what: str) -> ViT:

@@ -112,10 +112,12 @@ def sizes_of(model: Model) -> Sizes:
     offsets = (2 * patches - 1) * (model.positions.kind == "relative")
     hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
     stem, stem_work = _stem(model)
-    head_matrices = (D * hidden + hidden * classes if hidden else D * classes) if classes else 0
+    heads = model.num_classifiers if classes else 0
+    head_matrices = heads * (D * hidden + hidden * classes if hidden else D * classes)
     parts: dict[Part, int] = {
         "stem": stem,
         "class_token": D * model.class_token,
+        "distillation_token": D * model.distillation_token,
         "registers": D * model.registers,
         "positions": model.num_tables * _positions(model, patches),
         "norms": (2 * pairs + 1) * D * (1 + shift),
@@ -123,10 +125,12 @@ def sizes_of(model: Model) -> Sizes:
         "ffn": pairs * ((up + inner) * D + (up + D) * bias),
         "layerscale": pairs * 2 * D * (model.layerscale is not None),
         "adapters": pairs * (2 * D * adapters + (adapters + D) * bias) * (adapters > 0),
-        "head": head_matrices + (hidden + classes if classes else 0),
+        "head": head_matrices + heads * (hidden + classes),
     }
     products = pairs * N * D * (4 * D + up + inner + 2 * adapters + 2 * N + offsets) + head_matrices
-    normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (patches if model.pool == "mean" else 1)
+    normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (
+        patches if model.pool == "mean" else model.num_classifiers
+    )
     return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
 
 

@@ -34,6 +34,7 @@ class ViT(nn.Module):
         if isinstance(model.positions, Rope):
             self.rope = AxialRope(model.grid, model.head_size, model.positions.base)
         self.class_token = nn.Parameter(torch.zeros(shape.size)) if model.class_token else None
+        self.distillation_token = nn.Parameter(torch.zeros(shape.size)) if model.distillation_token else None
         self.registers = nn.Parameter(torch.zeros(model.registers, shape.size)) if model.registers else None
         self.dropout = nn.Dropout(model.dropout)
         spec = BlockSpec(
@@ -60,6 +61,8 @@ class ViT(nn.Module):
                 module.start_from_zero()
         if self.class_token is not None:
             nn.init.trunc_normal_(self.class_token, std=0.02)
+        if self.distillation_token is not None:
+            nn.init.trunc_normal_(self.distillation_token, std=0.02)
         if self.registers is not None:
             nn.init.trunc_normal_(self.registers, std=0.02)
 
@@ -74,11 +77,11 @@ class ViT(nn.Module):
 
     @property
     def width(self) -> int:
-        """The width of the pooled features."""
-        return self.model.shape.size
+        """The width of the pooled features, which the head reads."""
+        return self.model.num_classifiers * self.model.shape.size
 
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
-        """Return the last block's output, the class token first if the model has one, then the registers."""
+        """Return the last block's output: class token, distillation token and registers, if any, then the patches."""
         x_BND, grid = self.stem(images_BCHW)
         return self.encode(self.positions(x_BND, grid), Places(grid), trace)
 
@@ -90,13 +93,15 @@ class ViT(nn.Module):
         return x_BND
 
     def first_input(self, x_BND: Tensor) -> Tensor:
-        """Return the input of the first block: the class token and the registers, if any, before the patches."""
+        """Return the input of the first block: the learned tokens, if any, before the patches."""
         # Under autocast the residual stream is float32, as where a table of positions is added.
         x_BND = x_BND.to(torch.promote_types(x_BND.dtype, getattr(self.norm, "weight", x_BND).dtype))
         batch, dtype = x_BND.shape[0], x_BND.dtype  # shape[0], so that an exported batch stays of any size
         prefix: list[Tensor] = []
         if self.class_token is not None:
             prefix.append(self.class_token.to(dtype).expand(batch, 1, -1))
+        if self.distillation_token is not None:
+            prefix.append(self.distillation_token.to(dtype).expand(batch, 1, -1))
         if self.registers is not None:
             prefix.append(self.registers.to(dtype).expand(batch, -1, -1))
         if prefix:
@@ -139,7 +144,9 @@ class ViT(nn.Module):
         }
 
     def pooled(self, x_BND: Tensor) -> Tensor:
-        """Return one normalised vector per image, BD."""
+        """Return one normalised vector per image, BD; of class and distillation token both, one after the other."""
+        if self.distillation_token is not None:
+            return self.norm(x_BND[:, :2]).flatten(1)
         if self.model.pool == "token":
             return self.norm(x_BND[:, 0])
         patches_BND = x_BND[:, self.num_prefix :]
@@ -158,21 +165,45 @@ class ViT(nn.Module):
             block.execution = execution  # type: ignore[assignment]
 
 
+class TwoHeads(nn.Module):
+    """The heads of class and distillation token, whose mean is the logits."""
+
+    def __init__(self, class_token: nn.Module, distillation_token: nn.Module) -> None:
+        super().__init__()
+        self.class_token, self.distillation_token = class_token, distillation_token
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Return the logits, BK."""
+        first_BK, second_BK = self.both(pooled_BD)
+        return (first_BK + second_BK) / 2
+
+    def both(self, pooled_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of each head, BK."""
+        first_BD, second_BD = pooled_BD.chunk(2, dim=1)
+        return self.class_token(first_BD), self.distillation_token(second_BD)
+
+
 def build_head(model: Model) -> nn.Module:
     """Return the head, from the pooled vector to the logits; the identity for a model without classes."""
     if model.num_classes is None:
         return nn.Identity()
+    if model.distillation_token:
+        return TwoHeads(_build_head(model, model.num_classes), _build_head(model, model.num_classes))
+    return _build_head(model, model.num_classes)
+
+
+def _build_head(model: Model, classes: int) -> nn.Module:
     width = model.shape.size
     match model.head.kind:
         case "linear":
-            head = nn.Linear(width, model.num_classes)
+            head = nn.Linear(width, classes)
             initialise_linear(head)
             if model.head.init == "zeros":
                 nn.init.zeros_(head.weight)
             return head
         case "mlp":
             hidden = model.head.hidden or width
-            head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, model.num_classes))
+            head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
             head.apply(initialise_linear)
             return head
 

@@ -127,10 +127,12 @@ def _fit(
 
     from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
     from vitray.runs.oom_backoff import fit_with_restarts
+    from vitray.tasks.distillation import Teacher
     from vitray.training.context import WorkerContext
     from vitray.training.loop import worker
 
     planned, placement, compute = info.planned, info.placement, info.planned.run.compute
+    teacher = planned.teacher
     context = WorkerContext(
         run=planned.run,
         dataset=planned.dataset,
@@ -145,6 +147,7 @@ def _fit(
         driver_node=ray.get_runtime_context().get_node_id(),
         initial_weights=None if initial is None else ray.put(initial),
         tokenizer=planned.tokenizer and ray.put(planned.tokenizer.tokenizer),
+        teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalise)),
     )
     lowest, highest = placement.workers
     trainer = TorchTrainer(

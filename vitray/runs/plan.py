@@ -21,6 +21,7 @@ from vitray.training.schedule import Triggers, in_steps, total_steps
 
 if TYPE_CHECKING:
     from vitray.weights.pretrained import InitialWeights, TokenizerSource
+    from vitray.weights.teacher import TeacherSource
 
 
 class Plan(NamedTuple):
@@ -50,6 +51,11 @@ class Plan(NamedTuple):
     record_every: int
     few_shot_least: int | None
     """Images of the smallest class that probe few_shot learns from; None without this probe."""
+    teacher: str | None = None
+    """Address of the teacher of a distillation."""
+    teacher_identity: str | None = None
+    teacher_gflops: float = 0.0
+    """Of the teacher's forward pass of one image."""
 
 
 class PlannedRun(NamedTuple):
@@ -65,6 +71,8 @@ class PlannedRun(NamedTuple):
     """The initial weights of a fine-tuning."""
     tokenizer: "TokenizerSource | None"
     """The tokenizer whose codes are predicted."""
+    teacher: "TeacherSource | None" = None
+    """The teacher whose answers are learned."""
 
 
 class TrialHook(NamedTuple):
@@ -112,6 +120,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         check_readable(run.data.url, MANIFEST)
     dataset = known if known and is_known else open_dataset(run.data.url)
     run, start, tokenizer = _open_weights(run, dataset)
+    teacher = _open_teacher(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
     _check_settings(run, dataset, images)
     if not is_known:
@@ -139,8 +148,11 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
         record_every=in_steps(run.tracking.every, steps_per_epoch),
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
+        teacher=teacher.url if teacher else None,
+        teacher_identity=teacher.identity if teacher else None,
+        teacher_gflops=teacher.gflops if teacher else 0.0,
     )
-    return PlannedRun(run, plan, dataset, mask, start, tokenizer)
+    return PlannedRun(run, plan, dataset, mask, start, tokenizer, teacher)
 
 
 def _sizes(run: Run) -> Sizes:
@@ -173,6 +185,14 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
 
         return run, None, open_tokenizer_source(run, run.task.objective)
     return run, None, None
+
+
+def _open_teacher(run: Run, dataset: Dataset) -> "TeacherSource | None":
+    if run.distill is None:
+        return None
+    from vitray.weights.teacher import open_teacher  # imports torch, which takes seconds
+
+    return open_teacher(run, run.distill, dataset.classes)
 
 
 def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | None]:
@@ -250,6 +270,7 @@ FREE = (
     "guard.",
     "model.execution",
     "task.delta",
+    "task.distill.teacher",
     "task.weights",  # weights may move: their identity is compared instead
     "task.objective.tokenizer",
     "tracking.promote",

@@ -65,7 +65,7 @@ def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None
         _check_fork(storage.join(run_dir.rpartition("/")[0], fork), run)
     uid = uuid.uuid4().hex
     meta = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
-    meta["weights_identity"] = plan.weights_identity
+    meta |= {"weights_identity": plan.weights_identity, "teacher_identity": plan.teacher_identity}
     storage.write_bytes(storage.join(run_dir, SETTINGS), run.to_yaml().encode())
     storage.write_bytes(path, json.dumps(meta).encode())
     return uid
@@ -95,6 +95,8 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
         changes.append(f"{plan.dataset}: the images have changed since the run started")
     if meta.get("weights_identity") != plan.weights_identity:
         changes.append(f"{plan.weights}: the weights have changed since the run started")
+    if meta.get("teacher_identity") != plan.teacher_identity:
+        changes.append(f"{plan.teacher}: the teacher has changed since the run started")
     if changes:
         raise ConfigError(
             f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"

@@ -65,6 +65,8 @@ class RunLogger:
             tags["vitray.forked_from"] = info.fork
         if start:
             tags |= {BASE_TAG: start.url, BASE_IDENTITY_TAG: start.identity}
+        if plan.teacher:
+            tags["vitray.teacher"] = plan.teacher
         parent = info.hook.parent_uid if info.hook else None
         params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()}
         tracker = Tracker(
@@ -163,8 +165,11 @@ class RunLogger:
         plan, precision = self._info.planned.plan, self._info.planned.run.compute.precision
         images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
         # A multiply-add is two operations.
-        flops = 2e9 * plan.gflops * forward_passes_per_step(self._info.planned.start) * images
+        teacher_flops = 2e9 * plan.teacher_gflops * images
+        flops = 2e9 * plan.gflops * forward_passes_per_step(self._info.planned.start) * images + teacher_flops
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
+        if plan.teacher:
+            costs["cost/teacher_flops"] = teacher_flops
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
             costs["cost/step_ms"] = 1000 * plan.global_batch / speed

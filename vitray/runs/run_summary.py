@@ -31,6 +31,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
         "run": info.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
         **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
+        **({"teacher": f"{plan.teacher}, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
         f" {plan.val_images:,} to validate on{holdout}",
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
@@ -122,6 +123,7 @@ def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
         **_earlier_run(run, plan),
         "Loss": _describe_loss(run.task),
+        **({"Teacher": f"`{plan.teacher}`, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",
         "Where": f"{placement.workers[1]} {'GPU' if placement.use_gpu else 'CPU'} workers, {run.compute.precision},"
@@ -141,7 +143,8 @@ def _earlier_run(run: Run, plan: Plan) -> dict[str, str]:
 def _describe_loss(task: SupervisedSettings | Finetune | Masked | Tokenizer) -> str:
     match task:
         case SupervisedSettings() | Finetune():
-            return f"{task.loss}, smoothing {task.smoothing:g}"
+            taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
+            return f"{task.loss}, smoothing {task.smoothing:g}{taught or ''}"
         case Masked(objective=objective, mask=mask):
             return f"{objective.kind} of {mask.ratio:.0%} of the patches, {mask.kind}"
         case Tokenizer():

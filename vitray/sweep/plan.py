@@ -189,6 +189,8 @@ def _with_absolute_urls(base: Run) -> Run:
         changes["data.url"] = storage.absolute(base.data.url)
     if base.task.kind == "finetune":
         changes["task.weights"] = pin_uri(base.task.weights)
+    if base.distill is not None:
+        changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
     return base.replace(changes) if changes else base
 
 

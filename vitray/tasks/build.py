@@ -7,6 +7,7 @@ from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.tasks.distillation import Teacher
 from vitray.tasks.masked import MaskedPrediction
 from vitray.tasks.supervised import Supervised
 from vitray.weights.freezing import prepare
@@ -14,16 +15,16 @@ from vitray.weights.freezing import prepare
 Task = Supervised | MaskedPrediction | VisualTokenizer
 
 
-def build_task(run: Run, tokenizer: VisualTokenizer | None = None) -> Task:
+def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teacher | None = None) -> Task:
     """Return the task of a run, with new weights and with its frozen parameters frozen.
 
-    Objective beit needs its `tokenizer`, on the device of the task.
+    Objective beit needs its `tokenizer`, and the training with task.distill its `teacher`, on the device of the task.
     """
     match run.task:
         case SupervisedSettings() | Finetune():
             if run.model.num_classes is None:
                 raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
-            task = Supervised(run)
+            task = Supervised(run, teacher)
             if isinstance(run.task, Finetune):
                 prepare(task.vit, run.task)
             return task

@@ -1,4 +1,4 @@
-"""Supervised training: a module whose forward is the classification loss.
+"""Supervised training: a module whose forward is the classification loss, from labels and a teacher.
 
 Shapes: B images, C colours, H x W pixels, K classes.
 """
@@ -11,20 +11,38 @@ from torch import Tensor, nn
 from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.models.network import build_network
+from vitray.models.vit import TwoHeads, ViT
+from vitray.tasks.distillation import Teacher, distillation_loss
 
 
 class Supervised(nn.Module):
-    """A network that learns classes from labels."""
+    """A network that learns classes from labels, and from a teacher where the run names one."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, teacher: Teacher | None = None) -> None:
         super().__init__()
         assert isinstance(run.task, SupervisedSettings | Finetune)
-        self.settings = run.task
+        self.settings, self.normalise, self.teacher = run.task, run.data.normalise, teacher
         self.vit = build_network(run.model)
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss over the batch."""
-        logits_BK = self.vit(images_BCHW)
+        distill = self.settings.distill
+        if distill is None:
+            return self.label_loss(self.vit(images_BCHW), targets_BK)
+        assert self.teacher is not None, "a task without its teacher only evaluates"
+        if isinstance(self.vit, ViT) and isinstance(self.vit.head, TwoHeads):
+            logits_BK, taught_BK = self.vit.head.both(self.vit.pooled(self.vit.tokens(images_BCHW)))
+        else:
+            logits_BK = taught_BK = self.vit(images_BCHW)
+        answers_BK = self.teacher.answers(images_BCHW, self.normalise)
+        label_loss, taught_loss = (
+            self.label_loss(logits_BK, targets_BK),
+            distillation_loss(taught_BK, answers_BK, distill),
+        )
+        return (1 - distill.weight) * label_loss + distill.weight * taught_loss
+
+    def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
+        """Return the mean loss of logits by the labels."""
         match self.settings.loss:
             case "softmax":
                 return soft_cross_entropy(logits_BK, targets_BK, self.settings.smoothing)

@@ -33,11 +33,14 @@ class WorkerContext(NamedTuple):
     """An object reference to the weights of a new run; None initialises at random."""
     tokenizer: Any = None
     """An object reference to the tokenizer whose codes are predicted."""
+    teacher: Any = None
+    """An object reference to the teacher whose answers are learned."""
 
-    def build(self, device: torch.device) -> Task:
-        """Return the task with random weights, together with its frozen tokenizer."""
+    def build(self, device: torch.device, *, trains: bool = False) -> Task:
+        """Return the task with random weights and its frozen tokenizer; if it trains, with its teacher too."""
         tokenizer: Any = None if self.tokenizer is None else ray.get(self.tokenizer)
-        return build_task(self.run, tokenizer and tokenizer.to(device)).to(device)
+        teacher: Any = ray.get(self.teacher) if trains and self.teacher is not None else None
+        return build_task(self.run, tokenizer and tokenizer.to(device), teacher and teacher.to(device)).to(device)
 
     probe_gpus: int = 0
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""

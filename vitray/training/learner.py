@@ -41,7 +41,7 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
     """Return the task with its initial weights and its optimizer; the model is not wrapped yet."""
     run = context.run
     torch.manual_seed(run.seed)  # equal initial weights on every worker
-    task = context.build(device)
+    task = context.build(device, trains=True)
     if context.initial_weights is not None:
         task.load_state_dict(ray.get(context.initial_weights))
     recompute_activations(task, run.compute.recompute)

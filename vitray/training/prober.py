@@ -149,7 +149,7 @@ def start_actor(context: WorkerContext) -> Any:
     """Start the actor outside the placement group of a trial, which has no room for it."""
     options = {"num_cpus": 1, "num_gpus": context.probe_gpus, "scheduling_strategy": "DEFAULT"}
     actor: Any = ray.remote(ProbeActor)
-    context = context._replace(mailbox=None, initial_weights=None, tokenizer=None)
+    context = context._replace(mailbox=None, initial_weights=None, tokenizer=None, teacher=None)
     return actor.options(**options, max_restarts=RESTARTS, max_task_retries=RESTARTS).remote(context)
 
 

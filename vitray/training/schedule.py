@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from vitray.config import Run
-from vitray.config.training import Constant, Cosine, Linear, Optim, parse_duration
+from vitray.config.durations import parse_duration
+from vitray.config.training import Constant, Cosine, Linear, Optim
 from vitray.errors import ConfigError
 
 # Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.

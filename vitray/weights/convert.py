@@ -106,8 +106,8 @@ def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
             wrong.append(f"{key} is missing{f' ({names[0]})' if names else ''}")
             continue
         tensor = torch.cat([_from_flax(part, name) for part, name in zip(parts, names, strict=True)])
-        if key == "class_token":
-            tensor = tensor.reshape(-1, vit.model.shape.size).squeeze(0)
+        if key in ("class_token", "distillation_token"):
+            tensor = tensor.flatten()
         elif key == "registers":
             tensor = tensor.reshape(-1, vit.model.shape.size)
         elif key == "positions.table":
@@ -144,7 +144,7 @@ def _from_flax(tensor: Tensor, name: str) -> Tensor:
 def _fold_prefix_slots(ours: State, vit: ViT) -> None:
     """Add the positions of class token and registers, which some tables begin with, to the tokens themselves."""
     table, (rows, columns) = ours.get("positions.table"), vit.model.grid
-    prefix = [name for name in ("class_token", "registers") if name in ours]
+    prefix = [name for name in ("class_token", "distillation_token", "registers") if name in ours]
     if table is None or not prefix or len(table) != rows * columns + vit.num_prefix:
         return
     ours["positions.table"], start = table[vit.num_prefix :], 0

@@ -40,6 +40,8 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
     if fault := _fault(model, layout):
         raise ConfigError(f"{model.name}: {fault}")
     target = LAYOUTS["timm_parallel" if layout == "timm" and branches > 1 else layout]
+    if layout == "hf" and model.distillation_token:
+        target = LAYOUTS["hf_distilled"]
     exported: State = {}
     unmapped = []
     for key, tensor in vit.state_dict().items():
@@ -56,10 +58,11 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
     width, grid = model.shape.size, model.grid
     table = vit.positions.embedding(grid)
     table = vit.norm.weight.new_zeros(grid[0] * grid[1], width) if table is None else table.detach()
-    if vit.class_token is not None:
-        # These libraries also add a position to the class token; ours is part of the token.
-        table = torch.cat([table.new_zeros(1, width), table])
-        exported[target.names["class_token"]] = vit.class_token.detach().reshape(1, 1, width)
+    # These libraries also add a position to each token before the patches; ours is part of the token.
+    table = torch.cat([table.new_zeros(model.num_prefix, width), table])
+    for name, token in (("class_token", vit.class_token), ("distillation_token", vit.distillation_token)):
+        if token is not None:
+            exported[target.names[name]] = token.detach().reshape(1, 1, width)
     exported[target.names["positions"]] = table[None]
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 
@@ -70,10 +73,12 @@ def _fault(model: Model, layout: str) -> str | None:
         return f"an export for {layout} has no {variant}"
     if model.adapters:
         return f"an export for {layout} has no adapters"
+    if model.num_classes and model.head.kind == "mlp" and (layout == "timm" or model.distillation_token):
+        return f"{layout} has no head of two layers"
     if layout == "timm":
         if model.shape.stem == "local" or model.shape.is_hybrid:
             return f"an export for timm has no stem {model.shape.stem}"
-        return f"{layout} has no head of two layers" if model.num_classes and model.head.kind == "mlp" else None
+        return None
     if model.pool != "token":
         return f"{layout} reads the class token, and this model's pool is {model.pool}"
     if model.shape.stem != "linear":
@@ -84,6 +89,8 @@ def _fault(model: Model, layout: str) -> str | None:
         return f"{layout} has no LayerScale"
     if layout == "hf":
         return None
+    if model.distillation_token:
+        return f"{layout} has no distillation token"
     if model.activation != "gelu":
         return f"{layout} computes the exact gelu, and this model {model.activation}"
     if model.num_classes is None:
@@ -128,7 +135,7 @@ def library_program(vit: AnyNetwork, layout: str) -> str:
     """Return Python that builds the network in its library and loads the tensors beside it, as `model`."""
     folder = "pathlib.Path(__file__).parent"
     if layout == "hf":
-        build = f"model = transformers.ViTForImageClassification.from_pretrained({folder})"
+        build = f"model = transformers.{_hf_class(vit.model)}.from_pretrained({folder})"
         return f"import pathlib, transformers\n{build}\n"
     if not isinstance(vit, ViT):
         build = f"torchvision.models.get_model({_torchvision_arguments(vit.model)})"
@@ -171,7 +178,8 @@ def _timm_code(vit: ViT) -> str:
         layers = ", ".join(_layer_code(layer) for layer in vit.stem.proj)
         code["patch_size"] = "1"
         code["embed_layer"] = f"functools.partial(timm.layers.HybridEmbed, torch.nn.Sequential({layers}), proj=False)"
-    return f"timm.create_model('vit_{width}_patch{patch}_224', {_listed(code)})"
+    name = "deit_base_distilled_patch16_224" if model.distillation_token else f"vit_{width}_patch{patch}_224"
+    return f"timm.create_model('{name}', {_listed(code)})"
 
 
 def _kind(model: Model) -> str:
@@ -217,12 +225,16 @@ def _listed(code: dict[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in code.items() if value != "None")
 
 
+def _hf_class(model: Model) -> str:
+    return "DeiTForImageClassificationWithTeacher" if model.distillation_token else "ViTForImageClassification"
+
+
 def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:
     model = vit.model
     names = classes or [f"class {index}" for index in range(model.num_classes or 0)]
     return {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
+        "architectures": [_hf_class(model)],
+        "model_type": "deit" if model.distillation_token else "vit",
         "hidden_size": model.shape.size,
         "num_hidden_layers": model.shape.depth,
         "num_attention_heads": model.num_heads,

@@ -16,7 +16,7 @@ from vitray.models.vit import ViT
 def part_of(name: str) -> Part:
     """Return the part of a ViT that holds the parameter `name`."""
     match name.split("."):
-        case ["stem" | "class_token" | "registers" | "positions" | "head" as part, *_]:
+        case ["stem" | "class_token" | "distillation_token" | "registers" | "positions" | "head" as part, *_]:
             return part
         case ["level_positions", *_]:
             return "positions"

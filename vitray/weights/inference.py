@@ -19,7 +19,8 @@ from vitray.weights.layouts import LAYOUTS, WeightLayout, resnet_names
 
 # Networks of timm, DeiT and MAE whose width and heads are those of the letter, and whose positions are learned.
 _NETWORK = re.compile(
-    r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_patch\d+|_r\d*_s\d+(?:_p\d+)?)?(?:_\d+(?:x\d+)?|_LS)*"
+    r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_distilled)?"
+    r"(?:_patch\d+|_r\d*_s\d+(?:_p\d+)?)?(?:_\d+(?:x\d+)?|_LS)*"
 )
 # Those of them whose rotary positions are `rope` here: the others mix axes, shift or scale the grid, or add a table.
 _ROPE = re.compile(r"vit_(small|base|large)_patch16_rope_224(?:\..*)?")
@@ -99,7 +100,7 @@ def settings_of(
             raise ConfigError(
                 f"{url}: {setting}: got {given[setting]}, and the network of the file has {stated[setting]}"
             )
-    demanded = {"heads"} | ({"activation", "norm_eps"} if layout in ("hf", "hf5") else set())
+    demanded = {"heads"} | ({"activation", "norm_eps"} if layout.startswith("hf") else set())
     if not shapes.settings["class_token"] and LAYOUTS[layout].activation == "gelu":
         demanded.add("activation")  # among timm's SigLIP are both
     if shapes.is_gated:
@@ -163,9 +164,11 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
         raise ConfigError(f"{url}: no {names['norm']} or no {names['attn.norm']} among {few(sorted(state))}")
     stem, patch = _infer_hybrid(state, layout, url) or _infer_stem(state, first("stem"), names["stem"], weight, url)
     registers = first("registers")
+    distilled = first("distillation_token") is not None
     has_token, scaled = first("class_token") is not None, first("attn.scale") is not None
     settings: dict[str, Any] = {
         "class_token": has_token,
+        "distillation_token": distilled,
         "registers": 0 if registers is None else registers.shape[-2],
         "qk_norm": first("attn.q_norm") is not None,
         "pool": "mean_then_norm" if first("pooled_norm") is not None else "token" if has_token else "mean",
@@ -182,7 +185,7 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
         patches = table.shape[-2] if table.ndim > 1 else 0
         side = math.isqrt(patches)
         if side * side != patches:  # the table begins with the tokens before the patches
-            side = math.isqrt(max(patches - has_token - settings["registers"], 0))
+            side = math.isqrt(max(patches - has_token - distilled - settings["registers"], 0))
         settings |= {"positions": "learned", "image_size": side * patch}
     if (head := first("head")) is not None:
         settings["num_classes"] = head.shape[1 if weight == "kernel" else 0]
@@ -241,8 +244,9 @@ def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url
 
 def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -> dict[str, Any]:
     """The settings in config.json, and those that follow from the network's name."""
-    if layout in ("hf", "hf5"):
-        return _of_hugging_face(file.config, url) if file.config else {}
+    if layout.startswith("hf"):
+        kind = "deit" if layout.endswith("_distilled") else "vit"
+        return _of_hugging_face(file.config, kind, url) if file.config else {}
     stated: dict[str, Any] = {}
     if file.network and (named := _ROPE.fullmatch(file.network)):
         stated = {"heads": WIDTHS[_LETTERS[named[1]]].heads, "positions": {"kind": "rope", "base": 100.0}}
@@ -286,11 +290,11 @@ def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, A
             )
 
 
-def _of_hugging_face(config: Mapping[str, Any], url: str) -> dict[str, Any]:
+def _of_hugging_face(config: Mapping[str, Any], wanted: str, url: str) -> dict[str, Any]:
     # The fallbacks are the library's own.
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
-    if kind != "vit":
-        raise ConfigError(f"{url}: config.json: model_type {printable(str(kind)[:80])}, wanted vit")
+    if kind != wanted:
+        raise ConfigError(f"{url}: config.json: model_type {printable(str(kind)[:80])}, wanted {wanted}")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise ConfigError(f"{url}: config.json: hidden_act {printable(str(activation)[:80])}, wanted one of {known}")

@@ -44,12 +44,14 @@ class WeightLayout(NamedTuple):
 
 _TIMM_ENDS: Names = {
     "class_token": "cls_token",
+    "distillation_token": "dist_token",
     "registers": "reg_token",
     "positions": "pos_embed",
     "stem": "patch_embed.proj.{p}",
     "norm": "norm.{p}",
     "pooled_norm": "fc_norm.{p}",
     "head": "head.{p}",
+    "distillation_head": "head_dist.{p}",
     "hidden": "pre_logits.fc.{p}",
 }
 
@@ -103,6 +105,32 @@ _HF = WeightLayout(
     norm_eps=1e-12,
     qkv=("query", "key", "value"),
 )
+
+_HF5 = _HF._replace(
+    marker="vit.layers.0.attention.q_proj.weight",
+    qkv=("q", "k", "v"),
+    names=_HF.names
+    | {
+        "attn.norm": "vit.layers.{i}.layernorm_before.{p}",
+        "attn.qkv": "vit.layers.{i}.attention.{x}_proj.{p}",
+        "attn.out": "vit.layers.{i}.attention.o_proj.{p}",
+        "ffn.norm": "vit.layers.{i}.layernorm_after.{p}",
+        "ffn.up": "vit.layers.{i}.mlp.fc1.{p}",
+        "ffn.down": "vit.layers.{i}.mlp.fc2.{p}",
+    },
+)
+
+
+def _distilled(layout: WeightLayout) -> WeightLayout:
+    """Return the names of Hugging Face's DeiT with two heads."""
+    own = {
+        "distillation_token": "deit.embeddings.distillation_token",
+        "head": "cls_classifier.{p}",
+        "distillation_head": "distillation_classifier.{p}",
+    }
+    names = {part: name.replace("vit.", "deit.") for part, name in layout.names.items()}
+    return layout._replace(marker=layout.marker.replace("vit.", "deit."), names=names | own)
+
 
 _GOOGLE = WeightLayout(
     marker="Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel",
@@ -180,19 +208,9 @@ LAYOUTS: dict[str, WeightLayout] = {
         resample="torchvision",
     ),
     "hf": _HF,
-    "hf5": _HF._replace(
-        marker="vit.layers.0.attention.q_proj.weight",
-        qkv=("q", "k", "v"),
-        names=_HF.names
-        | {
-            "attn.norm": "vit.layers.{i}.layernorm_before.{p}",
-            "attn.qkv": "vit.layers.{i}.attention.{x}_proj.{p}",
-            "attn.out": "vit.layers.{i}.attention.o_proj.{p}",
-            "ffn.norm": "vit.layers.{i}.layernorm_after.{p}",
-            "ffn.up": "vit.layers.{i}.mlp.fc1.{p}",
-            "ffn.down": "vit.layers.{i}.mlp.fc2.{p}",
-        },
-    ),
+    "hf5": _HF5,
+    "hf_distilled": _distilled(_HF),
+    "hf5_distilled": _distilled(_HF5),
     "google": _GOOGLE,
     "big_vision": _GOOGLE._replace(
         marker="Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
@@ -243,6 +261,12 @@ def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...
             module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"
         case ["head", "0"]:
             module = "hidden"
+        case ["head", "class_token"]:
+            module = "head"
+        case ["head", "distillation_token"]:
+            module = "distillation_head"
+        case ["head", *_] if model.distillation_token:
+            return ()  # of two layers, which no library has twice
         case ["norm"] if model.pool == "mean_then_norm" and "pooled_norm" in layout.names:
             module = "pooled_norm"
         case []:

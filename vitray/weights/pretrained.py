@@ -14,7 +14,7 @@ from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.models.vit import ViT, build_head
+from vitray.models.vit import TwoHeads, ViT, build_head
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weights
 from vitray.weights.freezing import Audit, audit, part_of, prepare
@@ -23,6 +23,7 @@ from vitray.weights.freezing import Audit, audit, part_of, prepare
 FIXED = (
     "name",
     "class_token",
+    "distillation_token",
     "registers",
     "pool",
     "positions",
@@ -152,8 +153,9 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
     state |= initial.positions_at(model.grid)
     head = build_head(model)
     if new_head or _shapes(head) != _shapes(initial.head):
-        for tensor in [*head.parameters()][-2:]:
-            nn.init.zeros_(tensor)
+        for each in head.children() if isinstance(head, TwoHeads) else [head]:
+            for tensor in [*each.parameters()][-2:]:
+                nn.init.zeros_(tensor)
     else:
         head = initial.head
     return state | {f"head.{name}": tensor for name, tensor in head.state_dict().items()}

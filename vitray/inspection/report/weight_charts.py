@@ -22,7 +22,11 @@ from vitray.plotting import Theme, new_figure
 MOST_TILES, MOST_NUMBERED = 14, 16
 FILTERS_WIDE = 7
 MATRICES: tuple[Kind, ...] = ("query", "key", "value", "output", "up", "down")
-LABELS: dict[Kind, str] = {"class_token": "class token", "layerscale": "LayerScale"}
+LABELS: dict[Kind, str] = {
+    "class_token": "class token",
+    "distillation_token": "distillation token",
+    "layerscale": "LayerScale",
+}
 
 
 def draw_filters(filters: StemFilters, theme: Theme, title: str) -> Figure:

@@ -1,0 +1,34 @@
+"""Settings of distillation: a trained network, the teacher, whose answers are learned beside the labels."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vitray.config.sections import Positive, Section, Text
+
+
+class Distillation(Section):
+    """A teacher network. The network learns its answers with the distillation token's head, or else with its only
+    head."""
+
+    teacher: Text
+    """The teacher: a model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
+    target: Literal["hard", "soft"] = "hard"
+    """hard: the cross-entropy with the teacher's most probable class; soft: temperature^2 times the Kullback-Leibler
+    divergence from the teacher's probabilities, the mean over images. DeiT's code also divides it by the classes."""
+    weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the teacher's term in the loss; the labels have the rest."""
+    temperature: Positive = 1.0
+    """Divides the logits of both networks before the softmax. Only for target soft; the DeiT paper: 3, with weight
+    0.1."""
+
+    @model_validator(mode="after")
+    def _temperature_acts(self) -> Self:
+        if self.target == "hard" and self.temperature != 1:
+            raise ValueError(f"temperature {self.temperature:g} acts on target soft; got target hard, wanted 1")
+        return self
+
+
+Distill = Annotated[
+    Distillation | None, Field(description="A teacher whose answers are learned, too (DeiT); null: none.")
+]

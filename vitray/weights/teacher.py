@@ -1,0 +1,67 @@
+"""The teacher of a distillation: a trained classifier at an address, checked against the run that learns from it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from vitray.config import Run
+from vitray.config.augmentation import Normalise
+from vitray.config.distillation import Distillation
+from vitray.errors import ConfigError, nearest
+from vitray.models.network import network_sizes
+from vitray.tracking.model_uri import pin_uri
+from vitray.weights import LoadedModel, identity_of, open_weights
+
+SETTING = "task.distill.teacher"
+
+
+class TeacherSource(NamedTuple):
+    """A teacher and its origin."""
+
+    url: str
+    """Its permanent address, readable from any folder."""
+    identity: str
+    """A hash of its tensors."""
+    name: str
+    network: nn.Module
+    """From normalised images to logits."""
+    normalise: Normalise
+    """The normalisation of its images."""
+    gflops: float
+    """Of one image's forward pass; a multiply-add counts once."""
+
+
+def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> TeacherSource:
+    """Return the teacher that a run names, checked against the run's classes and image size."""
+    try:
+        url = pin_uri(distill.teacher)
+        loaded = open_weights(url)
+    except ConfigError as error:
+        raise ConfigError(f"{SETTING}: {error}") from None
+    _check_classes(loaded, distill.teacher, classes)
+    model = loaded.vit.model
+    if model.image_shape != run.model.image_shape:
+        (height, width), (own_height, own_width) = model.image_shape, run.model.image_shape
+        raise ConfigError(
+            f"{SETTING}: got {distill.teacher}, which reads images of {height} x {width} pixels, wanted {own_height} x"
+            f" {own_width}, as model.image_size: fine-tune the teacher at that size, or train at its own"
+        )
+    identity = identity_of(loaded.vit.state_dict())
+    network = loaded.vit.requires_grad_(False)
+    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalise, network_sizes(model).gflops)
+
+
+def _check_classes(loaded: LoadedModel, url: str, classes: Sequence[str]) -> None:
+    number, names = loaded.vit.model.num_classes, loaded.classes
+    if number is None:
+        raise ConfigError(f"{SETTING}: got {url}, a network without a head, wanted a classifier")
+    if number != len(classes):
+        raise ConfigError(f"{SETTING}: got {url}, which knows {number} classes, wanted the {len(classes)} of the data")
+    # A weights file of another library has no names: an equal number counts as the same classes.
+    for label, (name, wanted) in enumerate(zip(names or classes, classes, strict=True)):
+        if name != wanted:
+            raise ConfigError(
+                f"{SETTING}: got {url}, whose class {label} is {name}, wanted {wanted}, as in the data"
+                f"{nearest(wanted, names or ())}"
+            )
