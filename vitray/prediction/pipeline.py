@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 import vitray.data.stream  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.prediction.images import read_encoded
+from vitray.prediction.images import SCHEMA, ImageList, read_encoded
 from vitray.prediction.parts import write_part
 from vitray.prediction.plan import Plan
 
@@ -75,7 +75,9 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     rows = rows.map_batches(decode, batch_size=1, num_cpus=1)
     actors: Any = {"compute": pool, "num_cpus": cpus, "num_gpus": gpus}
     # One byte: Ray Data joins a task and an actor of equal options into one.
-    rows = rows.map_batches(_Predictor, fn_constructor_args=(shared,), batch_size=1, memory=1, **actors)
+    # Without the images, which only the decoding tasks need.
+    light = plan._replace(images=ImageList(plan.images.url, SCHEMA.empty_table(), plan.images.identity))
+    rows = rows.map_batches(_Predictor, fn_constructor_args=(light,), batch_size=1, memory=1, **actors)
     write: Any = partial(_write_parts, shared=shared)
     # All batches of a part: rows arrive in order, one to a block.
     rows = rows.map_batches(write, batch_size=plan.batches, num_cpus=0)
@@ -83,6 +85,7 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # smaller than any row, so that each row becomes a block
     context.enable_progress_bars = context.print_on_execution_start = False
+    context.issue_detectors_config.detectors = []  # they advise other values for the memory above
     try:
         for row in rows.iter_rows():
             yield int(row["part"])
@@ -123,13 +126,13 @@ def _decode_batches(task: Row, shared: ray.ObjectRef) -> Iterator[Row]:
 class _Predictor:
     """The networks of a plan, as an actor of Ray Data."""
 
-    def __init__(self, shared: ray.ObjectRef) -> None:
+    def __init__(self, plan: Plan) -> None:
         import torch
 
         from vitray.prediction.networks import Networks
 
         torch.set_num_threads(1)  # actors share the CPUs, and the last bits of outputs depend on the number
-        self._networks = Networks(ray.get(shared))
+        self._networks = Networks(plan)
 
     def __call__(self, row: Row) -> Row:
         reasons = json.loads(str(row["reasons"][0]))
