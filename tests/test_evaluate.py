@@ -7,6 +7,7 @@ import shutil
 import tarfile
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +47,7 @@ from vitray.evaluation.report.driver import Request, compute_evaluation, evaluat
 from vitray.evaluation.report.page import render
 from vitray.evaluation.report.probes import all_classes, numbered
 from vitray.evaluation.report.results import Evaluation, Result, compare, score
-from vitray.evaluation.report.texts import scores_text
+from vitray.evaluation.report.texts import score_text, scores_text
 from vitray.evaluation.scores import EvaluationSet
 from vitray.evaluation.scores import evaluate as score_split
 from vitray.inference import outputs
@@ -149,6 +150,12 @@ def test_networks_images_and_results_may_lie_on_s3(place, tmp_path, capsys, s3_s
     }
     assert result["page"] == f"{url}/out/index.html"
     assert set(storage.list_files(f"{url}/out")) >= FILES
+
+
+@pytest.mark.parametrize(("least", "text"), [(24, "24"), (25, "None")])
+def test_the_size_of_the_smallest_class_is_shown_where_it_leaves_shots_out(least, text):
+    result: Any = SimpleNamespace(flat=lambda: {"few_shot_least": least})
+    assert str(score_text(result, "few_shot_least")) == text
 
 
 def test_classes_are_matched_by_name(place, tmp_path):

@@ -301,7 +301,8 @@ def test_planted_registers_stand_out():
 
 
 def test_every_tensor_has_a_kind():
-    vit = network("vit_u2x2_8_hmlp_bn", layerscale=0.1, head="mlp", registers=2, qk_norm=True, distillation_token=True)
+    settings = {"layerscale": 0.1, "head": "mlp", "registers": 2, "qk_norm": True, "adapters": 4}
+    vit = network("vit_u2x2_8_hmlp_bn", **settings, distillation_token=True)
     found = list(named_tensors(vit.state_dict()))
     assert {each.kind for each in found} == set(KINDS)
     assert len({each.name for each in found}) == len(found)

@@ -47,3 +47,8 @@ class Lora(Section):
         if repeated := sorted({name for name in self.matrices if self.matrices.count(name) > 1}):
             raise ValueError(f"matrices: got {', '.join(repeated)} more than once, wanted each matrix once")
         return self
+
+    @property
+    def changed(self) -> list[str]:
+        """The settings that differ from their defaults."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]

@@ -86,11 +86,13 @@ class Run(Section):
     @model_validator(mode="after")
     def _figures_fit(self) -> Self:
         names, model, pictures = self.evaluate.figures, self.model, self.evaluate.pictures
-        if names and self.task.kind == "tokenizer":
+        if not names:
+            return self
+        if self.task.kind == "tokenizer":
             raise ValueError("evaluate.figures: got some, wanted none: a tokenizer has codes, and no attention to show")
-        if names and self.data.evaluated is None:
+        if self.data.evaluated is None:
             raise ValueError("data.val: got null, wanted a split: evaluate.figures show the network at each evaluation")
-        if names and not pictures:
+        if not pictures:
             raise ValueError("evaluate.pictures: got 0, wanted 1 to 64 images, which evaluate.figures are of")
         few = [name for name in ("branches", "similarity") if name in names and pictures < FEWEST_COMPARED]
         if few:

@@ -108,7 +108,7 @@ class Finetune(Section):
         for mode, text, is_default, wanted in (
             ("attn", "first_branch true", not self.first_branch, "false"),
             ("last", f"levels {self.levels}", self.levels == 1, "1"),
-            ("lora", f"lora.rank {self.lora.rank} or another setting of lora", self.lora == Lora(), "the defaults"),
+            ("lora", " and ".join(f"lora.{name}" for name in self.lora.changed), not self.lora.changed, "the defaults"),
         ):
             if self.mode != mode and not is_default:
                 raise ValueError(f"{text} is about mode {mode} alone; wanted {wanted} in mode {self.mode}")

@@ -121,6 +121,8 @@ footer { margin-top: 40px; font-size: 14px; color: var(--pale); }
   dl { grid-template-columns: minmax(0, 1fr); gap: 0; }
   dd { margin-bottom: 10px; }
   th, td { padding: 7px 10px; }
+  td:first-child { white-space: normal; min-width: 8em; }
+  td small { display: block; }
 }
 @media print { .hero, .scroll, section { break-inside: avoid; } nav { display: none; } }
 """

@@ -75,7 +75,7 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     rows = rows.map_batches(decode, batch_size=1, num_cpus=1)
     actors: Any = {"compute": pool, "num_cpus": cpus, "num_gpus": gpus}
     # One byte: Ray Data joins a task and an actor of equal options into one.
-    # By value and without the images: an actor that is restarted needs no object of another node.
+    # Without the images, which only the decoding tasks need.
     light = plan._replace(images=ImageList(plan.images.url, SCHEMA.empty_table(), plan.images.identity))
     rows = rows.map_batches(_Predictor, fn_constructor_args=(light,), batch_size=1, memory=1, **actors)
     write: Any = partial(_write_parts, shared=shared)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from vitray.evaluation.few_shot import SHOTS
 from vitray.evaluation.report.results import Evaluation, Result
 from vitray.evaluation.report.robustness import ERROR_OF
 
@@ -60,7 +61,8 @@ class ScoreText(NamedTuple):
 def score_text(result: Result, name: str) -> ScoreText | None:
     """Return a score with its uncertainty; None where there is none."""
     values = result.flat()
-    if values.get(name) is None:
+    # The size of the smallest class is of interest where it leaves shots out.
+    if values.get(name) is None or (name == "few_shot_least" and values["few_shot_least"] >= max(SHOTS)):
         return None
     if isinstance(values[name], int):
         return ScoreText(f"{values[name]:,}", "")

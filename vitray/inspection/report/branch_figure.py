@@ -79,7 +79,7 @@ def _draw_likeness(axis: Axes, report: BranchReport, half: Half, theme: Theme) -
         measures.items(), theme.series, ("o", "s"), (-0.12, 0.12), strict=False
     ):
         places = [level + shift for level, _ in values]
-        axis.plot(places, [each.chance for _, each in values], "_", color=colour, alpha=0.45, markersize=6)
+        axis.plot(places, [each.chance for _, each in values], "_", color=colour, alpha=0.7, markersize=8)
         faces = [colour if each.p_value <= ALPHA else theme.paper for _, each in values]
         axis.scatter(
             places, [each.value for _, each in values], 16, faces, marker=marker, edgecolors=colour, linewidths=0.9
