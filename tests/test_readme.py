@@ -146,7 +146,7 @@ def check_command(words: list[str]) -> None:
 
 def test_no_block_is_missed():
     fences = sum(page.read_text().count("\n```") for page in PAGES)
-    assert fences == 2 * sum(len(blocks(language)) for language in ("", "python", "yaml", "text"))
+    assert fences == 2 * sum(len(blocks(language)) for language in ("", "python", "yaml", "text", "diff"))
     assert len(COMMANDS) > 15
     assert len(PYTHON) >= 3
     assert len(YAML) >= 3
