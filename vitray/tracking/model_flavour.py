@@ -34,9 +34,8 @@ PYFUNC = Path(__file__).with_name("pyfunc.py")
 
 # The packages that pyfunc.py imports, checked by a test, and MLflow.
 REQUIREMENTS = (
-    *("mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "safetensors", "simplejpeg"),
-    *("torch", "torchvision"),
-)
+    "mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "safetensors", "simplejpeg", "torch", "torchvision",
+)  # fmt: skip
 
 
 def log_model(run_id: str, folder: str) -> str:
