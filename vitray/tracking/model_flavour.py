@@ -33,7 +33,9 @@ PACKAGE = Path(__file__).parents[1]
 PYFUNC = Path(__file__).with_name("pyfunc.py")
 
 # The packages that pyfunc.py imports, checked by a test, and MLflow.
-REQUIREMENTS = ("mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "safetensors", "simplejpeg", "torch")
+REQUIREMENTS = (
+    "mlflow", "numpy", "pillow", "pyarrow", "pydantic", "pyyaml", "safetensors", "simplejpeg", "torch", "torchvision",
+)  # fmt: skip
 
 
 def log_model(run_id: str, folder: str) -> str:
