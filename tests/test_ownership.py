@@ -43,8 +43,8 @@ def open_run():
             plan = SimpleNamespace(dataset_identity="d", weights_identity=None)
             os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', Run(), plan, None)}\\n".encode())
             os.read(ends[0], 1)
-    except ValueError as error:
-        os.write(results[1], f"refused {error}\\n".encode())
+    except Exception as error:  # without a line, the parent would wait for ever
+        os.write(results[1], f"{'refused' if isinstance(error, ValueError) else 'failed'} {error}\\n".encode())
 for _ in range(number):
     if os.fork() == 0:
         open_run()
