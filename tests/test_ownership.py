@@ -24,7 +24,7 @@ from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
 from vitray.training.ownership import FOLDER, Watch, check_owner, own_folder
 
 ROOT = Path(__file__).parent.parent
-PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None)
+PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
 
 # Twenty processes open a run at the same moment; the owner holds it until all others have ended.
 CROWD = """
@@ -40,7 +40,7 @@ def open_run():
     os.read(starts[0], 1)
     try:
         with own_folder(folder, "first"):
-            plan = SimpleNamespace(dataset_identity="d", weights_identity=None)
+            plan = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
             os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', Run(), plan, None)}\\n".encode())
             os.read(ends[0], 1)
     except Exception as error:  # without a line, the parent would wait for ever
