@@ -1,4 +1,4 @@
-"""vitray weights show URL | flatten DELTA TARGET: inspect a model folder, or write a delta as a whole model."""
+"""vitray weights show URL | flatten DELTA TARGET | repatch MODEL PATCH TARGET: inspect, complete or resize a model."""
 
 import argparse
 from typing import Any
@@ -11,25 +11,35 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray weights",
         description="A model folder holds a whole network, or a delta: the tensors that differ from another network, "
         "its base, which is loaded with it. show loads both and prints the share of each; flatten writes a whole "
-        "model folder, with LoRA merged. An address is a path, s3://, models:/name@alias, models:/name/3, "
-        "models:/m-<id> or runs:/<run id>/<path>.",
+        "model folder, with LoRA merged; repatch writes the network with patches of another size (FlexiViT). An "
+        "address is a path, s3://, models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
-    parser.add_argument("action", choices=["show", "flatten"])
-    parser.add_argument("url", help="a model folder; for show, a weights file of another library too")
-    parser.add_argument("target", nargs="?", help="flatten: a new folder (a path or s3://)")
+    parser.add_argument("action", choices=["show", "flatten", "repatch"])
+    parser.add_argument("url", help="a model folder; for show and repatch, a weights file of another library too")
+    parser.add_argument("patch", nargs="?", help="repatch: the side of a patch in pixels")
+    parser.add_argument("target", nargs="?", help="flatten, repatch: a new folder (a path or s3://)")
+    parser.add_argument("--image-size", type=int, help="repatch: the side of the images; default: the network's own")
     json_help = "print the result as JSON: url, model, kind, base, base_identity, taken, kept, bytes, whole, share"
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_args(args)
-    if (options.action == "flatten") != (options.target is not None):
-        parser.error(f"{options.action}: wanted {'DELTA TARGET' if options.action == 'flatten' else 'one address'}")
+    if options.action == "flatten":  # its second word is the folder
+        options.patch, options.target = options.target, options.patch
+    given = (options.patch or "").isdecimal() if options.action == "repatch" else options.patch is None
+    if not given or (options.target is None) != (options.action == "show"):
+        wanted = {"show": "one address", "flatten": "DELTA TARGET", "repatch": "MODEL PATCH TARGET, PATCH in pixels"}
+        parser.error(f"{options.action}: wanted {wanted[options.action]}")
+    if options.image_size is not None and (options.action != "repatch" or options.image_size < 1):
+        parser.error(f"--image-size {options.image_size}: wanted a number of pixels, and action repatch")
 
-    # Imported late, because torch takes a second.
     from vitray.tracking.model_uri import resolve_uri
     from vitray.weights import flatten_model, open_weights, read_delta, read_own
+    from vitray.weights.repatch import repatch_model
 
     if options.action == "flatten":
         flatten_model(options.url, options.target)
+    if options.action == "repatch":
+        repatch_model(options.url, int(options.patch), options.target, options.image_size)
     url = options.target or options.url
     place = resolve_uri(url)
     delta, loaded = read_delta(place), open_weights(place)

@@ -92,6 +92,11 @@ class Name:
         return self.stem in RESNETS
 
     @property
+    def has_linear_stem(self) -> bool:
+        """Whether the stem begins with one product for each patch, whose kernel can be resized to other patches."""
+        return self.stem.startswith("linear")
+
+    @property
     def paper_spelling(self) -> str:
         """The name as the papers print it, without the stem: ViT-B18x2/16."""
         return f"ViT-{self.width.capitalize()}{self.depth}x{self.branches}/{self.patch}"

@@ -230,6 +230,8 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         )
     if model.distillation_token:
         raise ValueError(f"model.distillation_token: got true, wanted false: task {task.kind} has no teacher")
+    if model.patches:
+        raise ValueError(f"model.patches: got some, wanted none: task {task.kind} predicts patches of one size")
     if isinstance(task, Tokenizer):
         return
     shape, (rows, columns) = model.shape, model.grid

@@ -68,6 +68,15 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        # torch.compile keeps 8 graphs of a function, and computes further ones without compiling.
+        if self.compute.compile and len(self.model.patches) > 8:
+            raise ValueError(
+                f"compute.compile: got true with {len(self.model.patches)} model.patches, wanted at most 8"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _probes_fit(self) -> Self:
         probes, kind = self.evaluate.probes, self.task.kind
         if probes and kind == "tokenizer":

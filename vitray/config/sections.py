@@ -5,6 +5,7 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 
 import json
 import math
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -161,6 +162,9 @@ class Model(Section):
     torchvision, as in torchvision/resnet50, which has no other settings than image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
+    patches: Annotated[tuple[Size, ...], Field(strict=False)] = ()
+    """Patch sizes of training, one drawn for each step: stem and positions are resized to it (FlexiViT). Evaluations
+    use the size of the name. Empty: the size of the name alone."""
     num_classes: Size | None = 1000
     """Number of classes; null: no head, the network returns pooled features."""
     class_token: bool = True
@@ -226,6 +230,7 @@ class Model(Section):
             )
         if self.resnet_eps != "vit" and not self.shape.is_hybrid:
             raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
+        self._check_patches()
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.distillation_token and self.pool != "token":
@@ -275,6 +280,22 @@ class Model(Section):
         """Refuse a network of torchvision for something that only Vision Transformers have."""
         if not self.is_vit:
             raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, wanted a name as in vit_s12x1_16")
+
+    def _check_patches(self) -> None:
+        height, width = self.image_shape
+        if repeated := [patch for patch in self.patches if self.patches.count(patch) > 1]:
+            raise ValueError(f"patches: got {repeated[0]} more than once, wanted each size once")
+        if wrong := [patch for patch in self.patches if height % patch or width % patch]:
+            raise ValueError(f"patches: got {wrong[0]}, wanted sizes that divide the image, {height} x {width}")
+        if self.patches and not self.shape.has_linear_stem:
+            raise ValueError(f"patches: got some, and {self.name} has no linear stem, whose kernel can be resized")
+        if self.patches and self.positions.kind == "relative":
+            raise ValueError("patches: got some, wanted none: relative positions are those of one grid")
+
+    def at_patch(self, patch: int) -> "Model":
+        """Return the settings of the network with patches of this size only."""
+        name = str(replace(self.shape, patch=patch))
+        return Model.model_validate({**self.model_dump(), "name": name, "patches": ()})
 
     @property
     def shape(self) -> Name:

@@ -4,9 +4,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed.nn
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
+from vitray.models.flexible import resize_kernel
 from vitray.models.local_stem import LocalTransformer
 from vitray.models.resnet import ResNet
 from vitray.models.sizes import convolutions, feature_map, stem_norm
@@ -25,14 +27,21 @@ class Stem(nn.Module):
     def __init__(self, name: Name, resnet_eps: str = "vit") -> None:
         super().__init__()
         self.proj = nn.Sequential(*_layers(name, resnet_eps))
-        self.patch = name.patch
+        self.patch = self.own_patch = name.patch
+        """The patch size; settable where the stem is linear, which then resizes its kernel."""
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Return the tokens (BND) and their grid."""
         height, width = images_BCHW.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height} x {width} pixels do not divide into patches of {self.patch}")
-        x_BND = self.proj(images_BCHW).flatten(2).transpose(1, 2)
+        if self.patch == self.own_patch:
+            x_BDHW = self.proj(images_BCHW)
+        else:
+            first: Any = self.proj[0]
+            kernel = resize_kernel(first.weight, self.patch)
+            x_BDHW = self.proj[1:](F.conv2d(images_BCHW, kernel, first.bias, self.patch))
+        x_BND = x_BDHW.flatten(2).transpose(1, 2)
         return x_BND, (height // self.patch, width // self.patch)
 
     def train(self, mode: bool = True) -> Self:
@@ -89,6 +98,13 @@ class GlooBatchNorm(nn.BatchNorm2d):
             running.lerp_(latest, momentum)
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
+
+
+def use_patch(network: nn.Module, patch: int | None) -> None:
+    """Set the patch size of the stems of a network; None restores their own."""
+    for stem in network.modules():
+        if isinstance(stem, Stem):
+            stem.patch = patch or stem.own_patch
 
 
 def synchronise_norms(model: nn.Module, device: torch.device) -> None:

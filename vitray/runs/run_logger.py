@@ -19,6 +19,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.evaluation.arrays import Examples
+from vitray.models.sizes import training_gflops
 from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
@@ -166,7 +167,8 @@ class RunLogger:
         images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
         # A multiply-add is two operations.
         teacher_flops = 2e9 * plan.teacher_gflops * images
-        flops = 2e9 * plan.gflops * forward_passes_per_step(self._info.planned.start) * images + teacher_flops
+        passes = forward_passes_per_step(self._info.planned.start)
+        flops = 2e9 * training_gflops(self._info.planned.run.model) * passes * images + teacher_flops
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
         if plan.teacher:
             costs["cost/teacher_flops"] = teacher_flops

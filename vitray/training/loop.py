@@ -26,6 +26,7 @@ from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, OwnershipLost
+from vitray.models.stems import use_patch
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tracking.system_info import SystemSampler
 from vitray.training import checkpoints
@@ -255,6 +256,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     set_learning_rate(learner.optimizer, learning_rate(run.optim, step, steps_per_epoch))
     torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
     loss = torch.zeros((), device=batch.images.device)
+    use_patch(learner.task, drawn_patch(run, step))
     parts = micro_batches(len(batch.images), run)
     for part in parts:
         images, targets = prepare_micro_batch(batch, part, run, step)
@@ -266,12 +268,19 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
                 part_loss = learner.model(images, targets) * weight
             part_loss.backward()
         loss += part_loss.detach() / share.workers
+    use_patch(learner.task, None)
     norm = clip_gradients(learner.task.parameters(), run.optim.clip)
     learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
     if learner.average is not None:
         learner.average.update(step)
     return torch.stack([loss, norm / share.workers])
+
+
+def drawn_patch(run: Run, step: int) -> int | None:
+    """Return the patch size of a step, equal on all workers; None where the run draws none."""
+    patches = run.model.patches
+    return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
 
 
 def micro_batches(images: int, run: Run) -> list[slice]:
