@@ -249,7 +249,8 @@ def test_groups_of_an_ended_job_are_removed_unless_a_detached_actor_lives(ray_cl
 
 
 @pytest.mark.ray
-def test_a_group_with_a_dead_worker_is_removed_at_the_second_look(ray_cluster):
+def test_groups_of_failed_starts_are_removed(ray_cluster):
+    """A group with a dead worker is removed at the second look, one without an actor after a minute of looks."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -266,13 +267,17 @@ def test_a_group_with_a_dead_worker_is_removed_at_the_second_look(ray_cluster):
         ray.get([actor.__ray_ready__.remote() for actor in actors[name]])
     ray.kill(actors["broken"][0])
     deadline = time.monotonic() + 60
-    while ids["broken"] not in (broken := session.remove_broken_groups(set())) and time.monotonic() < deadline:
+    while ids["broken"] not in (looks := session.remove_broken_groups({})) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert groups() & set(ids.values()) == set(ids.values())
-    session.remove_broken_groups(broken)
+    looks = session.remove_broken_groups(looks)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
-    for name in ("running", "starting"):
-        ray.util.remove_placement_group(ray.util.get_placement_group(name))
+    for _ in range(session.LOOKS_WITHOUT_ACTOR - 3):
+        looks = session.remove_broken_groups(looks)
+    assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
+    session.remove_broken_groups(looks)
+    assert groups() & set(ids.values()) == {ids["running"]}
+    ray.util.remove_placement_group(ray.util.get_placement_group("running"))
 
 
 def test_cleanup_repeats_after_a_failure(monkeypatch):
@@ -284,13 +289,13 @@ def test_cleanup_repeats_after_a_failure(monkeypatch):
             is_third.set()
         if len(looks) == 1:
             raise ConnectionError("the dashboard is busy")
-        return {f"group {len(looks)}"}
+        return {f"group {len(looks)}": 1}
 
     monkeypatch.setattr(session, "START_CLEANUP_INTERVAL", 0.01)
     monkeypatch.setattr(session, "remove_broken_groups", remove)
     with session.failed_starts_released():
         assert is_third.wait(60)
-    assert looks[:3] == [set(), set(), {"group 2"}]
+    assert looks[:3] == [{}, {}, {"group 2": 1}]
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ START_TIMED_OUT = "timed out during startup"
 # Seconds between two removals of placement groups: of those that ended jobs have left, and of those that failed starts
 # of a run's workers have left.
 CLEANUP_INTERVAL, START_CLEANUP_INTERVAL = 60.0, 10.0
+# Looks in a row, START_CLEANUP_INTERVAL apart, after which a broken placement group is removed.
+LOOKS_WITH_DEAD_WORKER, LOOKS_WITHOUT_ACTOR = 2, 6
 # The most jobs, actors or placement groups that Ray lists.
 LIST_LIMIT = 10_000
 # An interrupted sweep waits RELEASE_SECONDS for the end of its trials' actors, and QUICK_LISTING_SECONDS for each of
@@ -119,30 +121,46 @@ def failed_starts_released() -> AbstractContextManager[None]:
     """Release, during a block, the CPUs that failed starts of this job's workers still hold.
 
     If a worker dies while its group starts, Ray Train starts another group and forgets the placement group of the
-    first, with its other workers. The next start, or the decoding of images, would wait for those CPUs.
+    first, with its other workers. A group whose start times out may even be left without a worker. The next start, or
+    the decoding of images, would wait for those CPUs.
     """
-    broken: set[str] = set()
+    looks: dict[str, int] = {}
 
     def release() -> None:
-        nonlocal broken
-        broken = remove_broken_groups(broken)
+        nonlocal looks
+        looks = remove_broken_groups(looks)
 
     return _repeated(release, START_CLEANUP_INTERVAL)
 
 
-def remove_broken_groups(before: Set[str]) -> set[str]:
-    """Return this job's placement groups with a dead worker; remove those that had one before.
+def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
+    """Return at how many looks in a row each of this job's placement groups was broken; remove those broken for long.
 
-    Ray Train never replaces a single worker, and removes such a group itself if it has not forgotten it.
+    A group with a dead worker is removed at the second look: Ray Train never replaces a single worker, and removes such
+    a group itself if it has not forgotten it. A group without an actor is removed later, as it may be starting.
     """
     import ray
     from ray.util.state import list_actors
 
-    job: Any = [("job_id", "=", ray.get_runtime_context().get_job_id()), ("class_name", "=", TRAIN_WORKER)]
-    workers: Any = list_actors(filters=[*job, ("state", "=", "DEAD")], detail=True, **_list_options())
-    broken = {worker.placement_group_id for worker in workers}
-    _remove_groups(lambda group: group.placement_group_id in broken & before)
-    return broken
+    job = ray.get_runtime_context().get_job_id()
+    own: Any = [("job_id", "=", job)]
+    dead: Any = [*own, ("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD")]
+    alive: Any = [*own, ("state", "!=", "DEAD")]
+    failed, used = (
+        {actor.placement_group_id for actor in list_actors(filters=filters, detail=True, **_list_options())}
+        for filters in (dead, alive)
+    )
+    looks: dict[str, int] = {}
+
+    def is_removed(group: Any) -> bool:
+        place = group.placement_group_id
+        if group.creator_job_id != job or group.is_detached or (place in used and place not in failed):
+            return False
+        looks[place] = before.get(place, 0) + 1
+        return looks[place] >= (LOOKS_WITH_DEAD_WORKER if place in failed else LOOKS_WITHOUT_ACTOR)
+
+    _remove_groups(is_removed)
+    return looks
 
 
 @contextmanager
