@@ -143,13 +143,13 @@ def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
     from ray.util.state import list_actors
 
     job = ray.get_runtime_context().get_job_id()
-    own: Any = [("job_id", "=", job)]
-    dead: Any = [*own, ("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD")]
-    alive: Any = [*own, ("state", "!=", "DEAD")]
-    failed, used = (
-        {actor.placement_group_id for actor in list_actors(filters=filters, detail=True, **_list_options())}
-        for filters in (dead, alive)
-    )
+
+    def groups_with(*filters: tuple[str, str, str]) -> set[Any]:
+        actors: Any = list_actors(filters=[("job_id", "=", job), *filters], detail=True, **_list_options())
+        return {actor.placement_group_id for actor in actors}
+
+    failed = groups_with(("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD"))
+    used = groups_with(("state", "!=", "DEAD"))
     looks: dict[str, int] = {}
 
     def is_removed(group: Any) -> bool:
