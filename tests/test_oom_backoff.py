@@ -109,6 +109,26 @@ def test_training_without_its_mailbox_does_not_start_again(mailbox, slept):
     assert (slept, len(starts)) == ([], 1)
 
 
+def test_workers_do_not_start_again_once_ray_has_ended(monkeypatch, slept):
+    """After a second Ctrl-C, any call of Ray would start another one."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    fit, starts = attempts(IN_A_STEP)
+    with pytest.raises(type(IN_A_STEP)):
+        oom_backoff.fit_with_restarts(fit, mailbox=None, restarts=3)
+    assert (slept, len(starts)) == ([], 1)
+
+
+@pytest.mark.ray
+def test_workers_do_not_start_again_if_ray_ends_in_a_wait(mailbox, monkeypatch):
+    fit, starts = attempts(IN_A_STEP)
+    is_running = [True]
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_running[0])
+    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(sleep=lambda _: is_running.__setitem__(0, False)))
+    with pytest.raises(type(IN_A_STEP)):
+        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+    assert len(starts) == 1
+
+
 def test_repeated_start_attempts_log_one_line_a_minute_and_other_errors_all_lines(monkeypatch, caplog):
     now = [1000.0]
     monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(monotonic=lambda: now[0]))

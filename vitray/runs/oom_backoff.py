@@ -68,6 +68,8 @@ def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> An
         try:
             return fit()
         except (TrainingFailedError, RayActorError, OutOfMemoryError) as error:
+            if not ray.is_initialized():  # a second Ctrl-C ended it; the next line would start another Ray
+                raise
             try:
                 fatal, hang, heartbeats = ray.get(
                     [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
@@ -92,4 +94,6 @@ def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> An
             wait = f"wait {seconds} s for it" if is_kill else "start again"
             mailbox.put.remote(Note(f"{cause}; the workers {wait}"))
             time.sleep(seconds)
+            if not ray.is_initialized():
+                raise
     raise AssertionError("no attempt is left")
