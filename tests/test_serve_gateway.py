@@ -90,6 +90,8 @@ async def ask(gateway: Any, path: str, body: bytes = b"", method: str = "POST", 
     parts = [body[start : start + 10_000] for start in range(0, len(body), 10_000)] or [b""]
 
     async def receive() -> dict[str, Any]:
+        if "x_pause" in headers:
+            await asyncio.sleep(float(headers["x_pause"]))
         part = parts.pop(0)
         return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
@@ -201,3 +203,14 @@ def test_the_metrics_count_requests_images_and_errors(folder):
     assert "vitray_retries_total 1.0" in page
     assert "vitray_request_seconds_count 1.0" in page
     assert health[:2] == (200, {"status": "ok", "tasks": 1})
+
+
+def test_a_slow_upload_is_refused_and_others_are_answered_meanwhile(folder):
+    limits = Limits(body_bytes=50_000, pixels=10_000, images=8, upload_seconds=0.5)
+    requests = [
+        {"path": "/v1/predict", "body": bytes(20_000), "x_pause": "60"},
+        {"path": "/v1/predict", "body": png(1)},
+    ]
+    slow, usual = ask_all(folder, requests, limits=limits)
+    assert usual.status == 200
+    assert (slow.status, slow.body["error"]) == (408, "body: got 0 bytes in 0.5 s, the longest time of an upload")

@@ -23,6 +23,8 @@ class Limits(Section):
 
     body_bytes: Count = 32 * 2**20
     """The largest body of a request."""
+    upload_seconds: Seconds = 60.0
+    """The longest time in which a body arrives; a slow client would keep a place for itself."""
     images: Count = 64
     """The most images of a request."""
     pixels: Count = 40_000_000

@@ -113,17 +113,22 @@ class Gateway:
         raise AssertionError("the last attempt returns or raises")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body, and stop reading a longer one than allowed."""
-        most = self.limits.body_bytes
+        """Return the body, and stop reading one that is longer, or slower, than allowed."""
+        most, seconds = self.limits.body_bytes, self.limits.upload_seconds
         length = request.headers.get("content-length", "0")
         body = bytearray()
         if not length.isdigit() or int(length) <= most:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    break
-            else:
-                return bytes(body)
+            try:
+                async with asyncio.timeout(seconds):
+                    async for chunk in request.stream():
+                        body += chunk
+                        if len(body) > most:
+                            break
+                    else:
+                        return bytes(body)
+            except TimeoutError:
+                message = f"body: got {len(body):,} bytes in {seconds:g} s, the longest time of an upload"
+                raise BadRequest(408, message) from None
         raise BadRequest(413, f"body: more than {most:,} bytes, the limit")
 
     def _check_token(self, header: str) -> None:

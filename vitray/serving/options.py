@@ -36,6 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wait-ms", type=number_up_to(60_000), default=USUAL.batch_wait_ms, help=text)
     parser.add_argument("--replicas", default="1", metavar="N[-M]", help="number, or bounds (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    text = "longest time of an upload in seconds (%(default)s)"
+    parser.add_argument("--upload-s", type=number_up_to(86_400), default=USUAL.limits.upload_seconds, help=text)
     text = "seconds between two looks at aliases (%(default)s)"
     parser.add_argument("--follow", type=number_up_to(86_400), default=USUAL.follow_seconds, help=text)
     parser.add_argument("--json", action="store_true", help="accepted, as by every verb; the address is on stderr")
@@ -48,7 +50,7 @@ def read_settings(options: argparse.Namespace) -> Serving:
     most = most or fewest
     if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most) <= 10_000):
         raise ConfigError(f"--replicas: got {options.replicas}, wanted a number or bounds, as in 2 or 1-4")
-    limits = {"body_bytes": options.max_mb * 2**20, "pixels": options.max_pixels}
+    limits = {"body_bytes": options.max_mb * 2**20, "upload_seconds": options.upload_s, "pixels": options.max_pixels}
     return Serving(
         base=options.model,
         tasks=parse_tasks(options.tasks),
