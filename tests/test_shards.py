@@ -289,6 +289,45 @@ def test_cifar_100_in_its_archive(tmp_path):
     assert [item.label for item in listed(source, "label=coarse_labels").items] == [0, 0]
 
 
+def cifar_binary(labels: list[tuple[int, ...]], first: int = 0) -> bytes:
+    rows = cifar_batch(first, len(labels))["data"]
+    return b"".join(bytes(own) + row.tobytes() for own, row in zip(labels, rows, strict=True))
+
+
+def test_cifar_10_in_binary_is_the_same_as_for_python(tmp_path):
+    python, binary = tmp_path / "python", tmp_path / "binary"
+    write(python / "data_batch_1", pickle.dumps(cifar_batch(0, 3) | {"labels": [1, 0, 1]}))
+    write(python / "test_batch", pickle.dumps(cifar_batch(9, 2) | {"labels": [0, 1]}))
+    write(python / "batches.meta", pickle.dumps({"label_names": ["plane", "car"]}))
+    write(binary / "data_batch_1.bin", cifar_binary([(1,), (0,), (1,)]))
+    write(binary / "test_batch.bin", cifar_binary([(0,), (1,)], 9))
+    write(binary / "batches.meta.txt", b"plane\ncar\n\n")
+    write(binary / "readme.html", b"<html>")
+    one, other = listed(python), listed(binary)
+    assert (other.kind, other.classes) == ("cifar", one.classes)
+    strip = lambda item: (item.split, item.name, item.place, item.label)  # noqa: E731
+    assert list(map(strip, other.items)) == list(map(strip, one.items))
+    assert contents(other, binary) == contents(one, python)
+
+
+def test_cifar_100_in_its_binary_archive(tmp_path):
+    with tarfile.open(tmp_path / "cifar-100-binary.tar.gz", "w:gz") as tar:
+        add(tar, "cifar-100-binary/train.bin", cifar_binary([(0, 1), (0, 0)]))
+        add(tar, "cifar-100-binary/fine_label_names.txt", b"apple\nbee\n")
+        add(tar, "cifar-100-binary/coarse_label_names.txt", b"thing\n")
+    source = tmp_path / "cifar-100-binary.tar.gz"
+    assert listed(source).classes == ("apple", "bee")
+    assert [item.label for item in listed(source).items] == [1, 0]
+    assert [item.label for item in listed(source, "label=coarse_labels").items] == [0, 0]
+
+
+def test_a_binary_batch_that_is_cut_is_refused(tmp_path):
+    write(tmp_path / "data_batch_1.bin", cifar_binary([(1,), (0,)])[:-1])
+    write(tmp_path / "batches.meta.txt", b"plane\ncar\n")
+    with pytest.raises(ConfigError, match=r"data_batch_1\.bin: 6,145 bytes, wanted a multiple of 3,073"):
+        listed(tmp_path)
+
+
 class Attack:
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Sources of raw pixels: CIFAR-10 and CIFAR-100 for Python, and IDX files (MNIST); each image becomes a PNG."""
+"""Sources of raw pixels: CIFAR-10 and CIFAR-100, for Python or binary, and IDX files; each image becomes a PNG."""
 
 import gzip
 import io
@@ -21,6 +21,13 @@ IDX_IMAGES = re.compile(r"images[-.]idx3-ubyte(\.gz)?$")
 CIFAR_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 CIFAR_BATCHES += ("train", "test")
 CIFAR_META = ("batches.meta", "meta")
+# The names of the classes, a line each, beside the binary version.
+CIFAR_TEXTS = {
+    "batches.meta.txt": "label_names",
+    "fine_label_names.txt": "fine_label_names",
+    "coarse_label_names.txt": "coarse_label_names",
+}
+CIFAR_FILES = (*CIFAR_BATCHES, *(f"{name}.bin" for name in CIFAR_BATCHES), *CIFAR_META, *CIFAR_TEXTS)
 # The files of these datasets are below 180 MB.
 LARGEST_MEMBER = 2**28
 
@@ -46,10 +53,17 @@ def read_png(kind: Literal["cifar", "idx"], file: str, row: int) -> bytes:
 def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[str]]:
     """Return the batches, each as `source::member` of an archive or of its unpacked folder, and the class names."""
     members = _cifar_members(source)
-    batches, metas = ([name for name in names if name in members] for names in (CIFAR_BATCHES, CIFAR_META))
+    found = [name for name in CIFAR_FILES if name in members]
+    batches = [name for name in found if name.removesuffix(".bin") in CIFAR_BATCHES]
+    metas = [name for name in found if name not in batches]
     if not (batches and metas):
-        raise ConfigError(f"{source}: wanted the python version of CIFAR: batches, and meta or batches.meta")
-    meta = _cifar_batch(f"{source}::{metas[0]}")
+        raise ConfigError(
+            f"{source}: wanted CIFAR for Python (batches, and meta or batches.meta) or its binary version (batches that"
+            f" end in .bin, and {' or '.join(CIFAR_TEXTS)})"
+        )
+    if len({name.removesuffix(".bin") for name in batches}) < len(batches):
+        raise ConfigError(f"{source}: contains CIFAR for Python and its binary version: remove one of them")
+    meta = {key: value for name in metas for key, value in _cifar_batch(f"{source}::{name}").items()}
     label = label or ("labels" if "label_names" in meta else "fine_labels")
     files = []
     for name in batches:
@@ -58,7 +72,8 @@ def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[st
             known = [key for key in batch if key.endswith("labels")]
             raise ConfigError(f"label={label}: {source} has {', '.join(known)}{nearest(label, known)}")
         _check_batch(batch, label, f"{source}::{name}")
-        split_name = f"train_{name}" if name.startswith("data_") else name  # data_batch_1 belongs to train
+        stem = name.removesuffix(".bin")
+        split_name = f"train_{stem}" if stem.startswith("data_") else stem  # data_batch_1 belongs to train
         files.append(ArrayFile(split_name, f"{source}::{name}", batch[label]))
     names = meta.get(label.replace("labels", "label_names"))
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -77,17 +92,16 @@ def _check_batch(batch: dict[str, Any], label: str, file: str) -> None:
 @lru_cache(maxsize=1)
 def _cifar_members(source: str) -> dict[str, bytes | str]:
     """Return {name: content} of an archive, {name: address} of a folder."""
-    expected = CIFAR_BATCHES + CIFAR_META
     if not source.endswith((".tar.gz", ".tgz", ".tar")):
         names = {name.rpartition("/")[2]: storage.join(source, name) for name in storage.list_files(source)}
-        return {name: file for name, file in names.items() if name in expected}
+        return {name: file for name, file in names.items() if name in CIFAR_FILES}
     members: dict[str, bytes | str] = {}
     try:
         with storage.local_copy(source) as path, tarfile.open(path) as tar:
             for member in tar:
                 name = member.name.rpartition("/")[2]
                 is_small = member.isreg() and member.size <= LARGEST_MEMBER
-                if name in expected and is_small and (file := tar.extractfile(member)):
+                if name in CIFAR_FILES and is_small and (file := tar.extractfile(member)):
                     members[name] = file.read()
             check_tar_end(tar)
     except ConfigError:
@@ -125,6 +139,12 @@ def _cifar_batch(file: str) -> dict[str, Any]:
     source, _, name = file.rpartition("::")
     member = _cifar_members(source)[name]
     content = member if isinstance(member, bytes) else storage.read_bytes(member)
+    if name in CIFAR_TEXTS:
+        return {
+            CIFAR_TEXTS[name]: [line.strip() for line in content.decode(errors="replace").split("\n") if line.strip()]
+        }
+    if name.endswith(".bin"):
+        return _binary_batch(content, file)
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
         if not isinstance(batch, dict):
@@ -132,6 +152,19 @@ def _cifar_batch(file: str) -> dict[str, Any]:
         return {key if isinstance(key, str) else key.decode(): value for key, value in batch.items()}
     except Exception as error:  # a malformed pickle may raise anything
         raise ConfigError(f"{file}: not a batch of CIFAR: {one_line(error)[:300]}") from None
+
+
+def _binary_batch(content: bytes, file: str) -> dict[str, Any]:
+    """Return a batch of the binary version, whose rows are one label (CIFAR-10) or two (CIFAR-100) and the pixels."""
+    is_100 = file.endswith(("::train.bin", "::test.bin"))
+    labels = ("coarse_labels", "fine_labels") if is_100 else ("labels",)
+    row = len(labels) + 3072
+    if not content or len(content) % row:
+        raise ConfigError(
+            f"{file}: {len(content):,} bytes, wanted a multiple of {row:,}, {len(labels)} + 3,072 an image"
+        )
+    rows = np.frombuffer(content, np.uint8).reshape(-1, row)
+    return {"data": rows[:, len(labels) :]} | {name: rows[:, place].tolist() for place, name in enumerate(labels)}
 
 
 class _ArraysOnly(pickle.Unpickler):

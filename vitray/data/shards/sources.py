@@ -37,7 +37,7 @@ PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "image_path
 SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("tar", re.compile(r"\.tar$")),
     ("parquet", re.compile(r"\.parquet$")),
-    ("cifar", re.compile(r"(^|/)(batches\.)?meta$")),
+    ("cifar", re.compile(r"(^|/)((batches\.)?meta|batches\.meta\.txt|fine_label_names\.txt)$")),
     ("idx", IDX_IMAGES),
     ("folder", re.compile(r"/[^/]+\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)),
 )
