@@ -12,7 +12,7 @@ import torch
 from vitray.config import Model, Run
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.manifest import Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
-from vitray.models.vit import ViT
+from vitray.models.network import build_network
 from vitray.weights import save_model
 
 SHAPES = CLASSES["shape"]
@@ -80,7 +80,7 @@ def write_network(folder: Path, seed: int = 0, classes: tuple[str, ...] | None =
     num_classes = None if classes is None else len(classes)
     model = Model.model_validate({"name": "vit_u2x1_8", "image_size": 32, "num_classes": num_classes} | settings)
     run = Run().replace({"model": model.model_dump(mode="json")})
-    vit = ViT(run.model)
+    vit = build_network(run.model)
     if classes is not None:
         torch.nn.init.normal_(vit.head.weight, std=0.5)
     save_model(str(folder), run, vit, classes)

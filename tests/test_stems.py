@@ -1,6 +1,7 @@
 """Stems: only convolutional ones mix neighbouring patches; batch norms see the images of all workers."""
 
 import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,7 @@ def test_images_not_divisible_into_patches_are_refused(kind):
 def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
     """Save outputs, gradients and statistics of one of two workers, with five and three of eight images."""
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # as of functions that torch deprecates
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     module = stem("vit_u1x1_16_hmlp_bn").train()
     synchronise_norms(module, torch.device("cpu"))

@@ -192,8 +192,11 @@ def test_a_model_folder_gives_the_same_network_back_and_a_delta_holds_its_head(t
     saved = save_model(str(tmp_path / "d"), Run(model=base.model), other, list("abcdefg"), str(tmp_path / "base"))
     assert saved.bytes == other.head.weight.nbytes
     assert torch.equal(load_model(str(tmp_path / "d")).vit(images()), other(images()))
-    with pytest.raises(ConfigError, match="a family of deltas needs a Vision Transformer: got torchvision/resnet18"):
-        load_deltas(str(tmp_path / "base"), {"d": str(tmp_path / "d")})
+    family = load_deltas(str(tmp_path / "base"), {name: str(tmp_path / name) for name in ("base", "d")})
+    mixed = family(images(5), ["d", "base", "d", "base", "d"])
+    for wanted, rows in ((base, [1, 3]), (other, [0, 2, 4])):
+        torch.testing.assert_close(torch.stack([mixed[row] for row in rows]), wanted(images(5))[rows])
+    assert family.nbytes == sum(tensor.nbytes for tensor in base.state_dict().values()) + saved.bytes
 
 
 @pytest.mark.parametrize("name", ["resnet18", "googlenet"])

@@ -3,7 +3,7 @@
 from typing import Any, Self
 
 import torch
-import torch.distributed.nn
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -75,6 +75,25 @@ def _convolutional(name: Name) -> list[nn.Module]:
     return layers if "gelu" in name.stem.split("_") else layers[:-1]
 
 
+class SumOverWorkers(torch.autograd.Function):
+    """The sum of a tensor over all workers, whose gradient is the sum of the workers' gradients.
+
+    torch's own function with a gradient is deprecated, and the function that it names instead is private.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004 (torch's own signature)
+        """Return the sum."""
+        dist.all_reduce(total := values.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:  # noqa: ARG004
+        """Return the gradient of the worker's values."""
+        dist.all_reduce(total := grad_outputs[0].clone())
+        return total
+
+
 class GlooBatchNorm(nn.BatchNorm2d):
     """Batch norm over the images of all CPU workers; torch's SyncBatchNorm rejects CPU tensors."""
 
@@ -83,10 +102,10 @@ class GlooBatchNorm(nn.BatchNorm2d):
             return super().forward(input)
         over = (0, 2, 3)
         count = input.new_tensor([input.numel() / self.num_features])
-        sums: Tensor = torch.distributed.nn.all_reduce(torch.cat([input.sum(over), count]))
+        sums: Tensor = SumOverWorkers.apply(torch.cat([input.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]
         centred = input - mean[:, None, None]
-        variance: Tensor = torch.distributed.nn.all_reduce(centred.square().sum(over)) / total
+        variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
         self._track(mean.detach(), variance.detach() * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return centred * scale[:, None, None] + self.bias[:, None, None]

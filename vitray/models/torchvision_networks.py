@@ -4,7 +4,9 @@ Shapes: B images, C colours, H x W pixels, D features, K classes.
 """
 
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -74,12 +76,49 @@ class TorchvisionNetwork(nn.Module):
             return "head"
         if isinstance(self.get_submodule(name.rpartition(".")[0]), NORMS):
             return "norms"
-        network, place = self.model.name.removeprefix(PREFIX), name.removeprefix("body.")
-        if network.startswith(("convnext", "swin")) and (number := _HALVES.match(place)):
-            return _stage(int(number[1]) // 2 + 1)
-        if stage := _STAGES.match(place):
-            return _stage(int(stage["from_1"] or int(stage["from_0"]) + 1))
-        return "body"
+        number = self.stage_number(name.removeprefix("body."))
+        return "body" if number is None else _stage(number)
+
+    def stage_number(self, place: str, whole: bool = False) -> int | None:
+        """Return the number of the stage in which a tensor or module of the body lies; None outside the stages.
+
+        With `whole`, only of the modules that a stage consists of.
+        """
+        is_halved = self.model.name.removeprefix(PREFIX).startswith(("convnext", "swin"))
+        match = (_HALVES if is_halved else _STAGES).match(place)
+        if match is None or (whole and match.end() < len(place)):
+            return None
+        if is_halved:
+            return int(match[1]) // 2 + 1
+        return int(match["from_1"] or int(match["from_0"]) + 1)
+
+    @cached_property
+    def stages(self) -> dict[str, list[str]]:
+        """The modules of each stage in the body, in the order of their use; empty for a network without stages."""
+        stages: dict[str, list[str]] = {}
+        for name, _ in self.body.named_modules():
+            if number := self.stage_number(f"{name}.", whole=True):
+                stages.setdefault(_stage(number), []).append(name)
+        return stages
+
+    @contextmanager
+    def watching_stages(self) -> Iterator[list[Tensor]]:
+        """Collect the input of the first stage and the output of each (BCHW) in the pass of the block."""
+        states: list[Tensor] = []
+        modules = [self.body.get_submodule(name) for name in (names[-1] for names in self.stages.values())]
+        hooks: list[Any] = [
+            module.register_forward_hook(lambda _, __, output: states.append(output)) for module in modules
+        ]
+        if self.stages:
+            first = self.body.get_submodule(next(iter(self.stages.values()))[0])
+            hooks.append(first.register_forward_pre_hook(lambda _, args: states.append(args[0])))
+        try:
+            yield states
+            if self.model.name.startswith(f"{PREFIX}swin"):  # BHWC
+                states[:] = [state.movedim(-1, 1) for state in states]
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def train(self, mode: bool = True) -> Self:
         """Switch the mode, except that frozen batch norms stay in evaluation mode and keep their statistics."""
@@ -116,6 +155,17 @@ def constructor_settings(model: Model) -> dict[str, Any]:
 def _head_of(body: nn.Module) -> str:
     """The name of the last layer with weights; torchvision registers layers in the order of their use."""
     return [name for name, module in body.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
+
+
+def stage_widths(model: Model) -> dict[str, int]:
+    """Return the channels of each stage of a network of torchvision; empty for a network without stages."""
+    with torch.device("meta"):
+        network = TorchvisionNetwork(model).eval()
+        if not network.stages:
+            return {}
+        with torch.no_grad(), network.watching_stages() as states:
+            network(torch.empty(1, 3, *model.image_shape))
+    return {name: state.shape[1] for name, state in zip(network.stages, states[1:], strict=True)}
 
 
 def torchvision_sizes(model: Model) -> Sizes:

@@ -12,7 +12,6 @@ from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.models import NetworkSpec, describe_network
-from vitray.models.network import vit_of
 from vitray.prediction.images import ImageList, check_some_decode, list_images
 from vitray.prediction.parts import Counts, Lines, count_images, print_part
 from vitray.prediction.plan import (
@@ -105,8 +104,7 @@ def _networks(request: Request) -> tuple[NetworkSpec, ...]:
     for url in request.models:
         if request.models.count(url) > 1:
             raise ConfigError(f"{url}: given {request.models.count(url)} times; wanted each network once")
-    opened = [describe_network(url) for url in request.models]
-    specs = [spec for spec, network in opened if vit_of(network, f"{spec.url}: vitray predict")]
+    specs = [describe_network(url)[0] for url in request.models]
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         names = list(request.models)

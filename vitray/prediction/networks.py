@@ -1,6 +1,6 @@
 """Networks in one process: their outputs for a batch of views, as one table.
 
-Networks of one base pass the levels that they share together: these are computed once.
+Vision Transformers of one base pass the levels that they share together: these are computed once.
 Shapes: B images, H x W pixels, C colours, N tokens, D width, K classes, T top classes.
 """
 
@@ -17,9 +17,9 @@ from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
 from vitray.inference.models import NetworkSpec, open_network
-from vitray.models.network import vit_of
 from vitray.models.positions import Places
 from vitray.models.probabilities import probabilities_of
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 from vitray.prediction.images import decoded
 from vitray.prediction.plan import Plan
@@ -64,8 +64,16 @@ def decode_views(
     return pixels, reasons
 
 
+class Other(NamedTuple):
+    """A loaded network of torchvision, which shares no computation."""
+
+    spec: NetworkSpec
+    network: TorchvisionNetwork
+    view: int
+
+
 class Member(NamedTuple):
-    """A loaded network; two networks whose stages are equal up to some level share the computation up to there."""
+    """A loaded Vision Transformer; two with equal stages up to some level share the computation up to there."""
 
     spec: NetworkSpec
     vit: ViT
@@ -80,14 +88,21 @@ class Networks:
     def __init__(self, plan: Plan) -> None:
         self._options, self._device = plan.options, torch.device(plan.device)
         views = views_of(plan.networks)
+        self._specs = plan.networks
         self._members: list[Member] = []
+        self._others: list[Other] = []
         for spec in plan.networks:
-            vit = vit_of(open_network(spec), "vitray predict").to(self._device).eval()
+            vit, view = open_network(spec).to(self._device).eval(), views.index(View(spec.crop, spec.size))
+            if isinstance(vit, TorchvisionNetwork):
+                if plan.options.compile:
+                    vit.compile(dynamic=False)
+                self._others.append(Other(spec, vit, view))
+                continue
             stages = _stages(spec, vit) if len(plan.networks) > 1 else [""] * (len(vit.blocks) + 1)
             if plan.options.compile:
                 for block in vit.blocks:
                     block.compile(dynamic=False)
-            self._members.append(Member(spec, vit, views.index(View(spec.crop, spec.size)), stages))
+            self._members.append(Member(spec, vit, view, stages))
 
     @torch.inference_mode()
     def outputs(self, views: Sequence[np.ndarray], is_usable: np.ndarray) -> pa.Table:
@@ -95,14 +110,17 @@ class Networks:
         count = len(is_usable)
         if not count:  # the last part has fewer batches than the others
             return pa.table({})
-        values: dict[str, dict[str, Tensor]] = {member.spec.name: {} for member in self._members}
+        values: dict[str, dict[str, Tensor]] = {spec.name: {} for spec in self._specs}
         length = len(views[0]) if self._options.compile else count
         inputs = [np.require(view_BHWC[:length], requirements="W") for view_BHWC in views]  # else torch warns
-        self._descend(self._members, 0, [to_device(torch.from_numpy(each), self._device) for each in inputs], values)
+        on_device = [to_device(torch.from_numpy(each), self._device) for each in inputs]
+        self._descend(self._members, 0, on_device, values)
+        for other in self._others:
+            values[other.spec.name] = self._whole(other, on_device[other.view])
         columns: dict[str, pa.Array] = {}
-        for spec, *_ in self._members:
+        for spec in self._specs:
             rows = {name: value[:count].float().cpu()[is_usable] for name, value in values[spec.name].items()}
-            prefix = f"{spec.name}/" if len(self._members) > 1 else ""
+            prefix = f"{spec.name}/" if len(self._specs) > 1 else ""
             columns |= {prefix + name: _lists(array, is_usable) for name, array in self._arrays(spec, rows).items()}
         return pa.table(columns)
 
@@ -133,6 +151,18 @@ class Networks:
         if spec.num_classes is not None and (self._options.top_k or self._options.logits):
             ends["logits"] = vit.head(pooled_BD)
         return ends
+
+    def _whole(self, other: Other, view_BHWC: Tensor) -> dict[str, Tensor]:
+        """Return the outputs of a network of torchvision; the features of a stage are the mean over positions."""
+        spec, network, _ = other
+        images_BCHW, options = normalised(view_BHWC, spec.normalise), self._options
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=spec.precision == "bf16"):
+            if not (options.levels or options.embedding):
+                return {"logits": network(images_BCHW)}
+            with network.watching_stages() as states:
+                features_BD, logits_BK = network.features_and_logits(images_BCHW)
+        means = [state_BCHW.mean(dim=(2, 3)) for state_BCHW in states[1:]]
+        return dict(zip(network.stages, means, strict=True)) | {"embedding": features_BD, "logits": logits_BK}
 
     def _arrays(self, spec: NetworkSpec, rows: dict[str, Tensor]) -> dict[str, pa.Array]:
         """Return the values of each column for the usable images, one after another."""

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from vitray import storage
+from vitray.config import Model
 from vitray.config.model_names import parse_name
 from vitray.config.parsing import short
+from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, RunError, nearest
 from vitray.inference.models import NetworkSpec
+from vitray.models.torchvision_networks import stage_widths
 from vitray.prediction.images import ImageList
 
 FORMAT = 1
@@ -106,16 +109,32 @@ def check_options(networks: Sequence[NetworkSpec], options: Options) -> Options:
         elif options.top_k is not None and options.top_k > spec.num_classes:
             wanted = f"at most the {spec.num_classes} classes of {spec.url}"
             raise ConfigError(f"--top-k: got {options.top_k}, wanted {wanted}")
-        known = [f"block{level:02d}" for level in range(parse_name(spec.network).depth)]
-        for level in options.levels:
-            if level not in known:
-                wanted = f"one of {known[0]} to {known[-1]}{nearest(level, known)}"
-                raise ConfigError(f"--features {level}: no such level in {spec.network}; wanted {wanted}")
+        _check_levels(spec, options)
     if options.top_k == 0 and not (options.logits or options.embedding or options.levels):
         raise ConfigError("--top-k 0: nothing to write; wanted --logits, --embedding or --features")
     if options.top_k is None:
         options = options._replace(top_k=min([TOP_K, *(spec.num_classes for spec in networks if spec.num_classes)]))
     return options
+
+
+def _check_levels(spec: NetworkSpec, options: Options) -> None:
+    known = list(level_widths(spec)) if options.levels else []
+    for level in options.levels:
+        if not known:
+            raise ConfigError(f"--features {level}: {spec.network} has no stages; wanted --embedding alone")
+        if level not in known:
+            wanted = f"one of {known[0]} to {known[-1]}{nearest(level, known)}"
+            raise ConfigError(f"--features {level}: no such level in {spec.network}; wanted {wanted}")
+    if options.compile and is_torchvision(spec.network) and (options.levels or options.embedding):
+        wanted = "no --embedding and no --features"
+        raise ConfigError(f"--compile: {spec.network} is compiled whole, with its logits alone; wanted {wanted}")
+
+
+def level_widths(spec: NetworkSpec) -> dict[str, int]:
+    """Return the width of the features of each level: of the blocks, or of the stages of a network of torchvision."""
+    if is_torchvision(spec.network):
+        return stage_widths(Model.model_validate_json(spec.settings))
+    return {f"block{level:02d}": spec.features for level in range(parse_name(spec.network).depth)}
 
 
 def column_widths(plan: Plan) -> dict[str, int]:
@@ -124,7 +143,8 @@ def column_widths(plan: Plan) -> dict[str, int]:
     for spec in plan.networks:
         classes = spec.num_classes or 0
         own = dict.fromkeys(("classes", "probabilities"), (options.top_k or 0) * bool(classes))
-        own |= {"logits": classes * options.logits} | dict.fromkeys(options.levels, spec.features)
+        levels = level_widths(spec) if options.levels else {}
+        own |= {"logits": classes * options.logits} | {level: levels[level] for level in options.levels}
         own |= {"embedding": spec.features * options.embedding}
         prefix = f"{spec.name}/" if len(plan.networks) > 1 else ""
         widths |= {prefix + name: width for name, width in own.items() if width}

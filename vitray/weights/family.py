@@ -1,7 +1,8 @@
 """A family: one base network and any number of its deltas, over batches that mix them.
 
 Rows of a batch are sorted by network. A layer that the networks of a batch share is one product over all rows, a layer
-that differs is one product per network.
+that differs is one product per network. Networks of torchvision share the memory of their tensors alone: each computes
+its own rows.
 Shapes: B images, C colours, H x W pixels, N tokens, D width, K classes.
 """
 
@@ -19,6 +20,7 @@ from torch.func import functional_call
 
 from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
+from vitray.models.network import build_network
 from vitray.models.positions import Positions
 from vitray.models.rope import AxialRope
 from vitray.models.vit import ViT, build_head
@@ -45,7 +47,9 @@ class Member:
 
     @cached_property
     def trunk(self) -> Model:
-        """The settings of the network without its head."""
+        """The settings of the network without its head; of torchvision's, all of them."""
+        if not self.run.model.is_vit:
+            return self.run.model
         return Model.model_validate(
             {**self.run.model.model_dump(exclude=_NOT_TRUNK), "num_classes": None, "execution": "loop"}
         )
@@ -55,6 +59,14 @@ class Member:
         """The head, without tensors."""
         with torch.device("meta"):
             return build_head(self.run.model).eval()
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The network by itself, on these tensors."""
+        with torch.device("meta"):
+            network = build_network(self.run.model)
+        network.load_state_dict(self.state, assign=True)
+        return network.eval().requires_grad_(False)
 
     @cached_property
     def sort_key(self) -> tuple[str, list[str]]:
@@ -126,6 +138,10 @@ class Family:
     def _outputs(self, images_BCHW: Tensor, members: list[Member]) -> Iterator[Tensor]:
         plan = Plan(members)
         model = members[0].trunk
+        if not model.is_vit:
+            for start, stop, member in plan.runs:
+                yield from member.whole(images_BCHW[start:stop])
+            return
         if model not in self._trunks:
             self._trunks[model] = _Trunk(model, self.device)
         pooled_BD = self._trunks[model](images_BCHW, plan)

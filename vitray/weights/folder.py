@@ -137,9 +137,7 @@ def check_member(url: str, base_url: str, identity: str) -> Run:
     location = _folder_at(url)
     if location != resolve_uri(base_url):
         _chain_to(url, base_url, identity)
-    run = _run_at(location)
-    run.model.require_vit(f"{url}: a family of deltas")
-    return run
+    return _run_at(location)
 
 
 def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
@@ -154,7 +152,6 @@ def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
 
 def _member(location: str, state: State, base: State) -> Member:
     run = _network_run(location, state)
-    run.model.require_vit(f"{location}: a family of deltas")
     return Member(run, _read_classes(storage.join(location, CLASSES), run), state, base)
 
 
