@@ -11,6 +11,7 @@ from PIL import Image
 from vitray.config import Model
 from vitray.config.augmentation import Normalise
 from vitray.inspection import cka, level_grams, position_similarity, stem_filters, tensor_changes, token_norms
+from vitray.inspection.positions import relative_terms
 from vitray.inspection.report.change_figures import changes_figure, features_figure
 from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
 from vitray.inspection.report.heat_maps import tiled
@@ -88,6 +89,25 @@ def test_positions_are_drawn_where_there_are_any():
     wanted = position_similarity(subject().vit)
     assert float(cells(result)[1 + 3 + 1][2 + 2]) == pytest.approx(float(wanted[1, 1, 0, 2]), abs=1e-6)
     check_pictures(positions_figure([subject(image_size=(160, 240))]), 1)
+
+
+def test_positions_inside_attention_are_drawn_too():
+    rotary = subject("rotary", positions="rope")
+    result = positions_figure([rotary])
+    check_pictures(result, 1)
+    assert "a query and a key whose channels are all 1, after their rotation" in result.drawings[0].caption
+    assert float(cells(result)[1][2]) == pytest.approx(1)
+    relative = subject("relative", positions="relative", class_token=False, pool="mean")
+    result = positions_figure([relative])
+    check_pictures(result, 1)
+    assert "over noise" not in result.drawings[0].caption
+    assert "adds to the logit, as the mean over images and all pairs of patches" in result.drawings[0].caption
+    rows, terms = cells(result), relative_terms(relative.vit, relative.batch())
+    assert (len(rows), rows[0][3], rows[0][-1]) == (1 + 2 * 2 * terms.shape[2], "offset_-5", "offset_5")
+    assert rows[1][3:] == pytest.approx(terms[0, 0, 0].tolist())
+    without = positions_figure([relative._replace(images=None)])
+    check_pictures(without, 1)
+    assert "the length of the learned key of each offset" in without.drawings[0].caption
 
 
 def test_similarity_is_drawn_for_each_network_and_the_pair():

@@ -1,5 +1,7 @@
 """Filters, positions, similarity, token norms, spectra and changes against independent definitions in float64."""
 
+import cmath
+import itertools
 import math
 
 import numpy as np
@@ -10,12 +12,13 @@ from sklearn.decomposition import PCA
 from transformers import ViTConfig, ViTForImageClassification
 
 from vitray.config import Model
+from vitray.inspection import levels
 from vitray.inspection import similarity as similarity_module
 from vitray.inspection import states as states_module
 from vitray.inspection.changes import feature_changes, tensor_changes
 from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
 from vitray.inspection.levels import run_levels
-from vitray.inspection.positions import position_similarity
+from vitray.inspection.positions import position_similarity, relative_lengths, relative_terms
 from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centred
 from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
@@ -161,6 +164,52 @@ def test_a_network_without_positions_has_no_similarity():
     assert position_similarity(network(positions="none")) is None
 
 
+@pytest.mark.parametrize("grid", [None, (4, 2)])
+def test_rotary_similarity_is_that_of_turned_numbers(grid):
+    """Two channels are a complex number, turned by angles of its column or its row."""
+    vit = network(positions={"kind": "rope", "base": 50})
+    got, (rows, columns) = position_similarity(vit, grid), grid or (2, 3)
+    omega = [50 ** (-4 * k / vit.model.head_size) for k in range(vit.model.head_size // 4)]
+
+    def turned(row, column):
+        return [(1 + 1j) * cmath.exp(1j * at * w) for at in (column, row) for w in omega]
+
+    for a in range(rows * columns):
+        for b in range(rows * columns):
+            first, second = turned(*divmod(a, columns)), turned(*divmod(b, columns))
+            dot = sum((x * y.conjugate()).real for x, y in zip(first, second, strict=True))
+            cell = got[a // columns, a % columns, b // columns, b % columns]
+            assert float(cell) == pytest.approx(dot / vit.model.head_size, abs=1e-6)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@torch.no_grad()
+def test_relative_terms_equal_a_loop_over_pairs(qk_norm, monkeypatch):
+    monkeypatch.setattr(levels, "MAX_ATTENTION_BYTES", 2 * 8 * 36 * 2)  # two images at a time
+    vit = network("vit_u2x2_8", positions="relative", class_token=False, pool="mean", qk_norm=qk_norm)
+    batch = images(5)
+    got = relative_terms(vit, batch)
+    inputs = []
+    for block in vit.blocks:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    vit(batch)
+    assert got.shape == (2, 2, vit.model.num_heads, 11)
+    size, sums, counts = vit.model.head_size, np.zeros(got.shape), np.zeros(got.shape)
+    for level, branch, image in itertools.product(range(2), range(2), range(5)):
+        own = vit.blocks[level].attentions[branch]
+        query_ND = own.qkv(own.norm(inputs[level][image]))[:, :64]
+        for head, query, key in itertools.product(range(vit.model.num_heads), range(6), range(6)):
+            q_d = query_ND[query, head * size : (head + 1) * size]
+            q_d = own.q_norm(q_d) if qk_norm else q_d
+            place = level, branch, head, query - key + 5
+            sums[place] += float(q_d @ own.relative[query - key + 5]) / math.sqrt(size)
+            counts[place] += 1
+    np.testing.assert_allclose(got, sums / counts, atol=1e-9)
+    lengths = relative_lengths(vit)
+    assert float(lengths[1, 0, 3]) == pytest.approx(np.linalg.norm(array(vit.blocks[1].attn1.relative)[3]))
+    assert relative_terms(network(), batch) is relative_lengths(network()) is None
+
+
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +353,7 @@ def test_every_tensor_has_a_kind():
     settings = {"layerscale": 0.1, "head": "mlp", "registers": 2, "qk_norm": True, "adapters": 4}
     vit = network("vit_u2x2_8_hmlp_bn", **settings, distillation_token=True)
     found = list(named_tensors(vit.state_dict()))
-    assert {each.kind for each in found} == set(KINDS)
+    assert {each.kind for each in found} == set(KINDS) - {"convolution", "linear", "statistics", "other"}
     assert len({each.name for each in found}) == len(found)
     floats = [tensor.numel() for tensor in vit.state_dict().values() if tensor.is_floating_point()]
     assert sum(each.values.numel() for each in found) == sum(floats)

@@ -11,8 +11,13 @@ from vitray.inspection.changes import TensorChange as TensorChange
 from vitray.inspection.changes import feature_changes as feature_changes
 from vitray.inspection.changes import tensor_changes as tensor_changes
 from vitray.inspection.filters import StemFilters as StemFilters
+from vitray.inspection.filters import first_filters as first_filters
 from vitray.inspection.filters import stem_filters as stem_filters
+from vitray.inspection.positions import WindowTerms as WindowTerms
 from vitray.inspection.positions import position_similarity as position_similarity
+from vitray.inspection.positions import relative_lengths as relative_lengths
+from vitray.inspection.positions import relative_terms as relative_terms
+from vitray.inspection.positions import window_terms as window_terms
 from vitray.inspection.rollout import AttentionMaps as AttentionMaps
 from vitray.inspection.rollout import attention_maps as attention_maps
 from vitray.inspection.rollout import gradient_rollout as gradient_rollout

@@ -4,6 +4,7 @@ Made for a base and a network fine-tuned from it. Shapes: S states (before the f
 N tokens, D width.
 """
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from vitray.inspection.levels import grid_of
 from vitray.inspection.states import chunks, run_states
-from vitray.inspection.tensors import Kind, aligned, named_tensors
+from vitray.inspection.tensors import Kind, NamedTensor, aligned, named_tensors, network_tensors
+from vitray.models.network import AnyNetwork
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 
 Status = Literal["equal", "changed", "new", "gone", "reshaped"]
@@ -49,15 +52,14 @@ class FeatureChange(NamedTuple):
 
 
 @torch.no_grad()
-def tensor_changes(base: ViT, other: ViT) -> list[TensorChange]:
+def tensor_changes(base: AnyNetwork, other: AnyNetwork) -> list[TensorChange]:
     """Return the change of every tensor that either network has, in the order of the second, then of the base.
 
     A learned table of positions of another grid is first resized as the base would do it. A base with the same layers
     in another number of branches is first regrouped: level 3 of 36x1 is branch 2 of level 1 of 18x2.
     """
-    base = aligned(base, other)
-    before = {each.name: each for each in named_tensors(_comparable_state(base, other))}
-    after = {each.name: each for each in named_tensors(other.state_dict())}
+    before = {each.name: each for each in _comparable_tensors(base, other)}
+    after = {each.name: each for each in network_tensors(other)}
     changes = []
     for name, each in after.items():
         old = before.get(name)
@@ -72,13 +74,18 @@ def tensor_changes(base: ViT, other: ViT) -> list[TensorChange]:
     return changes + [TensorChange(*each[:4], "gone", float(each.values.double().norm()), 0.0) for each in gone]
 
 
-def _comparable_state(base: ViT, other: ViT) -> dict[str, Tensor]:
+def _comparable_tensors(base: AnyNetwork, other: AnyNetwork) -> Iterator[NamedTensor]:
+    if not (isinstance(base, ViT) and isinstance(other, ViT)):
+        return network_tensors(base)
+    base = aligned(base, other)
     is_same_kind = base.model.positions.kind == other.model.positions.kind
-    return base.state_dict() | (base.positions_at(other.model.grid) if is_same_kind else {})
+    return named_tensors(base.state_dict() | (base.positions_at(other.model.grid) if is_same_kind else {}))
 
 
 @torch.no_grad()
-def feature_changes(base: ViT, other: ViT, images_BCHW: Tensor, images_of_other: Tensor | None = None) -> FeatureChange:
+def feature_changes(
+    base: AnyNetwork, other: AnyNetwork, images_BCHW: Tensor, images_of_other: Tensor | None = None
+) -> FeatureChange:
     """Return the change of the tokens of images at every state of two networks with equally many, equally wide.
 
     A network that normalises images in another way takes its own batch of the same images.
@@ -97,8 +104,11 @@ def feature_changes(base: ViT, other: ViT, images_BCHW: Tensor, images_of_other:
     return FeatureChange(torch.cat(relatives, dim=1), torch.cat(cosines, dim=1))
 
 
-def tokens_of(vit: ViT, images_BCHW: Tensor) -> str:
+def tokens_of(vit: AnyNetwork, images_BCHW: Tensor) -> str:
     """Return the number and the kind of a network's tokens for images, in words."""
+    if isinstance(vit, TorchvisionNetwork):
+        height, width = images_BCHW.shape[-2:]
+        return f"{len(vit.stages) or 'no'} stages of {vit.model.name} at {height} x {width} pixels"
     rows, columns = grid_of(vit, images_BCHW)
     token = "" if vit.class_token is None else "a class token and "
     token += "a distillation token and " if vit.model.distillation_token else ""

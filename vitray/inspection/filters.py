@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
 from vitray.inspection.states import chunks
 from vitray.models.sizes import convolutions
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 
 # Filters whose derivatives are computed in one backward pass.
@@ -55,6 +56,11 @@ class StemFilters(NamedTuple):
     """The normalised colour around which the filters are taken; those of a linear stem do not depend on it."""
     linear_share: float | None
     """Of the variance of tokens, predicted by the effective filters; None without images."""
+
+
+def first_filters(network: TorchvisionNetwork) -> Tensor:
+    """Return the filters of the first convolution of a network of torchvision, DCHW."""
+    return next(layer.weight.detach() for layer in network.modules() if isinstance(layer, nn.Conv2d))
 
 
 def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) -> StemFilters:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitray.errors import ConfigError
 from vitray.models.blocks import Block
+from vitray.models.network import AnyNetwork
 from vitray.models.positions import AttentionPositions, Places
 from vitray.models.vit import ViT
 
@@ -53,7 +54,7 @@ def blocks(vit: ViT) -> list[Block]:
     return list(vit.blocks)  # pyright: ignore[reportReturnType]
 
 
-def check_network(vit: ViT) -> None:
+def check_network(vit: AnyNetwork) -> None:
     """Refuse a network in training mode, whose dropout would be inspected too."""
     if vit.training:
         raise ValueError("the network is in training mode, wanted evaluation mode: call .eval() first")

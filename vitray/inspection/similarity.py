@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vitray.inspection.states import chunks, run_states
-from vitray.models.vit import ViT
+from vitray.models.network import AnyNetwork
+from vitray.models.torchvision_networks import TorchvisionNetwork
 
 # Unbiased HSIC is estimated from at least this many images.
 FEWEST_IMAGES = 4
@@ -27,7 +28,7 @@ Reading = Literal["tokens", "pooled"]
 
 
 @torch.no_grad()
-def level_grams(vit: ViT, images_BCHW: Tensor, reading: Reading = "tokens", batch: int = 64) -> list[Tensor]:
+def level_grams(vit: AnyNetwork, images_BCHW: Tensor, reading: Reading = "tokens", batch: int = 64) -> list[Tensor]:
     """Return the centred Gram matrices of the states, JBB, of each mini-batch of about `batch` images, at least 4.
 
     A representation is all tokens of an image as one vector, or only the vector that the network pools. The lists of
@@ -59,7 +60,7 @@ def cka(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     return cross_JK / (first_J[:, None] * second_K).sqrt()
 
 
-def _grams_of_batch(vit: ViT, images_BCHW: Tensor, reading: Reading) -> Tensor:
+def _grams_of_batch(vit: AnyNetwork, images_BCHW: Tensor, reading: Reading) -> Tensor:
     grams = []
     # All parts of the batch advance by a level at a time, so that one state of the batch exists.
     for parts in zip(*(run_states(vit, chunk) for chunk in chunks(vit, images_BCHW)), strict=True):
@@ -69,8 +70,10 @@ def _grams_of_batch(vit: ViT, images_BCHW: Tensor, reading: Reading) -> Tensor:
     return torch.stack(grams)
 
 
-def _pooled(vit: ViT, x_BND: Tensor) -> Tensor:
+def _pooled(vit: AnyNetwork, x_BND: Tensor) -> Tensor:
     """The class token or the mean of the patches, B1D, before the norm."""
+    if isinstance(vit, TorchvisionNetwork):
+        return x_BND.mean(dim=1, keepdim=True)
     if vit.model.pool == "token":
         return x_BND[:, :1]
     return x_BND[:, vit.num_prefix :].mean(dim=1, keepdim=True)

@@ -1,5 +1,6 @@
 """The tensors of a network by level, branch and kind: LayerScale and the spectra of weights.
 
+The levels of a network of torchvision are its stages; level 0 is the rest of it but the head.
 Queries, keys and values are tensors of their own here. Shapes: D width, K singular values.
 """
 
@@ -7,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vitray.models.network import AnyNetwork
+from vitray.models.torchvision_networks import NORMS, TorchvisionNetwork
 from vitray.models.vit import ViT, regroup
 
 Kind = Literal[
@@ -26,6 +29,10 @@ Kind = Literal[
     "adapter",
     "norm",
     "layerscale",
+    "convolution",
+    "linear",
+    "statistics",
+    "other",
     "head",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -73,6 +80,53 @@ class Spectrum(NamedTuple):
         """The sum of the squared singular values over the largest one's square; 0 for zeros."""
         largest = self.values[0]
         return float((self.values / largest).square().sum()) if largest else 0.0
+
+
+def network_tensors(network: AnyNetwork) -> Iterator[NamedTensor]:
+    """Yield the tensors of a network, in the order of its state; counters are left out."""
+    if isinstance(network, ViT):
+        yield from named_tensors(network.state_dict())
+        return
+    for name, values in network.state_dict().items():
+        if not values.is_floating_point():
+            continue
+        if name.startswith(network.head_name):
+            yield NamedTensor(name, "head", None, None, values)
+            continue
+        level = network.stage_number(name.removeprefix("body.")) or 0
+        match name.split("."):
+            case [*_, "attn", "qkv", _]:  # of Swin
+                for kind, third in zip(THIRDS, values.chunk(3), strict=True):
+                    yield NamedTensor(f"{name} ({kind})", kind, level, None, third)
+            case parts:
+                yield NamedTensor(name, _kind_in_stage(network, parts), level, None, values)
+
+
+def _kind_in_stage(network: TorchvisionNetwork, parts: list[str]) -> Kind:
+    match parts:
+        case [*_, "running_mean" | "running_var"]:
+            return "statistics"
+        case [*_, "class_token"]:
+            return "class_token"
+        case [*_, "pos_embedding" | "relative_position_bias_table" | "relative_coords_table"]:
+            return "positions"
+        case [*_, "cpb_mlp", _, _]:
+            return "positions"
+        case [*_, "layer_scale"]:
+            return "layerscale"
+        case [*_, "attn", "proj", _]:
+            return "output"
+        case [*_, "mlp", "0", _]:
+            return "up"
+        case [*_, "mlp", "3", _]:
+            return "down"
+    match network.get_submodule(".".join(parts[:-1])):
+        case nn.Conv2d():
+            return "convolution"
+        case nn.Linear():
+            return "linear"
+        case module:
+            return "norm" if isinstance(module, NORMS) else "other"
 
 
 def named_tensors(state: Mapping[str, Tensor]) -> Iterator[NamedTensor]:
@@ -123,16 +177,18 @@ def layerscales(vit: ViT) -> list[LayerScale] | None:
     return found or None
 
 
-def spectra(vit: ViT, base: ViT | None = None) -> list[Spectrum]:
+def spectra(vit: AnyNetwork, base: AnyNetwork | None = None) -> list[Spectrum]:
     """Return the singular values of every matrix of the levels; with a base, those of the changes from it.
 
-    With a base, matrices are left out that are equal in both, or that either network lacks.
+    With a base, matrices are left out that are equal in both, or that either network lacks. The kernel of a convolution
+    is a matrix with a row for each output channel.
     """
-    state = {} if base is None else aligned(base, vit).state_dict()
-    before = {each.name: each.values for each in named_tensors(state)}
+    if isinstance(base, ViT) and isinstance(vit, ViT):
+        base = aligned(base, vit)
+    before = {} if base is None else {each.name: each.values for each in network_tensors(base)}
     found = []
-    for name, kind, level, branch, values in named_tensors(vit.state_dict()):
-        if level is None or values.ndim != 2:
+    for name, kind, level, branch, values in network_tensors(vit):
+        if level is None or (values.ndim != 2 and (kind != "convolution" or values.ndim < 2)):
             continue
         matrix = values.double()
         if base is not None:
@@ -140,7 +196,7 @@ def spectra(vit: ViT, base: ViT | None = None) -> list[Spectrum]:
             if old is None or old.shape != values.shape or torch.equal(old, values):
                 continue
             matrix = matrix - old.double()
-        found.append(Spectrum(name, kind, level, branch, torch.linalg.svdvals(matrix)))
+        found.append(Spectrum(name, kind, level, branch, torch.linalg.svdvals(matrix.flatten(1))))
     return found
 
 

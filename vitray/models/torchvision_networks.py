@@ -13,6 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vitray.config import Model
 from vitray.config.torchvision_names import PREFIX
@@ -105,10 +106,12 @@ class TorchvisionNetwork(nn.Module):
     def watching_stages(self) -> Iterator[list[Tensor]]:
         """Collect the input of the first stage and the output of each (BCHW) in the pass of the block."""
         states: list[Tensor] = []
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            states.append(output)
+
         modules = [self.body.get_submodule(name) for name in (names[-1] for names in self.stages.values())]
-        hooks: list[Any] = [
-            module.register_forward_hook(lambda _, __, output: states.append(output)) for module in modules
-        ]
+        hooks: list[Any] = [module.register_forward_hook(keep) for module in modules]
         if self.stages:
             first = self.body.get_submodule(next(iter(self.stages.values()))[0])
             hooks.append(first.register_forward_pre_hook(lambda _, args: states.append(args[0])))
@@ -119,6 +122,15 @@ class TorchvisionNetwork(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def window_biases(self) -> dict[str, Tensor]:
+        """Return what each attention of a Swin adds to its logits: heads, rows and columns of query, then of key."""
+        biases = {}
+        for name, module in self.body.named_modules():
+            if isinstance(module, ShiftedWindowAttention):
+                bias_HNN, window = module.get_relative_position_bias()[0], module.window_size
+                biases[name] = bias_HNN.reshape(len(bias_HNN), *window, *window)
+        return biases
 
     def train(self, mode: bool = True) -> Self:
         """Switch the mode, except that frozen batch norms stay in evaluation mode and keep their statistics."""

@@ -25,12 +25,13 @@ PROSE = (
 
 def branches_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the likeness and the shares of the branches of parallel levels."""
-    prose, drawings = PROSE, []
+    drawings: list[Drawing] = []
+    result = FigureResult("branches", "Parallel branches", PROSE, drawings, [])
     pairs: Rows = [["model", "level", "half", "first", "second", "measure", "value", "chance", "p"]]
     shares: Rows = [["model", "level", "half", "branch", "share", "sd_over_images"]]
     for subject in subjects:
         if reason := why_not(subject):
-            prose += f" {reason}"
+            result = result.without(reason)
             continue
         sums = subject.measured["branches"]
         report = branch_report(sums)
@@ -42,7 +43,7 @@ def branches_figure(subjects: Sequence[Subject]) -> FigureResult:
             pairs += [[*place, "cka", *pair.cka], [*place, "cosine", *pair.cosine]]
         shares += [[subject.name, *each] for each in report.shares]
     tables = [Table("branch_likeness", pairs), Table("branch_shares", shares)] if drawings else []
-    return FigureResult("branches", "Parallel branches", prose, drawings, tables)
+    return result._replace(tables=tables)
 
 
 def why_not(subject: Subject) -> str | None:

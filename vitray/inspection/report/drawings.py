@@ -70,6 +70,8 @@ class FigureResult(NamedTuple):
     tables: list[Table]
     gallery: Html | None = None
     """Pictures above the drawings."""
+    reasons: tuple[str, ...] = ()
+    """Why some networks are not in the figure: a sentence each, which `prose` has too."""
 
     def add(self, name: str, alt: str, caption: str, draw: Callable[[Theme], Figure], rows: Rows) -> None:
         """Add the drawing and the table of one network, or of a pair."""
@@ -79,14 +81,18 @@ class FigureResult(NamedTuple):
 
     def of_each(self, subjects: Sequence[Subject], alt: str, show: Callable[[Subject], Part | str]) -> "FigureResult":
         """Return it with a drawing and a table of each network; the text says why a network has none."""
-        reasons = []
+        result = self
         for subject in subjects:
             match show(subject):
                 case Part(caption, draw, rows):
                     self.add(subject.name, alt, caption, partial(draw, title=subject.name), rows)
                 case reason:
-                    reasons.append(reason)
-        return self._replace(prose=" ".join([self.prose, *reasons]))
+                    result = result.without(reason)
+        return result
+
+    def without(self, reason: str) -> "FigureResult":
+        """Return it with a sentence that says why a network is not in it."""
+        return self._replace(prose=f"{self.prose} {reason}".strip(), reasons=(*self.reasons, reason))
 
 
 def _plain(value: Any) -> Any:

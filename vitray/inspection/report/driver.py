@@ -14,7 +14,7 @@ from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.inspection.levels import check_levels
 from vitray.inspection.report.drawings import file_name
-from vitray.inspection.report.figures import FIGURES, choose_figures
+from vitray.inspection.report.figures import choose_figures, make_figure
 from vitray.inspection.report.measuring import MEASURES, measure
 from vitray.inspection.report.page import PAGE, Inspection, render
 from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
@@ -91,8 +91,7 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     if request.compare == request.model:
         raise ConfigError(f"--compare: got {request.compare}, which is the inspected network; wanted another")
     urls = [request.model, *([request.compare] if request.compare else [])]
-    opened = [describe_network(url) for url in urls]
-    described = [(spec, vit_of(network, f"{spec.url}: vitray inspect")) for spec, network in opened]
+    described = [describe_network(url) for url in urls]
     titles = [spec.name for spec, _ in described]
     if len(set(titles)) < len(titles):
         titles = urls
@@ -101,11 +100,11 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     images = choose_images(request.words, request.split, most)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     subjects = []
-    for title, (spec, vit) in zip(titles, described, strict=True):
+    for title, (spec, network) in zip(titles, described, strict=True):
         if request.levels is not None:
-            check_levels(vit, request.levels)
+            check_levels(vit_of(network, f"{spec.url}: --levels"), request.levels)
         shown_BHWC = None if images is None else np.stack([view_of(image, spec) for image in images.shown])
-        subjects.append(Subject(title, spec, vit.to(device), images, shown_BHWC, request.levels))
+        subjects.append(Subject(title, spec, network.to(device), images, shown_BHWC, request.levels))
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(titles, images))
     check_writable(folder)
     subjects, left_out = measure(subjects, names, request.workers)
@@ -114,7 +113,9 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     results = []
     for name in names:
         print(f"{name} ...", file=sys.stderr)
-        results.append(FIGURES[name].make(subjects))
+        results.append(make_figure(name, subjects))
+        for reason in results[-1].reasons:
+            print(f"{name}: {reason}", file=sys.stderr)
     return Inspection(subjects, images, results, request.command), folder
 
 

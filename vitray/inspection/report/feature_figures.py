@@ -8,10 +8,12 @@ from vitray.inspection.report.feature_charts import draw_similarity, draw_token_
 from vitray.inspection.report.subjects import Subject
 from vitray.inspection.report.tables import similarity_rows, token_norm_rows
 from vitray.inspection.similarity import FEWEST_IMAGES, cka
+from vitray.inspection.states import has_levels
 from vitray.inspection.tokens import OUTLIER_FACTOR, join_token_norms
 
 SIMILARITY_PROSE = (
-    "Linear CKA between the tokens before the first level (0) and after each, all tokens of an image as one vector: 1"
+    "Linear CKA between the tokens before the first level (0) and after each, all tokens of an image as one vector (the"
+    " levels of a network of torchvision are its stages, its tokens the positions of an image): 1"
     " where two representations differ by a rotation and a scale, 0 where they have nothing in common. It is the"
     " mini-batch estimate with unbiased HSIC, so that few images do not raise it, but make it noisy."
 )
@@ -25,9 +27,14 @@ NORMS_PROSE = (
 def similarity_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the CKA between the levels of each network, and between those of two."""
     result = FigureResult("similarity", "Similarity of levels", SIMILARITY_PROSE, [], [])
+    for subject in subjects:
+        if not has_levels(subject.network):
+            model = subject.network.model.name
+            result = result.without(f"{subject.name} is not in this figure: {model} has no numbered stages.")
+    subjects = [subject for subject in subjects if has_levels(subject.network)]
     grams = [subject.measured["similarity"] for subject in subjects]
-    if not grams[0]:
-        return result._replace(prose=f"{SIMILARITY_PROSE} It needs at least {FEWEST_IMAGES} images.")
+    if not any(grams):
+        return result.without(f"It needs at least {FEWEST_IMAGES} images.") if subjects else result
     over = subjects[0].over(sum(gram_JBB.shape[-1] for gram_JBB in grams[0]))
     names = [subject.name for subject in subjects]
     pairs = list(zip(names, grams, grams, strict=True))

@@ -22,22 +22,43 @@ class Figure(NamedTuple):
     needs_images: bool = True
     needs_two: bool = False
     """Whether it compares two networks."""
+    title: str = ""
+    """Of a figure that only Vision Transformers have."""
+    lack: str = ""
+    """Why other networks are not in such a figure."""
 
 
+NO_ATTENTION = "it has no attention between all patches."
 # In the order of the page.
 FIGURES = {
     "rollout": Figure(maps_figure),
-    "distance": Figure(distance_figure),
-    "branches": Figure(branches_figure),
+    "distance": Figure(distance_figure, title="Attention distance and entropy", lack=NO_ATTENTION),
+    "branches": Figure(branches_figure, title="Parallel branches", lack="it has no parallel branches."),
     "filters": Figure(filters_figure, needs_images=False),
     "positions": Figure(positions_figure, needs_images=False),
     "similarity": Figure(similarity_figure),
-    "norms": Figure(norms_figure),
-    "layerscale": Figure(layerscale_figure, needs_images=False),
+    "norms": Figure(norms_figure, title="Lengths of tokens", lack="it has no tokens that pass all levels."),
+    "layerscale": Figure(
+        layerscale_figure, False, title="LayerScale", lack="it has no attention and feed-forward branches."
+    ),
     "spectra": Figure(spectra_figure, needs_images=False),
     "changes": Figure(changes_figure, needs_images=False, needs_two=True),
     "features": Figure(features_figure, needs_two=True),
 }
+
+
+def make_figure(name: str, subjects: Sequence[Subject]) -> FigureResult:
+    """Return a figure of the networks that have it, with a sentence for each of the others."""
+    figure = FIGURES[name]
+    having = [subject for subject in subjects if not figure.lack or subject.network.model.is_vit]
+    result = figure.make(having) if having else FigureResult(name, figure.title, "", [], [])
+    for subject in subjects:
+        if all(subject is not each for each in having):
+            text = (
+                f"{subject.name} is not in this figure: {subject.network.model.name} is no Vision Transformer of ours,"
+            )
+            result = result.without(f"{text} and {figure.lack}")
+    return result
 
 
 def choose_figures(names: Sequence[str], has_images: bool, has_two: bool) -> list[str]:

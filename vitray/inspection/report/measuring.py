@@ -23,8 +23,9 @@ from vitray.inspection.branches import BranchSums, branch_sums
 from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
 from vitray.inspection.report.subjects import ChosenImages, Subject, prepared, view_of
 from vitray.inspection.similarity import FEWEST_IMAGES, level_grams
+from vitray.inspection.states import has_levels
 from vitray.inspection.tokens import TokenNorms, token_norms
-from vitray.models.network import vit_of
+from vitray.models.network import AnyNetwork, vit_of
 from vitray.models.vit import ViT
 
 # The most images of a chunk.
@@ -36,11 +37,16 @@ MOST_IN_PROCESS = 64
 class View(NamedTuple):
     """A network and a chunk of images as it takes them, BCHW."""
 
-    vit: ViT
+    network: AnyNetwork
     images: Tensor
     levels: Sequence[int] | None = None
     base: "View | None" = None
     """The first of two networks, for the second."""
+
+    @property
+    def vit(self) -> ViT:
+        """The network of a value that only Vision Transformers have."""
+        return vit_of(self.network, "the figure")
 
 
 class Chunk(NamedTuple):
@@ -61,9 +67,9 @@ def _branches(view: View) -> BranchSums | None:
 
 
 def _similarity(view: View) -> Tensor | None:
-    if len(view.images) < FEWEST_IMAGES:
+    if len(view.images) < FEWEST_IMAGES or not has_levels(view.network):
         return None
-    return level_grams(view.vit, view.images, batch=len(view.images))[0].cpu()
+    return level_grams(view.network, view.images, batch=len(view.images))[0].cpu()
 
 
 def _norms(view: View) -> TokenNorms:
@@ -74,12 +80,15 @@ def _norms(view: View) -> TokenNorms:
 
 def _features(view: View) -> FeatureChange | None:
     base = view.base
-    if base is None or tokens_of(base.vit, base.images) != tokens_of(view.vit, view.images):
+    if base is None or tokens_of(base.network, base.images) != tokens_of(view.network, view.images):
         return None
-    changes = feature_changes(base.vit, view.vit, base.images, view.images)
+    if not has_levels(view.network):
+        return None
+    changes = feature_changes(base.network, view.network, base.images, view.images)
     return FeatureChange(changes.relative.cpu(), changes.cosine.cpu())
 
 
+VIT_ONLY = ("distance", "branches", "norms")
 MEASURES: dict[str, Callable[[View], Any]] = {
     "distance": _distance,
     "branches": _branches,
@@ -97,7 +106,7 @@ class Inspector:
         specs: Sequence[NetworkSpec],
         images: ChosenImages,
         levels: Sequence[int] | None,
-        vits: Sequence[ViT] | None = None,
+        vits: Sequence[AnyNetwork] | None = None,
     ) -> None:
         self._specs, self._images, self._levels = specs, images, levels
         self._vits = list(vits or ())
@@ -107,10 +116,7 @@ class Inspector:
     def load(self) -> None:
         """Load the networks, before the first call of `extract`: an actor's constructor would hide the error."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._vits = [
-            vit.to(device)
-            for vit in self._vits or [vit_of(open_network(spec), "vitray inspect") for spec in self._specs]
-        ]
+        self._vits = [vit.to(device) for vit in self._vits or [open_network(spec) for spec in self._specs]]
 
     def extract(
         self, start: int, stop: int, names: Sequence[str], on_passed: Callable[[int], None] = lambda _: None
@@ -143,7 +149,8 @@ def measure_views(
     values: dict[str, list[Any]] = {name: [] for name in names}
     for name in names:
         for view in views:
-            values[name].append(MEASURES[name](view))
+            applies = isinstance(view.network, ViT) or name not in VIT_ONLY
+            values[name].append(MEASURES[name](view) if applies else None)
             on_passed(len(view.images))
     return values
 
@@ -191,7 +198,7 @@ def _chunks(
                 chunks[span] = chunk
                 progress.add(passes * (span[1] - span[0]))
     else:
-        inspector = Inspector(specs, images, levels, [subject.vit for subject in subjects])
+        inspector = Inspector(specs, images, levels, [subject.network for subject in subjects])
         inspector.load()
         for span in spans:
             chunks[span] = inspector.extract(*span, names, progress.add)

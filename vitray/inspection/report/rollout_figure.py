@@ -15,6 +15,7 @@ from vitray.inspection.report.overlays import overlay
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
+from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.pages.markup import Html, data_url, joined, tag
 from vitray.plotting import Theme, new_figure, one_line
 
@@ -42,10 +43,18 @@ class Maps(NamedTuple):
 
 def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the attention maps of every image."""
-    parts, drawings = [], []
+    parts, drawings, result = [], [], FigureResult("rollout", "Attention maps", PROSE, [], [])
     rows: list[Sequence[Any]] = [["model", "image", "row", "column", "map", "attention"]]
     predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
+        if isinstance(subject.network, TorchvisionNetwork):
+            text = (
+                f"{subject.name} has no attention maps: {subject.network.model.name} is no Vision Transformer of ours"
+            )
+            if subject.spec.num_classes is None:
+                result = result.without(f"{text}, and has no classes.")
+                continue
+            result = result.without(f"{text}. Its predicted classes are shown.")
         maps, images = compute_maps(subject), subject.chosen
         assert images is not None
         title = tag("h3", subject.name) if len(subjects) > 1 else None
@@ -53,8 +62,8 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
         drawings.append(_sheet(subject, images, maps))
         rows += _map_rows(subject, images, maps)
         predicted += _prediction_rows(subject, images, maps)
-    tables = [Table("rollout", rows), Table("predictions", predicted)]
-    return FigureResult("rollout", "Attention maps", PROSE, drawings, tables, joined(*parts))
+    tables = [Table(name, each) for name, each in (("rollout", rows), ("predictions", predicted)) if len(each) > 1]
+    return result._replace(drawings=drawings, tables=tables, gallery=joined(*parts) if parts else None)
 
 
 def compute_maps(subject: Subject) -> Maps:
@@ -62,6 +71,10 @@ def compute_maps(subject: Subject) -> Maps:
     has_head = subject.spec.num_classes is not None
     rollouts, gradients, last, logits = [], [], [], []
     for batch_BCHW in subject.batches("attention maps"):
+        if isinstance(subject.network, TorchvisionNetwork):
+            with torch.no_grad():
+                logits.append(subject.network(batch_BCHW))
+            continue
         maps = attention_maps(subject.vit, batch_BCHW)
         rollouts.append(maps.rollout)
         last.append(maps.last_level)
@@ -151,14 +164,13 @@ def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
     columns = min(8 if shown > 16 else 4, shown)
     lines = math.ceil(shown / columns)
     ratio = subject.images.shape[1] / subject.images.shape[2]
-    caption = (
-        f"{subject.name}: {subject.over(shown)}, each beside its attention rollout, with the predicted class and its"
-        " probability."
-    )
+    has_maps = bool(maps.maps)
+    beside = "each beside its attention rollout, with" if has_maps else "each with"
+    caption = f"{subject.name}: {subject.over(shown)}, {beside} the predicted class and its probability."
 
     def draw(theme: Theme) -> Figure:
         side = 1.0 if columns == 8 else 1.5
-        figure = new_figure(theme, 2 * side * columns + 0.3, (ratio * side + 0.35) * lines + 0.3)
+        figure = new_figure(theme, (1 + has_maps) * side * columns + 0.3, (ratio * side + 0.35) * lines + 0.3)
         axes = figure.subplots(lines, columns, squeeze=False).flatten()
         for place, axis in enumerate(axes):
             axis.set(xticks=[], yticks=[])
@@ -168,11 +180,14 @@ def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
                 continue
             assert subject.images is not None
             view_HWC = subject.images[place]
-            pair = [view_HWC, overlay(view_HWC, maps.maps[0][place], subject.vit.stem.patch)]
+            pair = [view_HWC]
+            if has_maps:
+                pair.append(overlay(view_HWC, maps.maps[0][place], subject.vit.stem.patch))
             axis.imshow(np.concatenate(pair, axis=1), interpolation="nearest")
             for name, probability in predictions(subject, maps, place)[:1]:
                 text = f"{one_line(name, 24)} {probability:.0%}"
                 axis.set_xlabel(text, fontsize=7, color=theme.ink, labelpad=2)
         return figure
 
-    return Drawing(file_name("rollout", subject.name), f"Attention rollout of {subject.name}", caption, draw)
+    title = "Attention rollout" if has_maps else "Predicted classes"
+    return Drawing(file_name("rollout", subject.name), f"{title} of {subject.name}", caption, draw)

@@ -3,43 +3,66 @@
 from collections.abc import Sequence
 from functools import partial
 
-from vitray.inspection.filters import StemFilters, receptive_field, stem_filters
-from vitray.inspection.positions import position_similarity
+from vitray.inspection.filters import StemFilters, first_filters, receptive_field, stem_filters
+from vitray.inspection.positions import (
+    WindowTerms,
+    position_similarity,
+    relative_lengths,
+    relative_terms,
+    window_terms,
+)
 from vitray.inspection.report.drawings import FigureResult, Part
 from vitray.inspection.report.subjects import Subject
-from vitray.inspection.report.tables import filter_rows, position_rows
-from vitray.inspection.report.weight_charts import draw_filters, draw_positions
+from vitray.inspection.report.tables import filter_rows, kernel_rows, offset_rows, position_rows, window_rows
+from vitray.inspection.report.weight_charts import (
+    draw_filters,
+    draw_offset_terms,
+    draw_positions,
+    draw_window_terms,
+)
+from vitray.models.torchvision_networks import TorchvisionNetwork
+from vitray.models.vit import ViT
+
+# Filters of a first convolution that are drawn.
+MOST_KERNELS = 112
 
 FILTERS_PROSE = (
     "The leading principal components of the stem's filters, one filter for each channel of a token, the largest share"
-    " of their variance first. Each is scaled to its largest entry; mid-grey is zero."
+    " of their variance first; of a network of torchvision, the filters of its first convolution themselves. Each is"
+    " scaled to its largest entry; mid-grey is zero."
 )
 POSITIONS_PROSE = (
     "A tile for each position: the cosine between its embedding and those of all positions, which lie in the tile as in"
-    " the image."
+    " the image. Relative positions have no embeddings: of them, a term of the logits by offset of query and key."
 )
 
 KINDS = {
     "learned": "learned positions",
     "learned2d": "learned positions of column and row",
     "sincos2d": "fixed sines and cosines",
+    "rope": "rotary positions (the cosine between a query and a key whose channels are all 1, after their rotation: the"
+    " same for every level and head)",
 }
 
 
 def filters_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the leading components of each stem's filters."""
     result = FigureResult("filters", "Filters of the stem", FILTERS_PROSE, [], [])
-    for subject in subjects:
-        if subject.vit.model.shape.is_hybrid:
-            note = f"{subject.name} has none: its tokens come from a ResNet, which reads the whole image."
-            result = result._replace(prose=f"{result.prose} {note}")
-    others = [subject for subject in subjects if not subject.vit.model.shape.is_hybrid]
-    return result.of_each(others, "Leading components of the filters", _show_filters)
+    return result.of_each(subjects, "Filters", _show_filters)
 
 
-def _show_filters(subject: Subject) -> Part:
+def _show_filters(subject: Subject) -> Part | str:
+    if isinstance(subject.network, TorchvisionNetwork):
+        kernels_KCHW = first_filters(subject.network)
+        shown, size = kernels_KCHW[:MOST_KERNELS], " x ".join(map(str, kernels_KCHW.shape[2:]))
+        of_all = "" if len(shown) == len(kernels_KCHW) else f"the first {len(shown)} of "
+        caption = f"{of_all}the {len(kernels_KCHW)} filters of {size} pixels of its first convolution."
+        return Part(caption, partial(draw_filters, shown), kernel_rows(kernels_KCHW))
+    if subject.vit.model.shape.is_hybrid:
+        return f"{subject.name} has none: its tokens come from a ResNet, which reads the whole image."
     filters = stem_filters(subject.vit, subject.batch())
-    return Part(_filters_caption(subject, filters), partial(draw_filters, filters), filter_rows(filters))
+    draw = partial(draw_filters, filters.components.components)
+    return Part(_filters_caption(subject, filters), draw, filter_rows(filters))
 
 
 def _filters_caption(subject: Subject, filters: StemFilters) -> str:
@@ -65,9 +88,48 @@ def positions_figure(subjects: Sequence[Subject]) -> FigureResult:
 
 
 def _show_positions(subject: Subject) -> Part | str:
-    similarity = position_similarity(subject.vit)
+    if subject.network.model.positions.kind == "relative":
+        return _show_relative(subject)
+    if terms := window_terms(subject.network):
+        return _show_windows(terms)
+    similarity = position_similarity(subject.network)
     if similarity is None:
         return f"{subject.name} has no position embedding."
-    rows, columns = subject.vit.model.grid
-    caption = f"{KINDS[subject.vit.model.positions.kind]} of a grid of {rows} x {columns} patches."
+    rows, columns = similarity.shape[:2]
+    kind = KINDS[subject.network.model.positions.kind]
+    if isinstance(subject.network, ViT) and subject.network.where != "stem":
+        kind += ", those of the stem"
+    caption = f"{kind}, on a grid of {rows} x {columns} patches."
     return Part(caption, partial(draw_positions, similarity), position_rows(similarity))
+
+
+def _show_relative(subject: Subject) -> Part:
+    images_BCHW = subject.batch()
+    if images_BCHW is None:
+        lengths_LPK = relative_lengths(subject.vit)
+        assert lengths_LPK is not None
+        values_LPHK, label = lengths_LPK[:, :, None], "length of the key"
+        caption = "the length of the learned key of each offset, which the heads of a branch share."
+    else:
+        terms_LPHK = relative_terms(subject.vit, images_BCHW)
+        assert terms_LPHK is not None
+        values_LPHK, label = terms_LPHK, "added to the logit"
+        over = subject.over(len(images_BCHW))
+        caption = (
+            f"{over}; a line for each head: the product of a query with the learned key of an offset, which attention"
+            " adds to the logit, as the mean over images and all pairs of patches with that offset."
+        )
+    rows, columns = subject.vit.model.grid
+    caption += (
+        f" Offsets are differences of places in raster order, of {columns} for a row; {rows} x {columns} patches."
+    )
+    return Part(caption, partial(draw_offset_terms, values_LPHK, label=label), offset_rows(values_LPHK))
+
+
+def _show_windows(terms: list[WindowTerms]) -> Part:
+    caption = (
+        "the learned term that attention in windows adds to the logit, by the offset of query and key: rows down,"
+        " columns across, zero in the middle of a tile. A row of tiles is an attention, with its stage, and a column a"
+        " head."
+    )
+    return Part(caption, partial(draw_window_terms, terms), window_rows(terms))

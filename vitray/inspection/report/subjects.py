@@ -17,6 +17,7 @@ from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
 from vitray.inference.models import NetworkSpec
+from vitray.models.network import AnyNetwork, vit_of
 from vitray.models.vit import ViT
 
 IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
@@ -71,7 +72,7 @@ class Subject(NamedTuple):
 
     name: str
     spec: NetworkSpec
-    vit: ViT
+    network: AnyNetwork
     chosen: ChosenImages | None
     """The images as they are stored, or None."""
     images: np.ndarray | None
@@ -80,6 +81,11 @@ class Subject(NamedTuple):
     """The levels whose attention distance is measured; None is all."""
     measured: Mapping[str, Sequence[Any]] = {}
     """What was computed over chunks of all chosen images, by figure."""
+
+    @property
+    def vit(self) -> ViT:
+        """The network of a figure that only Vision Transformers have."""
+        return vit_of(self.network, "the figure")
 
     def over(self, images: int) -> str:
         """Return a number of images, their dataset and their size, for a caption."""
@@ -92,22 +98,22 @@ class Subject(NamedTuple):
         progress = ProgressLine(f"{self.name}, {doing}:", len(self.images))
         for start in range(0, len(self.images), BATCH):
             batch_BHWC = self.images[start : start + BATCH]
-            yield prepared(batch_BHWC, self.spec, self.vit)
+            yield prepared(batch_BHWC, self.spec, self.network)
             progress.add(len(batch_BHWC))
         progress.end()
 
     def batch(self) -> Tensor | None:
         """Return all shown images, normalised (BCHW), on the network's device; None without images."""
-        return None if self.images is None else prepared(self.images, self.spec, self.vit)
+        return None if self.images is None else prepared(self.images, self.spec, self.network)
 
     def class_name(self, number: int) -> str:
         """Return the name of a class of the network."""
         return f"class {number}" if self.spec.classes is None else self.spec.classes[number]
 
 
-def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, vit: ViT) -> Tensor:
+def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> Tensor:
     """Return images as a network takes them: normalised, BCHW, on its device."""
-    device = next(vit.parameters()).device
+    device = next(network.parameters()).device
     return normalised(torch.from_numpy(images_BHWC).to(device), spec.normalise).contiguous()
 
 

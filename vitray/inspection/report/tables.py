@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vitray.inspection.changes import FeatureChange, TensorChange
 from vitray.inspection.filters import StemFilters
+from vitray.inspection.positions import WindowTerms
 from vitray.inspection.report.drawings import Rows
 from vitray.inspection.tensors import LayerScale, Spectrum
 from vitray.inspection.tokens import TokenNorms
@@ -18,6 +19,35 @@ def filter_rows(filters: StemFilters) -> Rows:
     entries = [f"{colour}_{row}_{column}" for colour, row, column in np.ndindex(*components.shape[1:])]
     numbered = enumerate(zip(shares.tolist(), components.flatten(1).tolist(), strict=True), start=1)
     return [["component", "variance_share", *entries], *([place, share, *flat] for place, (share, flat) in numbered)]
+
+
+def kernel_rows(kernels_KCHW: Tensor) -> Rows:
+    """Return a row for each filter: its entries, colour by colour, row by row."""
+    entries = [f"{colour}_{row}_{column}" for colour, row, column in np.ndindex(*kernels_KCHW.shape[1:])]
+    numbered = enumerate(kernels_KCHW.flatten(1).tolist(), start=1)
+    return [["filter", *entries], *([place, *flat] for place, flat in numbered)]
+
+
+def offset_rows(values_LPHK: Tensor) -> Rows:
+    """Return a row for each head: the value of each offset, the most negative first."""
+    *shape, offsets = values_LPHK.shape
+    heading = ["level", "branch", "head", *(f"offset_{place - offsets // 2}" for place in range(offsets))]
+    places = np.ndindex(*shape)
+    return [
+        heading,
+        *([level, branch + 1, head + 1, *values_LPHK[level, branch, head].tolist()] for level, branch, head in places),
+    ]
+
+
+def window_rows(terms: Sequence[WindowTerms]) -> Rows:
+    """Return a row for each offset of each head of each attention."""
+    rows: Rows = [["attention", "stage", "head", "row_offset", "column_offset", "term"]]
+    for each in terms:
+        _, height, width = each.values.shape
+        for head, row, column in np.ndindex(*each.values.shape):
+            value = float(each.values[head, row, column])
+            rows.append([each.name, each.level, head + 1, row - height // 2, column - width // 2, value])
+    return rows
 
 
 def position_rows(similarity_RQRQ: Tensor) -> Rows:

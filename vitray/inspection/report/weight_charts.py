@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from vitray.inspection.changes import TensorChange
-from vitray.inspection.filters import StemFilters
+from vitray.inspection.positions import WindowTerms
 from vitray.inspection.report.drawings import DPI
 from vitray.inspection.report.heat_maps import add_bar, add_legend, heat, number_levels, prepare, tiled, to_array
 from vitray.inspection.tensors import KINDS, Kind, LayerScale, Spectrum
@@ -21,7 +21,7 @@ from vitray.plotting import Theme, new_figure
 # Tiles of each side of the figure of positions, and levels with numbers in the cells of a heat map.
 MOST_TILES, MOST_NUMBERED = 14, 16
 FILTERS_WIDE = 7
-MATRICES: tuple[Kind, ...] = ("query", "key", "value", "output", "up", "down")
+MATRICES: tuple[Kind, ...] = ("query", "key", "value", "output", "up", "down", "convolution", "linear")
 LABELS: dict[Kind, str] = {
     "class_token": "class token",
     "distillation_token": "distillation token",
@@ -29,9 +29,9 @@ LABELS: dict[Kind, str] = {
 }
 
 
-def draw_filters(filters: StemFilters, theme: Theme, title: str) -> Figure:
-    """Draw the components as RGB, each scaled to its largest entry; mid-grey is zero."""
-    components_KHWC = to_array(filters.components.components).transpose(0, 2, 3, 1)
+def draw_filters(components_KCHW: Tensor, theme: Theme, title: str) -> Figure:
+    """Draw filters or their components as RGB, each scaled to its largest entry; mid-grey is zero."""
+    components_KHWC = to_array(components_KCHW).transpose(0, 2, 3, 1)
     number, height, width, _ = components_KHWC.shape
     largest = np.abs(components_KHWC).max(axis=(1, 2, 3), keepdims=True)
     pictures = 0.5 + 0.5 * components_KHWC / np.maximum(largest, np.finfo(float).tiny)
@@ -69,6 +69,51 @@ def draw_positions(similarity_RQRQ: Tensor, theme: Theme, title: str) -> Figure:
     axis.set_xlabel("column of the patch", color=theme.pale, fontsize=8)
     axis.set_ylabel("row of the patch", color=theme.pale, fontsize=8)
     add_bar(figure, axis, drawn, theme, "cosine similarity")
+    return figure
+
+
+def draw_offset_terms(values_LPHK: Tensor, theme: Theme, title: str, label: str) -> Figure:
+    """Draw a value of each offset, a panel for each level and a line for each head; branches have colours."""
+    values = to_array(values_LPHK)
+    levels, branches, heads, offsets = values.shape
+    columns = min(4, levels)
+    figure = new_figure(theme, 2.1 * columns + 0.6, 1.6 * math.ceil(levels / columns) + 0.6, DPI)
+    figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", color=theme.ink, fontsize=9.5)
+    axes = figure.subplots(math.ceil(levels / columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
+    places = np.arange(offsets) - offsets // 2
+    for level, axis in enumerate(axes):
+        if level >= levels:
+            axis.set_axis_off()
+            continue
+        prepare(axis, theme, f"level {level}")
+        for branch, head in np.ndindex(branches, heads):
+            colour = theme.series[branch % len(theme.series)]
+            axis.plot(places, values[level, branch, head], color=colour, linewidth=0.8, alpha=0.8)
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    figure.supxlabel("offset of query and key in raster order", color=theme.pale, fontsize=8)
+    figure.supylabel(label, color=theme.pale, fontsize=8)
+    return figure
+
+
+def draw_window_terms(terms: Sequence[WindowTerms], theme: Theme, title: str) -> Figure:
+    """Draw a tile for each head: its terms by offset of rows (down) and columns; a row for each attention."""
+    arrays = [to_array(each.values) for each in terms]
+    height, width = (max(array.shape[side] for array in arrays) for side in (1, 2))
+    tiles = np.full((len(arrays), max(map(len, arrays)), height, width, 1), np.nan)
+    for row, array in enumerate(arrays):
+        tiles[row, : len(array), : array.shape[1], : array.shape[2], 0] = array
+    image = tiled(tiles, np.nan)[..., 0]
+    figure = new_figure(theme, 1.6 + 0.34 * tiles.shape[1], 0.8 + 0.34 * len(arrays), DPI)
+    axis = figure.add_subplot()
+    prepare(axis, theme, title)
+    axis.grid(False)
+    drawn = axis.imshow(image, cmap=heat(theme), interpolation="nearest")
+    axis.set_yticks([(height + 1) * (row + 0.5) for row in range(len(arrays))], [str(each.level) for each in terms])
+    heads = range(0, tiles.shape[1], max(1, tiles.shape[1] // 6))
+    axis.set_xticks([(width + 1) * (head + 0.5) for head in heads], [str(head + 1) for head in heads])
+    axis.set_xlabel("head", color=theme.pale, fontsize=8)
+    axis.set_ylabel("stage", color=theme.pale, fontsize=8)
+    add_bar(figure, axis, drawn, theme, "added to the logit")
     return figure
 
 

@@ -15,7 +15,8 @@ LAYERSCALE_PROSE = (
 )
 SPECTRA_PROSE = (
     "The singular values of each matrix over its largest; the last level has the strongest colour. A line that falls at"
-    " once is a matrix of low rank."
+    " once is a matrix of low rank. The kernel of a convolution is a matrix with a row for each output channel; of a"
+    " network of torchvision, all matrices but the head's."
 )
 
 
@@ -40,5 +41,5 @@ def spectra_figure(subjects: Sequence[Subject]) -> FigureResult:
 
 
 def _show_spectra(subject: Subject) -> Part:
-    found = spectra(subject.vit)
+    found = spectra(subject.network)
     return Part(f"{len(found):,} matrices.", partial(draw_spectra, found), spectrum_rows(found))
