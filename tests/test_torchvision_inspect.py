@@ -86,7 +86,14 @@ def test_features_change_where_weights_did():
     assert not change.relative[:3].any()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "swin_t", "swin_v2_t", "densenet121"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "swin_t",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext_tiny", "swin_v2_t", "densenet121")),
+    ],
+)
 def test_every_tensor_has_a_kind_and_a_stage(name):
     built = network(name)
     tensors = list(network_tensors(built))
@@ -117,20 +124,31 @@ def test_spectra_and_changes_are_those_of_each_kernel():
     assert of_change.values[0] == pytest.approx(change.change, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["swin_t", "swin_v2_t"])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("swin_t", [1, 1, 2, 2, *[3] * 6, 4, 4]),
+        pytest.param("swin_v2_t", [1, 1, 2, 2, *[3] * 6, 4, 4], marks=pytest.mark.slow),
+        pytest.param("maxvit_t", [*[1] * 4, *[2] * 4, *[3] * 10, *[4] * 4], marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
-def test_terms_of_windows_are_those_of_every_pair(name):
-    terms = window_terms(built := network(name))
-    assert [each.level for each in terms] == [1, 1, 2, 2, *[3] * 6, 4, 4]
+def test_terms_of_windows_are_those_of_every_pair(name, stages):
+    terms = window_terms(built := network(name, image_size=224))
+    assert [each.level for each in terms] == stages
     for place in (0, 5):
-        bias_HNN = built.get_submodule(f"body.{terms[place].name}").get_relative_position_bias()[0]
+        module = built.get_submodule(f"body.{terms[place].name}")
+        bias_HNN = (
+            module.get_relative_positional_bias() if name == "maxvit_t" else module.get_relative_position_bias()
+        )[0]
         side = int(bias_HNN.shape[1] ** 0.5)
         assert terms[place].values.shape == (len(bias_HNN), 2 * side - 1, 2 * side - 1)
         for query, key in itertools.product(range(side**2), repeat=2):
             row, column = query // side - key // side, query % side - key % side
             assert torch.equal(terms[place].values[:, row + side - 1, column + side - 1], bias_HNN[:, query, key])
     assert window_terms(network("resnet18")) == []
-    assert torch.equal(first_filters(built), built.body.features[0][0].weight)
+    if name != "maxvit_t":
+        assert torch.equal(first_filters(built), built.body.features[0][0].weight)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from test_predict import contents, plan_of, write_all
 from torch import Tensor, nn
 
-from vitray.config import Model
+from vitray.config import Model, Run
 from vitray.config.serving import Serving
 from vitray.data.augment.batch import normalised
 from vitray.data.augment.decode import decode_image
@@ -47,6 +48,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@cache
 def plain(folder) -> nn.Module:
     """The network as torchvision builds it, with the tensors of a model folder, in float64."""
     theirs = torchvision.models.resnet18(num_classes=len(SHAPES))
@@ -55,8 +57,13 @@ def plain(folder) -> nn.Module:
     return theirs.double().eval()
 
 
+@cache
+def run_of(folder) -> Run:
+    return load_model(str(folder)).run
+
+
 def view_of(folder, content: bytes) -> Tensor:
-    run = load_model(str(folder)).run
+    run = run_of(folder)
     view_HWC = crop_centre(decode_image(content), run.data.eval_crop, (32, 32))
     return normalised(torch.from_numpy(view_HWC)[None], run.data.normalise).double()
 
@@ -78,7 +85,7 @@ def outputs(theirs: nn.Module, x_BCHW: Tensor) -> dict[str, np.ndarray]:
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["convnext_tiny", "swin_t", "densenet121"])
+@pytest.mark.parametrize("name", ["swin_t", "densenet121", pytest.param("convnext_tiny", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_states_lie_between_the_stages(name):
     model = Model.model_validate({"name": f"torchvision/{name}", "image_size": 32, "num_classes": 3})

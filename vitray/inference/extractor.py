@@ -29,6 +29,11 @@ BATCH = 64
 Alter = Callable[[np.ndarray, str], np.ndarray]
 
 
+def decoding_threads() -> int:
+    """Return the number of threads that decode for one device: its share of the CPUs."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
+
+
 class Extractor:
     """A network and its images in one process; two chunks at a time keep its device and its decoders busy."""
 
@@ -37,8 +42,7 @@ class Extractor:
     ) -> None:
         self._spec, self._images, self._alter, self._vit = spec, images, alter, vit
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        devices = max(1, torch.cuda.device_count())
-        self._decoders = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // devices))
+        self._decoders = ThreadPoolExecutor(decoding_threads())
         self._lock = threading.Lock()
 
     def load(self) -> None:

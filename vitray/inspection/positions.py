@@ -106,7 +106,7 @@ def relative_lengths(vit: ViT) -> Tensor | None:
 
 @torch.no_grad()
 def window_terms(network: AnyNetwork) -> list[WindowTerms]:
-    """Return the terms that each attention of a Swin of torchvision adds to its logits, by offset; else none."""
+    """Return the terms that each attention of torchvision's Swin or MaxViT adds to its logits; of others, none."""
     if isinstance(network, ViT):
         return []
     terms = []

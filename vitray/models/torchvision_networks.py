@@ -3,6 +3,7 @@
 Shapes: B images, C colours, H x W pixels, D features, K classes.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vitray.config import Model
@@ -124,12 +126,21 @@ class TorchvisionNetwork(nn.Module):
                 hook.remove()
 
     def window_biases(self) -> dict[str, Tensor]:
-        """Return what each attention of a Swin adds to its logits: heads, rows and columns of query, then of key."""
+        """Return what each attention of a Swin or MaxViT adds to its logits, by name.
+
+        The axes are the heads, then row and column of the query, then those of the key.
+        """
         biases = {}
         for name, module in self.body.named_modules():
-            if isinstance(module, ShiftedWindowAttention):
-                bias_HNN, window = module.get_relative_position_bias()[0], module.window_size
-                biases[name] = bias_HNN.reshape(len(bias_HNN), *window, *window)
+            match module:
+                case ShiftedWindowAttention():
+                    bias_HNN, window = module.get_relative_position_bias()[0], tuple(module.window_size)
+                case RelativePositionalMultiHeadAttention():
+                    bias_HNN = module.get_relative_positional_bias()[0]
+                    window = (math.isqrt(bias_HNN.shape[1]),) * 2
+                case _:
+                    continue
+            biases[name] = bias_HNN.reshape(len(bias_HNN), *window, *window)
         return biases
 
     def train(self, mode: bool = True) -> Self:

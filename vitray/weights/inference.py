@@ -72,7 +72,9 @@ def detect_layout(state: State, url: str) -> str:
         # timm and DeiT share all names except LayerScale's; DeiT ships .pth files, timm ships safetensors.
         return "deit"
     if not known:
-        raise ConfigError(f"{url}: {_kind_of(state)}, with {few(sorted(state))}; known: {', '.join(LAYOUTS)}")
+        other = "one of torchvision becomes a model folder by `vitray model FILE name=torchvision/... --save FOLDER`"
+        layouts = f"known: {', '.join(LAYOUTS)}; {other}"
+        raise ConfigError(f"{url}: {_kind_of(state)}, with {few(sorted(state))}; {layouts}")
     return known[0]
 
 

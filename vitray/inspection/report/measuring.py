@@ -16,6 +16,7 @@ from torch import Tensor
 from vitray.data.augment.decode import UndecodableImage
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
+from vitray.inference.extractor import decoding_threads
 from vitray.inference.images import EncodedImage
 from vitray.inference.models import NetworkSpec, open_network
 from vitray.inspection.attention_distance import AttentionSpread, attention_distances
@@ -110,7 +111,7 @@ class Inspector:
     ) -> None:
         self._specs, self._images, self._levels = specs, images, levels
         self._vits = list(vits or ())
-        self._decoders = ThreadPoolExecutor(4)
+        self._decoders = ThreadPoolExecutor(decoding_threads())
         self._lock = threading.Lock()
 
     def load(self) -> None:

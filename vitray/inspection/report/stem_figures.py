@@ -116,19 +116,22 @@ def _show_relative(subject: Subject) -> Part:
         values_LPHK, label = terms_LPHK, "added to the logit"
         over = subject.over(len(images_BCHW))
         caption = (
-            f"{over}; a line for each head: the product of a query with the learned key of an offset, which attention"
-            " adds to the logit, as the mean over images and all pairs of patches with that offset."
+            f"{over}; a line for each head, in the colour of its branch: the product of a query with the learned key of"
+            " an offset, which attention adds to the logit, as the mean over images and all pairs of patches with that"
+            " offset."
         )
     rows, columns = subject.vit.model.grid
     caption += (
-        f" Offsets are differences of places in raster order, of {columns} for a row; {rows} x {columns} patches."
+        " Offsets are places of queries minus those of keys in raster order,"
+        f" of {columns} for a row; {rows} x {columns} patches."
     )
     return Part(caption, partial(draw_offset_terms, values_LPHK, label=label), offset_rows(values_LPHK))
 
 
 def _show_windows(terms: list[WindowTerms]) -> Part:
     caption = (
-        "the learned term that attention in windows adds to the logit, by the offset of query and key: rows down,"
+        "the learned term that attention in windows (of MaxViT, also in grids) adds to the logit, by the offset, query"
+        " minus key: rows down,"
         " columns across, zero in the middle of a tile. A row of tiles is an attention, with its stage, and a column a"
         " head."
     )

@@ -90,7 +90,7 @@ def draw_offset_terms(values_LPHK: Tensor, theme: Theme, title: str, label: str)
             colour = theme.series[branch % len(theme.series)]
             axis.plot(places, values[level, branch, head], color=colour, linewidth=0.8, alpha=0.8)
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    figure.supxlabel("offset of query and key in raster order", color=theme.pale, fontsize=8)
+    figure.supxlabel("place of the query minus that of the key, in raster order", color=theme.pale, fontsize=8)
     figure.supylabel(label, color=theme.pale, fontsize=8)
     return figure
 
