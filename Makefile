@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings wheel
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,8 +18,7 @@ help:  ## list the targets
 	@touch $@
 
 demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the model (minutes)
-	@test -e data/demo/dataset.json || $(BIN)/vitray shard demo data/demo images=6000 image_size=64 workers=2
-	@$(BIN)/vitray train demo --json
+	@$(BIN)/vitray demo --json
 
 ui: .venv/.installed  ## open MLflow on the runs of this folder
 	@$(BIN)/vitray ui
@@ -79,6 +78,11 @@ test-apart: .venv/.packages
 
 test-beside: .venv/.packages
 	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
+
+# A build folder of before would keep removed files.
+wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
+	@rm -rf build
+	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python
 
 settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md
