@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings wheel
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference wheel
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ test-apart: .venv/.packages
 
 test-beside: .venv/.packages
 	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
+
+reference: .venv/.installed  ## regenerate docs/reference/
+	$(BIN)/python docs/generate_reference.py
 
 # A build folder of before would keep removed files.
 wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
