@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference wheel
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -89,6 +89,18 @@ wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
 
 settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md
+
+# Packages of the site alone. It is built offline, and loads nothing from other hosts.
+.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	$(BIN)/uv pip install --quiet --python .venv-docs/bin/python -c constraints.txt mkdocs-material
+	@touch $@
+
+docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+docs-serve: .venv-docs/.installed  ## show the site on http://127.0.0.1:8001
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr 127.0.0.1:8001
 
 lint: .venv/.installed  ## run ruff (lint and format) and pyright
 	$(BIN)/ruff check .
