@@ -97,7 +97,7 @@ settings: .venv/.installed  ## regenerate docs/settings.md
 	@touch $@
 
 docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 docs-serve: .venv-docs/.installed  ## show the site on http://127.0.0.1:8001
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr 127.0.0.1:8001
