@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,8 +18,7 @@ help:  ## list the targets
 	@touch $@
 
 demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the model (minutes)
-	@test -e data/demo/dataset.json || $(BIN)/vitray shard demo data/demo images=6000 image_size=64 workers=2
-	@$(BIN)/vitray train demo --json
+	@$(BIN)/vitray demo --json
 
 ui: .venv/.installed  ## open MLflow on the runs of this folder
 	@$(BIN)/vitray ui
@@ -80,8 +79,28 @@ test-apart: .venv/.packages
 test-beside: .venv/.packages
 	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
 
+reference: .venv/.installed  ## regenerate docs/reference/
+	$(BIN)/python docs/generate_reference.py
+
+# A build folder of before would keep removed files.
+wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
+	@rm -rf build
+	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python
+
 settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md
+
+# Packages of the site alone. It is built offline, and loads nothing from other hosts.
+.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	$(BIN)/uv pip install --quiet --python .venv-docs/bin/python -c constraints.txt mkdocs-material
+	@touch $@
+
+docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+docs-serve: .venv-docs/.installed  ## show the site on http://127.0.0.1:8001
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr 127.0.0.1:8001
 
 lint: .venv/.installed  ## run ruff (lint and format) and pyright
 	$(BIN)/ruff check .

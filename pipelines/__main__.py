@@ -10,6 +10,7 @@ from typing import Any
 from vitray.errors import ConfigError, OwnershipLost, RunError, nearest
 
 VERBS = {
+    "demo": "draw a dataset, train a small network on it and register it, in this folder",
     "train": "train a network on Ray, tracked by MLflow; resume and fork runs",
     "sweep": "train many variants from a search space: depth x branches, learning rate, fine-tuning mode",
     "evaluate": "score and compare networks on a set of images: intervals, calibration, mistakes, a page",

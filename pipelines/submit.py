@@ -10,7 +10,7 @@ from vitray.cluster import job_package, jobs
 from vitray.cluster.source import commit_variables
 from vitray.errors import ConfigError, nearest
 
-LOCAL_VERBS = {"submit", "jobs", "stop", "ui"}
+LOCAL_VERBS = {"demo", "submit", "jobs", "stop", "ui"}
 
 
 def main(words: list[str]) -> dict[str, Any]:

@@ -138,3 +138,32 @@ def test_the_branch_benchmark_measures_and_draws(tmp_path, capsys):
 def test_a_benchmark_without_anything_to_compare_is_rejected(args, message, capsys):
     assert main(["bench", "branches", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "drawn"), [([], 6000), (["--images", "200"], 200)])
+def test_the_demo_draws_trains_and_names_the_next_commands(tmp_path, monkeypatch, capsys, options, drawn):
+    from pipelines import shard, train
+
+    calls = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shard, "main", lambda words: calls.append(words))
+    monkeypatch.setattr(train, "main", lambda words: calls.append(words) or {"model": "runs/first/model"})
+    assert main(["demo", "optim.lr=1e-3", "--name", "first", *options]) == 0
+    assert calls == [
+        ["demo", "data/demo", f"images={drawn}", "image_size=64", "workers=2"],
+        ["demo", "data.url=data/demo", "optim.lr=1e-3", "--name", "first"],
+    ]
+    printed = capsys.readouterr().out
+    assert "\n  vitray evaluate runs/first/model data/demo\n" in printed
+    assert printed.count("\n  vitray ") == 3
+
+
+def test_the_demo_keeps_its_dataset(tmp_path, monkeypatch):
+    from pipelines import shard, train
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/demo").mkdir(parents=True)
+    (tmp_path / "data/demo/dataset.json").write_text("{}")
+    monkeypatch.setattr(shard, "main", lambda words: pytest.fail("drew images again"))
+    monkeypatch.setattr(train, "main", lambda words: {"model": "m"})
+    assert main(["demo"]) == 0

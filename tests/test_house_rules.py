@@ -135,6 +135,12 @@ def test_every_dependency_is_pinned(path):
     assert {bounds(requirement)[0] for requirement in wanted} <= pins(path).keys()
 
 
+def test_the_packages_of_the_site_are_pinned():
+    wanted = {bounds(requirement)[0] for requirement in PROJECT["optional-dependencies"]["docs"]}
+    assert wanted <= pins(NEWEST).keys()
+    assert wanted == set(re.findall(r"-c constraints.txt (mkdocs-\w+)", (ROOT / "Makefile").read_text()))
+
+
 def test_the_lowest_allowed_versions_are_the_oldest_pins():
     oldest = {name: Version(version) for name, version in pins(OLDEST).items()}
     lowest = {name: Version(version) for name, version, _ in map(bounds, PROJECT["dependencies"])}

@@ -23,11 +23,20 @@ from vitray.weights import load_model, save_model
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # The order in which a reader meets the pages: later ones use what earlier ones have made.
-ORDER = ["README.md", "training.md", "data.md", "evaluation.md", "inspection.md", "sweeps.md", "cluster.md"]
+ORDER = [
+    "README.md",
+    "quickstart.md",
+    "training.md",
+    "data.md",
+    "evaluation.md",
+    "inspection.md",
+    "sweeps.md",
+    "cluster.md",
+]
 ORDER += ["prediction.md", "export.md", "serving.md"]
-# Verbs that need a cluster, serve, or measure for minutes: test_jobs, test_doctor, test_ui, test_serve_http and
-# test_bench_* run them.
-ELSEWHERE = {"submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
+# Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_doctor, test_ui,
+# test_serve_http and test_bench_* run them.
+ELSEWHERE = {"demo", "submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
 NOT_RUN = UNCHECKED | {"make", "mlflow"}
 
 # Settings in place of those of a command, {setting: value}; all others are as the page has them.

@@ -86,7 +86,7 @@ def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> An
             if hang and isinstance(error, WorkerGroupError):
                 cause = hang
             if not left:
-                remedy = "; give the node more memory, or run less on it" if is_kill else ""
+                remedy = "; give the node more memory, or run less on it: docs/faq.md#out-of-memory" if is_kill else ""
                 times = "once" if not restarts else f"{restarts + 1} times, at last"
                 raise RunError(f"the workers failed {times}: {cause}{remedy}") from error
             seconds = WAITS[min(kills, len(WAITS) - 1)] if is_kill else 0

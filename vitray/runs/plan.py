@@ -291,7 +291,10 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     classes, batch = run.model.num_classes, run.optim.batch
     is_label_free = classes is None and run.task.kind in ("masked", "tokenizer")
     if not is_label_free and classes != len(dataset.classes):
-        raise ConfigError(f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url}")
+        raise ConfigError(
+            f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url};"
+            " see docs/faq.md#wrong-head"
+        )
     if run.data.copies > images:
         raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:

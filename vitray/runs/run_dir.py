@@ -100,7 +100,7 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
     if changes:
         raise ConfigError(
             f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"
-            f" start from its weights: --name NEW --fork {name}"
+            f" start from its weights: --name NEW --fork {name}; see docs/faq.md#two-runs-of-one-name"
         )
 
 
