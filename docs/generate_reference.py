@@ -15,7 +15,7 @@ import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import VERBS, main
 from vitray.config import load_run
-from vitray.models.sizes import training_gflops
+from vitray.models.network import training_gflops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"

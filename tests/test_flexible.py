@@ -19,7 +19,8 @@ from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.models.flexible import resize_kernel, resize_matrix
-from vitray.models.sizes import sizes_of, training_gflops
+from vitray.models.network import training_gflops
+from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.training.learner import Learner

@@ -18,6 +18,12 @@ def network_sizes(model: Model) -> Sizes:
     return sizes_of(model) if model.is_vit else torchvision_sizes(model)
 
 
+def training_gflops(model: Model) -> float:
+    """Return the gflops of one image's forward pass in training: the mean over the patch sizes that are drawn."""
+    models = [model.at_patch(patch) for patch in model.patches] or [model]
+    return sum(network_sizes(each).gflops for each in models) / len(models)
+
+
 def vit_of(network: AnyNetwork, what: str) -> ViT:
     """Return the network as a Vision Transformer; refuse another for something that only they have."""
     network.model.require_vit(what)

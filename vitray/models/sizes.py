@@ -134,12 +134,6 @@ def sizes_of(model: Model) -> Sizes:
     return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
 
 
-def training_gflops(model: Model) -> float:
-    """Return the gflops of one image's forward pass in training: the mean over the patch sizes that are drawn."""
-    models = [model.at_patch(patch) for patch in model.patches] or [model]
-    return sum(sizes_of(each).gflops for each in models) / len(models)
-
-
 def _positions(model: Model, patches: int) -> int:
     """Parameters of one trained embedding of all patches."""
     halves = sum(model.grid) if model.positions.kind == "learned2d" else 2 * patches

@@ -19,7 +19,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.evaluation.arrays import Examples
-from vitray.models.sizes import training_gflops
+from vitray.models.network import training_gflops
 from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
