@@ -14,8 +14,9 @@ from reference_texts import ARTIFACTS, METRICS, VARIABLES
 import tune_spaces
 from pipelines import recipes
 from pipelines.__main__ import VERBS, main
-from vitray.config import load_run
+from vitray.config import Model, load_run
 from vitray.models.sizes import training_gflops
+from vitray.models.torchvision_networks import torchvision_sizes
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
@@ -221,11 +222,16 @@ def recipes_page() -> str:
         run, raw = load_run(path), yaml.safe_load(path.read_text())
         cost = f"{run.optim.duration} of batch {run.optim.batch}"
         if "name" in raw.get("model", {}):
-            gigaflops = training_gflops(run.model)
+            gigaflops = (training_gflops if run.model.is_vit else torchvision_gflops)(run.model)
             cost += f", {gigaflops:.3g} billion multiply-adds a forward pass of an image of {run.model.image_size} px"
         network = f"`{run.model.name}`" if "name" in raw.get("model", {}) else "the network of `task.weights`"
         parts += [f"## {name}", f"Trains {network}: {cost}.", *header_parts(header(path))]
     return "\n\n".join(parts) + "\n"
+
+
+def torchvision_gflops(model: Model) -> float:
+    """Return the gflops of one image's forward pass, as torchvision prints them."""
+    return torchvision_sizes(model).gflops
 
 
 def spaces_page() -> str:
