@@ -15,6 +15,10 @@ A fine-tuning takes any network, so its line ends in the learning rates to try:
 For results of our own, the line after a command is
 
     #   expected: RESULT with a %; measured by us on HARDWARE, YYYY-MM-DD
+
+or, as long as there is none, one that says so:
+
+    #   expected: not measured yet; WHERE THE RATES ARE FROM
 """
 
 import re
@@ -32,6 +36,7 @@ from test_layers import ROOT
 from pipelines import recipes
 from vitray.config import Run, load_run
 from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.torchvision_names import is_torchvision
 from vitray.data.augment.batch import BatchSettings, prepare_batch
 from vitray.data.augment.image import augment_image
 from vitray.data.augment.keyed_random import generator
@@ -46,7 +51,9 @@ from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-OURS = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}  # recipes without a paper
+MEASURED = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}
+UNMEASURED = {"distil_demo", "flexible_demo", "hybrid_demo", "torchvision_demo"}
+OURS = MEASURED | UNMEASURED  # recipes without a paper
 
 
 class Expectation(NamedTuple):
@@ -101,7 +108,7 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 24
+    assert len(RECIPES) == 28
     assert len(EXPECTATIONS) == 54
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)
@@ -110,9 +117,9 @@ def test_no_recipe_is_missed():
 @each_recipe
 def test_a_header_has_a_command_that_names_the_recipe(path):
     assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in header(path))
-    # Another recipe's name would be a leftover of a copy; only finetune_demo names its base.
+    # Another recipe's name would be a leftover of a copy; these two name the network that they begin with.
     named = {name for line in header(path) for name in re.findall(r"\bvitray train (\S+)", line)}
-    assert named - ({"demo"} if path.stem == "finetune_demo" else set()) == {path.stem}
+    assert named - ({"demo"} if path.stem in ("distil_demo", "finetune_demo") else set()) == {path.stem}
 
 
 @each_recipe
@@ -162,12 +169,21 @@ def test_a_fine_tuning_states_steps_and_learning_rates(name, number, place):
         assert run.optim.lr in [float(rate) for rate in match[2].split(", ")]
 
 
-@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("name", sorted(MEASURED))
 def test_a_demo_header_states_a_measured_result(name):
     lines = [*header(recipes.path_of(name)), ""]
     command = next(index for index, line in enumerate(lines) if f"vitray train {name}" in line)
     result = r"(?:[\d.]+ % of val|val loss [\d.]+)[^;]*"
     assert re.fullmatch(rf"#   expected: {result}; measured by us on .+, \d{{4}}-\d\d-\d\d", lines[command + 1])
+
+
+@pytest.mark.parametrize("name", sorted(UNMEASURED))
+def test_a_demo_header_without_a_result_says_so_and_where_its_rates_are_from(name):
+    lines = [*header(recipes.path_of(name)), ""]
+    command = next(index for index, line in enumerate(lines) if f"vitray train {name}" in line)
+    assert lines[command + 1] == "#   expected: not measured yet; the rates are those of demo"
+    assert not any(re.search(r"\d %|measured by us", line) for line in lines)
+    assert loaded(recipes.path_of(name)).optim == loaded(recipes.path_of("demo")).optim
 
 
 @each_expectation
@@ -303,13 +319,19 @@ def test_recipes_of_a_kind_differ_only_where_they_should(kind):
 
 
 def toy(run: Run) -> Run:
-    """The same run of a network of 64 x 2 levels, with the branches, the stem and the patch of the recipe."""
+    """The same run of a network of 64 x 2 levels, with the branches, the stem and the patch of the recipe.
+
+    A network of torchvision has one size.
+    """
+    if is_torchvision(run.model.name):
+        return run.replace({"model.image_size": 32, "model.num_classes": 5})
     shape = run.model.shape
     stem = "" if shape.stem == "linear" else f"_{shape.stem}"
     name = f"vit_u2x{shape.branches}_{shape.patch}{stem}"
     if isinstance(run.task, Masked | Tokenizer):  # without classes; and BeiT's smallest rectangle is 4 x 4 patches
         return run.replace({"model.name": name, "model.image_size": 4 * shape.patch})
-    return run.replace({"model.name": name, "model.image_size": 2 * shape.patch, "model.num_classes": 5})
+    side = 2 * max((shape.patch, *run.model.patches))
+    return run.replace({"model.name": name, "model.image_size": side, "model.num_classes": 5})
 
 
 @each_recipe
