@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from pipelines import doctor_data
 from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.cluster import session
@@ -10,11 +11,14 @@ from vitray.errors import RunError
 
 
 def main(words: list[str]) -> dict[str, Any]:
+    if words[:1] == ["data"]:
+        return doctor_data.main(words[1:])
     parser = argparse.ArgumentParser(
         prog="vitray doctor",
         description="Checks every node of the cluster at RAY_ADDRESS (or this machine): versions, GPUs, disk, object"
         " store, clock, access to the results and to MLflow; and runs an all-reduce between the nodes.",
-        epilog="examples: vitray doctor; vitray submit --follow doctor s3://bucket/runs",
+        epilog="examples: vitray doctor; vitray submit --follow doctor s3://bucket/runs;"
+        " vitray doctor data demo data.url=data/demo",
     )
     parser.add_argument(
         "url", nargs="?", default="runs", metavar="URL", help="the destination of results (%(default)s)"

@@ -25,6 +25,7 @@ from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
 from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block, wait_block
+from vitray.runs.wait_warning import WaitWarning
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
 from vitray.tracking.lineage import ModelScores
@@ -50,6 +51,7 @@ class RunLogger:
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
+        self._wait_warning = WaitWarning(info.planned.run.data, info.placement.use_gpu)
         self._has_pictures = False
         self._datasets = run_datasets(info.planned)
         self.mailbox: Any = None
@@ -211,6 +213,7 @@ class RunLogger:
                 self._console.line(f"  {workers} workers on {device}")
             case messages.Resumed(step=step, workers=workers):
                 self._progress.resume(step, workers)
+                self._wait_warning.restart()
             case messages.Progress(step=step):
                 self._log_start(step)
                 self._progress.progress(step)
@@ -253,6 +256,9 @@ class RunLogger:
             self._has_pictures |= "val/loss" in values  # they came with an earlier start
         else:
             self._progress.metrics(values, step)
+            share = values.get("train/data_wait_share")
+            if share is not None and (warning := self._wait_warning.report(share)):
+                self._log(messages.Note(warning))
         if hook and "val/loss" in values:
             steps = self._info.planned.plan.steps
             self.mailbox.decide.remote(step, hook.should_stop(step, steps, values))

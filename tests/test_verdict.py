@@ -1,0 +1,87 @@
+"""The ingest verdict: its arithmetic on numbers with known answers, and one measurement at toy size."""
+
+import json
+import math
+
+import pytest
+from image_sets import write_dataset
+
+from pipelines.__main__ import main
+from vitray.bench.verdict import Machines, Prices, StageSeconds, cost_per_million, ingest_verdict, predict
+
+MACHINES = Machines(workers=2, decoding_cpus=4, cpus=6, gpus=2)
+# 2 ms of CPU an image: 2,000 images/s on 4 CPUs.
+SECONDS = StageSeconds(read=0.0002, decode=0.001, augment=0.0008, transfer=0.00001, step=0.0005)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bottleneck", "rate", "wait"),
+    [
+        ({}, "decode", 2000, 0.5),  # devices take 4,000
+        ({"augment": 0.0018}, "augment", 4 / 0.003, 2 / 3),
+        ({"step": 0.002}, "step", 1000, 0.0),
+        ({"transfer": 0.002}, "transfer", 1000, 0.75),
+        ({"read": 0.0082}, "read", 400, 0.9),
+    ],
+)
+def test_the_slowest_stage_sets_the_speed(changes, bottleneck, rate, wait):
+    prediction = predict(SECONDS._replace(**changes), MACHINES)
+    assert prediction.bottleneck == bottleneck
+    assert prediction.images_per_second == pytest.approx(rate)
+    assert prediction.wait_share == pytest.approx(wait)
+
+
+@pytest.mark.parametrize("step", [0.0001, 0.0005, 0.003])
+def test_as_many_cpus_as_the_verdict_says_end_the_wait(step):
+    seconds = SECONDS._replace(step=step)
+    needed = ingest_verdict(seconds, MACHINES, Prices(None, None))["cpus_per_gpu"] * MACHINES.workers
+    enough, fewer = (MACHINES._replace(decoding_cpus=share * needed) for share in (1.001, 0.9))
+    assert predict(seconds, enough).wait_share == 0
+    assert predict(seconds, fewer).wait_share == pytest.approx(0.1)
+
+
+def test_a_cache_leaves_the_augmentation():
+    cached = ingest_verdict(SECONDS, MACHINES, Prices(None, None))["with_cache"]
+    assert (cached["bottleneck"], cached["wait_share"]) == ("step", 0)
+    assert cached["cpus_per_gpu"] == pytest.approx(1.6)
+
+
+def test_the_cost_is_of_all_machines():
+    assert cost_per_million(2000, MACHINES, Prices(3.6, 0.0)) == pytest.approx(1.0)  # 500 s of two GPUs
+    assert cost_per_million(2000, MACHINES, Prices(None, 0.1)) == pytest.approx(0.6 * 500 / 3600)
+    assert cost_per_million(2000, MACHINES, Prices(None, None)) is None
+
+
+@pytest.mark.parametrize("place", ["tasks", "device"])
+def test_a_recipe_is_measured(place, tmp_path, capsys):
+    write_dataset(tmp_path / "set", {"train": 64, "val": 16}, corrupt=1)
+    settings = [f"data.url={tmp_path / 'set'}", "model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=8"]
+    settings += ["compute.device=cpu", "data.augment.policy=three_augment", f"data.augment.on={place}"]
+    options = ["--seconds", "0.2", "--cpus", "4", "--cpu-hour", "0.1", "--json"]
+    assert main(["doctor", "data", "demo", *settings, *options]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["bottleneck"] in ("read", "decode", "augment", "transfer", "step")
+    assert 0 <= result["wait_share"] < 1
+    assert all(math.isfinite(result[name]) and result[name] > 0 for name in ("images_per_second", "cpus_per_gpu"))
+    assert all(seconds > 0 for seconds in result["seconds_per_image"].values())
+    assert result["cost_per_million_images"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "got no recipe, wanted one recipe"),
+        (["demo", "compute.device=cpu", "data.url=null"], "data.url: got none"),
+        (
+            ["demo", "compute.device=cpu", "task=masked", "model.num_classes=null"],
+            "task.kind: got masked, wanted supervised",
+        ),
+        (["demo", "compute.device=cpu", "compute.workers=2..4"], "compute.workers: got 2..4, wanted one number"),
+        (["demo", "compute.device=cpu", "--cpus", "1"], "compute.workers: 2 workers and the decoding"),
+    ],
+)
+def test_bad_input_is_one_message(words, message, capsys):
+    assert main(["doctor", "data", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
