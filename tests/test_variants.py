@@ -503,7 +503,7 @@ def test_inspection_sees_what_the_network_computes(kind):
     assert len(compare_branches(vit, torch.cat([x, x.flip(0), -x])).pairs) == 4
     assert {each.name.partition(" ")[0] for each in named_tensors(vit.state_dict())} == set(vit.state_dict())
     similarity = position_similarity(vit)
-    assert (similarity is None) == (vit.model.positions.kind in ("none", "relative", "rope"))
+    assert (similarity is None) == (vit.model.positions.kind in ("none", "relative"))
     if similarity is not None:
         torch.testing.assert_close(similarity.reshape(6, 6).diag(), torch.ones(6, dtype=torch.float64))
 
