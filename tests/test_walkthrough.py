@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 import yaml
 from image_sets import SHAPES, write_dataset, write_folder
 from mlflow import MlflowClient
@@ -118,6 +119,7 @@ def clone(tmp_path_factory, ray_cluster, s3_server):
         write_dataset(clone / "data/pets", {"train": 40, "test": 20})
         write_cifar(clone / "cifar-10-python.tar.gz")
         write_deit3(clone / "deit_3_base_224_1k.pth")
+        torch.save(torchvision.models.resnet50().state_dict(), clone / "resnet50-11ad3fa6.pth")
         write_folder(s3_server / "bucket/photos", 12)
         (clone / "addresses.csv").write_text("\n".join(["path", *map(str, clone.glob("photos/*/*.jpg"))]))
         run(["train", "demo", "tracking.register_as=vit", "--name", "registered"])
