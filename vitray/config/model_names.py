@@ -4,7 +4,7 @@ A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitray.errors import cut_middle, nearest
@@ -113,6 +113,12 @@ def parse_name(text: str) -> Name:
     parts = re.split(r"[-_/]", spelled)
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"(w\d+d|[a-z]+?)(\d*)(?:x(\d+))?", body)
+    if body == "axial":
+        own = parse_name(text.strip()[len(body) :].lstrip("-_/"))
+        raise ValueError(
+            f"model name {text!r}: axial attention is a setting: wanted {replace(own, depth=2 * own.depth)} with"
+            " model.attention=axial; each block is one along rows and one along columns (ViT paper, D.6)"
+        )
     if shape is None:
         raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
     width, depth, branches = shape.groups()
