@@ -113,11 +113,12 @@ def parse_name(text: str) -> Name:
     parts = re.split(r"[-_/]", spelled)
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"(w\d+d|[a-z]+?)(\d*)(?:x(\d+))?", body)
-    if body == "axial":
-        own = parse_name(text.strip()[len(body) :].lstrip("-_/"))
+    if body == "axial" and rest:
+        plain = parse_name("_".join(rest))
         raise ValueError(
-            f"model name {text!r}: axial attention is a setting: wanted {replace(own, depth=2 * own.depth)} with"
-            " model.attention=axial; each block is one along rows and one along columns (ViT paper, D.6)"
+            f"model name {text!r}: axial attention is a setting, and a block is two levels: wanted"
+            f" {replace(plain, depth=2 * plain.depth)} with model.attention=axial, model.class_token=false and"
+            " model.pool=mean"
         )
     if shape is None:
         raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
