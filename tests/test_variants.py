@@ -388,7 +388,7 @@ AXIAL = ["model.attention=axial", "model.class_token=false", "model.pool=mean"]
             "attention axial is along rows and columns of patches: got class_token false and registers 2",
         ),
         ([*AXIAL, "model.name=vit_s3x2_16"], "got vit_s3x2_16 of depth 3, wanted an even depth, as in vit_s4x2_16"),
-        ([*AXIAL, "model.positions=relative"], "offsets in raster order, and attention axial .* wanted other positions"),
+        ([*AXIAL, "model.positions=relative"], "offsets in raster order, and attention axial .*; wanted other"),
         (["model.name=Axial-ViT-B/32"], "wanted vit_b24x1_32 with model.attention=axial, model.class_token=false and"),
         (["model.name=axial_s18x2_16_hmlp"], "wanted vit_s36x2_16_hmlp_bn with model.attention=axial"),
         (["model.name=vit_axial_q/16"], "width 'q' is not one of"),
@@ -545,7 +545,7 @@ def test_inspection_sees_what_the_network_computes(kind):
     assert len(compare_branches(vit, torch.cat([x, x.flip(0), -x])).pairs) == 4
     assert {each.name.partition(" ")[0] for each in named_tensors(vit.state_dict())} == set(vit.state_dict())
     similarity = position_similarity(vit)
-    assert (similarity is None) == (vit.model.positions.kind in ("none", "relative", "rope"))
+    assert (similarity is None) == (vit.model.positions.kind in ("none", "relative"))
     if similarity is not None:
         torch.testing.assert_close(similarity.reshape(6, 6).diag(), torch.ones(6, dtype=torch.float64))
 

@@ -50,7 +50,8 @@ class Attention(nn.Module):
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
-        self.heads, head_size, self.axis = spec.heads, spec.width // spec.heads, spec.axis
+        self.heads, head_size = spec.heads, spec.width // spec.heads
+        self.axis: Axis | None = spec.axis
         self.norm = build_norm(spec.norm, spec.width, spec.norm_eps, spec.bias)
         self.qkv = nn.Linear(spec.width, 3 * spec.width, bias=spec.bias)
         self.out = nn.Linear(spec.width, spec.width, bias=spec.bias)
@@ -174,8 +175,8 @@ def attention_weights(
     """Return the explicit attention weights, BHNN: each query's row sums to one."""
     if axis is not None:
         assert grid is not None, "axial attention needs the grid of its patches"
-        lines = (split_lines(each, axis, grid) for each in (q_BHNd, k_BHNd))
-        return spread_weights(attention_weights(*lines), axis, grid)
+        q_XHLd, k_XHLd = split_lines(q_BHNd, axis, grid), split_lines(k_BHNd, axis, grid)
+        return spread_weights(attention_weights(q_XHLd, k_XHLd), axis, grid)
     logits_BHNN = q_BHNd @ k_BHNd.transpose(-2, -1) * q_BHNd.shape[-1] ** -0.5
     return (logits_BHNN if bias_BHNN is None else logits_BHNN + bias_BHNN).softmax(dim=-1)
 

@@ -1,6 +1,5 @@
 """The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width, C colours."""
 
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -54,9 +53,11 @@ class ViT(nn.Module):
             adapters=model.adapters,
             relative_patches=math.prod(model.grid) if isinstance(model.positions, Relative) else None,
         )
-        axes = itertools.cycle(AXES if model.attention == "axial" else [None])
-        levels = zip(drop_path_rates(model), axes, strict=False)
-        self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate, axis=axis)) for rate, axis in levels)
+        axes = AXES if model.attention == "axial" else (None,)
+        self.blocks = nn.ModuleList(
+            Block(spec._replace(drop_path=rate, axis=axes[level % len(axes)]))
+            for level, rate in enumerate(drop_path_rates(model))
+        )
         self.norm = build_norm(model.norm, shape.size, model.norm_eps, model.bias)
         self.head = build_head(model)
         self.blocks.apply(initialise_linear)
