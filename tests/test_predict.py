@@ -318,6 +318,7 @@ def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):
         {},
         {"positions": "rope", "registers": 2, "qk_norm": True},
         {"positions": {"kind": "learned", "where": "levels"}, "norm": "rmsnorm"},
+        {"attention": "axial", "class_token": False, "pool": "mean"},
     ],
 )
 def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_path, settings):
