@@ -139,7 +139,6 @@ ODD = [
     ("vit_u4x2_8", {"image_size": [32, 48], "qk_norm": True, **AXIAL}),
     ("vit_u2x1_8_hmlp_bn", {"image_size": [48, 32], "positions": "rope", **AXIAL}),
     ("vit_b24x1_32", AXIAL),
-    ("vit_b24x1_16", AXIAL),
     ("vit_w192d2x1_8", {"image_size": 32, "qk_norm": True, "registers": 3, "activation": "swiglu"}),
 ]
 
