@@ -11,6 +11,7 @@ from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 
 LS = {"layerscale": 1e-4}
+AXIAL = {"attention": "axial", "class_token": False, "pool": "mean"}
 # "Three things", Tables 1, 3 and 7, and ViT paper, Table 1: millions of parameters and GFLOPs, to the printed digit.
 # L/16 is printed with its LayerScale (24 x 2 x 1024 parameters raise 304.33 to 304.38).
 PAPERS = [
@@ -59,6 +60,23 @@ def test_counts_by_hand(branches):
     assert count(model).params == (
         (3 * 64 + 1) * width + patches * width + width + pairs * per_pair + 2 * width + (width + 1) * 10
     )
+
+
+@pytest.mark.parametrize(("patch", "params", "gflops"), [(32, "173.28", "8.46"), (16, "171.62", "33.55")])
+def test_counts_of_axial_vit_by_hand(patch, params, gflops):
+    """Of Axial-ViT-B the ViT paper prints no count (D.6): a block is two, and a patch attends to a row or a column."""
+    model = Model(name=f"vit_b24x1_{patch}", **AXIAL)
+    width, rows, columns = 768, 224 // patch, 224 // patch
+    n = rows * columns
+    products = n * 3 * patch**2 * width + 24 * 12 * n * width**2 + width * 1000
+    products += 12 * 2 * n * columns * width + 12 * 2 * n * rows * width
+    norms = 5 * (24 * 2 * n * width + n * width)  # the mean is taken after the last norm
+    counts = count(model)
+    assert counts.gflops == pytest.approx((products + norms) / 1e9, rel=1e-12)
+    per_level = 12 * width**2 + 13 * width
+    assert counts.params == (3 * patch**2 + 1 + n + 2 + 1000) * width + 1000 + 24 * per_level
+    assert (f"{counts.params / 1e6:.2f}", f"{counts.gflops:.2f}") == (params, gflops)
+    assert "12 heads along rows, in the next level along columns" in diagram(model, counts)
 
 
 @pytest.mark.parametrize("name", ["vit_u2x2_8_hmlp_bn", "vit_u3x1_8"])
@@ -118,6 +136,9 @@ ODD = [
     ("vit_u2x2_8", {"image_size": 32, "qk_norm": True, "bias": False, "activation": "swiglu"}),
     ("vit_u2x1_8", {"image_size": 32, "distillation_token": True, "num_classes": 7}),
     ("vit_u2x2_8", {"image_size": 32, "distillation_token": True, "head": {"kind": "mlp", "hidden": 5}}),
+    ("vit_u4x2_8", {"image_size": [32, 48], "qk_norm": True, **AXIAL}),
+    ("vit_u2x1_8_hmlp_bn", {"image_size": [48, 32], "positions": "rope", **AXIAL}),
+    ("vit_b24x1_32", AXIAL),
     ("vit_w192d2x1_8", {"image_size": 32, "qk_norm": True, "registers": 3, "activation": "swiglu"}),
 ]
 

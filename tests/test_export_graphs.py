@@ -62,9 +62,10 @@ TURNED = {
 }
 RELATIVE = {"positions": "relative", "class_token": False, "pool": "mean", "qk_norm": True}
 LEVELS = {"positions": {"kind": "learned2d", "where": "levels"}, "registers": 2}
+AXIAL = {"attention": "axial", "class_token": False, "pool": "mean"}
 
 
-@pytest.mark.parametrize("settings", [TURNED, RELATIVE, LEVELS])
+@pytest.mark.parametrize("settings", [TURNED, RELATIVE, LEVELS, AXIAL])
 @pytest.mark.parametrize(
     ("write", "ending"), [(write_torch_export, "pt2"), pytest.param(write_onnx, "onnx", marks=pytest.mark.slow)]
 )
@@ -123,6 +124,8 @@ def test_onnx_computes_the_same(tmp_path, settings):
         {"pool": "mean_then_norm", "class_token": False},
         {"positions": "none", "any_size": True},
         {"name": "vit_u2x2_16", "positions": "rope", "any_size": True},
+        {"positions": "sincos2d", "any_size": True} | AXIAL,
+        {"name": "vit_u2x2_16", "positions": "rope", "any_size": True} | AXIAL,
         {"name": "vit_u2x2_16_conv", "positions": "sincos2d", "any_size": True},
         {"name": "vit_u2x2_8_hmlp_ln", "positions": {"kind": "sincos2d", "frequencies": "mae"}, "any_size": True},
         {"head": "mlp", "activation": "gelu_tanh", "norm_eps": 0.1},

@@ -90,6 +90,11 @@ def test_torchvision_and_hugging_face_have_our_settings(tmp_path, layout, settin
             ("torchvision", "hf"), [{"name": "vit_u2x2_16"}], ["no parallel branches, and this model has 2"]
         ),
         *itertools.product(("torchvision", "hf"), [{"layerscale": 0.1}], ["has no LayerScale"]),
+        *itertools.product(
+            ("timm", "torchvision", "hf"),
+            [{"attention": "axial", "name": "vit_u2x1_16", "class_token": False, "pool": "mean"}],
+            ["has no axial attention"],
+        ),
         ("torchvision", {"num_classes": None}, "no network without a head"),
         ("torchvision", {"image_size": [32, 64]}, "square images, and this model 32 x 64"),
         ("hf", {"head": "mlp"}, "no place for head.0.weight"),

@@ -59,6 +59,10 @@ VARIANTS = POSITIONS | {
     "qk_norm without bias": {"qk_norm": True, "bias": False},
     "all": ALL | {"activation": "swiglu", "bias": False, "layerscale": 0.1, "pool": "mean_then_norm", "adapters": 3},
 }
+VARIANTS |= {
+    "axial": {"attention": "axial", "class_token": False, "pool": "mean"},
+    "axial, rope": {"attention": "axial", "positions": "rope", "class_token": False, "pool": "mean", "qk_norm": True},
+}
 each_position = pytest.mark.parametrize("kind", POSITIONS)
 each_variant = pytest.mark.parametrize("kind", VARIANTS)
 GRID = (2, 3)
@@ -145,7 +149,15 @@ def slow_turn(vector: Tensor, row: int, column: int, base: float) -> Tensor:
     return torch.tensor(pairs, dtype=vector.dtype)
 
 
-def slow_attention(vit: ViT, branch: nn.Module, tokens: list[Tensor], places: list[int | None]) -> list[Tensor]:
+def sees(vit: ViT, level: int, query: int | None, key: int | None) -> bool:
+    """Whether a query attends to a key: axial ones in their row on even levels, and in their column on odd ones."""
+    if vit.model.attention == "global":
+        return True
+    columns = vit.model.grid[1]
+    return query % columns == key % columns if level % 2 else query // columns == key // columns
+
+
+def slow_attention(vit: ViT, level: int, branch: nn.Module, tokens: list[Tensor], places: list) -> list[Tensor]:
     heads, size, columns = vit.model.num_heads, vit.model.head_size, vit.model.grid[1]
     rows = [slow_linear(slow_norm(token, branch.norm), branch.qkv) for token in tokens]
     outputs = [[] for _ in tokens]
@@ -160,15 +172,18 @@ def slow_attention(vit: ViT, branch: nn.Module, tokens: list[Tensor], places: li
                     q[index] = slow_turn(q[index], *divmod(place, columns), base)
                     k[index] = slow_turn(k[index], *divmod(place, columns), base)
         for i, output in enumerate(outputs):
-            logits = []
+            logits, values = [], []
             for j in range(len(tokens)):
+                if not sees(vit, level, places[i], places[j]):
+                    continue
                 key = k[j]
                 if branch.relative is not None:  # the embeddings of offsets are a second set of keys
                     offset = places[i] - places[j]
                     key = key + branch.relative[offset + math.prod(vit.model.grid) - 1]
                 logits.append(q[i] @ key / math.sqrt(size))
+                values.append(v[j])
             weights = torch.stack(logits).exp()
-            output.append(sum(weight * value for weight, value in zip(weights / weights.sum(), v, strict=True)))
+            output.append(sum(weight * value for weight, value in zip(weights / weights.sum(), values, strict=True)))
     return [slow_linear(torch.cat(output), branch.out) for output in outputs]
 
 
@@ -226,7 +241,7 @@ def slow_logits(vit: ViT, image_CHW: Tensor) -> Tensor:
             module = vit.positions if kind.where == "shared" else vit.level_positions[level - 1]
             added = [0.0 if at is None else slow_position(module, kind, at, model.grid) for at in places]
             tokens = [token + each for token, each in zip(tokens, added, strict=True)]
-        sums = [slow_attention(vit, branch, tokens, places) for branch in block.attentions]
+        sums = [slow_attention(vit, level, branch, tokens, places) for branch in block.attentions]
         scales = [1 if branch.scale is None else branch.scale for branch in block.attentions]
         for parts, scale in zip(sums, scales, strict=True):
             tokens = [token + part * scale for token, part in zip(tokens, parts, strict=True)]
@@ -347,6 +362,9 @@ def test_timm_has_the_same_rope(tmp_path):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
+AXIAL = ["model.attention=axial", "model.class_token=false", "model.pool=mean"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -363,6 +381,23 @@ def test_timm_has_the_same_rope(tmp_path):
         (["model.registers=-1"], "model.registers: got -1"),
         (["model.norm=rms"], "model.norm: got 'rms', wanted .*rmsnorm"),
         (["model.activation=swigl"], "nearest: swiglu"),
+        (["model.attention=axail"], "model.attention: got 'axail', wanted 'global' or 'axial'; nearest: axial"),
+        (["model.attention=axial"], "attention axial .* got class_token true and registers 0, wanted false and 0"),
+        (
+            [*AXIAL, "model.registers=2"],
+            "attention axial is along rows and columns of patches: got class_token false and registers 2",
+        ),
+        ([*AXIAL, "model.name=vit_s3x2_16"], "got vit_s3x2_16 of depth 3, wanted an even depth, as in vit_s4x2_16"),
+        ([*AXIAL, "model.positions=relative"], "offsets in raster order, and attention axial .*; wanted other"),
+        (["model.name=Axial-ViT-B/32"], "wanted vit_b24x1_32 with model.attention=axial, model.class_token=false and"),
+        (["model.name=axial_s18x2_16_hmlp"], "wanted vit_s36x2_16_hmlp_bn with model.attention=axial"),
+        (["model.name=vit_axial_q/16"], "width 'q' is not one of"),
+        (["model.name=axial"], "width 'axial' is not one of"),
+        (["model.name=torchvision/resnet50", "model.attention=axial"], 'resnet50 has no attention "axial"'),
+        (
+            [*AXIAL, "model.num_classes=null", "task.kind=masked", "task.objective=mae"],
+            "task.objective: got mae, whose encoder sees some of the patches, wanted another",
+        ),
     ],
 )
 def test_combinations_without_meaning_are_one_message(overrides, message):
@@ -446,11 +481,11 @@ def test_tables_of_column_and_row_are_resized_as_the_table_of_both():
         torch.testing.assert_close(vit.positions.embedding((5, 4)), resample(whole, GRID, (5, 4), convention))
 
 
-def test_regrouping_keeps_every_variant_but_tables_of_levels():
+def test_regrouping_keeps_every_variant_whose_levels_are_alike():
     for kind in VARIANTS:
         vit = network(kind)
-        if vit.where == "levels":
-            with pytest.raises(ValueError, match="before every level"):
+        if vit.where == "levels" or vit.model.attention == "axial":
+            with pytest.raises(ValueError, match=r"before every level|rows and columns in turn"):
                 regroup(vit, 1)
             continue
         restored = regroup(regroup(vit, 1), 2)
@@ -462,8 +497,15 @@ def test_regrouping_keeps_every_variant_but_tables_of_levels():
 DECODER = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
 
 
-@pytest.mark.parametrize("objective", [{"kind": "mae"} | DECODER, {"kind": "pixels_l2"}])
-@pytest.mark.parametrize("kind", [kind for kind in VARIANTS if kind != "distillation token"])  # refused
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [
+        (kind, objective)
+        for kind in VARIANTS
+        for objective in ({"kind": "mae"} | DECODER, {"kind": "pixels_l2"})
+        if kind != "distillation token" and (objective["kind"] != "mae" or "axial" not in kind)  # refused
+    ],
+)
 def test_masked_training_reaches_every_parameter_and_sees_no_hidden_patch(kind, objective):
     pool = {} if "pool" in VARIANTS[kind] else {"pool": "mean"}
     model = {"name": "vit_u2x1_8", "image_size": [16, 24], "num_classes": None} | VARIANTS[kind] | pool

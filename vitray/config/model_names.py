@@ -4,7 +4,7 @@ A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitray.errors import cut_middle, nearest
@@ -113,6 +113,13 @@ def parse_name(text: str) -> Name:
     parts = re.split(r"[-_/]", spelled)
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
     shape = re.fullmatch(r"(w\d+d|[a-z]+?)(\d*)(?:x(\d+))?", body)
+    if body == "axial" and rest:
+        plain = parse_name("_".join(rest))
+        raise ValueError(
+            f"model name {text!r}: axial attention is a setting, and a block is two levels: wanted"
+            f" {replace(plain, depth=2 * plain.depth)} with model.attention=axial, model.class_token=false and"
+            " model.pool=mean"
+        )
     if shape is None:
         raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
     width, depth, branches = shape.groups()

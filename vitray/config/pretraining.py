@@ -245,6 +245,11 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
             f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
             " wanted a linear, hmlp or local stem, or task.allow_leak true"
         )
+    if task.objective.kind == "mae" and model.attention == "axial":
+        raise ValueError(
+            "task.objective: got mae, whose encoder sees some of the patches, wanted another: attention axial needs"
+            " whole rows and columns"
+        )
     if task.objective.kind == "small_patch" and shape.patch % 4:
         raise ValueError(
             f"task.objective: got small_patch, wanted another: patches of {shape.patch} pixels do not divide by 4"

@@ -179,6 +179,9 @@ class Model(Section):
     """Learned tokens between the class token and the patches, which no pool reads; true: 4."""
     positions: Annotated[Positions, Field(discriminator="kind"), one_of("learned")] = Learned()
     """Positions of the patches."""
+    attention: Literal["global", "axial"] = "global"
+    """axial: the levels attend along rows and along columns in turn, each with a feed-forward (ViT paper, D.6). An
+    even depth is wanted: Axial-ViT-B/32 is vit_b24x1_32. Without a class token and registers."""
     head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), one_of("linear")] = LinearHead()
     """Classification head."""
     layerscale: Positive | None = None
@@ -231,6 +234,8 @@ class Model(Section):
         if self.resnet_eps != "vit" and not self.shape.is_hybrid:
             raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
         self._check_patches()
+        if self.attention == "axial":
+            self._check_axial()
         if self.pool == "token" and not self.class_token:
             raise ValueError("pool token needs class_token: true; without one, pool is mean or mean_then_norm")
         if self.distillation_token and self.pool != "token":
@@ -257,6 +262,25 @@ class Model(Section):
                 " joins; use loop, or auto"
             )
         return self
+
+    def _check_axial(self) -> None:
+        if self.shape.depth % 2:
+            other = replace(self.shape, depth=self.shape.depth + 1)
+            raise ValueError(
+                f"attention axial alternates rows and columns: got {self.name} of depth {self.shape.depth}, wanted an"
+                f" even depth, as in {other}"
+            )
+        if self.num_prefix:
+            raise ValueError(
+                "attention axial is along rows and columns of patches: got class_token"
+                f" {json.dumps(self.class_token)} and registers {self.registers}, wanted false and 0, with pool mean or"
+                " mean_then_norm"
+            )
+        if self.positions.kind == "relative":
+            raise ValueError(
+                "positions relative are offsets in raster order, and attention axial is along rows and columns; wanted"
+                " other positions"
+            )
 
     def _check_torchvision(self) -> None:
         own = {"name", "image_size", "num_classes"}

@@ -204,6 +204,7 @@ def aligned(base: ViT, other: ViT) -> ViT:
     """Return the base with its layers grouped as those of the other network, if both have equally many."""
     old, new = base.model.shape, other.model.shape
     has_other_layers = old.depth * old.branches != new.depth * new.branches
-    if old.branches == new.branches or has_other_layers or base.where == "levels":  # a level has positions of its own
+    # A level with positions or an axis of its own is no branch of another.
+    if old.branches == new.branches or has_other_layers or base.where == "levels" or base.model.attention == "axial":
         return base
     return regroup(base, new.branches)

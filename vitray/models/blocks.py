@@ -19,6 +19,7 @@ from vitray.models.branches import (
     FeedForward,
     Trace,
     activate,
+    attend,
     join_heads,
     place,
     split_heads,
@@ -106,7 +107,7 @@ class Block(nn.Module):
             q, k = normalise_heads(q, q_norms).type_as(v), normalise_heads(k, k_norms).type_as(v)
         tables: list[Tensor] = [branch.relative for branch in self.attentions if branch.relative is not None]
         q, k, bias = place(q, k, positions, torch.stack(tables) if tables else None)
-        h_BNK = join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+        h_BNK = join_heads(attend(q, k, v, bias, self.attentions[0].axis, positions.grid))
         return self._add_fused(x_BND, h_BNK, weights)
 
     def _feed_fused(self, x_BND: Tensor) -> Tensor:

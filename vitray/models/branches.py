@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.models.adapters import Adapter
+from vitray.models.axial import Axis, join_lines, split_lines, spread_weights
 from vitray.models.norms import build_norm
-from vitray.models.positions import NOWHERE, AttentionPositions
+from vitray.models.positions import NOWHERE, AttentionPositions, Grid
 from vitray.models.relative import num_offsets, relative_bias
 from vitray.models.rope import rotate
 from vitray.models.sizes import inner_width, up_width
@@ -40,6 +41,8 @@ class BlockSpec(NamedTuple):
     """Patches of an image whose offsets attention learns; None without relative positions."""
     adapters: int | None = None
     """Width of the adapter after a feed-forward; None without one."""
+    axis: Axis | None = None
+    """Axis along which patches attend; None for attention between all tokens."""
 
 
 class Attention(nn.Module):
@@ -48,6 +51,7 @@ class Attention(nn.Module):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.heads, head_size = spec.heads, spec.width // spec.heads
+        self.axis: Axis | None = spec.axis
         self.norm = build_norm(spec.norm, spec.width, spec.norm_eps, spec.bias)
         self.qkv = nn.Linear(spec.width, 3 * spec.width, bias=spec.bias)
         self.out = nn.Linear(spec.width, spec.width, bias=spec.bias)
@@ -70,9 +74,9 @@ class Attention(nn.Module):
         """Return the output; a trace receives the attention weights (BHNN)."""
         q, k, v, bias = self._heads(x_BND, positions)
         if trace is None:
-            h_BHNd = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            h_BHNd = attend(q, k, v, bias, self.axis, positions.grid)
         else:
-            trace[key] = attention_weights(q, k, bias)
+            trace[key] = attention_weights(q, k, bias, self.axis, positions.grid)
             h_BHNd = trace[key] @ v
         h_BND = F.dropout(self.out(join_heads(h_BHNd)), dropout, self.training)
         return h_BND if self.scale is None else h_BND * self.scale
@@ -80,7 +84,7 @@ class Attention(nn.Module):
     def weights(self, x_BND: Tensor, positions: AttentionPositions = NOWHERE) -> Tensor:
         """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
         q, k, _, bias = self._heads(x_BND, positions)
-        return attention_weights(q, k, bias)
+        return attention_weights(q, k, bias, self.axis, positions.grid)
 
     def _heads(self, x_BND: Tensor, positions: AttentionPositions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values (BHNd), and the bias of the logits (BHNN)."""
@@ -145,8 +149,34 @@ def place(
     return q_BHNd, k_BHNd, relative_bias(q_BHNd, tables_PKd, positions.offset)
 
 
-def attention_weights(q_BHNd: Tensor, k_BHNd: Tensor, bias_BHNN: Tensor | None = None) -> Tensor:
+def attend(
+    q_BHNd: Tensor,
+    k_BHNd: Tensor,
+    v_BHNd: Tensor,
+    bias_BHNN: Tensor | None,
+    axis: Axis | None = None,
+    grid: Grid | None = None,
+) -> Tensor:
+    """Return the values weighted by attention, BHNd: between all tokens, or along one axis of a grid of patches."""
+    if axis is None:
+        return F.scaled_dot_product_attention(q_BHNd, k_BHNd, v_BHNd, attn_mask=bias_BHNN)
+    assert grid is not None, "axial attention needs the grid of its patches"
+    q, k, v = (split_lines(each, axis, grid) for each in (q_BHNd, k_BHNd, v_BHNd))
+    return join_lines(F.scaled_dot_product_attention(q, k, v), axis, grid)
+
+
+def attention_weights(
+    q_BHNd: Tensor,
+    k_BHNd: Tensor,
+    bias_BHNN: Tensor | None = None,
+    axis: Axis | None = None,
+    grid: Grid | None = None,
+) -> Tensor:
     """Return the explicit attention weights, BHNN: each query's row sums to one."""
+    if axis is not None:
+        assert grid is not None, "axial attention needs the grid of its patches"
+        q_XHLd, k_XHLd = split_lines(q_BHNd, axis, grid), split_lines(k_BHNd, axis, grid)
+        return spread_weights(attention_weights(q_XHLd, k_XHLd), axis, grid)
     logits_BHNN = q_BHNd @ k_BHNd.transpose(-2, -1) * q_BHNd.shape[-1] ** -0.5
     return (logits_BHNN if bias_BHNN is None else logits_BHNN + bias_BHNN).softmax(dim=-1)
 

@@ -66,6 +66,7 @@ def diagram(model: Model, counts: Counts) -> str:
     stem = " > ".join(_layer(layer) for layer in vit.stem.proj)
     scale = "" if model.layerscale is None else f" * scale {model.layerscale:g}"
     heads = f"{model.num_heads} heads{' with norms' if model.qk_norm else ''}"
+    heads += " along rows, in the next level along columns" if model.attention == "axial" else ""
     gates = " gated" if model.activation == "swiglu" else ""
     hidden = f"{shape.size} > {inner_width(shape.size, model.activation)}{gates} > {shape.size}"
     hidden += f" > adapter {model.adapters}" if model.adapters else ""

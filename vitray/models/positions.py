@@ -39,6 +39,8 @@ class AttentionPositions(NamedTuple):
     """Of axial rotary positions: the cosines and sines of each token, 2(1 or B)1Nd."""
     offset: Tensor | None = None
     """Of relative positions: the row of the table for each pair of patches, (1 or B)1NN."""
+    grid: Grid | None = None
+    """Of axial attention: the rows and columns of the patches, all of which are there."""
 
 
 NOWHERE = AttentionPositions()

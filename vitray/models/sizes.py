@@ -111,6 +111,8 @@ def sizes_of(model: Model) -> Sizes:
     adapters = model.adapters or 0
     offsets = (2 * patches - 1) * (model.positions.kind == "relative")
     hidden = (model.head.hidden or D) if model.head.kind == "mlp" else 0
+    # A query's products with keys and values: of all tokens, or of a row in one level and of a column in the next.
+    attended = sum(model.grid) if model.attention == "axial" else 2 * N
     stem, stem_work = _stem(model)
     heads = model.num_classifiers if classes else 0
     head_matrices = heads * (D * hidden + hidden * classes if hidden else D * classes)
@@ -127,7 +129,7 @@ def sizes_of(model: Model) -> Sizes:
         "adapters": pairs * (2 * D * adapters + (adapters + D) * bias) * (adapters > 0),
         "head": head_matrices + heads * (hidden + classes),
     }
-    products = pairs * N * D * (4 * D + up + inner + 2 * adapters + 2 * N + offsets) + head_matrices
+    products = pairs * N * D * (4 * D + up + inner + 2 * adapters + attended + offsets) + head_matrices
     normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (
         patches if model.pool == "mean" else model.num_classifiers
     )

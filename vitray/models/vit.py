@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Relative, Rope
 from vitray.models.adapters import Adapter
+from vitray.models.axial import AXES
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec, Execution, Trace
 from vitray.models.norms import build_norm
@@ -52,7 +53,11 @@ class ViT(nn.Module):
             adapters=model.adapters,
             relative_patches=math.prod(model.grid) if isinstance(model.positions, Relative) else None,
         )
-        self.blocks = nn.ModuleList(Block(spec._replace(drop_path=rate)) for rate in drop_path_rates(model))
+        axes = AXES if model.attention == "axial" else (None,)
+        self.blocks = nn.ModuleList(
+            Block(spec._replace(drop_path=rate, axis=axes[level % len(axes)]))
+            for level, rate in enumerate(drop_path_rates(model))
+        )
         self.norm = build_norm(model.norm, shape.size, model.norm_eps, model.bias)
         self.head = build_head(model)
         self.blocks.apply(initialise_linear)
@@ -117,16 +122,21 @@ class ViT(nn.Module):
 
     def attention_positions(self, places: Places) -> AttentionPositions:
         """Return the positions that act inside attention."""
+        grid = None
+        if self.model.attention == "axial":
+            if places.chosen is not None:
+                raise ValueError("axial attention needs whole rows and columns, not some of the patches")
+            grid = places.grid
         match self.model.positions:
             case Rope():
                 assert self.rope is not None
-                return AttentionPositions(rotation=self.rope(places, self.num_prefix))
+                return AttentionPositions(rotation=self.rope(places, self.num_prefix), grid=grid)
             case Relative():
                 if places.grid != self.model.grid:
                     raise ValueError(f"relative positions of {self.model.grid} patches do not fit {places.grid}")
                 return AttentionPositions(offset=offset_index(places, self.norm.weight.device))
             case _:
-                return AttentionPositions()
+                return AttentionPositions(grid=grid)
 
     @property
     def num_prefix(self) -> int:
@@ -227,6 +237,8 @@ def regroup(vit: ViT, branches: int) -> ViT:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
     if vit.where == "levels" and branches != old.branches:
         raise ValueError(f"{old} adds other positions before every level, of which other branches have another number")
+    if vit.model.attention == "axial" and branches != old.branches:
+        raise ValueError(f"{old} attends along rows and columns in turn, and other branches would exchange them")
     name = replace(old, depth=pairs // branches, branches=branches)
     # Moved first: float64 weights loaded into float32 parameters would be rounded.
     new = ViT(Model.model_validate({**vit.model.model_dump(), "name": str(name)})).to(vit.norm.weight)

@@ -105,6 +105,7 @@ def variant_of(model: Model) -> str | None:
     variants = {
         f"{model.positions.kind} positions": not is_added,
         "positions before every level": getattr(model.positions, "where", "stem") != "stem",
+        f"{model.attention} attention": model.attention != "global",
         "registers": model.registers > 0,
         "qk_norm": model.qk_norm,
         f"norm {model.norm}": model.norm != "layernorm",

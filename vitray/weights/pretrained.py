@@ -27,6 +27,7 @@ FIXED = (
     "registers",
     "pool",
     "positions",
+    "attention",
     "heads",
     "layerscale",
     "activation",

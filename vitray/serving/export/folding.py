@@ -130,7 +130,8 @@ def fold(vit: AnyNetwork, normalise: Normalise, *, any_size: bool, int8_weights:
 def _is_foldable(model: Model) -> bool:
     """Whether the levels are LayerNorms, products with biases, GELU and attention without positions, and no more."""
     is_plain = model.norm == "layernorm" and model.bias and not model.qk_norm and model.activation != "swiglu"
-    return is_plain and model.adapters is None and model.positions.kind not in ("relative", "rope")
+    is_plain = is_plain and model.adapters is None and model.attention == "global"
+    return is_plain and model.positions.kind not in ("relative", "rope")
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
