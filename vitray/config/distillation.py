@@ -39,8 +39,8 @@ class Cosub(Section):
     labels and the other's answers."""
 
     weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the other submodel's answers in the loss; the labels have the rest. Answers are the probabilities of
-    task.loss: a softmax, or a sigmoid for each class; they have no gradients."""
+    """Share of the other submodel's answers in the loss; the labels have the rest. The answers are probabilities
+    without gradients: a softmax with task.loss softmax, a sigmoid for each class with bce."""
 
 
 CoTraining = Annotated[

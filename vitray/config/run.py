@@ -79,7 +79,9 @@ class Run(Section):
         if model.drop_path_over_depth == "linear" and model.shape.depth == 1:
             raise ValueError(f"model.drop_path_over_depth: got linear, which is 0 in the only block: {reason}")
         if self.distill is not None:
-            raise ValueError("task.cosub: got some with task.distill, wanted one of them: each shares the loss alone")
+            raise ValueError(
+                "task.cosub: got some with task.distill, wanted one of them: each divides the loss with the labels"
+            )
         return self
 
     @model_validator(mode="after")

@@ -170,7 +170,7 @@ class RunLogger:
         images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
         # A multiply-add is two operations.
         teacher_flops = 2e9 * plan.teacher_gflops * images
-        passes = run.submodels * forward_passes_per_step(self._info.planned.start)
+        passes = forward_passes_per_step(run, self._info.planned.start)
         flops = 2e9 * training_gflops(run.model) * passes * images + teacher_flops
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
         if plan.teacher:
