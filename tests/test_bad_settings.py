@@ -36,6 +36,7 @@ NEEDS = {
     "task.kind=tokenizer": ["data.mix={}", "model.num_classes=null"],
     "task.objective.kind=beit": ["task.objective.tokenizer=codes"],
 }
+BESIDE = {"task.distill.": "task.distill.teacher=base", "task.cosub.": "model.drop_path=0.1"}
 DIGITS = "0" * 400
 VALUES = [
     "0", "-1", "1e-300", "1e300", f"1{DIGITS[:40]}", f"1{DIGITS}", ".nan", "-.inf", "''", "[]", "{}", "null",
@@ -96,8 +97,8 @@ def _merged(*groups):
 def test_every_bad_value_of_every_setting_is_refused_by_its_path_or_survives_a_dry_run(place):
     dataset, wrong, outcomes = open_dataset("data"), [], {"refused": 0, "planned": 0}
     for path, kinds in paths(Run):
-        teacher = ["task.distill.teacher=base"] if path.startswith("task.distill.") else []
-        given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds), teacher)
+        beside = [setting for section, setting in BESIDE.items() if path.startswith(section)]
+        given = _merged(TINY, ["data.url=data"], kinds, *(NEEDS.get(kind, ()) for kind in kinds), beside)
         base = load_run(None, given)
         for value in VALUES:
             override = f"{path}={value}"

@@ -116,4 +116,4 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
 def utilisation(run: Run, images_per_second: float, device: torch.device) -> float | None:
     """Return the model FLOPs utilisation; None for a device of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), run.compute.precision) if device.type == "cuda" else None
-    return None if peak is None else 6e9 * count(run.model).gflops * images_per_second / peak
+    return None if peak is None else 6e9 * run.submodels * count(run.model).gflops * images_per_second / peak

@@ -1,4 +1,4 @@
-"""Settings of distillation: a trained network, the teacher, whose answers are learned beside the labels."""
+"""Settings of distillation: answers of a teacher, or of another submodel, that are learned beside the labels."""
 
 from typing import Annotated, Literal, Self
 
@@ -31,4 +31,18 @@ class Distillation(Section):
 
 Distill = Annotated[
     Distillation | None, Field(description="A teacher whose answers are learned, too (DeiT); null: none.")
+]
+
+
+class Cosub(Section):
+    """Co-training of two submodels, each a draw of drop path. An image passes through both, and each learns the
+    labels and the other's answers."""
+
+    weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of the other submodel's answers in the loss; the labels have the rest. The answers are probabilities
+    without gradients: a softmax with task.loss softmax, a sigmoid for each class with bce."""
+
+
+CoTraining = Annotated[
+    Cosub | None, Field(description="Co-training of two submodels (cosub); needs model.drop_path; null: none.")
 ]

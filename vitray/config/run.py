@@ -68,6 +68,23 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _submodels_differ(self) -> Self:
+        if self.submodels == 1:
+            return self
+        model = self.model
+        model.require_vit("task.cosub")
+        reason = "the two submodels of task.cosub differ by their draws of drop path"
+        if not model.drop_path:
+            raise ValueError(f"model.drop_path: got 0, wanted more: {reason}")
+        if model.drop_path_over_depth == "linear" and model.shape.depth == 1:
+            raise ValueError(f"model.drop_path_over_depth: got linear, which is 0 in the only block: {reason}")
+        if self.distill is not None:
+            raise ValueError(
+                "task.cosub: got some with task.distill, wanted one of them: each divides the loss with the labels"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _compiles(self) -> Self:
         # torch.compile keeps 8 graphs of a function, and computes further ones without compiling.
         if self.compute.compile and len(self.model.patches) > 8:
@@ -122,6 +139,11 @@ class Run(Section):
     def distill(self) -> Distillation | None:
         """The distillation of a task with classes; None without a teacher."""
         return self.task.distill if isinstance(self.task, SupervisedSettings | Finetune) else None
+
+    @property
+    def submodels(self) -> int:
+        """How many submodels each image of a step passes through: 2 with task.cosub, otherwise 1."""
+        return 2 if isinstance(self.task, SupervisedSettings | Finetune) and self.task.cosub else 1
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
-from vitray.config.distillation import Distill
+from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
@@ -69,6 +69,7 @@ class SupervisedSettings(Section):
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
     distill: Distill = None
+    cosub: CoTraining = None
 
 
 class Finetune(Section):
@@ -95,6 +96,7 @@ class Finetune(Section):
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
     distill: Distill = None
+    cosub: CoTraining = None
 
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:

@@ -166,19 +166,19 @@ class RunLogger:
         return {key: value for key, value in last.items() if key.endswith("_ema")} or last
 
     def _costs(self, result: messages.WorkerResult, speed: float | None) -> dict[str, float]:
-        plan, precision = self._info.planned.plan, self._info.planned.run.compute.precision
+        plan, run = self._info.planned.plan, self._info.planned.run
         images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
         # A multiply-add is two operations.
         teacher_flops = 2e9 * plan.teacher_gflops * images
-        passes = forward_passes_per_step(self._info.planned.start)
-        flops = 2e9 * training_gflops(self._info.planned.run.model) * passes * images + teacher_flops
+        passes = forward_passes_per_step(run, self._info.planned.start)
+        flops = 2e9 * training_gflops(run.model) * passes * images + teacher_flops
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
         if plan.teacher:
             costs["cost/teacher_flops"] = teacher_flops
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
             costs["cost/step_ms"] = 1000 * plan.global_batch / speed
-        if peak := peak_flops(self._device, precision):
+        if peak := peak_flops(self._device, run.compute.precision):
             costs["cost/mfu"] = flops / device_seconds / peak
         return costs
 

@@ -155,7 +155,8 @@ def _describe_loss(task: SupervisedSettings | Finetune | Masked | Tokenizer) -> 
     match task:
         case SupervisedSettings() | Finetune():
             taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
-            return f"{task.loss}, smoothing {task.smoothing:g}{taught or ''}"
+            cotrained = task.cosub and f", {task.cosub.weight:.0%} co-training of two submodels"
+            return f"{task.loss}, smoothing {task.smoothing:g}{taught or cotrained or ''}"
         case Masked(objective=objective, mask=mask):
             return f"{objective.kind} of {mask.ratio:.0%} of the patches, {mask.kind}"
         case Tokenizer():

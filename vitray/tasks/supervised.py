@@ -1,6 +1,6 @@
-"""Supervised training: a module whose forward is the classification loss, from labels and a teacher.
+"""Supervised training: a module whose forward is the classification loss, from labels, a teacher or two submodels.
 
-Shapes: B images, C colours, H x W pixels, K classes.
+Shapes: B images, S images of both submodels, C colours, H x W pixels, K classes.
 """
 
 from typing import assert_never
@@ -12,7 +12,7 @@ from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.models.network import build_network
 from vitray.models.vit import TwoHeads, ViT
-from vitray.tasks.distillation import Teacher, distillation_loss
+from vitray.tasks.distillation import Teacher, distillation_loss, submodel_loss
 
 
 class Supervised(nn.Module):
@@ -26,7 +26,9 @@ class Supervised(nn.Module):
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss over the batch."""
-        distill = self.settings.distill
+        distill, cosub = self.settings.distill, self.settings.cosub
+        if cosub is not None:
+            return self.cosub_loss(images_BCHW, targets_BK, cosub.weight)
         if distill is None:
             return self.label_loss(self.vit(images_BCHW), targets_BK)
         assert self.teacher is not None, "a task without its teacher only evaluates"
@@ -40,6 +42,13 @@ class Supervised(nn.Module):
             distillation_loss(taught_BK, answers_BK, distill),
         )
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
+
+    def cosub_loss(self, images_BCHW: Tensor, targets_BK: Tensor, weight: float) -> Tensor:
+        """Return the mean loss of two submodels: drop path is drawn anew for the second copy of each image."""
+        logits_SK = self.vit(images_BCHW.repeat(2, 1, 1, 1))
+        others_SK = logits_SK.roll(len(images_BCHW), dims=0)
+        label_loss = self.label_loss(logits_SK, targets_BK.repeat(2, 1))
+        return (1 - weight) * label_loss + weight * submodel_loss(logits_SK, others_SK, self.settings.loss)
 
     def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss of logits by the labels."""

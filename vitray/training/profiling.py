@@ -57,12 +57,15 @@ def _peak_memory(device: torch.device) -> float:
     return highest.item()
 
 
-def forward_passes_per_step(start: InitialWeights | None) -> float:
-    """Return the cost of a step in forward passes: forward, backward, and the gradients of the trained weights."""
+def forward_passes_per_step(run: Run, start: InitialWeights | None) -> float:
+    """Return the cost of a step in forward passes of its images.
+
+    Each submodel takes a forward pass, a backward pass, and the gradients of the trained weights.
+    """
     if start is None:
-        return 3.0
+        return 3.0 * run.submodels
     is_head_only = all(row.part == "head" for row in start.audit.rows if row.trained)
-    return 1 + (start.audit.share if is_head_only else 1) + start.audit.share
+    return run.submodels * (1 + (start.audit.share if is_head_only else 1) + start.audit.share)
 
 
 def peak_flops(device: str, precision: str) -> float | None:
