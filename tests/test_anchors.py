@@ -5,8 +5,6 @@ import re
 import pytest
 from test_layers import ROOT
 
-from vitray.runs.run_summary import wait_block
-
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 NAMED = {
@@ -45,10 +43,3 @@ def test_links_of_a_page_hold(page):
 def test_the_anchors_of_a_planted_page():
     text = "# A b\n\n## When it fails: C, `d`\n\n```\n# no heading\n```\n"
     assert anchors(text) == {"a-b", "when-it-fails-c-d"}
-
-
-@pytest.mark.parametrize(
-    ("shares", "text"), [([], None), ([0.0, 0.1, 0.9], None), ([0.3, 0.31, 0.9], "31% of the time")]
-)
-def test_a_long_wait_for_data_names_the_remedies(shares, text):
-    assert wait_block(shares) == ({} if text is None else {"data wait": f"{text}: docs/faq.md#data-wait"})

@@ -15,6 +15,7 @@ def test_the_warning_comes_once_and_not_for_a_start():
     text = warning.report(0.06)
     assert text is not None
     assert text.startswith("training waits for images 6% of the time: set data.cache=decoded")
+    assert text.endswith("docs/faq.md#data-wait")
     assert warning.report(0.5) is None
 
 

@@ -24,7 +24,7 @@ from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
-from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block, wait_block
+from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block
 from vitray.runs.wait_warning import WaitWarning
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
@@ -155,8 +155,7 @@ class RunLogger:
         if saved:
             facts = end_block(info.planned.plan, outcome, costs, saved) | {"tracking": self._tracker.run_url()}
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
-            waits = [share for _, share in self._history.get("train/data_wait_share", [])[1:]]
-            self._console.block(facts | wait_block(waits) | incident_block(result))
+            self._console.block(facts | incident_block(result))
         return outcome
 
     def _last_scores(self, step: int) -> dict[str, float]:

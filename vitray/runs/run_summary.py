@@ -1,8 +1,6 @@
 """Summaries of a run: the start and end blocks of the console, and the description in MLflow."""
 
 import platform
-from collections.abc import Sequence
-from statistics import median
 from typing import assert_never
 
 from vitray import storage
@@ -19,9 +17,6 @@ from vitray.tracking.lineage import TrackedDataset
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
 from vitray.weights import SavedModel
-
-# Above this share of waiting for images the end of a run names the remedies.
-LARGE_WAIT = 0.2
 
 
 def start_block(info: RunInfo) -> dict[str, str]:
@@ -115,12 +110,6 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
     if result.skipped:
         facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, which broke the run"
     return facts
-
-
-def wait_block(shares: Sequence[float]) -> dict[str, str]:
-    """Return the median share of the time in which training waited for images, if it is large."""
-    share = median(shares) if shares else 0.0
-    return {"data wait": f"{share:.0%} of the time: docs/faq.md#data-wait"} if share > LARGE_WAIT else {}
 
 
 def describe_run(run: Run, plan: Plan, placement: Placement) -> str:

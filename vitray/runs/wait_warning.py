@@ -23,7 +23,8 @@ class WaitWarning:
         if not is_warm or self._is_done or share <= WARNING_SHARE:
             return None
         self._is_done = True
-        return f"training waits for images {share:.0%} of the time: {best_remedy(self._data, self._has_gpu)}"
+        remedy = best_remedy(self._data, self._has_gpu)
+        return f"training waits for images {share:.0%} of the time: {remedy}; docs/faq.md#data-wait"
 
 
 def best_remedy(data: Data, has_gpu: bool) -> str:
