@@ -1,5 +1,7 @@
 """Networks of torchvision, side by side with ours: the same commands, their own names of tensors behind `body.`.
 
+Functions import torchvision where they use it: it brings torch.compile along, a second of CPU for each process, and
+most networks are ours.
 Shapes: B images, C colours, H x W pixels, D features, K classes.
 """
 
@@ -11,11 +13,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-import torchvision
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
-from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from vitray.config import Model
 from vitray.config.torchvision_names import PREFIX
@@ -130,6 +128,9 @@ class TorchvisionNetwork(nn.Module):
 
         The axes are the heads, then row and column of the query, then those of the key.
         """
+        from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
+        from torchvision.models.swin_transformer import ShiftedWindowAttention
+
         biases = {}
         for name, module in self.body.named_modules():
             match module:
@@ -158,10 +159,12 @@ def _stage(number: int) -> Part:
 
 
 def _build(model: Model) -> nn.Module:
+    from torchvision.models import get_model
+
     network, settings = model.name.removeprefix(PREFIX), constructor_settings(model)
     # A RegNet computes its widths with tensors, which have no values on the meta device.
     with torch.device("cpu") if network.startswith("regnet") else nullcontext():
-        body = torchvision.models.get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
+        body = get_model(network, weights=None, num_classes=model.num_classes or 1, **settings)
     return body.to(torch.get_default_device())
 
 
@@ -193,6 +196,8 @@ def stage_widths(model: Model) -> dict[str, int]:
 
 def torchvision_sizes(model: Model) -> Sizes:
     """Return the sizes of a network of torchvision: multiply-adds of its products, as torchvision prints them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     with torch.device("meta"):
         network = TorchvisionNetwork(model).eval()
         images_1CHW = torch.empty(1, 3, *model.image_shape)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional
 
 from vitray.config.augmentation import Colour, Interpolation
 from vitray.data.augment.batch import to_device
@@ -64,6 +63,8 @@ def _operate(
         case "auto_contrast":
             return auto_contrast(images_BHWC)
         case "equalize":
+            from torchvision.transforms.v2 import functional  # imports torch.compile, which takes a second
+
             planes: Any = functional.equalize(images_BHWC.permute(0, 3, 1, 2))
             return planes.permute(0, 2, 3, 1)
         case "grey":
