@@ -87,8 +87,23 @@ def test_positions_are_drawn_where_there_are_any():
     check_pictures(result, 1)
     assert result.prose.endswith("none has no position embedding.")
     wanted = position_similarity(subject().vit)
-    assert float(cells(result)[1 + 3 + 1][2 + 2]) == pytest.approx(float(wanted[1, 1, 0, 2]), abs=1e-6)
+    assert float(cells(result)[1 + 3 + 1][3 + 2]) == pytest.approx(float(wanted[1, 1, 0, 2]), abs=1e-6)
     check_pictures(positions_figure([subject(image_size=(160, 240))]), 1)
+
+
+def test_positions_of_every_level_are_drawn():
+    each = subject("each", positions={"kind": "learned", "where": "levels"})
+    result = positions_figure([each])
+    check_pictures(result, 1)
+    assert "learned positions, those of each level, on a grid" in result.drawings[0].caption
+    rows, wanted = cells(result), position_similarity(each.vit, level=1)
+    patches = wanted.shape[0] * wanted.shape[1]
+    assert len(rows) == 1 + len(each.vit.blocks) * patches
+    assert [float(cell) for cell in rows[1 + patches + 1][3:]] == pytest.approx(
+        wanted[0, 1].flatten().tolist(), abs=1e-6
+    )
+    shared = positions_figure([subject("shared", positions={"kind": "learned", "where": "shared"})])
+    assert "added before every level" in shared.drawings[0].caption
 
 
 def test_positions_inside_attention_are_drawn_too():
@@ -96,7 +111,7 @@ def test_positions_inside_attention_are_drawn_too():
     result = positions_figure([rotary])
     check_pictures(result, 1)
     assert "a query and a key whose channels are all 1, after their rotation" in result.drawings[0].caption
-    assert float(cells(result)[1][2]) == pytest.approx(1)
+    assert float(cells(result)[1][3]) == pytest.approx(1)
     relative = subject("relative", positions="relative", class_token=False, pool="mean")
     result = positions_figure([relative])
     check_pictures(result, 1)

@@ -160,6 +160,17 @@ def test_position_similarity_equals_a_loop_over_pairs(positions, grid):
             assert float(cell) == pytest.approx(dot / lengths[0] / lengths[1], abs=1e-6)
 
 
+@pytest.mark.parametrize("where", ["stem", "shared", "levels"])
+def test_position_similarity_of_a_level_is_of_the_table_added_before_it(where):
+    vit = network(positions={"kind": "learned", "where": where})
+    own = vit.level_positions[0] if where == "levels" else vit.positions
+    table = own.table.detach().double()
+    got = position_similarity(vit, level=1).view(len(table), len(table))
+    assert torch.allclose(got, torch.nn.functional.cosine_similarity(table[:, None], table[None], dim=2))
+    with pytest.raises(ValueError, match=f"got level {len(vit.blocks)}, wanted 0 to {len(vit.blocks) - 1}"):
+        position_similarity(vit, level=len(vit.blocks))
+
+
 def test_a_network_without_positions_has_no_similarity():
     assert position_similarity(network(positions="none")) is None
 

@@ -4,7 +4,7 @@ Shapes: R x Q rows and columns of patches, N patches row by row, D width, B imag
 P branches; of terms (LPHK), H heads, K offsets; d channels of a head.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from vitray.config import Rope
 from vitray.inspection.levels import Level, images_at_once, run_levels
 from vitray.models.branches import Attention, split_heads
 from vitray.models.network import AnyNetwork
+from vitray.models.positions import Positions
 from vitray.models.relative import relative_bias
 from vitray.models.rope import axial_rotation, rotate
 from vitray.models.vit import ViT
@@ -30,10 +31,10 @@ class WindowTerms(NamedTuple):
 
 
 @torch.no_grad()
-def position_similarity(vit: AnyNetwork, grid: tuple[int, int] | None = None) -> Tensor | None:
+def position_similarity(vit: AnyNetwork, grid: tuple[int, int] | None = None, level: int = 0) -> Tensor | None:
     """Return the cosine of every pair of position embeddings, RQRQ, or None for a network without them.
 
-    Of a network that adds others before every level, those of the stem. Of rotary positions, the cosine between a query
+    A network may add others before each later level: those of `level`. Of rotary positions, the cosine between a query
     and a key whose channels are all 1, after their rotation: the same for every level and head.
 
     By default on the network's own grid; on another grid, those that the network adds there.
@@ -41,11 +42,18 @@ def position_similarity(vit: AnyNetwork, grid: tuple[int, int] | None = None) ->
     if not isinstance(vit, ViT):
         return _similarity(*table) if (table := _table_of_torchvision(vit)) else None
     rows, columns = grid or vit.model.grid
-    table_ND = vit.positions.embedding((rows, columns))
+    table_ND = _added_before(vit, level).embedding((rows, columns))
     if isinstance(vit.model.positions, Rope):
         rotation_2Nd = axial_rotation((rows, columns), vit.model.head_size, vit.model.positions.base)
         table_ND = rotate(torch.ones_like(rotation_2Nd[0]), rotation_2Nd)
     return None if table_ND is None else _similarity(table_ND, (rows, columns))
+
+
+def _added_before(vit: ViT, level: int) -> Positions:
+    if not 0 <= level < len(vit.blocks):
+        raise ValueError(f"got level {level}, wanted 0 to {len(vit.blocks) - 1}")
+    own: Any = [vit.positions, *vit.level_positions]
+    return own[level] if vit.where == "levels" else vit.positions
 
 
 def _similarity(table_ND: Tensor, grid: tuple[int, int]) -> Tensor:

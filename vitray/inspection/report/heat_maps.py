@@ -1,5 +1,7 @@
 """Parts that several figures share: axes with a title, colour maps of the theme, colour bars, bands over levels."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
@@ -39,9 +41,9 @@ def heat(theme: Theme) -> LinearSegmentedColormap:
     return LinearSegmentedColormap.from_list("heat", [theme.low, theme.high])
 
 
-def add_bar(figure: Figure, axis: Axes, image: AxesImage, theme: Theme, label: str) -> None:
-    """Draw the scale of a heat map beside its axis."""
-    bar = figure.colorbar(image, ax=axis, shrink=0.8, aspect=35, pad=0.02)
+def add_bar(figure: Figure, axes: Axes | Sequence[Axes], image: AxesImage, theme: Theme, label: str) -> None:
+    """Draw the scale of a heat map beside its axis, or beside all axes that share it."""
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=35, pad=0.02)
     bar.ax.tick_params(length=0, labelsize=7, labelcolor=theme.pale)
     bar.outline.set_visible(False)  # type: ignore[operator] - the stubs call it a method
     bar.set_label(label, color=theme.pale, fontsize=8)

@@ -96,11 +96,15 @@ def _show_positions(subject: Subject) -> Part | str:
     if similarity is None:
         return f"{subject.name} has no position embedding."
     rows, columns = similarity.shape[:2]
-    kind = KINDS[subject.network.model.positions.kind]
-    if isinstance(subject.network, ViT) and subject.network.where != "stem":
-        kind += ", those of the stem"
-    caption = f"{kind}, on a grid of {rows} x {columns} patches."
-    return Part(caption, partial(draw_positions, similarity), position_rows(similarity))
+    kind, grid = KINDS[subject.network.model.positions.kind], f"on a grid of {rows} x {columns} patches"
+    where = subject.vit.where if isinstance(subject.network, ViT) else "stem"
+    if where != "levels":
+        again = ", added before every level," if where == "shared" else ","
+        return Part(f"{kind}{again} {grid}.", partial(draw_positions, [similarity]), position_rows([similarity]))
+    levels = [position_similarity(subject.network, level=level) for level in range(len(subject.vit.blocks))]
+    similarities = [each for each in levels if each is not None]
+    caption = f"{kind}, those of each level, {grid}."
+    return Part(caption, partial(draw_positions, similarities), position_rows(similarities))
 
 
 def _show_relative(subject: Subject) -> Part:

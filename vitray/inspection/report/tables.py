@@ -50,14 +50,17 @@ def window_rows(terms: Sequence[WindowTerms]) -> Rows:
     return rows
 
 
-def position_rows(similarity_RQRQ: Tensor) -> Rows:
-    """Return a row for each position: its row and column, and its cosine to every position."""
-    rows, columns = similarity_RQRQ.shape[:2]
-    heading = ["row", "column", *(f"to_{row + 1}_{column + 1}" for row, column in np.ndindex(rows, columns))]
-    places = np.ndindex(rows, columns)
+def position_rows(levels: Sequence[Tensor]) -> Rows:
+    """Return a row for each level and position: its row and column, and its cosine to every position."""
+    rows, columns = levels[0].shape[:2]
+    heading = ["level", "row", "column", *(f"to_{row + 1}_{column + 1}" for row, column in np.ndindex(rows, columns))]
     return [
         heading,
-        *([row + 1, column + 1, *similarity_RQRQ[row, column].flatten().tolist()] for row, column in places),
+        *(
+            [level, row + 1, column + 1, *values[row, column].flatten().tolist()]
+            for level, values in enumerate(levels)
+            for row, column in np.ndindex(rows, columns)
+        ),
     ]
 
 

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -49,26 +50,39 @@ def draw_filters(components_KCHW: Tensor, theme: Theme, title: str) -> Figure:
     return figure
 
 
-def draw_positions(similarity_RQRQ: Tensor, theme: Theme, title: str) -> Figure:
-    """Draw a tile for each position, its similarity to all others; of a large grid, not for every position."""
-    values = to_array(similarity_RQRQ)
-    rows, columns = values.shape[:2]
+def draw_positions(levels: Sequence[Tensor], theme: Theme, title: str) -> Figure:
+    """Draw a tile for each position, its similarity (RQRQ) to all others; of a large grid, not for every position.
+
+    Similarities of several levels are panels.
+    """
+    arrays = [to_array(each) for each in levels]
+    rows, columns = arrays[0].shape[:2]
     step = math.ceil(max(rows, columns) / MOST_TILES)
-    shown = values[step // 2 :: step, step // 2 :: step]
-    image = tiled(shown[..., None], np.nan)[..., 0]
-    side = 4.4
-    figure = new_figure(theme, side + 0.9, 0.6 + side * image.shape[0] / image.shape[1], DPI)
-    axis = figure.add_subplot()
-    prepare(axis, theme, title)
-    axis.grid(False)
-    drawn = axis.imshow(image, cmap=heat(theme), vmin=min(values.min(), 0), vmax=1, interpolation="nearest")
-    for side_axis, count, size in ((axis.yaxis, rows, rows), (axis.xaxis, columns, columns)):
-        numbers = range(step // 2, count, step)
-        places = [(size + 1) * place + (size - 1) / 2 for place in range(len(numbers))]
-        side_axis.set_ticks(places, [str(number + 1) for number in numbers])
-    axis.set_xlabel("column of the patch", color=theme.pale, fontsize=8)
-    axis.set_ylabel("row of the patch", color=theme.pale, fontsize=8)
-    add_bar(figure, axis, drawn, theme, "cosine similarity")
+    across = min(4, len(arrays))
+    down = math.ceil(len(arrays) / across)
+    side = 4.4 if across == 1 else 2.2
+    height = side * math.ceil(rows / step) / math.ceil(columns / step) * rows / columns
+    figure = new_figure(theme, side * across + 0.9, 0.6 + (height if across == 1 else height + 0.3) * down, DPI)
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for axis in axes[len(arrays) :]:
+        axis.set_axis_off()
+    low = min(0, *(values.min() for values in arrays))
+    drawn: Any = None
+    for level, (values, axis) in enumerate(zip(arrays, axes, strict=False)):
+        image = tiled(values[step // 2 :: step, step // 2 :: step, ..., None], np.nan)[..., 0]
+        prepare(axis, theme, title if across == 1 else f"level {level}")
+        axis.grid(False)
+        drawn = axis.imshow(image, cmap=heat(theme), vmin=low, vmax=1, interpolation="nearest")
+        for side_axis, size in ((axis.yaxis, rows), (axis.xaxis, columns)):
+            numbers = range(step // 2, size, step)
+            places = [(size + 1) * place + (size - 1) / 2 for place in range(len(numbers))]
+            side_axis.set_ticks(places, [str(number + 1) for number in numbers])
+        axis.set_xlabel("column of the patch", color=theme.pale, fontsize=8)
+    for axis in axes[::across]:
+        axis.set_ylabel("row of the patch", color=theme.pale, fontsize=8)
+    if across > 1:
+        figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", color=theme.ink, fontsize=9.5)
+    add_bar(figure, axes[: len(arrays)].tolist(), drawn, theme, "cosine similarity")
     return figure
 
 
