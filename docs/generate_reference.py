@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import yaml
+from api_reference import python_parts
 from reference_texts import ARTIFACTS, METRICS, VARIABLES
 
 import tune_spaces
@@ -238,6 +239,12 @@ def spaces_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def python_page() -> str:
+    """Return the page of the Python API."""
+    first, *parts = python_parts()
+    return "\n\n".join([top("Python API", first), *parts]) + "\n"
+
+
 def header_parts(lines: list[str]) -> Iterator[str]:
     """Yield the paragraphs of a header; its commands and expected results as a text block."""
     block: list[str] = []
@@ -280,6 +287,7 @@ def pages() -> dict[str, str]:
         "tracking.md": tracking_page(),
         "recipes.md": recipes_page(),
         "spaces.md": spaces_page(),
+        "python.md": python_page(),
     }
 
 

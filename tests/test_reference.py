@@ -1,9 +1,13 @@
 """docs/reference/: the pages are those that parsers, recipes, spaces and the source give now."""
 
+import ast
+import re
 import sys
 
 import pytest
 from test_layers import ROOT
+
+import vitray
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate_reference
@@ -29,6 +33,30 @@ def test_every_verb_recipe_and_option_has_a_row():
     assert all(f"\n## {name}\n" in PAGES["recipes.md"] for name in recipes.names())
     assert "| `--resume NAME` |" in PAGES["verbs.md"]
     assert PAGES["recipes.md"].count("expected: ") > 50
+
+
+def test_every_import_of_readme_and_docs_is_on_the_python_page():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    blocks = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)]
+    imports = [node for block in blocks for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    named = {(node.module, each.name) for node in imports if node.module.startswith("vitray") for each in node.names}
+    assert len(named) > 10
+    titles = re.findall(r"^(##+) ([\w.]+)$", PAGES["python.md"], re.MULTILINE)
+    module, shown = "", set()
+    for level, title in titles:
+        module = title if level == "##" else module
+        shown.add((module, title))
+    assert named - shown == set()
+    assert {("vitray", name) for name in vitray.PUBLIC} | {("vitray.inspect", "cka")} <= shown
+
+
+def test_the_python_page_has_signatures_fields_and_methods():
+    page = PAGES["python.md"]
+    assert "def load_model(url: str) -> LoadedModel\n```\n\nReturn the content of a model folder" in page
+    assert "| `step` |" not in page.partition("### Outcome")[0]
+    assert "| `val_top1` | `float \\| None` | Score of the weights in the model folder; None without classes. |" in page
+    assert "def train(self, start: int, end: int, share: Share) -> Iterator[HostBatch]" in page
+    assert "def __init__" not in page
 
 
 def test_a_name_without_a_description_is_refused():
