@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference wheel docs docs-serve
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference gpu-report wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,9 @@ reference: .venv/.installed  ## regenerate docs/reference/
 wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
 	@rm -rf build
 	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python
+
+gpu-report: .venv/.installed  ## measure one GPU in under 25 minutes and write docs/gpu.md
+	$(BIN)/python docs/gpu_report.py
 
 settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md

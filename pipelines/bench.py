@@ -40,15 +40,16 @@ def main(args: list[str]) -> dict[str, Any]:
         return measure_serve(ServeSettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
-    if options.pop("probes", False):
-        from vitray.bench.probes import measure_probes
-        from vitray.bench.train import TrainSettings
+    if benchmark == "latency":
+        from vitray.bench.latency import LatencySettings, measure_latency
 
-        return measure_probes(TrainSettings(**options))
+        return measure_latency(LatencySettings(**options))
     if benchmark == "train":
+        from vitray.bench.probes import measure_probes
         from vitray.bench.train import TrainSettings, measure_train
 
-        return measure_train(TrainSettings(**options))
+        measure = measure_probes if options.pop("probes") else measure_train
+        return measure(TrainSettings(**options))
 
     from vitray.bench.branches import BranchesSettings, measure_branches
 

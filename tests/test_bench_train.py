@@ -20,7 +20,7 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     assert main(["bench", "train", *args, "--out", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert all(row[column] > 0 for column in ("vitray", "bare", "ratio"))
-    assert (tmp_path / "train_step_cpu_fp32.csv").read_text().startswith("model,vitray,bare,ratio,mfu\nvit_u2x1_8,")
+    assert (tmp_path / "train_step_cpu_fp32.csv").read_text().startswith("model,vitray,vitray_spread,bare,")
 
 
 def test_a_load_beside_the_steps_is_looked_at_now_and_then(monkeypatch):

@@ -21,7 +21,7 @@ from vitray.data.augment.masks import draw_sources
 from vitray.data.stream import Share
 from vitray.tasks.build import build_task
 from vitray.training import loop
-from vitray.training.learner import Learner
+from vitray.training.learner import Learner, compile_model
 from vitray.training.optim import Average, build_optimizer
 
 META = torch.device("meta")
@@ -102,8 +102,8 @@ def learner_on(device: torch.device, run: Run) -> Learner:
     return Learner(task, task, build_optimizer(task, run.optim, device), Average(task, run.optim.ema))
 
 
-def take_steps(run: Run, learner: Learner, device: torch.device) -> None:
-    """Take some steps without waiting, after a first one, which may copy constants."""
+def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1) -> None:
+    """Take some steps without waiting, after the first ones, which may copy constants."""
     places = np.arange(run.optim.batch)
     labels = torch.from_numpy(places)
     if run.task.kind == "masked":
@@ -111,8 +111,8 @@ def take_steps(run: Run, learner: Learner, device: torch.device) -> None:
     images = torch.zeros(len(places), 32, 32, 3, dtype=torch.uint8)
     batch = DeviceBatch(images.to(device), labels.to(device), places, places)
     # Mixing needs more steps, to blend and to cut.
-    for step in range(3 if run.data.mix.is_mixing else 2):
-        with no_waits(device) if step else nullcontext():
+    for step in range(first + (2 if run.data.mix.is_mixing else 1)):
+        with no_waits(device) if step >= first else nullcontext():
             loop.take_step(run, step, batch, Share(0, 1), learner, 100)
 
 
@@ -197,3 +197,15 @@ def test_each_kind_of_wait_is_noticed(wait):
 def test_a_step_never_waits_for_the_gpu(name, precision):
     run, device = run_of(name).replace({"compute.precision": precision}), torch.device("cuda")
     take_steps(run, learner_on(device, run), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_a_compiled_step_never_waits_for_the_gpu(mode):
+    torch.compiler.reset()
+    options = {"compute.compile": mode, "compute.channels_last": True, "compute.precision": "bf16"}
+    run, device = run_of("adamw").replace(options), torch.device("cuda")
+    learner = learner_on(device, run)
+    # The first steps compile, warm up, and record the graphs.
+    take_steps(run, learner._replace(model=compile_model(learner.model, run)), device, first=4)

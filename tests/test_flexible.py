@@ -264,7 +264,7 @@ def test_the_cost_of_a_step_is_the_mean_over_the_patch_sizes():
         (["model.patches=[8, 8]"], "patches: got 8 more than once"),
         (["model.name=vit_u2x1_8_hmlp_ln"], "patches: got some, and vit_u2x1_8_hmlp_ln has no linear stem"),
         (["model.positions=relative", "model.class_token=false", "model.pool=mean"], "patches: got some, wanted none"),
-        (["compute.compile=true", "model.patches=[1,2,3,4,6,8,12,16,24]"], "compute.compile: got true"),
+        (["compute.compile=true", "model.patches=[1,2,3,4,6,8,12,16,24]"], "compute.compile: got default with 9"),
         (["task=masked", "model.num_classes=null"], "model.patches: got some, wanted none: task masked"),
     ],
 )

@@ -1,7 +1,9 @@
 """Three things, Table 4, on this machine: parallel branches in sequence, in a loop, fused, and as `auto` chooses."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,12 +11,14 @@ import torch
 from torch import Tensor
 
 from vitray.bench.charts import draw_ratios, write_results
-from vitray.bench.rounds import circumstances, interleave, progress, ratio_of, spread_of
+from vitray.bench.rounds import capture, circumstances, interleave, progress, ratio_of, spread_of, write_record
 from vitray.config import Model
 from vitray.errors import ConfigError
+from vitray.models.blocks import most_fused
 from vitray.models.vit import ViT, regroup
 
 VARIANTS = ("seq", "loop", "fused", "auto")
+GRAPHS = ("seq_graph", "fused_graph")
 
 
 class BranchesSettings(NamedTuple):
@@ -24,7 +28,8 @@ class BranchesSettings(NamedTuple):
     batches: Sequence[int]
     image_size: int
     dtype: str
-    compile: bool
+    compile: str | bool
+    """A mode of compute.compile; `loop` and `auto` are compiled alike."""
     train: bool
     rounds: int
     seconds: float
@@ -34,12 +39,14 @@ class BranchesSettings(NamedTuple):
 def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
     """Measure every model at every batch size, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compiled, phase = "compiled" if settings.compile else "eager", "training" if settings.train else "inference"
+    compiled = f"compiled {settings.compile}" if settings.compile else "eager"
+    phase = "training" if settings.train else "inference"
+    names = variant_names(settings, device)
     where, mode = circumstances(device), f"{settings.dtype}, {compiled}, {phase}"
     print(f"images/s, median ± half the interquartile range of {settings.rounds} interleaved rounds")
     print(f"{where}; {mode}, {settings.image_size} px")
     print("gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n")
-    print(f"{'model':<16}{'batch':>6}{''.join(f'{name:>16}' for name in VARIANTS)}{'gain':>15}{'auto/loop':>16}")
+    print(f"{'model':<16}{'batch':>6}{''.join(f'{name:>16}' for name in names)}{'gain':>15}{'auto/loop':>16}")
     rows: list[dict[str, Any]] = []
     started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
     for name in settings.models:
@@ -47,10 +54,12 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
         for batch in settings.batches:
             speeds = _measure(variants, batch, settings, device)
             gain, over_loop = ratio_of(speeds["auto"], speeds["seq"]), ratio_of(speeds["auto"], speeds["loop"])
-            row: dict[str, Any] = {"model": name, "batch": batch}
+            row: dict[str, Any] = {"model": name, "batch": batch, "elements": elements(name, batch, settings)}
             for variant, measured in speeds.items():
                 row |= spread_of(measured).columns(variant, 2)
                 row |= ratio_of(measured, speeds["seq"]).columns(f"{variant}_over_seq", 4)
+            best = max(VARIANTS[:-1], key=lambda variant: row[variant])
+            row |= ratio_of(speeds["auto"], speeds[best]).columns("auto_over_best", 4)
             rows.append(row | {"auto_over_loop": round(over_loop.median, 4)})
             cells = "".join(f"{spread_of(measured)!s:>16}" for measured in speeds.values())
             gain_text = f"{gain.median - 1:>+8.0%} ± {gain.spread:<4.0%}"
@@ -59,7 +68,37 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
             progress(f"{len(rows)} of {steps} measured, about {left:.0f} s left")
     stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{settings.image_size}"
     chart = draw_ratios(rows, VARIANTS[1:], f"{where}\n{mode}, {settings.image_size} px")
-    return {"circumstances": where, "mode": mode} | write_results(settings.out, stem, rows, chart)
+    limit = fused_elements(rows)
+    print(f"auto fuses up to {most_fused(device.type):,} elements; here the best limit is {limit:,}")
+    result = {"circumstances": where, "mode": mode, "image_size": settings.image_size, "fused_elements": limit}
+    result |= write_results(settings.out, stem, rows, chart)
+    return write_record(settings.out / f"{stem}.json", device, result)
+
+
+def variant_names(settings: BranchesSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the measured variants: on a GPU also inference as a CUDA graph."""
+    has_graphs = device.type == "cuda" and not settings.train and not settings.compile
+    return (*VARIANTS, *(GRAPHS if has_graphs else ()))
+
+
+def elements(name: str, batch: int, settings: BranchesSettings) -> int:
+    """Return branches * rows * width of a level's input, by which `auto` decides."""
+    model = Model(name=name, image_size=settings.image_size)
+    tokens = math.prod(model.grid) + model.num_prefix
+    return model.shape.branches * batch * tokens * model.shape.size
+
+
+def fused_elements(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the limit up to which fusing loses least against the faster of loop and fused, at the worst of the rows.
+
+    Of equal limits the lowest.
+    """
+
+    def worst(limit: int) -> float:
+        chosen = [(row, "fused" if row["elements"] <= limit else "loop") for row in rows]
+        return min(row[variant] / max(row["fused"], row["loop"]) for row, variant in chosen)
+
+    return max([0, *sorted(row["elements"] for row in rows)], key=worst)
 
 
 def build_variants(
@@ -78,7 +117,10 @@ def build_variants(
         nets[execution].execution = execution
     for net in nets.values():
         net.train(settings.train).to(device)
-    return {variant: torch.compile(net, dynamic=False) if settings.compile else net for variant, net in nets.items()}
+    if not settings.compile:
+        return dict(nets)
+    mode: Any = settings.compile
+    return {variant: torch.compile(net, dynamic=False, mode=mode) for variant, net in nets.items()}
 
 
 def _measure(
@@ -92,6 +134,8 @@ def _measure(
         if settings.train:
             out.sum().backward()
 
-    calls = {variant: lambda net=net: step(net) for variant, net in variants.items()}
+    calls: dict[str, Callable[[], object]] = {variant: partial(step, net) for variant, net in variants.items()}
     with torch.set_grad_enabled(settings.train):
+        for name in variant_names(settings, device)[len(VARIANTS) :]:
+            calls[name] = capture(calls[name.removesuffix("_graph")])
         return interleave(calls, settings.rounds, settings.seconds, device, batch)

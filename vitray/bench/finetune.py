@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.bench.charts import draw_costs, write_results
-from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of
+from vitray.bench.rounds import Spread, circumstances, interleave, progress, ratio_of, spread_of, write_record
 from vitray.config import Run, load_run
 from vitray.storage import scratch_folder
 from vitray.tasks.build import build_task
@@ -97,7 +97,8 @@ def measure_finetune(settings: FinetuneSettings) -> dict[str, Any]:
     print(f"activations: tensors that the forward pass keeps for the backward pass.\n\n{markdown_table(rows)}")
     stem = f"finetune_{device.type}_{settings.dtype}_{settings.model}_{settings.image_size}"
     chart = draw_costs(rows, {"seconds": "time of a step"} | {cost: cost for cost in MEMORY_COSTS}, place)
-    return {"circumstances": where} | write_results(settings.out, stem, rows, chart)
+    result = {"circumstances": where, "about": place} | write_results(settings.out, stem, rows, chart)
+    return write_record(settings.out / f"{stem}.json", device, result)
 
 
 def recipe(settings: FinetuneSettings, mode: str) -> Run:

@@ -19,7 +19,7 @@ import torch
 from vitray.bench.charts import draw_bars, write_results
 from vitray.bench.loaders import Decode, blocks_of, loader, loop, ours, pil, torchvision_v2
 from vitray.bench.process_tree import cpu_seconds_since, tree_cpu_seconds
-from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of
+from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_record
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import read_draws
@@ -167,4 +167,7 @@ def _report(settings: IngestSettings, timings: dict[str, list[Timing]], images: 
         row |= cpu.columns("cpu_us", 4) | speed.columns("images_per_second", 4)
         rows.append(row | first.columns("first_batch", 4) | ratio.columns("cpu_ratio", 4))
     chart = draw_bars({row["pipeline"]: row["cpu_us"] for row in rows}, "CPU us per image", f"{where}\n{about}")
-    return {"circumstances": where, "about": about} | write_results(settings.out, "ingest", rows, chart)
+    stem = f"ingest_{settings.augment}" if settings.augment else "ingest"
+    result = {"circumstances": where, "about": about} | write_results(settings.out, stem, rows, chart)
+    device = torch.device("cuda" if settings.augment and torch.cuda.is_available() else "cpu")
+    return write_record(settings.out / f"{stem}.json", device, result)

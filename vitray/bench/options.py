@@ -12,6 +12,7 @@ EXAMPLES = (
     "vitray bench finetune --model vit_b12x1_16 --image-size 384"
 )
 
+MODES = ("default", "reduce-overhead", "max-autotune")
 POLICIES = ("three_augment", "randaugment", "randaugment_torchvision")
 
 
@@ -85,23 +86,33 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     for each in (family, serve):
         each.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
         each.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
-    for each in (branches, train):
+    train.add_argument("--largest-batch", action="store_true", help="search the largest batch that fits a GPU")
+    latency = benchmarks.add_parser("latency", help="the forward pass of small batches: eager, compiled, a CUDA graph")
+    latency.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
+    for each in (branches, train, latency):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
-        each.add_argument("--compile", action="store_true", help="use torch.compile")
-    for each in (branches, train, finetune, family):
+        each.add_argument(
+            "--compile",
+            nargs="?",
+            choices=MODES,
+            const="default",
+            default=False,
+            help="use torch.compile, in a mode of compute.compile",
+        )
+    for each in (branches, train, latency, finetune, family):
         each.add_argument(
             "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision; bf16 uses autocast (%(default)s)"
         )
-    for each in (branches, train, finetune):
+    for each in (branches, train, latency, finetune):
         each.add_argument(
             "--seconds", type=number_up_to(3600), default=0.5, help="time of a variant in a round (%(default)s)"
         )
     for each in (ingest, train, family, predict):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, scaling, train, finetune, family, predict, serve):
+    for each in (branches, ingest, scaling, train, latency, finetune, family, predict, serve):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, scaling, train, finetune, family, predict, serve):
+    for each in (parser, branches, ingest, scaling, train, latency, finetune, family, predict, serve):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

@@ -27,7 +27,7 @@ from vitray.bench.predict_pipelines import (
     stock,
     write_images,
 )
-from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of
+from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_record
 from vitray.config import load_run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
@@ -141,4 +141,5 @@ def _report(settings: PredictSettings, job: Job, timings: dict[str, list[Timing]
         row |= share.columns("share_of_bound", 4)
         rows.append(row | first.columns("first_batch", 4))
     chart = draw_bars({row["pipeline"]: row["images_per_second"] for row in rows}, "images/s", f"{where}\n{about}")
-    return {"circumstances": where, "about": about} | write_results(settings.out, "predict", rows, chart)
+    result = {"circumstances": where, "about": about} | write_results(settings.out, "predict", rows, chart)
+    return write_record(settings.out / "predict.json", torch.device(job.plan.device), result)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, get_args
 import ray
 import torch
 
-from vitray.bench.rounds import circumstances, ratio_of, rotated, spread_of, write_csv
+from vitray.bench.rounds import circumstances, ratio_of, rotated, spread_of, write_csv, write_record
 from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
 from vitray.cluster import session
 from vitray.config.training import Probe
@@ -81,7 +81,7 @@ def measure_probes(settings: TrainSettings) -> dict[str, Any]:
         overrides = [f"images={IMAGES * 5 // 4}", "val_share=0.8", f"image_size={settings.image_size}"]
         dataset = write_dataset(read_request("demo", str(folder / "demo"), overrides=overrides))
         print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} rounds")
-        mode = f"{settings.dtype}{', compiled' if settings.compile else ''}"
+        mode = f"{settings.dtype}{f', compiled {settings.compile}' if settings.compile else ''}"
         print(f"{circumstances(device, threads)}; {mode}, {settings.image_size} px, batches of {settings.batch}")
         print(f"{threads} of {cpus} CPUs for the steps, one for the probes of {IMAGES:,} images, without a pause")
         print(f"\n{'model':<18}{'beside probes':>18}{'alone':>18}{'ratio':>18}{'s a probe':>12}")
@@ -94,8 +94,9 @@ def measure_probes(settings: TrainSettings) -> dict[str, Any]:
             print(f"{name:<18}{probed!s:>18}{alone!s:>18}{ratio!s:>18}{cost.probe_seconds:>12.3g}", flush=True)
             row = {"model": name, **probed.columns("probed"), **alone.columns("alone"), **ratio.columns("ratio")}
             rows.append(row | {"probe_seconds": round(cost.probe_seconds, 3)})
-    write_csv(settings.out / f"train_probes_{device.type}_{settings.dtype}.csv", rows)
-    return {"rows": rows}
+    stem = f"train_probes_{device.type}_{settings.dtype}"
+    write_csv(settings.out / f"{stem}.csv", rows)
+    return write_record(settings.out / f"{stem}.json", device, {"circumstances": circumstances(device), "rows": rows})
 
 
 def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int) -> ProbeCost:

@@ -1,12 +1,13 @@
 """Interleaved rounds, medians and spreads, and the hardware and versions of a measurement."""
 
 import csv
+import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +80,40 @@ def circumstances(device: torch.device, threads: int | None = None) -> str:
     else:
         hardware = f"{system_info.facts()['hardware.cpu']}, {threads or torch.get_num_threads()} threads"
     return f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def write_record(path: Path, device: torch.device, result: dict[str, Any]) -> dict[str, Any]:
+    """Write a result with the hardware and the versions behind it as JSON; return all of it."""
+    facts = system_info.facts()
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    record = {
+        "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else facts["hardware.cpu"],
+        "device_bytes": memory,
+        "threads": torch.get_num_threads(),
+        "cores": facts["hardware.cores"],
+        "versions": {name.removeprefix("version."): text for name, text in facts.items() if "version." in name},
+        "commit": facts.get("git.commit"),
+        **result,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path}")
+    return record | {"files": [*result.get("files", []), str(path)]}
+
+
+def capture(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call as a CUDA graph, which repeats its kernels on the same memory without launching each."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # allocates, and chooses the algorithms of convolutions
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:

@@ -8,14 +8,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vitray.bench.rounds import circumstances, interleave, ratio_of, spread_of, write_csv
+from vitray.bench.rounds import circumstances, interleave, ratio_of, spread_of, write_csv, write_record
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
+from vitray.errors import ConfigError
 from vitray.models.counts import count
 from vitray.tasks.build import build_task
 from vitray.training.evaluator import autocast
-from vitray.training.learner import Learner
+from vitray.training.learner import Learner, compile_model
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.profiling import peak_flops
@@ -28,30 +29,43 @@ class TrainSettings(NamedTuple):
     batch: int
     image_size: int
     dtype: str
-    compile: bool
+    compile: str | bool
+    """A mode of compute.compile."""
     rounds: int
     seconds: float
     out: Path
+    largest_batch: bool = False
+    """Whether to search the largest batch that fits the memory of the GPU."""
 
 
 def measure_train(settings: TrainSettings) -> dict[str, Any]:
     """Measure every model, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if settings.largest_batch and device.type != "cuda":
+        raise ConfigError("--largest-batch: got a machine without a GPU, wanted one: a CPU swaps before it refuses")
     print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} interleaved rounds")
-    mode = f"{settings.dtype}{', compiled' if settings.compile else ''}"
-    print(f"{circumstances(device)}; {mode}, {settings.image_size} px, batches of {settings.batch}")
-    print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}")
-    rows = []
+    mode = f"{settings.dtype}{f', compiled {settings.compile}' if settings.compile else ''}"
+    about = f"{mode}, {settings.image_size} px, batches of {settings.batch}"
+    print(f"{circumstances(device)}; {about}")
+    print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}{'peak GB':>9}{'batch':>7}")
+    rows: list[dict[str, Any]] = []
     for name in settings.models:
         run = recipe(settings, name)
+        peak, largest = peak_bytes(run, device), None
+        if settings.largest_batch:
+            largest = largest_fitting(lambda batch, run=run: fits(run, batch, device))
         speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device, settings.batch)
         ours, bare, ratio = spread_of(speeds["vitray"]), spread_of(speeds["bare"]), ratio_of(*speeds.values())
         mfu = utilisation(run, ours.median, device)
         mfu_text = "" if mfu is None else f"{mfu:.1%}"
-        print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{mfu_text:>8}", flush=True)
-        rows.append({"model": name, "vitray": ours.median, "bare": bare.median, "ratio": ratio.median, "mfu": mfu})
-    write_csv(settings.out / f"train_step_{device.type}_{settings.dtype}.csv", rows)
-    return {"rows": rows}
+        cells = f"{mfu_text:>8}{'' if peak is None else f'{peak / 1e9:.2f}':>9}{largest or '':>7}"
+        print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{cells}", flush=True)
+        row = {"model": name} | ours.columns("vitray", 2) | bare.columns("bare", 2) | ratio.columns("ratio", 4)
+        rows.append(row | {"mfu": mfu, "peak_bytes": peak, "largest_batch": largest})
+    stem = f"train_step_{device.type}_{settings.dtype}" + (f"_{settings.compile}" if settings.compile else "")
+    write_csv(settings.out / f"{stem}.csv", rows)
+    result = {"circumstances": circumstances(device), "about": about, "rows": rows}
+    return write_record(settings.out / f"{stem}.json", device, result | {"files": [str(settings.out / f"{stem}.csv")]})
 
 
 def recipe(settings: TrainSettings, name: str) -> Run:
@@ -89,16 +103,19 @@ def random_batch(run: Run, device: torch.device) -> DeviceBatch:
 def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], object]]:
     """Return a learner on the device of a batch, and its step."""
     task = build_task(run).to(batch.images.device)
+    if run.compute.channels_last:
+        task.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(task, run.optim, batch.images.device)
-    model: Any = torch.compile(task) if run.compute.compile else task
-    learner = Learner(task, model, optimizer, None)
+    learner = Learner(task, compile_model(task, run), optimizer, None)
     return learner, lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000)
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return a plain PyTorch step."""
     task = build_task(run).to(device)
-    vit: Any = torch.compile(task.vit) if run.compute.compile else task.vit
+    # Without CUDA graphs: its gradients are new tensors in each step.
+    mode: Any = run.compute.evaluation_compile
+    vit: Any = torch.compile(task.vit, mode=mode) if mode else task.vit
     optimizer = torch.optim.AdamW(vit.parameters(), lr=1e-3, fused=True)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -111,6 +128,46 @@ def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.T
         return loss.detach()
 
     return step
+
+
+def peak_bytes(run: Run, device: torch.device) -> int | None:
+    """Return the peak memory of a training step with its weights and optimizer; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step = training_step(run, random_batch(run, device))[1]
+    step()
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def fits(run: Run, batch: int, device: torch.device) -> bool:
+    """Return whether the GPU has the memory of a step with a batch."""
+    run = run.replace({"optim.batch": batch, "compute.compile": False})
+    try:
+        peak_bytes(run, device)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
+
+
+def largest_fitting(fits: Callable[[int], bool], first: int = 8, most: int = 2**16) -> int | None:
+    """Return the largest batch that fits, within an eighth of it; None if `first` does not fit."""
+    if not fits(first):
+        return None
+    low = first
+    while 2 * low <= most and fits(2 * low):
+        low *= 2
+    if 2 * low > most:
+        return low
+    gap = low // 2
+    while gap >= max(1, low // 8):
+        low, gap = (low + gap if fits(low + gap) else low), gap // 2
+    return low
 
 
 def utilisation(run: Run, images_per_second: float, device: torch.device) -> float | None:

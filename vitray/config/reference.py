@@ -102,7 +102,7 @@ def _type_of(annotation: Any) -> str:
         bounds = _bounds([part for each in metadata for part in (getattr(each, "metadata", None) or [each])])
         return f"{_type_of(inner)}, {bounds}" if bounds else _type_of(inner)
     if get_origin(annotation) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+        return ", ".join(f"`{_plain(choice)}`" for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
         return f"list of {_type_of(items[0])}" if items[-1] is ... else f"list of {len(items)} ({_type_of(items[0])})"

@@ -88,9 +88,8 @@ class Run(Section):
     def _compiles(self) -> Self:
         # torch.compile keeps 8 graphs of a function, and computes further ones without compiling.
         if self.compute.compile and len(self.model.patches) > 8:
-            raise ValueError(
-                f"compute.compile: got true with {len(self.model.patches)} model.patches, wanted at most 8"
-            )
+            got = f"{self.compute.compile} with {len(self.model.patches)} model.patches"
+            raise ValueError(f"compute.compile: got {got}, wanted at most 8")
         return self
 
     @model_validator(mode="after")

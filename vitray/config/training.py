@@ -28,6 +28,13 @@ def _read_recompute(recompute: Any) -> Any:
     return ("blocks" if recompute else "none") if isinstance(recompute, bool) else recompute
 
 
+Compile = Literal[False, "default", "reduce-overhead", "max-autotune"]
+
+
+def _read_compile(mode: Any) -> Any:
+    return "default" if mode is True else mode
+
+
 class Data(Section):
     """The dataset, its augmentation and its normalisation."""
 
@@ -229,8 +236,11 @@ class Compute(Section):
     """bf16: autocast, with fp32 weights."""
     tf32: bool = True
     """Allows TF32 in fp32 matrix products on a GPU."""
-    compile: bool = False
-    """Uses torch.compile, for training and evaluation."""
+    compile: Annotated[Compile, BeforeValidator(_read_compile)] = False
+    """Mode of torch.compile, for training and evaluation; true: default. reduce-overhead runs the steps of training as
+    CUDA graphs; max-autotune also times several kernels for each product, which takes minutes at the start."""
+    channels_last: bool = False
+    """Stores the kernels of convolutions channels last, as the images are: no pass of a stem converts them."""
     recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
@@ -246,6 +256,18 @@ class Compute(Section):
                 f"gpus {self.gpus:g} needs workers: 1, got {self.workers}: NCCL refuses two workers of a run on one GPU"
             )
         return self
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the steps on a GPU are CUDA graphs, whose results the next run of a graph overwrites."""
+        return self.compile in ("reduce-overhead", "max-autotune")
+
+    @property
+    def evaluation_compile(self) -> str | bool:
+        """The mode of torch.compile for evaluations: without CUDA graphs, as they keep the results of batches."""
+        return {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+            str(self.compile), self.compile
+        )
 
     @property
     def worker_range(self) -> tuple[int, int] | None:

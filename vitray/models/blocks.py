@@ -4,7 +4,10 @@ One level is eq. (2) of "Three things":  y = x + sum_p attn_p(x),  z = y + sum_p
 Shapes: B images, N tokens, D width, H heads, P parallel branches, K channels inside a branch.
 """
 
+import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -192,10 +195,15 @@ def fuse_weights(branches: Branches) -> FusedWeights:
     )
 
 
-# The largest branches * rows * width at which fusing wins; below it, kernel launches dominate.
-# cpu: measured here (LOG, 2026-11-21); above it the activations leave a core's cache, up to 20 % slower.
-# cuda: "Three things", Table 4 (V100, 2 branches): gains up to 1.2 M for S and B, losses from 2.4 M; not measured here.
-MAX_FUSED_ELEMENTS = {"cpu": 50_000, "cuda": 1_250_000}
+@functools.cache
+def most_fused(device: str) -> int:
+    """Return the largest branches * rows * width at which fusing wins on a kind of device; 0 if nobody measured it.
+
+    Below it, kernel launches dominate; above it, the activations leave a CPU core's cache. auto_thresholds.json has the
+    numbers with their hardware, in the form in which `vitray bench branches` writes its result.
+    """
+    measured = json.loads((Path(__file__).parent / "auto_thresholds.json").read_text())
+    return next((each["fused_elements"] for each in measured if each["device"] == device), 0)
 
 
 def is_fusing_faster(elements: int, device: str) -> bool:
@@ -206,4 +214,4 @@ def is_fusing_faster(elements: int, device: str) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return elements <= MAX_FUSED_ELEMENTS.get(device, 0)
+    return elements <= most_fused(device)

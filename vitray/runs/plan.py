@@ -256,6 +256,7 @@ FREE = (
     "compute.gpus",
     "compute.local_batch",
     "compute.compile",
+    "compute.channels_last",
     "compute.recompute",
     "compute.max_failures",
     "checkpoint.",

@@ -120,7 +120,8 @@ class Scorer:
         self._examples = ExampleImages(context, device) if has_pictures else None
         network = task.vit if isinstance(task, Supervised) else task
         # Compiled once, for one shape: every batch is padded to the same size.
-        self._forward: Any = torch.compile(network, dynamic=False) if self._run.compute.compile else network
+        mode: Any = self._run.compute.evaluation_compile
+        self._forward: Any = torch.compile(network, dynamic=False, mode=mode) if mode else network
 
     def score(self) -> Score:
         """Return the score of the task's current weights."""

@@ -20,7 +20,7 @@ from vitray.training.checkpoints import Checkpoint
 from vitray.training.context import WorkerContext
 from vitray.training.driver_client import DriverClient
 from vitray.training.messages import Metrics, Resumed
-from vitray.training.optim import Average, build_optimizer
+from vitray.training.optim import Average, build_optimizer, match_layout
 from vitray.training.state import TrainState
 
 # The gradients are views of the buckets that are reduced: one copy of them less.
@@ -45,6 +45,8 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
     if context.initial_weights is not None:
         task.load_state_dict(ray.get(context.initial_weights))
     recompute_activations(task, run.compute.recompute)
+    if run.compute.channels_last:
+        task.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(task, run.optim, device)
     return Learner(task, task, optimizer, Average(task, run.optim.ema) if run.optim.ema else None)
 
@@ -54,9 +56,20 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
     if dist.is_initialized():
         synchronise_norms(learner.task, next(learner.task.parameters()).device)
     model: nn.Module = ray.train.torch.prepare_model(learner.task, parallel_strategy_kwargs=DDP)
-    if run.compute.compile:
-        model = torch.compile(model)  # pyright: ignore[reportAssignmentType]
-    return learner._replace(model=model)
+    return learner._replace(model=compile_model(model, run))
+
+
+def compile_model(model: nn.Module, run: Run) -> nn.Module:
+    """Return the model compiled for training as the run asks for it."""
+    if not run.compute.compile:
+        return model
+    if run.compute.has_graphs:
+        # Otherwise autograd would take the memory of a graph as a gradient, which the graph overwrites in the next
+        # micro-batch. Gradients that exist are added to.
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return torch.compile(model, mode=run.compute.compile)  # pyright: ignore[reportReturnType]
 
 
 def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -> Checkpoint:
@@ -84,6 +97,7 @@ def resume(context: WorkerContext, learner: Learner, client: DriverClient) -> Tr
     learner.task.load_state_dict(checkpoint.parts.pop("model"))
     rest = checkpoint.state["optimizer"]
     learner.optimizer.load_state_dict(checkpoints.join_state(checkpoint.parts.pop("optimizer"), rest))
+    match_layout(learner.optimizer)
     if learner.average is not None:
         learner.average.load(checkpoint.parts.pop("average"))
     client.send(Resumed(checkpoint.step, checkpoint.state["workers"]))

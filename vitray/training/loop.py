@@ -264,6 +264,8 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
         weight = len(images) * share.workers / run.optim.batch
         is_last = part is parts[-1]
         with nullcontext() if is_last or share.workers == 1 else learner.model.no_sync():  # pyright: ignore[reportCallIssue]
+            if run.compute.has_graphs:
+                torch.compiler.cudagraph_mark_step_begin()  # the previous part's loss is in `loss`
             with autocast(run, images.device):
                 part_loss = learner.model(images, targets) * weight
             part_loss.backward()
@@ -271,7 +273,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     use_patch(learner.task, None)
     norm = clip_gradients(learner.task.parameters(), run.optim.clip)
     learner.optimizer.step()
-    learner.optimizer.zero_grad(set_to_none=True)
+    learner.optimizer.zero_grad(set_to_none=not run.compute.has_graphs)
     if learner.average is not None:
         learner.average.update(step)
     return torch.stack([loss, norm / share.workers])

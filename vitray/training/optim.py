@@ -84,6 +84,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
+@torch.no_grad()
+def match_layout(optimizer: torch.optim.Optimizer) -> None:
+    """Lay the tensors of the optimizer's state out in memory as their parameters are; values do not change.
+
+    A checkpoint holds them row by row, and fused steps read parameter and state in the order of their memory.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], longest: float | None) -> Tensor:
     """Clip the gradients to norm `longest` and return their norm before; the host does not wait for the device."""
     parameters = list(parameters)

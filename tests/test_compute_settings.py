@@ -1,0 +1,166 @@
+"""compute.compile and compute.channels_last: off they change nothing; on they train as before, also after a resume."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitray.config import load_run
+from vitray.data.augment.batch import DeviceBatch
+from vitray.data.stream import Share
+from vitray.errors import ConfigError
+from vitray.training.checkpoints import copy_to_host, write_checkpoint
+from vitray.training.context import WorkerContext
+from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
+from vitray.training.loop import take_step
+from vitray.training.state import TrainState
+
+CPU, ALONE = torch.device("cpu"), Share(0, 1)
+SETTINGS = [
+    "model.image_size=32",
+    "model.num_classes=5",
+    "data.mix={mixup: 0.8, cutmix: 1.0}",
+    "optim.batch=8",
+    "optim.duration=10 steps",
+    "optim.warmup=0 steps",
+    "optim.ema.decay=0.9",
+    "compute.local_batch=4",
+    "compute.workers=1",
+]
+LAST = ["compute.channels_last=true"]
+client: Any = SimpleNamespace(send=lambda _: None)
+
+
+def context_of(*settings, run_dir="", name="vit_u2x1_8_hmlp_bn"):
+    return WorkerContext(load_run(None, [f"model.name={name}", *SETTINGS, *settings]), None, None, run_dir, 1, None)
+
+
+def learner_of(context) -> Learner:
+    learner = build_learner(context, CPU)
+    return learner._replace(model=compile_model(learner.model, context.run))
+
+
+def steps(context, learner, first, last):
+    """Return losses, gradient norms and weights after some steps."""
+    results = {}
+    for step in range(first, last):
+        rng = np.random.default_rng(step)
+        images, labels = rng.integers(256, size=(8, 32, 32, 3), dtype=np.uint8), rng.integers(5, size=8)
+        places = np.arange(8)
+        batch = DeviceBatch(torch.from_numpy(images), torch.from_numpy(labels), places, places)
+        results[f"loss and norm {step}"] = take_step(context.run, step, batch, ALONE, learner, 10)
+    assert learner.average is not None
+    return results | {name: tensor.clone() for name, tensor in learner.task.state_dict().items()}
+
+
+def kernels(learner):
+    return [tensor for tensor in learner.task.parameters() if tensor.dim() == 4 and tensor.shape[-1] > 1]
+
+
+def save(folder, context, learner, step):
+    copy = copy_to_host(checkpoint_of(context.run, learner, TrainState(step=step), ALONE))
+    write_checkpoint(str(folder), copy.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("false", False), ("true", "default"), ("default", "default"), ("reduce-overhead", "reduce-overhead")],
+)
+def test_the_spellings_of_compile(text, value):
+    compute = load_run(None, [f"compute.compile={text}"]).compute
+    assert compute.compile == value
+    assert compute.has_graphs == (value == "reduce-overhead")
+
+
+def test_evaluations_compile_without_graphs():
+    modes = [False, "default", "reduce-overhead", "max-autotune"]
+    evaluated = [load_run().replace({"compute.compile": mode}).compute.evaluation_compile for mode in modes]
+    assert evaluated == [False, "default", "default", "max-autotune-no-cudagraphs"]
+
+
+def test_an_unknown_mode_is_one_message():
+    with pytest.raises(ConfigError, match=r"compute\.compile"):
+        load_run(None, ["compute.compile=fastest"])
+
+
+def test_off_neither_compiles_nor_moves_a_weight(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
+    learner = learner_of(context_of())
+    assert learner.model is learner.task
+    assert all(kernel.is_contiguous() for kernel in kernels(learner))
+    assert all(parameter.grad is None for parameter in learner.task.parameters())
+
+
+@pytest.mark.parametrize("stem", ["linear", "hmlp_bn", "hmlp_ln"])
+def test_channels_last_trains_alike(stem):
+    plain, last = (context_of(*more, name=f"vit_u2x1_8_{stem}") for more in ([], LAST))
+    learner = learner_of(last)
+    assert kernels(learner)
+    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels(learner))
+    expected, got = steps(plain, learner_of(plain), 0, 3), steps(last, learner, 0, 3)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(got[key], tensor, rtol=1e-4, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "lamb"])
+def test_a_resumed_run_with_channels_last_is_the_same_run(rule, tmp_path):
+    context = context_of(*LAST, f"optim.rule={rule}", run_dir=str(tmp_path))
+    whole = steps(context, learner_of(context), 0, 4)
+    first = learner_of(context)
+    steps(context, first, 0, 2)
+    save(tmp_path, context, first, 2)
+    second = learner_of(context)
+    assert resume(context, second, client).step == 2
+    for parameter, state in second.optimizer.state.items():
+        like = [value for value in state.values() if torch.is_tensor(value) and value.shape == parameter.shape]
+        assert like
+        assert all(value.stride() == parameter.stride() for value in like)
+    resumed = steps(context, second, 2, 4)
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in resumed.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [([], LAST), (LAST, [])])
+def test_channels_last_may_change_on_a_resume(before, after, tmp_path):
+    context = context_of(*before, run_dir=str(tmp_path))
+    whole = steps(context, learner_of(context), 0, 4)
+    first = learner_of(context)
+    steps(context, first, 0, 2)
+    save(tmp_path, context, first, 2)
+    changed = context_of(*after, run_dir=str(tmp_path))
+    second = learner_of(changed)
+    resume(changed, second, client)
+    for key, tensor in steps(changed, second, 2, 4).items():
+        torch.testing.assert_close(tensor, whole[key], rtol=1e-4, atol=1e-4, msg=key)
+
+
+def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode) or model)
+    plain = context_of()
+    expected = steps(plain, learner_of(plain), 0, 3)
+    graphs = context_of("compute.compile=reduce-overhead")
+    learner = learner_of(graphs)
+    places = [parameter.grad.data_ptr() for parameter in learner.task.parameters()]
+    got = steps(graphs, learner, 0, 3)
+    assert modes == ["reduce-overhead"]
+    assert all(torch.equal(got[key], tensor) for key, tensor in expected.items())
+    # The memory of the gradients stays: a graph never owns it.
+    assert [parameter.grad.data_ptr() for parameter in learner.task.parameters()] == places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
+    torch.compiler.reset()
+    plain, context = context_of(), context_of(f"compute.compile={mode}", *LAST, run_dir=str(tmp_path))
+    expected, whole = steps(plain, learner_of(plain), 0, 4), steps(context, learner_of(context), 0, 4)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(whole[key], tensor, rtol=1e-3, atol=1e-3, msg=key)
+    first = learner_of(context)
+    steps(context, first, 0, 2)
+    save(tmp_path, context, first, 2)
+    second = learner_of(context)
+    resume(context, second, client)
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(context, second, 2, 4).items())

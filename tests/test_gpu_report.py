@@ -1,0 +1,222 @@
+"""docs/gpu.md: the page of `make gpu-report`, its plan in a stated time, and the numbers that `auto` reads."""
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipelines.__main__ import main
+from vitray.bench.branches import elements, fused_elements
+from vitray.bench.options import build_parser
+from vitray.bench.rounds import Spread, capture, write_record
+from vitray.bench.train import largest_fitting
+from vitray.models import blocks
+from vitray.models.blocks import most_fused
+
+ROOT = Path(__file__).parent.parent
+REPORT = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu_report.py")))
+FULL, TOY = REPORT.FULL, REPORT.TOY
+
+
+def test_the_page_is_that_of_the_results():
+    """Renew it by `python docs/gpu_report.py --page`."""
+    results = json.loads((ROOT / "docs/gpu.json").read_text())
+    assert (ROOT / "docs/gpu.md").read_text() == REPORT.page(FULL, results)
+
+
+def test_without_results_no_cell_has_a_number():
+    lines = [line for line in REPORT.page(FULL, {}).splitlines() if line.startswith("| ")]
+    cells = [cell.strip() for line in lines for cell in line.strip("|").split("|")]
+    assert cells.count("not measured") > 150
+    for section in ("`vit_l24x1_16`", "`vit_b36x1_16`", "`vit_s12x1_16_conv`", "fused, CUDA graph", "attn"):
+        assert section in cells
+    # Numbers are batch sizes and aims.
+    numbers = {cell for cell in cells if cell[0].isdigit()}
+    assert numbers == {"1", "2", "4", "8", "16", "32", "64", "8,000", "35 %", "45 %", "1.40", "0.98"}
+
+
+def spread(name, value):
+    return Spread(value, value / 100).columns(name, 4)
+
+
+def test_each_number_has_its_cell():
+    hardware = {"hardware": "A card", "device_bytes": 80 * 2**30, "cores": "16", "versions": {"torch": "2.15"}}
+    train = {"model": "vit_s12x1_16", **spread("vitray", 8123.0), **spread("ratio", 0.98)}
+    train |= {"mfu": 0.4, "peak_bytes": 12e9, "largest_batch": 1024}
+    row = {"model": "vit_s18x2_16", "batch": 1} | spread("auto_over_seq", 1.5) | spread("auto_over_best", 0.99)
+    row |= {
+        key: value for name in ("seq", "loop", "fused", "auto", "seq_graph") for key, value in spread(name, 7).items()
+    }
+    latency = {"model": "vit_b12x1_16", "batch": 64} | spread("eager_ms", 3.25)
+    modes = [{"mode": "attn", **spread("seconds", 0.5), **spread("seconds_ratio", 0.75), "peak_bytes": 3e9}]
+    results = {
+        "train": hardware | {"rows": [train]},
+        "train_stems": {"error": "took more than its 60 s"},
+        "latency": hardware | {"rows": [latency]},
+        "branches": hardware | {"rows": [row]},
+        "finetune": hardware | {"rows": modes},
+        "ingest": hardware
+        | {"rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}]},
+    }
+    text = REPORT.page(FULL, results)
+    assert "Hardware: A card, 80 GiB, 16 CPU cores. Versions: torch 2.15." in text
+    assert "| `vit_s12x1_16` | 8123 ± 81.23 | 0.98 ± 0.01 | 40.0% | 12.00 GB | 1,024 |" in text
+    assert "| `vit_b12x1_16` |" + 6 * " not measured |" + " 3.25 ± 0.0325 |" in text
+    assert "| `vit_s18x2_16` | 1 |" + 5 * " 7 ± 0.07 |" + " not measured | 0.99 ± 0.01 |" in text
+    assert "| attn | 0.5 s ± 0.005 s | 0.75 ± 0.01 | 3.00 GB | not measured | not measured |" in text
+    assert "| stream | 900 ± 9 | 5 ± 0.05 |" in text
+    assert "| images/s of ViT-S/16 in training | 8,000 | 8123 |" in text
+    assert "| auto over the best, worst batch | 0.98 | 0.99 |" in text
+    assert "- `train_stems`: took more than its 60 s" in text
+
+
+@pytest.mark.parametrize("size", [FULL, TOY])
+def test_every_command_of_the_plan_is_one_of_vitray(size):
+    measurements = REPORT.plan(size, "data", "out")
+    wanted = {
+        "dataset",
+        "train",
+        "train_stems",
+        "latency",
+        "branches",
+        "finetune",
+        "ingest",
+        "ingest_places",
+        "predict",
+    }
+    assert {each.name for each in measurements} - {"train_compiled"} == wanted
+    outs = set()
+    for each in measurements:
+        if each.words[0] == "bench":
+            outs.add(build_parser("").parse_args(each.words[1:]).out)
+    assert len(outs) == len(measurements) - 1  # none overwrites another's files
+
+
+def test_the_measurements_share_the_time():
+    """Each uses all of its time, or none of it: the sum stays within the budget, and what is left goes to the later."""
+    measurements, limits = REPORT.plan(FULL, "data", "out"), []
+    for uses in (1.0, 0.0):
+        now, given = [0.0], []
+
+        def call(words, limit, now=now, given=given, uses=uses):
+            given.append(limit)
+            now[0] += limit * uses
+            return {"error": "toy"}
+
+        results = REPORT.run_all(measurements, 1440.0, call, lambda now=now: now[0])
+        assert list(results) == [each.name for each in measurements]
+        assert now[0] <= 1440.0
+        limits.append(given)
+    assert sum(limits[0]) == pytest.approx(1440.0)
+    assert limits[1][-1] == 1440.0
+
+
+def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
+    assert REPORT.call_vitray(["bench", "train", "--models", "vit_q1"], 60)["error"].startswith("ended with 2: ")
+    assert REPORT.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU for 24 minutes")
+def test_without_a_gpu_it_runs_at_toy_size(tmp_path, monkeypatch):
+    before = (ROOT / "docs/gpu.md").read_text()
+    monkeypatch.setitem(REPORT.main.__globals__, "TOY_OUT", tmp_path)
+    REPORT.main(["--minutes", "12"])
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(results) == 8
+    for result in results.values():
+        assert result["device"] == "cpu"
+        assert result["versions"]["torch"]
+        assert result["rows"]
+        assert any(name.endswith("_spread") for name in result["rows"][0])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| `vit_u1x2_8` | not measured" not in page
+    assert (ROOT / "docs/gpu.md").read_text() == before
+
+
+# ---- what the benchmarks write ---------------------------------------------------------------------------------------
+
+
+def test_a_record_names_hardware_and_versions(tmp_path):
+    record = write_record(tmp_path / "new" / "a.json", torch.device("cpu"), {"rows": [1], "files": ["a.csv"]})
+    assert record["files"] == ["a.csv", str(tmp_path / "new" / "a.json")]
+    saved = json.loads((tmp_path / "new" / "a.json").read_text())
+    assert saved["rows"] == [1]
+    assert (saved["device"], saved["device_bytes"]) == ("cpu", None)
+    assert saved["hardware"]
+    assert saved["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+
+
+def test_latency_is_measured(tmp_path, capsys):
+    args = ["--models", "ViT-U1x2/8", "--image-size", "32", "--batches", "1,2", "--rounds", "2", "--seconds", "0.01"]
+    assert main(["bench", "latency", *args, "--out", str(tmp_path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["batch"] for row in result["rows"]] == [1, 2]
+    assert all(row["eager_ms"] > 0 and row["eager_ms_spread"] >= 0 for row in result["rows"])
+    assert all(row["eager_gain"] == 1 for row in result["rows"])
+    assert json.loads((tmp_path / "latency_cpu_fp32.json").read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize("room", [*range(8, 70), 100, 127, 128, 1000, 4097])
+def test_the_largest_batch_fits_and_an_eighth_more_does_not(room):
+    largest = largest_fitting(lambda batch: batch <= room)
+    assert largest is not None
+    assert largest <= room < largest + max(2, largest // 4)
+
+
+def test_no_batch_fits_a_full_gpu():
+    assert largest_fitting(lambda _: False) is None
+    assert largest_fitting(lambda _: True, most=64) == 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a largest batch")
+def test_a_cpu_has_no_largest_batch(capsys):
+    assert main(["bench", "train", "--largest-batch"]) == 2
+    assert "--largest-batch: got a machine without a GPU" in capsys.readouterr().err
+
+
+# ---- the limit of execution auto -------------------------------------------------------------------------------------
+
+
+def test_auto_reads_its_limits_with_their_hardware():
+    measured = json.loads((Path(blocks.__file__).parent / "auto_thresholds.json").read_text())
+    assert {each["device"]: each["fused_elements"] for each in measured} == {"cpu": 50_000, "cuda": 1_250_000}
+    assert all(each["hardware"] and each["source"] for each in measured)
+    assert (most_fused("cpu"), most_fused("cuda"), most_fused("meta")) == (50_000, 1_250_000, 0)
+
+
+def test_the_elements_of_a_row_are_those_by_which_auto_decides():
+    settings = SimpleNamespace(image_size=32)
+    assert elements("vit_u18x2_8", 16, settings) == 2 * 16 * 17 * 64
+
+
+@pytest.mark.parametrize(
+    ("gains", "limit"),
+    [
+        ([1.5, 1.2, 0.9, 0.7], 200),
+        ([1.5, 1.2, 1.1], 300),
+        ([0.9, 0.8], 0),
+        ([1.2, 0.99, 1.3], 300),  # a small loss in between costs less than giving up the gain after it
+        ([1.02, 0.8, 1.01], 100),
+    ],
+)
+def test_the_limit_loses_least_at_the_worst_row(gains, limit):
+    rows = [{"elements": 100 * place, "loop": 10.0, "fused": 10.0 * gain} for place, gain in enumerate(gains, start=1)]
+    assert fused_elements(rows) == limit
+
+
+@pytest.mark.gpu
+def test_a_captured_call_repeats_its_kernels():
+    x = torch.ones(4, device="cuda")
+    y = torch.zeros(4, device="cuda")
+    with torch.inference_mode():
+        replay = capture(lambda: y.copy_(x * 2))
+        x.fill_(3)
+        replay()
+    torch.cuda.synchronize()
+    assert y.tolist() == [6.0] * 4
