@@ -20,7 +20,7 @@ SETTINGS = [
     "evaluate.every=6 steps",
     "tracking.every=1 step",
 ]
-NETWORKS = ["torchvision/resnet18", "vit_u2x1_16_r26", "vit_u2x1_16_local"]
+NETWORKS = ["torchvision/resnet18", "vit_u2x1_16_r26", "vit_u2x1_16_local", "axial_resnet50_s"]
 
 
 @pytest.fixture(scope="module")

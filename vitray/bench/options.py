@@ -13,6 +13,9 @@ EXAMPLES = (
 )
 
 MODES = ("default", "reduce-overhead", "max-autotune")
+# ResNet-50 of the figure has no name here without a transformer behind it; torchvision's stands for it.
+AXIAL = "attention=axial:class_token=false:pool=mean"
+FIGURE_13 = f"vit_b12x1_32,vit_b24x1_32:{AXIAL},vit_b12x1_16,vit_b24x1_16:{AXIAL},torchvision/resnet50,axial_resnet50_l"
 POLICIES = ("three_augment", "randaugment", "randaugment_torchvision")
 
 
@@ -71,6 +74,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         help="MODE, MODE+RECOMPUTE or MODE:SETTING=VALUE, separated by commas, the reference first (%(default)s)",
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
+    text = "networks side by side: size, multiply-adds, memory, speed (ViT paper, figure 13)"
+    networks = benchmarks.add_parser("networks", help=text)
+    text = "NAME or NAME:SETTING=VALUE, separated by commas, the reference first (figure 13: %(default)s)"
+    networks.add_argument("--models", type=_modes, default=FIGURE_13, help=text)
+    networks.add_argument("--batch", type=count_up_to(10**6), default=8, help="images in a batch (%(default)s)")
+    networks.add_argument("--train", action="store_true", help="forward and backward instead of inference")
     family = benchmarks.add_parser("family", help="many deltas in one batch against one model")
     predict = benchmarks.add_parser("predict", help="vitray predict against Ray Data, a DataLoader, and its halves")
     predict.add_argument("dataset", help="images as of vitray predict")
@@ -91,6 +100,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     latency.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
     for each in (branches, train, latency):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")
+    for each in (branches, networks, train, latency):
         each.add_argument(
             "--compile",
             nargs="?",
@@ -99,20 +109,20 @@ def build_parser(description: str) -> argparse.ArgumentParser:
             default=False,
             help="use torch.compile, in a mode of compute.compile",
         )
-    for each in (branches, train, latency, finetune, family):
+    for each in (branches, networks, train, latency, finetune, family):
         each.add_argument(
             "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision; bf16 uses autocast (%(default)s)"
         )
-    for each in (branches, train, latency, finetune):
+    for each in (branches, networks, train, latency, finetune):
         each.add_argument(
             "--seconds", type=number_up_to(3600), default=0.5, help="time of a variant in a round (%(default)s)"
         )
     for each in (ingest, train, family, predict):
         each.add_argument("--batch", type=count_up_to(10**6), default=64, help="images in a batch (%(default)s)")
-    for each in (branches, ingest, scaling, train, latency, finetune, family, predict, serve):
+    for each in (branches, networks, ingest, scaling, train, latency, finetune, family, predict, serve):
         each.add_argument("--image-size", type=count_up_to(16_384), default=224, help="pixels of a side (%(default)s)")
         each.add_argument("--rounds", type=count_up_to(10_000), default=7, help="rounds (%(default)s)")
         each.add_argument("--out", type=Path, default=Path("bench_out"), help="folder of the results (%(default)s)")
-    for each in (parser, branches, ingest, scaling, train, latency, finetune, family, predict, serve):
+    for each in (parser, branches, networks, ingest, scaling, train, latency, finetune, family, predict, serve):
         each.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     return parser

@@ -31,6 +31,8 @@ WIDTHS = {
 STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
 # ResNets before the transformer, and the units of their stages: R26 and the like; `r` is the root alone.
 RESNETS = {"r": (), "r26": (2, 2, 2, 2), "r50": (3, 4, 6, 3), "r101": (3, 4, 23, 3), "r152": (3, 8, 36, 3)}
+# AxialResNet-50 (Wang et al., 2020) by size, and its channels relative to those of l, whose stages have ResNet-50's.
+AXIAL_RESNETS = {"axial_resnet50_s": 0.5, "axial_resnet50_m": 0.75, "axial_resnet50_l": 1.0}
 STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
 # The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
 MOST_PAIRS = 1000
@@ -55,6 +57,26 @@ def width_key(size: int, heads: int | None = None) -> str | None:
     keys = [*(key for key, width in WIDTHS.items() if width.size == size), *([numbered] if width_of(numbered) else [])]
     fitting = [key for key in keys if (width := width_of(key)) and width.heads == heads]
     return next(iter(fitting + keys), None)
+
+
+def is_vit(name: str) -> bool:
+    """Whether a canonical name is that of a Vision Transformer of vitray."""
+    return name.startswith("vit_")
+
+
+def axial_resnet(text: str) -> str | None:
+    """Return the canonical name of an AxialResNet; None for other names. `AxialResNet-50` without a size is l."""
+    parts = re.fullmatch(r"axial[-_ ]?resnet[-_]?(.*)", text.strip().lower())
+    if parts is None:
+        return None
+    name = f"axial_resnet{parts[1].replace('-', '_')}"
+    name = f"{name}_l" if name == "axial_resnet50" else name
+    if name not in AXIAL_RESNETS:
+        raise ValueError(
+            f"model name {cut_middle(repr(text), 80)}: wanted one of {', '.join(AXIAL_RESNETS)}"
+            f"{nearest(name, AXIAL_RESNETS)}"
+        )
+    return name
 
 
 @dataclass(frozen=True)

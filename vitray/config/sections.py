@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from vitray.config.model_names import Name, parse_name
+from vitray.config.model_names import Name, axial_resnet, is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.config.torchvision_names import check_size, check_torchvision, is_torchvision
 from vitray.errors import ConfigError
@@ -150,7 +150,7 @@ class MlpHead(Section):
 
 
 def _canonical(name: str) -> str:
-    return check_torchvision(name) if is_torchvision(name) else str(parse_name(name))
+    return check_torchvision(name) if is_torchvision(name) else axial_resnet(name) or str(parse_name(name))
 
 
 class Model(Section):
@@ -159,7 +159,8 @@ class Model(Section):
     # Stored canonically, so that two spellings of one model are one value.
     name: Annotated[str, AfterValidator(_canonical)] = "vit_ti12x1_16"
     """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16; or a network of
-    torchvision, as in torchvision/resnet50, which has no other settings than image_size and num_classes."""
+    torchvision, as in torchvision/resnet50, or axial_resnet50_s, _m or _l (ViT paper, D.6), which have no other
+    settings than image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     patches: Annotated[tuple[Size, ...], Field(strict=False)] = ()
@@ -218,7 +219,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if not self.is_vit:
-            self._check_torchvision()
+            self._check_other()
             return self
         patch = self.shape.patch
         if self.grid == (0, 0) or any(side % patch for side in self.image_shape):
@@ -282,7 +283,7 @@ class Model(Section):
                 " other positions"
             )
 
-    def _check_torchvision(self) -> None:
+    def _check_other(self) -> None:
         own = {"name", "image_size", "num_classes"}
         other = [
             f"{name} {json.dumps(value)}"
@@ -290,18 +291,17 @@ class Model(Section):
         ]
         if other:
             raise ValueError(
-                f"{self.name} has no {', '.join(other)}: of a network of torchvision only image_size and num_classes"
-                " can be set"
+                f"{self.name} has no {', '.join(other)}: of such a network only image_size and num_classes can be set"
             )
         check_size(self.name, *self.image_shape)
 
     @property
     def is_vit(self) -> bool:
-        """Whether the network is a Vision Transformer of vitray; if not, it is one of torchvision."""
-        return not is_torchvision(self.name)
+        """Whether the network is a Vision Transformer of vitray; if not, it is one of torchvision or an AxialResNet."""
+        return is_vit(self.name)
 
     def require_vit(self, what: str) -> None:
-        """Refuse a network of torchvision for something that only Vision Transformers have."""
+        """Refuse another network for something that only Vision Transformers have."""
         if not self.is_vit:
             raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, wanted a name as in vit_s12x1_16")
 

@@ -39,8 +39,8 @@ task=tokenizer tracking.every tracking.experiment tracking.register_as
 evaluate.gpus model.heads
 """,
     "evaluation, inspection": """
-compute.channels_last data.augment.on data.mix.per evaluate.figures evaluate.pictures evaluate.probe_images evaluate.probes
-guard.knn_drop guard.least_rank guard.on_collapse model.adapters model.attention model.bias
+compute.channels_last data.augment.on data.mix.per evaluate.figures evaluate.pictures evaluate.probe_images
+evaluate.probes guard.knn_drop guard.least_rank guard.on_collapse model.adapters model.attention model.bias
 model.distillation_token model.norm model.patches model.positions.base model.positions.where
 model.positions=learned2d model.positions=relative model.positions=rope model.qk_norm model.registers
 model.resnet_eps task.cosub task.cosub.weight task.distill task.distill.target task.distill.teacher

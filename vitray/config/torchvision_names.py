@@ -37,7 +37,7 @@ def check_torchvision(name: str) -> str:
 
 
 def check_size(name: str, height: int, width: int) -> None:
-    """Refuse images of a size that a network of torchvision cannot take."""
+    """Refuse images of a size that a network of torchvision, or an AxialResNet, cannot take."""
     network = name.removeprefix(PREFIX)
     side, is_square = _step(network)
     if height % side or width % side or (is_square and height != width):
@@ -53,6 +53,8 @@ def _step(network: str) -> tuple[int, bool]:
     match network.split("_"):
         case ["vit", _, patch]:
             return int(patch), True
+        case ["axial", *_]:  # attention has a place for each cell, and four halvings follow cells of 2 pixels
+            return 32, False
         case ["maxvit", _]:  # 7 x 7 windows at a thirty-second of the side
             return 224, True
         case _:

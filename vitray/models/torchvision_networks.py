@@ -1,7 +1,10 @@
 """Networks of torchvision, side by side with ours: the same commands, their own names of tensors behind `body.`.
 
+AxialResNet-50, which is built like a ResNet of torchvision, is used in the same way.
+
 Functions import torchvision where they use it: it brings torch.compile along, a second of CPU for each process, and
 most networks are ours.
+
 Shapes: B images, C colours, H x W pixels, D features, K classes.
 """
 
@@ -16,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config import Model
+from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import PREFIX
 from vitray.config.training import Part
+from vitray.models.axial_resnet import AxialResNet
 from vitray.models.sizes import Sizes
 
 NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm)
@@ -29,7 +34,7 @@ _HALVES = re.compile(r"features\.([1-7])\.")
 
 
 class TorchvisionNetwork(nn.Module):
-    """A classification network of torchvision, built from its `Model` settings, without auxiliary heads."""
+    """A classification network of torchvision without auxiliary heads, or an AxialResNet, by its `Model` settings."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -161,6 +166,8 @@ def _stage(number: int) -> Part:
 def _build(model: Model) -> nn.Module:
     from torchvision.models import get_model
 
+    if axial_resnet(model.name):
+        return AxialResNet(model.name, model.image_shape, model.num_classes or 1)
     network, settings = model.name.removeprefix(PREFIX), constructor_settings(model)
     # A RegNet computes its widths with tensors, which have no values on the meta device.
     with torch.device("cpu") if network.startswith("regnet") else nullcontext():

@@ -11,9 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from vitray import storage
 from vitray.config import Model
-from vitray.config.model_names import parse_name
+from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
-from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, RunError, nearest
 from vitray.inference.models import NetworkSpec
 from vitray.models.torchvision_networks import stage_widths
@@ -125,14 +124,14 @@ def _check_levels(spec: NetworkSpec, options: Options) -> None:
         if level not in known:
             wanted = f"one of {known[0]} to {known[-1]}{nearest(level, known)}"
             raise ConfigError(f"--features {level}: no such level in {spec.network}; wanted {wanted}")
-    if options.compile and is_torchvision(spec.network) and (options.levels or options.embedding):
+    if options.compile and not is_vit(spec.network) and (options.levels or options.embedding):
         wanted = "no --embedding and no --features"
         raise ConfigError(f"--compile: {spec.network} is compiled whole, with its logits alone; wanted {wanted}")
 
 
 def level_widths(spec: NetworkSpec) -> dict[str, int]:
     """Return the width of the features of each level: of the blocks, or of the stages of a network of torchvision."""
-    if is_torchvision(spec.network):
+    if not is_vit(spec.network):
         return stage_widths(Model.model_validate_json(spec.settings))
     return {f"block{level:02d}": spec.features for level in range(parse_name(spec.network).depth)}
 

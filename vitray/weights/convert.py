@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Model, Run
+from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork
@@ -34,6 +35,8 @@ def import_weights(
     """
     file = read_weights(url)
     name = str({**(fallback or {}), **(settings or {})}.get("name", ""))
+    if axial_resnet(name):
+        raise ConfigError(f"{url}: weights files of {name} are not read; wanted a model folder written by vitray")
     if is_torchvision(name):
         return _torchvision(file.tensors, {**(fallback or {}), **(settings or {})}, url)
     layout = _layout_of(file.tensors, layout, url)

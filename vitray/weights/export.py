@@ -11,7 +11,7 @@ from torch import nn
 
 from vitray.config import Model
 from vitray.config.model_names import WIDTHS, width_key
-from vitray.config.torchvision_names import PREFIX
+from vitray.config.torchvision_names import PREFIX, is_torchvision
 from vitray.errors import ConfigError
 from vitray.models.network import AnyNetwork
 from vitray.models.stems import ChannelNorm
@@ -32,8 +32,8 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
     if layout not in EXPORTS:
         raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
     if not isinstance(vit, ViT):
-        if layout != "torchvision" or vit.model.num_classes is None:
-            wanted = "wanted layout torchvision, and a network with a head"
+        if layout != "torchvision" or vit.model.num_classes is None or not is_torchvision(vit.model.name):
+            wanted = "wanted layout torchvision, and a network of torchvision with a head"
             raise ConfigError(f"{vit.model.name}: an export for {layout} has no such network; {wanted}")
         return {name.removeprefix("body."): tensor.detach() for name, tensor in vit.state_dict().items()}
     model, branches = vit.model, vit.model.shape.branches
