@@ -207,9 +207,8 @@ def with_absolute_addresses(settings: Mapping[str, Any], section: str = "") -> d
     for name, value in settings.items():
         if isinstance(value, Mapping):
             absolute[name] = with_absolute_addresses(value, f"{section}{name}.")
-        elif f"{section}{name}" in ADDRESSES and isinstance(value, str):
-            if not placeholders(value) and not is_model_uri(value):
-                absolute[name] = storage.absolute(value)
+        elif f"{section}{name}" in ADDRESSES and not (placeholders(value) or is_model_uri(str(value))):
+            absolute[name] = storage.absolute(value) if isinstance(value, str) else value
     return absolute
 
 
