@@ -18,12 +18,12 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add home and results from README, log and changelog."""
+    """Add home and measurements from README, log and changelog."""
     readme = (ROOT / "README.md").read_text()
     first_screen, _, rest = readme.partition("\n## Results\n")
-    results = "# Results\n" + rest.partition("\n## ")[0]
+    measurements = "# Measurements\n" + rest.partition("\n## ")[0]
     pages = {name: (ROOT / source).read_text() for source, name in ROOT_PAGES.items()}
-    pages |= {"index.md": first_screen, "results.md": results}
+    pages |= {"index.md": first_screen, "measurements.md": measurements}
     for name, text in pages.items():
         # Links of the root: docs/data.md is data.md on the site.
         moved = LINK.sub(lambda link: link[0].replace("](docs/", "]("), text)
@@ -34,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files outside docs/ into their pages, or else into their paths."""
     folder = posixpath.dirname(page.file.src_uri)
-    is_root = page.file.src_uri in (*ROOT_PAGES.values(), "results.md")
+    is_root = page.file.src_uri in (*ROOT_PAGES.values(), "measurements.md")
 
     def replaced(link: re.Match[str]) -> str:
         mark, text, target, anchor = link.groups()

@@ -27,7 +27,8 @@ def main(args: list[str]) -> dict[str, Any]:
     request = driver.Request(options.words[:-1], options.words[-1], options.split, options.probes, options.train_split)
     request = request._replace(out=options.out, workers=options.workers, max_corrupt=options.max_corrupt)
     request = request._replace(corrupt=options.corrupt, imagenet_c=options.imagenet_c, baseline=options.baseline)
-    evaluation, page = driver.evaluate(request._replace(labels=options.labels))
+    request = request._replace(labels=options.labels, train_shares=options.train_shares)
+    evaluation, page = driver.evaluate(request)
     print(f"{texts.scores_text(evaluation)}\n\n{page}")
     return evaluation.flat() | {"page": page}
 

@@ -459,7 +459,12 @@ def test_sgd_fits_the_linear_probe_where_features_do_not_fit_memory(place, tmp_p
     monkeypatch.setattr(linear_probe, "MOST_BYTES", size - 1)
     monkeypatch.setattr(linear_probe, "SGD_CHUNK", 40)
     monkeypatch.setattr(outputs, "MOST_IN_MEMORY", 0)
-    result = verb(capsys, place / "a", place / "data", "--probes", "linear", "--out", tmp_path)
+    words = ("--probes", "linear", "--train-shares", "0.3", "0.7", "--out", tmp_path)
+    result = verb(capsys, place / "a", place / "data", *words)
+    assert result["linear_share0.3_fit"] == "l-bfgs"
+    assert 0 < result["linear_share0.3"] <= 1
+    assert "linear probe, 70 % of train" in (tmp_path / "index.html").read_text()
+    assert "--train-shares 0.3 0.7" in json.loads((tmp_path / "results.json").read_text())["command"]
     assert (result["linear_fit"], result["linear_epochs"]) == ("sgd", 10)
     assert result["linear_lr"] in linear_probe.RATES
     assert "linear_l2" not in result

@@ -1,5 +1,7 @@
 """Linear probe: equal to scikit-learn's logistic regression, SGD to torch's; the L2 is chosen on training images."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from vitray.evaluation.linear_probe import (
     probe_linear_sgd,
     score_head,
 )
+from vitray.evaluation.probes import probe_shares
 
 
 @pytest.mark.parametrize("l2", [1e-3, 1e-1])
@@ -83,6 +86,25 @@ def test_absent_classes_one_class_and_constant_features():
 
 
 # ---- features that do not fit memory ---------------------------------------------------------------------------------
+
+
+def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
+    train, test = clusters(200), clusters(60, 1)
+    keys = [f"image {row}" for row in range(200)]
+    values = probe_shares([0.1, 0.5], train, test, 5, keys)
+    hashes = [hashlib.sha256(f"1\0{key}".encode()).digest() for key in keys]
+    for share, count in ((0.1, 20), (0.5, 100)):
+        rows = sorted(sorted(range(200), key=hashes.__getitem__)[:count])
+        part = Labelled(train.features[rows], train.labels[rows])
+        wanted = probe_linear(part, test, 5, keys=[keys[row] for row in rows])
+        assert values[f"linear_share{share}"] == wanted.score.top1
+        assert values[f"linear_share{share}_l2"] == wanted.l2
+        assert values[f"linear_share{share}_low"] < wanted.score.top1 < values[f"linear_share{share}_high"]
+    order = np.random.default_rng(0).permutation(200)
+    moved = Labelled(train.features[order], train.labels[order])
+    shuffled = probe_shares([0.1, 0.5], moved, test, 5, [keys[row] for row in order])
+    assert {name: shuffled[name] for name in shuffled} == values
+    assert values["linear_share0.5"] > values["linear_share0.1"]
 
 
 def parts(data, size):

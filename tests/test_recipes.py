@@ -19,6 +19,11 @@ For results of our own, the line after a command is
 or, as long as there is none, one that says so:
 
     #   expected: not measured yet; WHERE THE RATES ARE FROM
+
+Recipes and spaces of CIFAR-10, whose results are in docs/results.md, state their cost instead:
+
+    #   expected: not measured yet; planned cost N minutes of one core
+    #   expected: RESULT with a %, N minutes of one core; measured by us on HARDWARE, YYYY-MM-DD
 """
 
 import re
@@ -53,7 +58,11 @@ RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
 MEASURED = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}
 UNMEASURED = {"distil_demo", "flexible_demo", "hybrid_demo", "torchvision_demo"}
-OURS = MEASURED | UNMEASURED  # recipes without a paper
+CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer"}
+OURS = MEASURED | UNMEASURED | CIFAR  # recipes without a paper
+# Recipes that begin with the network of another one, whose command their header has too.
+BEGIN_WITH = {"distil_demo": "demo", "finetune_demo": "demo"}
+BEGIN_WITH |= {"cifar10_finetune": "cifar10_supervised", "cifar10_masked": "cifar10_tokenizer"}
 
 
 class Expectation(NamedTuple):
@@ -108,7 +117,7 @@ each_expectation = pytest.mark.parametrize(("path", "expected"), EXPECTATIONS)
 
 
 def test_no_recipe_is_missed():
-    assert len(RECIPES) == 28
+    assert len(RECIPES) == 32
     assert len(EXPECTATIONS) == 54
     assert [path.stem for path in RECIPES] == recipes.names()
     assert all(recipes.path_of(path.stem) == path for path in RECIPES)
@@ -117,9 +126,9 @@ def test_no_recipe_is_missed():
 @each_recipe
 def test_a_header_has_a_command_that_names_the_recipe(path):
     assert any(re.search(rf"\bvitray train {path.stem}(?: |$)", line) for line in header(path))
-    # Another recipe's name would be a leftover of a copy; these two name the network that they begin with.
+    # Another recipe's name would be a leftover of a copy.
     named = {name for line in header(path) for name in re.findall(r"\bvitray train (\S+)", line)}
-    assert named - ({"demo"} if path.stem in ("distil_demo", "finetune_demo") else set()) == {path.stem}
+    assert named - {BEGIN_WITH.get(path.stem)} == {path.stem}
 
 
 @each_recipe
@@ -184,6 +193,18 @@ def test_a_demo_header_without_a_result_says_so_and_where_its_rates_are_from(nam
     assert lines[command + 1] == "#   expected: not measured yet; the rates are those of demo"
     assert not any(re.search(r"\d %|measured by us", line) for line in lines)
     assert loaded(recipes.path_of(name)).optim == loaded(recipes.path_of("demo")).optim
+
+
+COST = r"\d+ (?:minutes|hours) of one core"
+CIFAR_RESULT = rf"#   expected: (?:not measured yet; planned cost {COST}.*|[^;]*, {COST}; measured by us on .+, [\d-]+)"
+
+
+@pytest.mark.parametrize("name", sorted(CIFAR))
+def test_a_cifar_header_states_its_cost(name):
+    lines = [*header(recipes.path_of(name)), ""]
+    command = next(index for index, line in enumerate(lines) if f"vitray train {name}" in line)
+    assert re.fullmatch(CIFAR_RESULT, lines[command + 1])
+    assert loaded(recipes.path_of(name)).data.val == "test"
 
 
 @each_expectation

@@ -30,6 +30,7 @@ from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
+from vitray.data.shards.writing import select_classes
 from vitray.errors import ConfigError
 from vitray.inference.images import open_images
 
@@ -287,6 +288,46 @@ def test_cifar_100_in_its_archive(tmp_path):
     source = tmp_path / "cifar-100-python.tar.gz"
     assert listed(source).classes == ("apple", "bee")
     assert [item.label for item in listed(source, "label=coarse_labels").items] == [0, 0]
+
+
+def test_some_classes_are_taken_in_the_order_of_their_names(tmp_path):
+    write(tmp_path / "data_batch_1", pickle.dumps(cifar_batch(0, 4) | {"labels": [2, 0, 1, 2]}))
+    write(tmp_path / "test_batch", pickle.dumps(cifar_batch(9, 2) | {"labels": [0, 2]}))
+    write(tmp_path / "batches.meta", pickle.dumps({"label_names": ["plane", "car", "bird", "cat"]}))
+    listing = listed(tmp_path)
+    taken = select_classes(listing, ["bird", "plane"])
+    assert taken.classes == ("bird", "plane")
+    assert [(item.split, item.label) for item in taken.items] == [
+        ("train", 0), ("train", 1), ("train", 0), ("test", 1), ("test", 0)
+    ]  # fmt: skip
+    assert [item._replace(label=None) for item in taken.items] == [
+        item._replace(label=None) for item in listing.items if item.label != 1
+    ]
+    assert select_classes(listing, None) is listing
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["birds"], "classes: got birds, wanted some of plane, car, bird, cat; nearest: bird"),
+        (["car", "car"], "classes: got car more than once"),
+        (["cat"], "classes: no image of cat"),
+    ],
+)
+def test_classes_that_cannot_be_taken_are_refused(tmp_path, names, message):
+    write(tmp_path / "data_batch_1", pickle.dumps(cifar_batch(0, 3) | {"labels": [2, 0, 1]}))
+    write(tmp_path / "batches.meta", pickle.dumps({"label_names": ["plane", "car", "bird", "cat"]}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        select_classes(listed(tmp_path), names)
+
+
+def test_the_classes_are_a_recorded_setting_only_where_they_are_set(tmp_path):
+    some = read_request("photos", str(tmp_path), overrides=["classes=[bird,plane]"])
+    assert some.settings.classes == ("bird", "plane")
+    assert some.recorded()["classes"] == ["bird", "plane"]
+    assert "classes" not in read_request("photos", str(tmp_path)).recorded()
+    with pytest.raises(ConfigError, match="the demo does not"):
+        select_classes(listed("demo", "images=16"), [CLASSES["shape"][0]])
 
 
 def cifar_binary(labels: list[tuple[int, ...]], first: int = 0) -> bytes:

@@ -1,6 +1,7 @@
 """Search spaces: points, their names and runs, and one message with its line for every fault."""
 
 import contextlib
+import json
 import math
 import random
 import re
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layers import ROOT
+from test_recipes import CIFAR_RESULT
 
 import tune_spaces
 from pipelines import recipes
@@ -23,6 +25,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
 from vitray.sweep.expressions import evaluate, names_in
+from vitray.sweep.plan import with_absolute_addresses
 from vitray.sweep.space import (
     Space,
     check_overrides,
@@ -641,7 +644,7 @@ def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
 def test_a_header_has_purpose_and_source(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Shows: ") for line in head)
-    is_ours = path.stem.startswith("demo")
+    is_ours = path.stem.startswith(("demo", "cifar10"))
     assert is_ours or re.fullmatch(r"# source: .+(Figure|Table)s? \d.*; not measured by us", head[1])
 
 
@@ -651,6 +654,8 @@ def test_a_header_has_purpose_and_source(path):
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_parts", 6), ("finetune_transfer", 12),
         ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
         ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
+        ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 12), ("cifar10_finetune_mode", 30),
+        ("cifar10_finetune_mode_rates", 18), ("cifar10_stems", 36), ("cifar10_stems_rates", 36),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):
@@ -661,6 +666,46 @@ def test_spaces_have_the_points_of_the_papers_figures(name, points):
         expected = {f"vit_s{blocks // count}x{count}_16" for blocks, counts in figure.items() for count in counts}
         expected |= {f"vit_b{36 // count}x{count}_16" for count in figure[36]}
         assert expected <= set(point_names(space))
+
+
+CIFAR_SPACES = [name for name in tune_spaces.names() if name.startswith("cifar10") and not name.endswith("_rates")]
+
+
+@pytest.mark.parametrize("name", CIFAR_SPACES)
+def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(name):
+    tried, final = (read_space(tune_spaces.path_of(each)) for each in (f"{name}_rates", name))
+
+    def cells(space):
+        points = [{key: value for key, value in point.drawn.items() if key != "seed"} for point in grid_points(space)]
+        return {json.dumps(point, sort_keys=True) for point in points}
+
+    assert cells(final) <= cells(tried)
+    number = len(cells(final))
+    assert len(cells(tried)) == 3 * number
+    assert len(grid_points(final)) == number * (3 if name == "cifar10_stems" else 5)
+    # The stages differ in nothing but the hold-out, which the command of the rates has.
+    assert tried.before == final.before
+    (*_, words), (*_, final_words) = sweeps(tune_spaces.path_of(f"{name}_rates")), sweeps(tune_spaces.path_of(name))
+    assert "data.development=0.1" in words
+    assert not any(word.startswith("data.development") for word in final_words)
+
+
+@pytest.mark.parametrize("name", [name for name in tune_spaces.names() if name.startswith("cifar10")])
+def test_a_space_of_cifar_states_its_cost(name):
+    lines = tune_spaces.path_of(name).read_text().splitlines()
+    assert sum(bool(re.match(CIFAR_RESULT, line)) for line in lines) == 1
+
+
+def test_a_point_has_absolute_addresses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"data.url": "data/a", "task": {"kind": "finetune", "weights": "runs/a/model"}, "seed": 1}
+    assert with_absolute_addresses(settings) == {
+        "data.url": f"{tmp_path}/data/a",
+        "task": {"kind": "finetune", "weights": f"{tmp_path}/runs/a/model"},
+        "seed": 1,
+    }
+    kept = {"data.url": "s3://b/a", "task.weights": "{stage}", "task.distill.teacher": "models:/vit@champion"}
+    assert with_absolute_addresses(kept) == kept
 
 
 TRAIN_SIZES = {  # "Three things", Table 9

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labelled, ProbeScore
+from vitray.evaluation.arrays import Labelled, ProbeScore, draw_part
 from vitray.evaluation.calibration import calibration_scores
 from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme
 from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot, shots_within, smallest_class
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
 from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
+
+# Another one than that of the linear probe's development part, which a hash of the keys chooses too.
+SHARE_SEED = 1
 
 
 def probe_features(
@@ -38,6 +41,23 @@ def probe_features(
         separation = class_separation(*test, num_classes)
         values |= {"rankme": rankme(test.features), "effective_rank": effective_rank(test.features)}
         values |= {"separation_variance_share": separation.variance_share, "separation_cosine": separation.cosine}
+    return values
+
+
+def probe_shares(
+    shares: Sequence[float], train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str]
+) -> dict[str, Any]:
+    """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
+
+    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
+    """
+    values: dict[str, Any] = {}
+    for share in shares:
+        count = max(1, round(share * len(train.labels)))
+        chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
+        part = Labelled(train.features[chosen_N], train.labels[chosen_N])
+        fitted = _linear(part, test, num_classes, [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in])
+        values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
     return values
 
 

@@ -14,7 +14,7 @@ from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import evaluation_gpus
 from vitray.runs.plan import Plan, PlannedRun, check_schedule, make_plan
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
-from vitray.sweep.space import Space, SweepPoint, check_space, name_of, run_of, stage_space
+from vitray.sweep.space import Space, SweepPoint, check_space, name_of, placeholders, run_of, stage_space
 
 # Metrics of every evaluation.
 METRICS = ("val/top1", "val/top5", "val/loss")
@@ -23,6 +23,8 @@ DRIVER_CPUS = 0.01
 # Settings of the trials that also hold for the stages before them, unless the space sets them.
 SHARED_SETTINGS = ("data.url", "data.train", "data.val", "data.development", "model.image_size", "tracking.experiment")
 SHARED_SETTINGS += ("compute.workers", "compute.device", "compute.cpus", "compute.gpus")
+# Settings that are addresses: of a dataset, or of a model folder.
+ADDRESSES = ("data.url", "task.weights", "task.distill.teacher", "task.objective.tokenizer")
 
 
 class SweepPlan(NamedTuple):
@@ -88,7 +90,10 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     `ready` is False before the stages are trained: their model folders do not exist yet.
     """
     base = _with_absolute_urls(base)
-    points = {name_of(point, space): point for point in check_space(space, base)[: space.budget.trials]}
+    checked = check_space(space, base)[: space.budget.trials]
+    points = {
+        name_of(point, space): point._replace(settings=with_absolute_addresses(point.settings)) for point in checked
+    }
     limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
     trials = min(limits) if space.learns else len(points)
     resources = trial_resources(base, nodes)
@@ -192,6 +197,19 @@ def _with_absolute_urls(base: Run) -> Run:
     if base.distill is not None:
         changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
     return base.replace(changes) if changes else base
+
+
+def with_absolute_addresses(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return a point's settings with absolute paths: a trial's process has a working folder of its own."""
+    from vitray.tracking.model_uri import is_model_uri
+
+    absolute = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            absolute[name] = with_absolute_addresses(value, f"{section}{name}.")
+        elif f"{section}{name}" in ADDRESSES and not (placeholders(value) or is_model_uri(str(value))):
+            absolute[name] = storage.absolute(value) if isinstance(value, str) else value
+    return absolute
 
 
 def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dict[str, Any]:

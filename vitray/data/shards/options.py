@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from vitray import storage
 from vitray.config.parsing import apply_changes, parse_overrides
-from vitray.config.sections import Fraction, Section, Seed, Size
+from vitray.config.sections import Fraction, Section, Seed, Size, Text
 from vitray.config.validation import explain_error
 from vitray.data.augment.decode import MAX_PIXELS
 from vitray.errors import ConfigError
@@ -57,6 +57,8 @@ class ShardSettings(Section):
     """Demo: side of an image in pixels."""
     task: Literal["shape", "texture"] = "shape"
     """Demo: the labels."""
+    classes: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = None
+    """Names of the classes to take, numbered in this order; None takes all."""
 
 
 class ShardRequest(NamedTuple):
@@ -74,6 +76,7 @@ class ShardRequest(NamedTuple):
     def recorded(self) -> dict[str, Any]:
         """Return the settings that decide the content, for dataset.json."""
         unused = set() if self.source == "demo" else _DEMO_ONLY
+        unused = unused | ({"classes"} if self.settings.classes is None else set())  # older datasets do not record it
         settings = self.settings.model_dump(mode="json", exclude=_EXECUTION | unused)
         return settings | {"keep": list(self.keep), "draw": [list(pair) for pair in self.draw]}
 

@@ -9,6 +9,7 @@ import posixpath
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -35,8 +36,10 @@ from vitray.data.shards.plan import channel_statistics, find_duplicates, plan_sh
 from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_a_time
 from vitray.data.shards.sources import Listing, Reject, detect_source, list_source, read_ranges
 from vitray.data.shards.tables import ImageTable
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, nearest
 
+# Class names that a message lists.
+MOST_NAMED = 20
 SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet|\.writing-[^/]+")
 
 SCHEMA = pa.schema(
@@ -60,6 +63,7 @@ def write_dataset(request: ShardRequest) -> Dataset:
     check_writable(request.dest)
     with tasks_at_a_time(request.settings.workers) as at_a_time:
         listing = list_source(request, detected, partial(run_tasks, at_a_time=at_a_time))
+        listing = select_classes(listing, request.settings.classes)
         if request.index_only:
             _check_indexable(listing)
         # The first file in the folder: it marks the folder as ours.
@@ -90,6 +94,8 @@ def _finished_dataset(request: ShardRequest) -> Dataset | None:
     """Return the dataset of an equal request, if it exists; reject a destination that holds anything else."""
     if request.index_only and request.draw:
         raise ConfigError("--index-only leaves files as they are: --split NAME=SHARE cannot draw from them")
+    if request.index_only and request.settings.classes:
+        raise ConfigError("--index-only leaves files as they are: classes cannot select from them")
     if request.index_only and request.settings.resize:
         raise ConfigError("--index-only leaves files as they are: resize cannot re-encode them")
     source, dest = (posixpath.normpath(storage.filesystem(url)[1]) for url in (request.source, request.dest))
@@ -109,6 +115,25 @@ def _finished_dataset(request: ShardRequest) -> Dataset | None:
     if not request.index_only and names and not any(name.startswith(f"{WORK}/") for name in names):
         raise ConfigError(f"{request.dest}: holds other files, such as {names[0]}: wanted a new or empty folder")
     return None
+
+
+def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
+    """Return the images of the named classes, numbered in the order of the names."""
+    if names is None:
+        return listing
+    for name in names:
+        if name not in listing.classes:
+            known = ", ".join(listing.classes[:MOST_NAMED])
+            raise ConfigError(f"classes: got {name}, wanted some of {known}{nearest(name, listing.classes)}")
+        if names.count(name) > 1 or listing.classes.count(name) > 1:
+            raise ConfigError(f"classes: got {name} more than once, wanted names of one class each")
+    if listing.kind == "demo":  # drawing an image yields its label
+        raise ConfigError("classes: wanted a source that lists its labels; the demo does not")
+    numbers = {listing.classes.index(name): number for number, name in enumerate(names)}
+    items = [item._replace(label=numbers[item.label]) for item in listing.items if item.label in numbers]
+    if not items:
+        raise ConfigError(f"classes: no image of {', '.join(names)}; wanted classes that have images")
+    return listing._replace(items=items, classes=tuple(names))
 
 
 # ---- second pass: the shards ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import probe_features
+from vitray.evaluation.probes import probe_features, probe_shares
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labelling import label_values, open_label_set, score_labels
 from vitray.evaluation.report.probes import (
@@ -43,6 +43,8 @@ class Request(NamedTuple):
     probes: Sequence[str] = ()
     train_split: str = "train"
     """The split that the probes learn from."""
+    train_shares: Sequence[float] = ()
+    """Shares of its images that the linear probe learns from, besides all of them."""
     out: str | None = None
     """None is a folder below `evaluations`, named after the networks and the data."""
     workers: int | None = None
@@ -62,6 +64,7 @@ class Request(NamedTuple):
         """The command line that repeats it."""
         words = ["vitray", "evaluate", *self.models, self.data, "--split", self.split]
         words += ["--probes", ",".join(self.probes), "--train-split", self.train_split] if self.probes else []
+        words += ["--train-shares", *(f"{share:g}" for share in self.train_shares)] if self.train_shares else []
         words += ["--max-corrupt", f"{self.max_corrupt:g}"] if self.max_corrupt != MAX_CORRUPT else []
         words += ["--corrupt"] if self.corrupt else []
         named = {"--imagenet-c": self.imagenet_c, "--baseline": self.baseline, "--labels": self.labels}
@@ -171,7 +174,10 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
         learnt = outputs_of(data.train, "features") if data.train else None
         train = numbered(learnt, data.train, classes) if learnt and data.train else None
         keys = learnt.keys if learnt else []
-        more |= probe_features(request.probes, train, numbered(outputs, images, classes), len(classes), keys)
+        test = numbered(outputs, images, classes)
+        more |= probe_features(request.probes, train, test, len(classes), keys)
+        if train is not None:
+            more |= probe_shares(request.train_shares, train, test, len(classes), keys)
         if learnt is not None:
             more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
     if data.corrupted and head:

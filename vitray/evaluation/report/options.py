@@ -24,6 +24,8 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
         help="evaluate.probes of runs or of checkpoints, in place of MODEL... DATA",
     )
     parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
+    shares = "probe linear learns from each of these shares of them, too, such as 0.05 0.1 0.5"
+    parser.add_argument("--train-shares", nargs="+", type=float, default=[], metavar="SHARE", help=shares)
     parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
     parser.add_argument("--imagenet-c", metavar="DIR", help="score a folder corruption/severity/class/image too")
     parser.add_argument("--baseline", metavar="FILE", help="errors of a network, {corruption: share}, for the mCE")
@@ -43,4 +45,8 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     if options.vtab and (options.probes or other_scores):
         parser.error("wanted --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
     options.probes = [name for part in options.probes for name in part.split(",")]
+    if options.train_shares and not (
+        "linear" in options.probes and all(0 < share < 1 for share in options.train_shares)
+    ):
+        parser.error("wanted --train-shares between 0 and 1, and --probes linear")
     return options

@@ -1,5 +1,6 @@
 """Scores as text: with their intervals, and as a table for a terminal."""
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,12 +38,16 @@ TITLES = {
 }
 SHARES = {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", "knn10", "knn20", "linear", "mce"}
 SHARES |= {name for name in TITLES if name.startswith(("few_shot", "corruption_error"))}
+# The linear probe of a share of the training images.
+SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
 
 
 def titles_of(results: Sequence[Result]) -> dict[str, str]:
-    """Return {score: title} in the order of the page, with the kinds of corruption that these networks have."""
+    """Return {score: title} in the order of the page, with the shares and corruptions that these networks have."""
+    scored = dict.fromkeys(match for result in results for match in map(SHARE_OF.fullmatch, result.more) if match)
+    shares = {match[0]: f"linear probe, {100 * float(match[1]):g} % of train" for match in scored}
     kinds = dict.fromkeys(name for result in results for name in result.more if name.startswith(ERROR_OF))
-    return TITLES | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
+    return TITLES | shares | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
 
 
 class ScoreText(NamedTuple):
@@ -58,6 +63,11 @@ class ScoreText(NamedTuple):
         return f"{self.value} ({self.spread})" if self.spread else self.value
 
 
+def is_share(name: str) -> bool:
+    """Whether a score is shown in percent."""
+    return name in SHARES or name.startswith(ERROR_OF) or SHARE_OF.fullmatch(name) is not None
+
+
 def score_text(result: Result, name: str) -> ScoreText | None:
     """Return a score with its uncertainty; None where there is none."""
     values = result.flat()
@@ -66,8 +76,8 @@ def score_text(result: Result, name: str) -> ScoreText | None:
         return None
     if isinstance(values[name], int):
         return ScoreText(f"{values[name]:,}", "")
-    unit, digits, percent = (100, "{:.2f}", " %") if name in SHARES or name.startswith(ERROR_OF) else (1, "{:.4f}", "")
-    by_sgd = " by SGD" if name == "linear" and values.get("linear_fit") == "sgd" else ""
+    unit, digits, percent = (100, "{:.2f}", " %") if is_share(name) else (1, "{:.4f}", "")
+    by_sgd = " by SGD" if values.get(f"{name}_fit") == "sgd" else ""
     spread = ""
     if f"{name}_low" in values:
         spread = " to ".join(digits.format(unit * values[f"{name}_{end}"]) for end in ("low", "high"))

@@ -11,6 +11,7 @@ from vitray.sweep.space.points import SweepPoint as SweepPoint
 from vitray.sweep.space.points import draw_point as draw_point
 from vitray.sweep.space.points import grid_points as grid_points
 from vitray.sweep.space.points import name_of as name_of
+from vitray.sweep.space.points import placeholders as placeholders
 from vitray.sweep.space.points import random_points as random_points
 from vitray.sweep.space.points import resolve_stages as resolve_stages
 from vitray.sweep.space.points import run_of as run_of

@@ -1,0 +1,367 @@
+"""python docs/cifar10_results.py [SWEEPS]: write docs/results.md from the records of the sweeps of CIFAR-10.
+
+With SWEEPS, the folder of all sweeps, their records are first read into docs/cifar10_results.json, of which the page is
+a function: anybody can repeat the statistics without the runs. Cells without a finished seed are "not measured".
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from cifar10_rates import NOT_CHOSEN
+from cifar10_texts import HEAD, LABELS, NOT_TESTED, THINGS, Thing
+
+import tune_spaces
+from pipelines import recipes
+from vitray import storage
+from vitray.config import load_run
+from vitray.runs.run_dir import OUTCOME
+from vitray.storage import scratch_folder
+from vitray.sweep.driver import SWEEP_META
+from vitray.sweep.report.groups import Interval, interval_of
+from vitray.sweep.space import check_space, read_space, resolve_stages
+from vitray.sweep.trial_store import read_entries, read_record
+from vitray.tracking.system_info import facts
+
+DOCS = Path(__file__).parent
+RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
+NOTHING = {"machine": {}, "trials": [], "stages": [], "labels": []}
+# Settings that change neither images nor steps.
+EXECUTION = ("compute.", "tracking.", "data.url", "data.cache", "evaluate.", "checkpoint.", "task.weights")
+COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")
+SHARES = ("0.05", "0.1", "0.5", "1")
+NOT_MEASURED = "not measured"
+TOLD, NOT_TOLD = "{} is higher", "cannot be told apart"
+
+
+class Cell(NamedTuple):
+    """A cell of a table: trials that differ in their seed."""
+
+    label: str
+    drawn: dict[str, Any]
+    """Its values, without seed and rate."""
+    rate: float
+    settings: dict[str, Any]
+    """Of the first seed, without it."""
+    seeds: tuple[int, ...]
+
+
+class Measured(NamedTuple):
+    """The finished trials of a cell, by seed."""
+
+    cell: Cell
+    trials: dict[int, dict[str, Any]]
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """{seed: test accuracy of the last step}."""
+        return {seed: trial["top1"] for seed, trial in self.trials.items()}
+
+    def mean(self, field: str) -> float | None:
+        """The mean of a cost over the seeds that have it."""
+        values = [trial[field] for trial in self.trials.values() if trial[field] is not None]
+        return fmean(values) if values else None
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def collect(sweeps: str) -> dict[str, Any]:
+    """Return the records of all sweeps of SWEEPS, and the scores of the label probes."""
+    records: dict[str, Any] = {"machine": facts(), "trials": [], "stages": [], "labels": []}
+    for thing in THINGS:
+        for name, overrides in ((thing.space, thing.overrides), (f"{thing.space}_rates", thing.rate_overrides)):
+            sweep_dir = storage.join(sweeps, name)
+            if storage.exists(storage.join(sweep_dir, SWEEP_META)):
+                check_settings(sweep_dir, thing.recipe, overrides)
+                records["trials"] += [{"sweep": name} | row for row in trial_rows(sweep_dir)]
+                records["stages"] += stage_rows(sweep_dir, name)
+    path = storage.join(sweeps, "labels", "results.json")
+    if storage.exists(path):
+        for scores in storage.read_json(path)["models"]:
+            kept = {key: value for key, value in scores.items() if key.startswith(("linear", "few_shot"))}
+            records["labels"].append({"model": network_of(scores["url"], sweeps), **kept})
+    return records
+
+
+def check_settings(sweep_dir: str, recipe: str, overrides: Sequence[str]) -> None:
+    """Refuse a sweep whose settings are not those of the page, such as one of fewer epochs."""
+    with scratch_folder() as folder:
+        (path := folder / "run.yaml").write_text(storage.read_json(storage.join(sweep_dir, SWEEP_META))["base"])
+        found = load_run(path).dotted()
+    wanted = load_run(recipes.path_of(recipe), overrides).dotted()
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name) and not name.startswith(EXECUTION):
+            sys.exit(f"{sweep_dir}: {name}: got {found.get(name)}, wanted {wanted.get(name)} as on the page")
+
+
+def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each finished trial of a sweep."""
+    for name, entry in read_entries(sweep_dir).items():
+        run_dir = storage.join(sweep_dir, name)
+        path = storage.join(run_dir, OUTCOME)
+        outcome = storage.read_json(path) if storage.exists(path) else {}
+        if outcome.get("state") == "finished":
+            record = read_record(run_dir)
+            times = None if record.began is None or record.ended is None else record.ended - record.began
+            costs = {field: outcome.get(field) for field in COSTS}
+            yield {
+                "trial": name,
+                "drawn": entry.point.drawn,
+                "top1": outcome["val_top1"],
+                "steps": outcome["steps"],
+                "wall_seconds": times and round(times, 1),
+                "curve": outcome["curves"].get("val/top1", []),
+                **{field: value if value is None else round(value, 1) for field, value in costs.items()},
+            }
+
+
+def stage_rows(sweep_dir: str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the cost of each stage of a sweep."""
+    for stage in read_space(tune_spaces.path_of(name)).before:
+        rows = list(trial_rows(storage.join(sweep_dir, "before", stage)))
+        seconds = [sum(row[field] or 0 for row in rows) for field in ("device_seconds", "wall_seconds")]
+        yield {
+            "sweep": name,
+            "stage": stage,
+            "runs": len(rows),
+            "device_seconds": seconds[0],
+            "wall_seconds": seconds[1],
+        }
+
+
+def network_of(url: str, sweeps: str) -> str:
+    """Return the address of a network below SWEEPS, without the folder of the model."""
+    return url.removeprefix(storage.absolute(sweeps)).strip("/").removesuffix("/model")
+
+
+# ---- cells and statistics --------------------------------------------------------------------------------------------
+
+
+def cells_of(thing: Thing) -> list[Cell]:
+    """Return the planned cells of a thing, in the order of its space."""
+    space = read_space(tune_spaces.path_of(thing.space))
+    base = load_run(recipes.path_of(thing.recipe), thing.overrides)
+    cells: dict[str, Cell] = {}
+    for point in check_space(space, base):
+        drawn = {key: value for key, value in point.drawn.items() if key not in ("seed", "rate")}
+        settings = resolve_stages(point.settings, point.before, f"sweeps/{thing.space}")
+        settings = {path: value for path, value in settings.items() if path != "seed"}
+        label = thing.label.format(**drawn)
+        known = cells.setdefault(label, Cell(label, drawn, point.drawn["rate"], settings, ()))
+        cells[label] = known._replace(seeds=(*known.seeds, point.drawn["seed"]))
+    return list(cells.values())
+
+
+def measured(thing: Thing, records: Mapping[str, Any]) -> dict[str, Measured]:
+    """Return the cells of a thing with their finished trials, which have the rate of the space."""
+    found = {cell.label: Measured(cell, {}) for cell in cells_of(thing)}
+    for row in records["trials"]:
+        if row["sweep"] == thing.space:
+            cell = found[thing.label.format(**row["drawn"])]
+            if row["drawn"]["rate"] != cell.cell.rate:
+                sys.exit(f"{thing.space}: {row['trial']} has rate {row['drawn']['rate']}, the space {cell.cell.rate}")
+            cell.trials[row["drawn"]["seed"]] = row
+    return found
+
+
+def difference(one: Measured, other: Measured) -> Interval | None:
+    """Return the mean paired difference over common seeds with Student's interval; None below two seeds."""
+    seeds = sorted(one.scores.keys() & other.scores.keys())
+    return interval_of([one.scores[seed] - other.scores[seed] for seed in seeds]) if len(seeds) > 1 else None
+
+
+def verdict(pair: tuple[str, str], interval: Interval | None) -> str:
+    """Return what can be said of two cells."""
+    if interval is None:
+        return NOT_MEASURED
+    return TOLD.format(pair[interval.mean < 0]) if interval.is_clear else NOT_TOLD
+
+
+def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of cells that a thing compares: each with each, or each with the one of its reference."""
+    if thing.references is None:
+        return list(combinations(labels, 2))
+    return [(label, other) for label in labels for other in thing.references(label)]
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(records: Mapping[str, Any]) -> str:
+    """Return docs/results.md."""
+    parts = [HEAD, machine(records), "## In a minute", summary(records)]
+    for thing in THINGS:
+        parts += thing_parts(thing, records)
+    parts += ["## Scaling of labels", LABELS, labels_table(records), "## Costs", costs_table(records), NOT_TESTED]
+    return "\n\n".join(parts) + "\n"
+
+
+def machine(records: Mapping[str, Any]) -> str:
+    """Return the circumstances of the records."""
+    text = "; ".join(f"{name} {value}" for name, value in records["machine"].items())
+    return f"Measured on: {text}." if records["trials"] else "Nothing is measured yet: the tables show the plan."
+
+
+def summary(records: Mapping[str, Any]) -> str:
+    """Return a row for each thing: what holds, what cannot be told apart, what is not measured."""
+    rows = ["| thing | can be told apart | cannot be told apart | not measured |", "|---|---|---|---|"]
+    for thing in THINGS:
+        cells = measured(thing, records)
+        kinds: dict[str, list[str]] = {}
+        for pair in pairs_of(thing, list(cells)):
+            text = verdict(pair, difference(*(cells[label] for label in pair)))
+            kind = text if text in (NOT_MEASURED, NOT_TOLD) else "told"
+            sign = f"{pair[0]} < {pair[1]}" if text == TOLD.format(pair[1]) else f"{pair[0]} > {pair[1]}"
+            kinds.setdefault(kind, []).append(sign if kind == "told" else f"{pair[0]} and {pair[1]}")
+        texts = [
+            "; ".join(kinds.get("told", [])) or "-",
+            "; ".join(kinds.get(NOT_TOLD, [])) or "-",
+            f"{len(kinds.get(NOT_MEASURED, []))} of {len(pairs_of(thing, list(cells)))} pairs",
+        ]
+        rows.append(f"| {thing.title} | {' | '.join(texts)} |")
+    return "\n".join(rows)
+
+
+def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the section of a thing."""
+    cells = measured(thing, records)
+    yield f"## {thing.title}"
+    yield thing.text
+    commands = [shlex.join(["vitray", "sweep", thing.recipe, thing.space, *thing.overrides, "--name", thing.space])]
+    rates = f"{thing.space}_rates"
+    commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
+    commands.insert(1, "python docs/cifar10_rates.py sweeps")
+    yield "```\n" + "\n".join(commands) + "\n```"
+    if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
+        yield "The rates are not chosen yet: those below are provisional."
+    yield cells_table(cells)
+    yield differences_table(thing, cells)
+    yield thing.paper
+    yield "A cell alone, for each seed:"
+    yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
+
+
+def cells_table(cells: Mapping[str, Measured]) -> str:
+    """Return the accuracy and the costs of each cell."""
+    rows = [
+        "| cell | rate | top-1 of test, % | interval, 95 % | spread | seeds | wall, s | device, s | MB | memory, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for label, each in cells.items():
+        scores = list(each.scores.values())
+        if not scores:
+            rows.append(f"| {label} | {each.cell.rate:g} | {NOT_MEASURED} | | | 0 of {len(each.cell.seeds)} | | | | |")
+            continue
+        interval = interval_of(scores) if len(scores) > 1 else None
+        bounds = f"{points(interval.low)} to {points(interval.high)}" if interval else ""
+        spread = points(stdev(scores)) if len(scores) > 1 else ""
+        costs = [number(each.mean(field)) for field in ("wall_seconds", "device_seconds")]
+        costs += [number(each.mean(field), 1e6, 2) for field in ("model_bytes", "peak_memory_bytes")]
+        texts = [
+            f"{each.cell.rate:g}",
+            points(fmean(scores)),
+            bounds,
+            spread,
+            f"{len(scores)} of {len(each.cell.seeds)}",
+        ]
+        rows.append(f"| {' | '.join([label, *texts, *costs])} |")
+    return "\n".join(rows)
+
+
+def differences_table(thing: Thing, cells: Mapping[str, Measured]) -> str:
+    """Return the paired differences of a thing."""
+    rows = ["| difference | points | interval, 95 % | seeds | verdict |", "|---|---|---|---|---|"]
+    for pair in pairs_of(thing, list(cells)):
+        interval = difference(*(cells[label] for label in pair))
+        texts = ["", "", "0"]
+        if interval:
+            texts = [f"{100 * interval.mean:+.2f}", f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}"]
+            texts.append(str(interval.n))
+        rows.append(f"| {pair[0]} − {pair[1]} | {' | '.join(texts)} | {verdict(pair, interval)} |")
+    return "\n".join(rows)
+
+
+def train_command(thing: Thing, cell: Cell) -> str:
+    """Return the command of one trial of a cell."""
+    settings = [
+        f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in cell.settings.items()
+    ]
+    return shlex.join(["vitray", "train", thing.recipe, *thing.overrides, *settings, f"seed={cell.seeds[0]}"])
+
+
+def labels_table(records: Mapping[str, Any]) -> str:
+    """Return the mean scores of probes by the share of labels, over the seeds of each network."""
+    names = {f"linear_share{share}" if share != "1" else "linear": f"{float(share):.0%} of labels" for share in SHARES}
+    names |= {f"few_shot{shots}": f"{shots} a class" for shots in (1, 5, 10, 25)}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in records["labels"]:
+        route = row["model"].removeprefix("cifar10_stems/").removeprefix("before/")
+        route = route.partition(" seed=")[0].rpartition("route=")[2] if " seed=" in route else route.partition("/")[0]
+        groups.setdefault(route, []).append(row)
+    rows = [f"| network | seeds | {' | '.join(names.values())} |", "|---|" + "---|" * (1 + len(names))]
+    for route in ("supervised", "beit", "mae"):
+        found = groups.get(route, [])
+        texts = []
+        for name in names:
+            scores = [row[name] for row in found if row.get(name) is not None]
+            spread = f" ± {points(stdev(scores))}" if len(scores) > 1 else ""
+            texts.append(f"{points(fmean(scores))}{spread}" if scores else NOT_MEASURED)
+        rows.append(f"| {route} | {len(found)} | {' | '.join(texts)} |")
+    return "\n".join(rows)
+
+
+def costs_table(records: Mapping[str, Any]) -> str:
+    """Return the cost of each sweep, with its stages."""
+    rows = ["| sweep | runs | device hours | hours of its trials, one after another |", "|---|---|---|---|"]
+    totals = [0.0, 0.0, 0.0]
+    for thing in THINGS:
+        for name in (f"{thing.space}_rates", thing.space):
+            own = [row for row in records["trials"] if row["sweep"] == name]
+            stages = [row for row in records["stages"] if row["sweep"] == name]
+            runs = len(own) + sum(row["runs"] for row in stages)
+            hours = [
+                sum(row[field] or 0 for row in [*own, *stages]) / 3600 for field in ("device_seconds", "wall_seconds")
+            ]
+            totals = [total + part for total, part in zip(totals, (runs, *hours), strict=True)]
+            rows.append(f"| {name} | {runs or NOT_MEASURED} | {hours[0]:.2f} | {hours[1]:.2f} |")
+    rows.append(f"| all | {totals[0]:.0f} | {totals[1]:.2f} | {totals[2]:.2f} |")
+    return "\n".join(rows)
+
+
+def points(share: float) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.2f}"
+
+
+def number(value: float | None, unit: float = 1, digits: int = 0) -> str:
+    """Return a cost, or nothing where it is unknown."""
+    return "" if value is None else f"{value / unit:,.{digits}f}"
+
+
+def records_text(records: Mapping[str, Any]) -> str:
+    """Return records as JSON, a row a line."""
+    parts = []
+    for name, content in records.items():
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in content) if isinstance(content, list) else ""
+        parts.append(f'"{name}": ' + (f"[\n{lines}\n]" if lines else json.dumps(content)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main(sweeps: str | None) -> None:
+    """Write the records, if there are sweeps to read, and the page."""
+    if sweeps:
+        RECORDS.write_text(records_text(collect(sweeps)))
+    PAGE.write_text(page(json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING))
+    print(f"{PAGE}: written")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(f"usage: {__doc__.partition(':')[0]}")
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

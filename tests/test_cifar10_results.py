@@ -1,0 +1,207 @@
+"""docs/results.md: a function of its records; statistics against scipy, partial records, and the choice of rates."""
+
+import json
+import sys
+import tarfile
+
+import pytest
+from scipy import stats
+from test_layers import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import cifar10_rates
+import cifar10_results
+import cifar10_zoo
+from cifar10_texts import THINGS, Thing
+
+import tune_spaces
+from pipelines import recipes
+from vitray.config import Run, load_run
+from vitray.models.network import build_network
+from vitray.runs.run_dir import OUTCOME
+from vitray.sweep.driver import SWEEP_META
+from vitray.sweep.space import grid_points, name_of, read_space
+from vitray.sweep.trial_store import POINTS, TrialEntry, TrialRecord, write_record
+from vitray.weights import identity_of, open_weights, save_model
+
+DEPTH, MODES, STEMS = THINGS
+
+
+def made_sweep(sweeps, thing: Thing, scores, rates=False):
+    """Write the records of a sweep with {trial: test accuracy} of its finished trials."""
+    name, overrides = thing.space, list(thing.overrides)
+    if rates:
+        name, overrides = f"{name}_rates", list(thing.rate_overrides)
+    space, folder = read_space(tune_spaces.path_of(name)), sweeps / name
+    folder.mkdir(parents=True)
+    base = load_run(recipes.path_of(thing.recipe), overrides)
+    (folder / SWEEP_META).write_text(json.dumps({"base": base.to_yaml()}))
+    points = {name_of(point, space): point for point in grid_points(space)}
+    entries = {key: TrialEntry(point)._asdict() | {"point": point._asdict()} for key, point in points.items()}
+    (folder / POINTS).write_text(json.dumps(entries))
+    for trial, score in scores.items():
+        assert trial in points
+        (folder / trial).mkdir()
+        write_record(str(folder / trial), TrialRecord("finished", began=100.0, ended=160.0))
+        outcome = {"state": "finished", "val_top1": score, "steps": 10, "curves": {"val/top1": [[10, score]]}}
+        outcome |= {"device_seconds": 50.0, "model_bytes": 2_500_000, "peak_memory_bytes": None}
+        (folder / trial / OUTCOME).write_text(json.dumps(outcome))
+    return folder
+
+
+def row_of(page, start):
+    return next(line for line in page.splitlines() if line.startswith(start))
+
+
+def test_the_page_is_that_of_its_records():
+    """Run `python docs/cifar10_results.py` after a change."""
+    stored = cifar10_results.RECORDS
+    records = json.loads(stored.read_text()) if stored.exists() else cifar10_results.NOTHING
+    assert cifar10_results.PAGE.read_text() == cifar10_results.page(records)
+
+
+def test_without_records_every_cell_is_not_measured():
+    page = cifar10_results.page(cifar10_results.NOTHING)
+    assert page.count("| not measured | | | 0 of 5 |") == 4 + 6
+    assert page.count("| not measured | | | 0 of 3 |") == 12
+    assert "Nothing is measured yet" in page
+    assert "cannot be told apart |" not in page.partition("## Thing 1")[2]
+
+
+def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
+    one, other = [0.600, 0.612, 0.607, 0.605, 0.611], [0.590, 0.599, 0.600, 0.594, 0.597]
+    scores = {f"12x1 seed={seed}": score for seed, score in enumerate(one)}
+    scores |= {f"6x2 seed={seed}": score for seed, score in enumerate(other)}
+    scores |= {"4x3 seed=1": 0.61}
+    made_sweep(tmp_path, DEPTH, scores)
+    page = cifar10_results.page(json.loads(cifar10_results.records_text(cifar10_results.collect(str(tmp_path)))))
+    low, high = stats.ttest_1samp([100 * score for score in one], 0).confidence_interval(0.95)
+    spread = stats.tstd([100 * score for score in one])
+    mean = f"{100 * sum(one) / 5:.2f}"
+    assert row_of(page, "| 12x1 | ").startswith(
+        f"| 12x1 | 0.002 | {mean} | {low:.2f} to {high:.2f} | {spread:.2f} | 5 of 5 | 60 | 50 | 2.50 |"
+    )
+    paired = stats.ttest_rel([100 * each for each in one], [100 * each for each in other])
+    low, high = paired.confidence_interval(0.95)
+    difference = f"{100 * (sum(one) - sum(other)) / 5:+.2f}"
+    assert row_of(page, "| 12x1 − 6x2 ") == (
+        f"| 12x1 − 6x2 | {difference} | {low:+.2f} to {high:+.2f} | 5 | 12x1 is higher |"
+    )
+    # A single common seed gives no interval, and a cell without a trial none at all.
+    assert row_of(page, "| 12x1 − 4x3 ").endswith("| 0 | not measured |")
+    assert row_of(page, "| 4x3 | ").startswith("| 4x3 | 0.002 | 61.00 |  |  | 1 of 5 |")
+    assert row_of(page, "| 3x4 | ").startswith("| 3x4 | 0.002 | not measured |")
+    assert "12x1 > 6x2" in row_of(page, f"| {DEPTH.title} ")
+
+
+def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
+    scores = {f"mode=full seed={seed}": 0.7 + 0.01 * (-1) ** seed for seed in range(5)}
+    scores |= {f"mode=attn seed={seed}": 0.7 for seed in range(5)}
+    made_sweep(tmp_path, MODES, scores)
+    page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
+    assert row_of(page, "| attn − full ").endswith("| 5 | cannot be told apart |")
+    assert "attn and full" in row_of(page, f"| {MODES.title} ")
+    assert "ffn − attn" not in page
+
+
+def test_stems_are_compared_within_a_route_and_routes_within_a_stem():
+    labels = [cell.label for cell in cifar10_results.cells_of(STEMS)]
+    pairs = cifar10_results.pairs_of(STEMS, labels)
+    assert len(labels) == 12
+    assert len(pairs) == 9 + 8
+    assert ("conv, beit", "linear, beit") in pairs
+    assert ("conv, beit", "conv, supervised") in pairs
+
+
+def test_records_of_other_settings_are_refused(tmp_path):
+    folder = made_sweep(tmp_path, DEPTH, {})
+    short = load_run(recipes.path_of(DEPTH.recipe), ["optim.duration=1 epoch"])
+    (folder / SWEEP_META).write_text(json.dumps({"base": short.to_yaml()}))
+    with pytest.raises(SystemExit, match=r"optim\.duration: got 1 epoch, wanted 10 epochs as on the page"):
+        cifar10_results.collect(str(tmp_path))
+
+
+def test_scores_of_probes_are_averaged_over_seeds(tmp_path):
+    made_sweep(tmp_path, STEMS, {})
+    urls = [f"{tmp_path}/cifar10_stems/before/beit/beit=linear,{seed}/model" for seed in (0, 1)]
+    urls += [f"{tmp_path}/cifar10_stems/vit_u6x1_16 route=supervised seed=0/model"]
+    models = [{"url": url, "linear": 0.5 + 0.02 * at, "linear_share0.05": 0.3} for at, url in enumerate(urls)]
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "results.json").write_text(json.dumps({"models": models}))
+    page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
+    assert row_of(page, "| beit | ").startswith(
+        "| beit | 2 | 30.00 ± 0.00 | not measured | not measured | 51.00 ± 1.41 |"
+    )
+    assert row_of(page, "| supervised | ").startswith("| supervised | 1 | 30.00 |")
+    assert row_of(page, "| mae | ").startswith("| mae | 0 | not measured |")
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_rate_of_each_cell_is_written_into_the_space(tmp_path):
+    path = tmp_path / "space.yaml"
+    space = read_space(tune_spaces.path_of(f"{DEPTH.space}_rates"))
+    scores = dict.fromkeys([name_of(point, space) for point in grid_points(space)], 0.5) | {
+        "12x1 rate=4e-3": 0.6,
+        "6x2 rate=2e-3": 0.7,
+    }
+    made_sweep(tmp_path, DEPTH, scores, rates=True)
+    tried, missing = cifar10_rates.read_tried(str(tmp_path / f"{DEPTH.space}_rates"), f"{DEPTH.space}_rates")
+    best = cifar10_rates.best_rates(tried)
+    assert not missing
+    assert best == [
+        ({"depth": 12, "branches": 1}, 4e-3),
+        ({"depth": 6, "branches": 2}, 2e-3),
+        ({"depth": 4, "branches": 3}, 1e-3),  # of equal rates the lowest
+        ({"depth": 3, "branches": 4}, 1e-3),
+    ]
+    path.write_text(cifar10_rates.with_rates(tune_spaces.path_of(DEPTH.space).read_text(), best))
+    rates = {point.drawn["depth"]: point.drawn["rate"] for point in grid_points(read_space(path))}
+    assert rates == {12: 4e-3, 6: 2e-3, 4: 1e-3, 3: 1e-3}
+    assert len(grid_points(read_space(path))) == 20
+
+
+def test_rates_wait_for_all_trials(tmp_path, capsys):
+    made_sweep(tmp_path, DEPTH, {"12x1 rate=4e-3": 0.6}, rates=True)
+    before = tune_spaces.path_of(DEPTH.space).read_text()
+    cifar10_rates.main(str(tmp_path))
+    assert "cifar10_depth_x_branches: unchanged, 11 trials have not finished" in capsys.readouterr().out
+    assert tune_spaces.path_of(DEPTH.space).read_text() == before
+
+
+@pytest.mark.parametrize("name", cifar10_rates.SPACES)
+def test_the_constraints_of_a_space_are_those_that_the_script_writes(name):
+    text = tune_spaces.path_of(name).read_text()
+    drawn = [dict(point.drawn) for point in grid_points(read_space(tune_spaces.path_of(name)))]
+    first = [values for values in drawn if values.pop("seed") == 0]
+    rewritten = cifar10_rates.with_rates(text, [(values, values.pop("rate")) for values in first])
+    assert rewritten.replace(cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN) == text.replace(
+        cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN
+    )
+
+
+# ---- zoo -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_zoo_holds_the_first_seed_of_each_cell_without_paths_of_the_machine(tmp_path):
+    sweep = made_sweep(tmp_path / "sweeps", DEPTH, {"6x2 seed=0": 0.5, "6x2 seed=1": 0.9})
+    run = Run().replace({"model.name": "vit_u1x1_8", "model.image_size": 32, "model.num_classes": 2})
+    run = run.replace({"data.url": f"{tmp_path}/data/cifar10"})
+    network = build_network(run.model)
+    save_model(str(sweep / "6x2 seed=0" / "model"), run, network, ["cat", "dog"])
+    for attempt in ("one", "two"):
+        cifar10_zoo.main(str(tmp_path / "sweeps"), tmp_path / attempt, tmp_path / f"{attempt}.md")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert set(files) == {"cifar10_depth_x_branches-6x2.tar", "SHA256SUMS"}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
+    assert str(tmp_path).encode() not in files["cifar10_depth_x_branches-6x2.tar"]
+    with tarfile.open(tmp_path / "one" / "cifar10_depth_x_branches-6x2.tar") as tar:
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    loaded = open_weights(str(tmp_path / "unpacked" / "cifar10_depth_x_branches-6x2"))
+    assert identity_of(loaded.vit.state_dict()) == identity_of(network.state_dict())
+    assert loaded.run.data.url == "data/cifar10"
+    page = (tmp_path / "one.md").read_text()
+    interval = stats.binomtest(5000, 10_000).proportion_ci(0.95, "wilson")
+    assert f"50.00 ({100 * interval.low:.2f} to {100 * interval.high:.2f})" in page
+    assert "vitray train cifar10_supervised model.name=vit_u6x2_8" in page
