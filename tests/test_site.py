@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 from test_layers import ROOT
 from test_ui import FLAGS
-from test_ui import page as page_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,7 +22,44 @@ KNOWN = {"https://unpkg.com/mermaid@11/dist/mermaid.min.js", "https://unpkg.com/
 OFFLINE = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
+# Chooses dark, as the button does.
+DARK = """<script>
+localStorage.setItem("/.__palette", JSON.stringify({index: 1, color: {scheme: "slate", primary: "indigo"}}))
+</script>"""
+# Searches as a reader does, and copies the addresses of the results. The page is loaded when it has some: the server
+# answers `wait` after `found`.
+SEARCH = """<body><iframe src="index.html?q=layerscale" width=1400 height=900></iframe><img src="wait"><script>
+setInterval(() => {
+  const page = frames[0].document, box = page.querySelector("[data-md-component=search-query]")
+  if (box) box.dispatchEvent(new Event("keyup"))
+  const links = [...page.querySelectorAll(".md-search-result__link")].map(link => link.getAttribute("href"))
+  if (links.length) { document.body.dataset.found = links.join(" "); fetch("found") }
+}, 500)
+</script></body>"""
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """The files of the site, and the pages that act as a reader."""
+
+    found = threading.Event()
+
+    def do_GET(self):
+        if self.path == "/search":
+            self._answer(SEARCH)
+        elif self.path == "/dark":
+            self._answer((SITE / "architecture.html").read_text().replace("<head>", f"<head>{DARK}"))
+        elif self.path in ("/found", "/wait"):
+            self.found.set() if self.path == "/found" else self.found.wait(60)
+            self._answer("")
+        else:
+            super().do_GET()
+
+    def _answer(self, text):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(text.encode())
+
     def log_message(self, *args):
         pass
 
@@ -33,7 +69,7 @@ def site():
     """The address of the built site on loopback."""
     done = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=SITE)) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=SITE)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -41,24 +77,17 @@ def site():
         thread.join()
 
 
-def dom(address, folder, expected):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("test_ui.FLAGS", FLAGS + OFFLINE)
-        return page_of(address, folder, expected)
+def browse(address, folder, *options):
+    """Return what the browser prints."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    assert browser, "needs a browser, which `make test-full` installs"
+    command = [browser, *FLAGS, *OFFLINE, f"--user-data-dir={folder / 'profile'}", *options, address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 def picture(address, path, *options):
     """Return the pixels of a page."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser, "needs a browser, which `make test-full` installs"
-    options = [
-        f"--user-data-dir={path.parent / 'profile'}",
-        f"--screenshot={path}",
-        "--virtual-time-budget=20000",
-        *options,
-    ]
-    command = [browser, *FLAGS, *OFFLINE, "--hide-scrollbars", *options, address]
-    subprocess.run(command, capture_output=True, timeout=240, check=True)
+    browse(address, path.parent, f"--screenshot={path}", "--virtual-time-budget=20000", "--hide-scrollbars", *options)
     return np.asarray(Image.open(path).convert("L"))
 
 
@@ -78,27 +107,22 @@ def test_the_site_names_no_other_host(site):
 
 
 def test_diagrams_are_drawn_without_another_host(site, tmp_path):
-    html = dom(f"{site}/architecture.html", tmp_path, ['<div class="mermaid">'])
+    html = browse(f"{site}/architecture.html", tmp_path, "--dump-dom", "--virtual-time-budget=20000")
     assert html.count('<div class="mermaid">') == 2, "each text of a diagram is replaced by its picture"
     assert '<pre class="mermaid">' not in html
     assert "unpkg.com" not in html
 
 
 def test_the_search_finds_a_setting(site, tmp_path):
-    html = dom(f"{site}/index.html?q=layerscale", tmp_path, ["md-search-result__link"])
-    assert "settings.html" in " ".join(re.findall(r'href="([^"]+)" class="md-search-result__link"', html))
+    html = browse(f"{site}/search", tmp_path, "--dump-dom")
+    (found,) = re.findall(r'<body data-found="([^"]+)"', html)
+    assert "settings.html" in found
 
 
-def test_the_site_is_light_or_dark_as_the_reader_has_it(site, tmp_path):
-    light = picture(f"{site}/architecture.html", tmp_path / "light.png", "--window-size=1400,1000")
-    dark = picture(
-        f"{site}/architecture.html",
-        tmp_path / "dark.png",
-        "--window-size=1400,1000",
-        "--blink-settings=preferredColorScheme=0",
-    )
-    assert np.median(light) > 230
-    assert np.median(dark) < 60
+def test_the_site_is_light_and_at_the_readers_choice_dark(site, tmp_path):
+    size = "--window-size=1400,1600"
+    assert np.median(picture(f"{site}/architecture.html", tmp_path / "light.png", size)) > 230
+    assert np.median(picture(f"{site}/dark", tmp_path / "dark.png", size)) < 60
 
 
 def test_the_site_fits_a_narrow_screen(site, tmp_path):
