@@ -94,9 +94,10 @@ settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md
 
 # Packages of the site alone. It is built offline, and loads nothing from other hosts.
-.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt
+.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt docs/fetch_mermaid.py
 	@$(PYTHON) -m venv --clear .venv-docs
 	$(BIN)/uv pip install --quiet --python .venv-docs/bin/python -c constraints.txt mkdocs-material
+	$(BIN)/python docs/fetch_mermaid.py .venv-docs
 	@touch $@
 
 docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links

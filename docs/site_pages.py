@@ -18,7 +18,7 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add home and measurements from README, log and changelog."""
+    """Add home and measurements from README, log and changelog, and the script that draws diagrams."""
     readme = (ROOT / "README.md").read_text()
     first_screen, _, rest = readme.partition("\n## Results\n")
     measurements = "# Measurements\n" + rest.partition("\n## ")[0]
@@ -28,6 +28,8 @@ def on_files(files: Any, config: Any) -> Any:
         # Links of the root: docs/data.md is data.md on the site.
         moved = LINK.sub(lambda link: link[0].replace("](docs/", "]("), text)
         files.append(File.generated(config, name, content=moved))
+    mermaid = ROOT / ".venv-docs" / "mermaid.js"
+    files.append(File.generated(config, "assets/mermaid.js", abs_src_path=str(mermaid)))
     return files
 
 

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 # The order in which a reader meets the pages: later ones use what earlier ones have made.
 ORDER = [
     "README.md",
+    "install.md",
     "quickstart.md",
     "training.md",
     "data.md",
@@ -34,7 +35,7 @@ ORDER = [
     "sweeps.md",
     "cluster.md",
 ]
-ORDER += ["prediction.md", "export.md", "serving.md"]
+ORDER += ["prediction.md", "export.md", "serving.md", "formats.md"]
 # Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_doctor, test_ui,
 # test_serve_http and test_bench_* run them.
 ELSEWHERE = {"demo", "submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}

@@ -1,0 +1,77 @@
+"""Code blocks of README and docs: how many run, why the others do not, and that diffs are lines of the source."""
+
+import re
+
+import pytest
+from test_layers import ROOT
+from test_readme import blocks, commands
+from test_walkthrough import ELSEWHERE, NOT_RUN, ORDER
+
+# The tests that run the verbs which the walkthrough leaves out, and `make demo`.
+RUN_BY = {
+    "demo": "test_wheel.py",
+    "submit": "test_jobs.py",
+    "jobs": "test_jobs.py",
+    "stop": "test_jobs.py",
+    "doctor": "test_doctor.py",
+    "ui": "test_ui.py",
+    "bench": "test_bench_train.py",
+    "serve": "test_serve_http.py",
+}
+# {(page, beginning of the block): reason}
+UNRUN = {
+    ("serving.md", "curl -F"): "needs the server of the block before",
+    ("serving.md", "mlflow models serve"): "serves until it is stopped; test_deltas.py asks the same model",
+    ("training.md", "export PATH"): "serves until it is stopped; test_serving.py asks the same model",
+}
+
+
+def runs(words):
+    """Whether a test runs a command: the walkthrough, one of RUN_BY, or test_vtab.py."""
+    program, *args = words
+    match program.removeprefix(".venv/bin/"):
+        case "vitray" | "fresh/bin/vitray":
+            return True
+        case "make":
+            return args[0] in RUN_BY
+        case other:
+            assert other in NOT_RUN, other
+            return False
+
+
+def is_of(block, page, start):
+    return block.page == page and block.text.startswith(start)
+
+
+def test_at_most_a_tenth_of_the_blocks_is_not_run(capsys):
+    shell = [each.values[0] for each in blocks("")]
+    others = [each.values[0] for language in ("python", "yaml", "json") for each in blocks(language)]
+    assert {block.page for block in [*shell, *others]} == set(ORDER)
+    ran = {block: [runs(words) for words in commands(block.text)] for block in shell}
+    unrun = {block for block, each in ran.items() if not any(each)}
+    partly = [block for block, each in ran.items() if any(each) and not all(each)]
+    number = len(shell) + len(others)
+    with capsys.disabled():
+        print(
+            f"\n{number} code blocks: {number - len(unrun) - len(partly)} run whole, {len(partly)} without some"
+            f" commands (make, curl, ...), {len(unrun)} not"
+        )
+    without_reason = {block for block in unrun if not any(is_of(block, *key) for key in UNRUN)}
+    assert without_reason == set()
+    assert [key for key in UNRUN if not any(is_of(block, *key) for block in unrun)] == []
+    assert len(unrun) <= number / 10
+
+
+def test_the_verbs_that_run_elsewhere_have_their_tests():
+    assert RUN_BY.keys() == ELSEWHERE
+    assert all((ROOT / "tests" / name).exists() for name in RUN_BY.values())
+
+
+@pytest.mark.parametrize("page", ["adding-a-variant.md", "contributing/extending.md"])
+def test_a_diff_has_lines_of_the_source(page):
+    files = [path for folder in ("vitray", "pipelines", "tests") for path in (ROOT / folder).rglob("*.[py][ya]*")]
+    source = {line.strip() for path in files for line in path.read_text().splitlines()}
+    diffs = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    added = [line[1:].strip() for diff in diffs for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) > 10
+    assert [line for line in added if line and line not in source] == []
