@@ -42,7 +42,7 @@ class Rows:
 class Start(TrainerCallback):
     """Tells the recorder at which step the weights are."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Note the step."""
         RECORDER.step = state.global_step
 

@@ -10,6 +10,4 @@ classes = sorted(path.name for path in folder.iterdir())
 files = sorted(folder.glob("*/*"), key=lambda file: int(file.stem))
 with MDSWriter(out=str(out), columns={"row": "int", "label": "int", "image": "bytes"}) as shards:
     for file in files:
-        shards.write(
-            {"row": int(file.stem), "label": classes.index(file.parent.name), "image": file.read_bytes()}
-        )
+        shards.write({"row": int(file.stem), "label": classes.index(file.parent.name), "image": file.read_bytes()})

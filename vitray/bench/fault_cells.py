@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Cell:
         self.since: float | None = None
         """The time of the fault."""
         self._end = time.monotonic() + LIMIT
+        self._processes: int | None = None
+        """Processes that had taken a step at the last restart."""
 
     def start(self, workers: int | None = None) -> None:
         """Start or resume the run, as a person does."""
@@ -50,7 +52,6 @@ class Cell:
         variables = dict(environment(self.place, self.settings, self.workers))
         variables |= {
             "MLFLOW_TRACKING_URI": f"sqlite:///{self.place.folder}/mlflow.db",
-            "MLFLOW_EXPERIMENT_NAME": "faults",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "VITRAY_HOME": str(self.place.folder / "home"),
             "OMP_NUM_THREADS": "1",
@@ -119,15 +120,13 @@ class Cell:
         if left := self.tree.await_end(SURVIVAL):
             self.notes.append(f"{left} processes outlived the command by {SURVIVAL:.0f} s and were killed")
             self.tree.kill()
-        started = {record.process for record in self.records()}
-        if len(self.commands) > 1 and self._steps_before == len(started):
+        processes = len({record.process for record in self.records()})
+        if self._processes == processes:  # the last start took no step
             newest = max(self.place.out.glob(self.subject.checkpoints), key=lambda path: path.stat().st_mtime)
             self.notes.append(f"{newest.name} could not be loaded and was removed by hand")
             shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
-        self._steps_before = len(started)
+        self._processes = processes
         self.start()
-
-    _steps_before = -1
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -161,7 +160,9 @@ def _kill_in_checkpoint(cell: Cell) -> None:
     cell.strike(writer, signal.SIGKILL)
     cell.tree.kill()
     files = [path for path in cell.place.out.rglob("*") if path.is_file() and path.stat().st_mtime_ns > before]
-    cell.notes.append(f"files of the interrupted checkpoint: {', '.join(sorted(path.name for path in files)) or 'none'}")
+    cell.notes.append(
+        f"files of the interrupted checkpoint: {', '.join(sorted(path.name for path in files)) or 'none'}"
+    )
 
 
 def _newest_write(folder: Path) -> int:
@@ -216,7 +217,7 @@ def run_cell(name: str, fault: str, place: Place, undisturbed: Place | None, set
     shutil.rmtree(place.folder, ignore_errors=True)
     place.out.mkdir(parents=True)
     cell = Cell(name, place, settings)
-    with _small_disk(place.out) if fault == "disk_full" else suppress():
+    with _small_disk(place.out) if fault == "disk_full" else nullcontext():
         try:
             cell.start()
             FAULTS[fault](cell)

@@ -29,7 +29,7 @@ COLUMNS = ("", "images repeated", "images skipped", "steps lost", "final weights
 def faults_page(cells: Cells) -> str:
     """Return the page."""
     settings = Settings()
-    parts = [HEAD.format(steps=settings.steps, rate=1 / settings.pace, **settings._asdict())]
+    parts = [HEAD.format(steps=settings.steps, **settings._asdict())]
     parts.append(_subjects(cells))
     for fault, (title, text) in FAULT_TEXTS.items():
         parts.append(f"## {title}\n\n{text}\n\n{_table(cells, fault)}\n")
@@ -136,10 +136,10 @@ You can compare what happens to a training run after a fault: in vitray, and in 
 
 `python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
 the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
-gloo, a crop and a flip as augmentation. Each stack has an environment of its own and saves and resumes as its
-documentation recommends. A step takes at least {pace} s, because the network is so small that a run would end before
-some stacks notice a signal. Every run starts on two cores that other work may use too, so seconds are rough; images,
-steps and weights are exact.
+gloo, with random crops and flips. Each stack has an environment of its own, and saves and resumes as its documentation
+recommends. A step takes at least {pace} s: otherwise a run would end before some stacks notice a signal. Other work may
+use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
+`docs/faults/cells` are not measured; the command measures the missing ones.
 
 - **Images repeated, skipped**: trained on more, or less, often than without the fault, over the whole run; steps that
   were taken back do not count.
@@ -149,5 +149,4 @@ steps and weights are exact.
 - **A person**: what someone had to do. Where processes outlive their launcher by 15 s, a run takes no step for 60 s, or
   a checkpoint cannot be loaded, a person ends or removes it.
 - **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
-
 """

@@ -91,33 +91,31 @@ def _vitray(place: Place, settings: Settings, workers: int) -> list[str]:
     overrides = {
         "model.name": "vit_u6x1_8",
         "model.image_size": 32,
+        "model.class_token": "true",
+        "model.pool": "token",
         "data.url": place.data / "demo",
         "optim.batch": settings.batch,
         "optim.duration": f"{settings.epochs} epochs",
         "optim.warmup": "0 steps",
+        "optim.lr": "1e-3",
         "checkpoint.every": f"{settings.save_every} steps",
         "tracking.every": "1 step",
         "tracking.register_as": "null",
         "compute.workers": workers,
     }
     words = [f"{setting}={value}" for setting, value in overrides.items()]
-    return [str(place.python), str(SCRIPTS / "with_vitray.py"), "train", "demo", *words, "--name", NAME, "--out"] + [
-        str(place.out)
-    ]
+    words += ["--name", NAME, "--out", str(place.out)]
+    return [str(place.python), str(SCRIPTS / "with_vitray.py"), "train", "demo", *words]
 
 
 def _timm(place: Place, settings: Settings, workers: int) -> list[str]:
-    sizes = "img_size=32 patch_size=8 embed_dim=64 depth=6 num_heads=2".split()
+    sizes = ["img_size=32", "patch_size=8", "embed_dim=64", "depth=6", "num_heads=2"]
     options = ["--data-dir", str(place.data / "folder"), "--model", "vit_tiny_patch16_224", "--model-kwargs", *sizes]
     options += ["--num-classes", "10", "--img-size", "32", "--batch-size", str(settings.batch // workers)]
     options += ["--epochs", str(settings.epochs), "--opt", "adamw", "--lr", "1e-3", "--workers", "0"]
     options += ["--no-prefetcher", "--device", "cpu", "--output", str(place.out), "--experiment", NAME]
     last = place.out / NAME / "last.pth.tar"
     return _torchrun(place, workers, "with_timm.py", 0) + options + (["--resume", str(last)] if last.exists() else [])
-
-
-def _composer(place: Place, settings: Settings, workers: int) -> list[str]:
-    return [str(place.python.with_name("composer")), "-n", str(workers), str(SCRIPTS / "with_composer.py")]
 
 
 TORCH = ("torch==2.15.0", "torchvision==0.29.2", "timm==1.0.31")
@@ -166,9 +164,14 @@ SUBJECTS = {
     ),
     "composer": Subject(
         "Composer and Streaming",
-        ("mosaicml[mlflow]==0.32.1", "mosaicml-streaming==0.13.0", "timm==1.0.31", "torchvision"),
+        ("mosaicml[mlflow]==0.32.1", "mosaicml-streaming==0.13.0", "sqlalchemy<2.1", "timm==1.0.31", "torchvision"),
         ("mosaicml", "mosaicml-streaming", "torch", "mlflow"),
-        _composer,
+        lambda place, _, workers: [
+            str(place.python.with_name("composer")),
+            "-n",
+            str(workers),
+            str(SCRIPTS / "with_composer.py"),
+        ],
         '`save_interval="16ba"`, `autoresume=True`, StreamingDataset',
         "ep*",
         "final.safetensors",

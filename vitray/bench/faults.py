@@ -65,7 +65,9 @@ def run_cells(stacks: list[str], faults: list[str], work: Path, timm: Path | Non
             if name == "composer":
                 make_mds(data, work)
             python = python_of(name, work)
-            place, before = (Place(data, work / "runs" / f"{name}-{each}", python, timm) for each in (fault, UNDISTURBED))
+            place, before = (
+                Place(data, work / "runs" / f"{name}-{each}", python, timm) for each in (fault, UNDISTURBED)
+            )
             if not (before.folder / "final.safetensors").exists():
                 print(f"{name}: an undisturbed run", file=sys.stderr)
                 run_cell(name, "none", before, None, settings)
