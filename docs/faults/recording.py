@@ -7,7 +7,7 @@ appends to, a line for each of its steps: time, process, rank, step, images.
 import json
 import os
 import time
-from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,23 @@ class Recorder:
     """Writes a line for each optimizer step of this process, and paces the steps."""
 
     def __init__(self) -> None:
-        self.images: deque[int] = deque()
-        """Images read and not yet trained on: a loader may read a batch ahead."""
+        self.images: list[int] = []
+        """Those of the present step."""
         self.step = 0
         """Steps in the weights."""
-        self._share = SETTINGS["batch"] // SETTINGS["workers"]
         self._file = os.open(os.environ["FAULTS_RECORD"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._last = 0.0
         register_optimizer_step_post_hook(self._after_step)
 
+    def see(self, rows: Iterable[int]) -> None:
+        """Note the images of the step that follows."""
+        self.images += map(int, rows)
+
     def _after_step(self, *_: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        images = [self.images.popleft() for _ in range(self._share)]
-        line = " ".join(map(str, [f"{time.time():.3f}", os.getpid(), rank, self.step, *images]))
+        line = " ".join(map(str, [f"{time.time():.3f}", os.getpid(), rank, self.step, *self.images]))
         os.write(self._file, f"{line}\n".encode())
+        self.images = []
         self.step += 1
         time.sleep(max(0.0, self._last + SETTINGS["pace"] - time.monotonic()))
         self._last = time.monotonic()
@@ -61,17 +64,16 @@ RECORDER = Recorder()
 
 
 class Images(ImageFolder):
-    """The training images; reading one is recorded by its row, which is the name of its file."""
+    """The training images."""
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """Return an image and its label."""
-        RECORDER.images.append(int(Path(self.imgs[index][0]).stem))
-        return super().__getitem__(index)
+    def __getitem__(self, index: int) -> tuple[Any, int, int]:
+        """Return an image, its label and its row, which is the name of its file."""
+        return *super().__getitem__(index), int(Path(self.imgs[index][0]).stem)
 
 
-def training_images(transform: Any = AUGMENT) -> Images:
+def training_images() -> Images:
     """Return the training images."""
-    return Images(str(DATA / "folder" / "train"), transform)
+    return Images(str(DATA / "folder" / "train"), AUGMENT)
 
 
 def save_final(weights: dict[str, torch.Tensor]) -> None:

@@ -17,14 +17,13 @@ from streaming.base.util import clean_stale_shared_memory
 
 
 class Images(StreamingDataset):
-    """The training images; reading one is recorded by its row."""
+    """The training images."""
 
     def __getitem__(self, at: Any) -> Any:
-        """Return an image and its label."""
-        row = super().__getitem__(at)
-        RECORDER.images.append(row["row"])
-        with Image.open(BytesIO(row["image"])) as image:
-            return AUGMENT(image.convert("RGB")), row["label"]
+        """Return an image, its label and its row."""
+        sample = super().__getitem__(at)
+        with Image.open(BytesIO(sample["image"])) as image:
+            return AUGMENT(image.convert("RGB")), sample["label"], sample["row"]
 
 
 class Classifier(ComposerModel):
@@ -36,6 +35,7 @@ class Classifier(ComposerModel):
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Return the logits."""
+        RECORDER.see(batch[2])
         return self.vit(batch[0])
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:

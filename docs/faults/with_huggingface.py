@@ -19,8 +19,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.vit = network()
 
-    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, images: Tensor, labels: Tensor, rows: Tensor) -> dict[str, Tensor]:
         """Return loss and logits."""
+        RECORDER.see(rows)
         logits = self.vit(images)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
@@ -35,8 +36,7 @@ class Rows:
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, label = self.images[index]
-        return {"images": image, "labels": label}
+        return dict(zip(("images", "labels", "rows"), self.images[index], strict=True))
 
 
 class Start(TrainerCallback):

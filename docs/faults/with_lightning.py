@@ -29,7 +29,8 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         """Return the loss."""
-        images, labels = batch
+        images, labels, rows = batch
+        RECORDER.see(rows)
         loss = F.cross_entropy(self.vit(images), labels)
         self.log("train/loss", loss)
         return loss

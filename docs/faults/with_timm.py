@@ -10,15 +10,27 @@ from typing import Any
 import timm.data
 import timm.models
 import torch
-from recording import OUT, RECORDER, SETTINGS, save_final, training_images
+from recording import DATA, OUT, RECORDER, SETTINGS, save_final
+from torchvision.datasets import ImageFolder
 
 plain_dataset, plain_resume = timm.data.create_dataset, timm.models.resume_checkpoint
 STEPS_PER_EPOCH = SETTINGS["steps"] // SETTINGS["epochs"]
 
 
+class Images(ImageFolder):
+    """The training images; without worker processes and prefetcher, a read image is trained on in the next step."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """Return an image and its label."""
+        RECORDER.see([int(Path(self.imgs[index][0]).stem)])
+        return super().__getitem__(index)
+
+
 def create_dataset(name: str, root: Any, split: str = "validation", **rest: Any) -> Any:
     """Return timm's dataset, or the recorded images for training; timm sets their transform."""
-    return training_images(None) if rest.get("is_training") else plain_dataset(name, root=root, split=split, **rest)
+    if rest.get("is_training"):
+        return Images(str(DATA / "folder" / "train"))
+    return plain_dataset(name, root=root, split=split, **rest)
 
 
 def resume_checkpoint(model: Any, checkpoint_path: str, *rest: Any, **more: Any) -> Any:

@@ -25,7 +25,7 @@ from vitray.errors import RunError
 FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
 # Seconds: after SIGTERM until SIGKILL (as of Kubernetes), of a silent run before a person ends it, of the processes
 # that outlive their driver, of a full disk, of a whole cell.
-GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 60.0, 15.0, 45.0, 225.0
+GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 60.0, 5.0, 45.0, 225.0
 DISK_BYTES = 64 * 2**20
 MOST_STARTS = 5
 

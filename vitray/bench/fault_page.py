@@ -23,7 +23,17 @@ FAULT_TEXTS = {
     "elastic": ("2, 1, 2 workers", "SIGTERM at step 72, one worker to step 136, SIGTERM, two workers to the end."),
     "disk_full": ("A full disk", "The disk of the output is full from step 104, for 45 s or until the run ends."),
 }
-COLUMNS = ("", "images repeated", "images skipped", "steps lost", "final weights", "pause, s", "a person", "MLflow")
+COLUMNS = (
+    "",
+    "images repeated",
+    "images skipped",
+    "steps on other images",
+    "steps lost",
+    "final weights",
+    "pause, s",
+    "a person",
+    "MLflow",
+)
 
 
 def faults_page(cells: Cells) -> str:
@@ -64,6 +74,7 @@ def row_of(cell: Mapping[str, Any]) -> list[str]:
     return [
         f"{cell['repeated']:,}",
         f"{cell['skipped']:,}",
+        f"{cell['other_steps']:,}",
         f"{cell['lost']:,}",
         "equal, bit for bit" if difference == 0 else f"differ by up to {difference:.1g}",
         "-" if cell["pause"] is None else f"{cell['pause']:.1f}",
@@ -142,11 +153,11 @@ use the same cores, so seconds are rough; images, steps and weights are exact. C
 `docs/faults/cells` are not measured; the command measures the missing ones.
 
 - **Images repeated, skipped**: trained on more, or less, often than without the fault, over the whole run; steps that
-  were taken back do not count.
+  were taken back do not count. **Steps on other images**: than the same steps without the fault.
 - **Steps lost**: taken back, and so computed again.
 - **Final weights**: compared with the undisturbed run of the same stack.
 - **Pause**: the longest time without a step after the fault. A person who starts the run again does so at once.
-- **A person**: what someone had to do. Where processes outlive their launcher by 15 s, a run takes no step for 60 s, or
+- **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 60 s, or
   a checkpoint cannot be loaded, a person ends or removes it.
 - **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
 """

@@ -6,6 +6,7 @@ stack (about 2 GB each), the images, an undisturbed run of each stack.
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ def main(args: list[str]) -> None:
     options = parser.parse_args(args)
     if not SCRIPTS.exists():
         raise ConfigError(f"{SCRIPTS}: not there; run this in a clone")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes of the cell too
     stacks = chosen("--stacks", options.stacks, SUBJECTS)
     faults = chosen("--faults", options.faults, FAULTS)
     if not options.page:
