@@ -34,6 +34,16 @@ COLUMNS = (
     "a person",
     "MLflow",
 )
+    "",
+    "images repeated",
+    "images skipped",
+    "steps on other images",
+    "steps lost",
+    "final weights",
+    "pause, s",
+    "a person",
+    "MLflow",
+)
 
 
 def faults_page(cells: Cells) -> str:
