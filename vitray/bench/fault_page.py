@@ -34,16 +34,6 @@ COLUMNS = (
     "a person",
     "MLflow",
 )
-    "",
-    "images repeated",
-    "images skipped",
-    "steps on other images",
-    "steps lost",
-    "final weights",
-    "pause, s",
-    "a person",
-    "MLflow",
-)
 
 
 def faults_page(cells: Cells) -> str:
