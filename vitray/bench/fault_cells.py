@@ -122,7 +122,11 @@ class Cell:
             self.tree.kill()
         processes = len({record.process for record in self.records()})
         if self._processes == processes:  # the last start took no step
-            newest = max(self.place.out.glob(self.subject.checkpoints), key=lambda path: path.stat().st_mtime)
+            newest = max(
+                self.place.out.glob(self.subject.checkpoints), key=lambda path: path.stat().st_mtime, default=None
+            )
+            if newest is None:
+                raise RunError(f"{self.subject.title} takes no step; see {self.place.folder}/log.txt")
             self.notes.append(f"{newest.name} could not be loaded and was removed by hand")
             shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
         self._processes = processes
@@ -216,6 +220,8 @@ def run_cell(name: str, fault: str, place: Place, undisturbed: Place | None, set
     """Run a subject with a fault, and return its cost against the undisturbed run."""
     shutil.rmtree(place.folder, ignore_errors=True)
     place.out.mkdir(parents=True)
+    if place.store.exists():
+        shutil.copy(place.store, place.folder / "mlflow.db")
     cell = Cell(name, place, settings)
     with _small_disk(place.out) if fault == "disk_full" else nullcontext():
         try:

@@ -16,6 +16,7 @@ from vitray.tracking import system_info
 
 VERSIONS = "import json, sys; from importlib.metadata import version; "
 VERSIONS += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+EMPTY_STORE = "import sys; from mlflow import MlflowClient; MlflowClient(sys.argv[1]).search_experiments()"
 # Of the validation images that timm's train.py wants after each epoch.
 VAL_SHARE = 1 / 32
 
@@ -34,6 +35,9 @@ def make_environment(name: str, environments: Path) -> None:
     ):
         if subprocess.run(command).returncode:
             raise RunError(f"the environment of {name} is not complete: {' '.join(map(str, command))} failed")
+    if SUBJECTS[name].loss is not None:
+        store = f"sqlite:///{folder}/mlflow.db"
+        subprocess.run([folder / "bin" / "python", "-c", EMPTY_STORE, store], check=True)
     done.write_text(json.dumps(list(packages)))
 
 

@@ -45,6 +45,11 @@ class Place(NamedTuple):
         return self.folder / "out"
 
     @property
+    def store(self) -> Path:
+        """An empty MLflow store: two workers that make one at the same time may fail."""
+        return self.python.parents[1] / "mlflow.db"
+
+    @property
     def record(self) -> Path:
         """The file of the steps."""
         return self.folder / "record.txt"
