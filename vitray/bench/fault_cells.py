@@ -23,9 +23,9 @@ from vitray.errors import RunError
 
 # Steps: in the middle of the second epoch and between two checkpoints; of the elastic run, of each change.
 FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
-# Seconds: after SIGTERM until SIGKILL (as of Kubernetes), of a start before its first step and of a silent run before a
-# person ends them, of the processes that outlive their driver, of a full disk, of a whole cell.
-GRACE, START, HANG, SURVIVAL, FULL, LIMIT = 30.0, 180.0, 60.0, 5.0, 45.0, 600.0
+# Seconds: after SIGTERM until SIGKILL (as of Kubernetes), of a silent run before a person ends it (a start on a busy
+# machine takes a minute), of the processes that outlive their driver, of a full disk, of a whole cell.
+GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 150.0, 5.0, 45.0, 600.0
 DISK_BYTES = 64 * 2**20
 MOST_STARTS = 5
 
@@ -56,7 +56,6 @@ class Cell:
             "VITRAY_HOME": str(self.place.folder / "home"),
             "OMP_NUM_THREADS": "1",
         }
-        self._started = time.time()
         self.tree = Tree(command, variables, self.place.folder / "log.txt")
 
     def records(self) -> list[StepRecord]:
@@ -103,15 +102,14 @@ class Cell:
         seen, changed = 0, time.monotonic()
         while not self.is_finished:
             self.check_time()
-            steps = len(records := self.records())
+            steps = len(self.records())
             if steps != seen:
                 seen, changed = steps, time.monotonic()
-            is_stepping = bool(records) and records[-1].time > self._started
             if self.tree.status is not None:
                 self._start_again()
                 changed = time.monotonic()
-            elif time.monotonic() - changed > (patience := HANG if is_stepping else START):
-                self.notes.append(f"took no step for {patience:.0f} s and was killed")
+            elif time.monotonic() - changed > HANG:
+                self.notes.append(f"took no step for {HANG:.0f} s and was killed")
                 self.tree.kill()
             time.sleep(0.1)
         self.tree.await_end(SURVIVAL)

@@ -157,7 +157,7 @@ use the same cores, so seconds are rough; images, steps and weights are exact. C
 - **Steps lost**: taken back, and so computed again.
 - **Final weights**: compared with the undisturbed run of the same stack.
 - **Pause**: the longest time without a step after the fault. A person who starts the run again does so at once.
-- **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 60 s, or
+- **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 150 s, or
   a checkpoint cannot be loaded, a person ends or removes it.
 - **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
 """
