@@ -1,0 +1,64 @@
+"""The network in Lightning's Trainer, which resumes from its last checkpoint (`ckpt_path="last"`).
+
+ModelCheckpoint saves every few steps and its last state; OnExceptionCheckpoint saves on SIGTERM and on errors. The
+loader is torchdata's StatefulDataLoader, whose place in the epoch Lightning stores.
+"""
+
+import os
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.loggers import MLFlowLogger
+from recording import LR, OUT, RECORDER, SEED, SETTINGS, network, save_final, training_images
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class Classifier(pl.LightningModule):
+    """The network with its loss and optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = network()
+
+    def on_train_start(self) -> None:
+        """Tell the recorder at which step the weights are."""
+        RECORDER.step = self.trainer.global_step
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        """Return the loss."""
+        images, labels, rows = batch
+        RECORDER.see(rows)
+        loss = F.cross_entropy(self.vit(images), labels)
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW and its schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), LR)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SETTINGS["steps"])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+pl.seed_everything(SEED, workers=True)
+model = Classifier()
+loader = StatefulDataLoader(training_images(), SETTINGS["batch"] // SETTINGS["workers"], shuffle=True)
+trainer = pl.Trainer(
+    accelerator="cpu",
+    strategy="ddp" if SETTINGS["workers"] > 1 else "auto",
+    devices=SETTINGS["workers"],
+    max_epochs=SETTINGS["epochs"],
+    logger=MLFlowLogger("faults", "faults", tracking_uri=os.environ["MLFLOW_TRACKING_URI"]),
+    log_every_n_steps=1,
+    callbacks=[
+        ModelCheckpoint(OUT, every_n_train_steps=SETTINGS["save_every"], save_last=True),
+        OnExceptionCheckpoint(OUT),
+    ],
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(model, loader, ckpt_path="last")
+if trainer.is_global_zero and trainer.global_step == SETTINGS["steps"]:
+    save_final(model.vit.state_dict())

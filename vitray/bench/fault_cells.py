@@ -1,0 +1,289 @@
+"""One cell of the table: a run, a fault in it, the starts that a person makes afterwards, and the measured cost."""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from vitray.bench.fault_processes import Tree
+from vitray.bench.fault_records import StepRecord, cost_of, history_of, longest_pause, parse_records
+from vitray.bench.fault_subjects import SUBJECTS, Place, Settings, environment, shown
+from vitray.errors import RunError
+
+# Steps: in the middle of the second epoch and between two checkpoints; of the elastic run, of each change.
+FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
+# Seconds: after SIGTERM until SIGKILL (as of Kubernetes), of a silent run before a person ends it (a start on a busy
+# machine takes a minute), of the processes that outlive their driver, of a full disk, of a whole cell.
+GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 150.0, 5.0, 45.0, 600.0
+DISK_BYTES = 64 * 2**20
+MOST_STARTS = 5
+
+
+class Cell:
+    """A run of one subject and its starts."""
+
+    def __init__(self, name: str, place: Place, settings: Settings) -> None:
+        self.subject, self.place, self.settings = SUBJECTS[name], place, settings
+        self.workers = settings.workers
+        self.commands: list[str] = []
+        self.notes: list[str] = []
+        self.since: float | None = None
+        """The time of the fault."""
+        self._end = time.monotonic() + LIMIT
+        self._processes: int | None = None
+        """Processes that had taken a step at the last restart."""
+
+    def start(self, workers: int | None = None) -> None:
+        """Start or resume the run, as a person does."""
+        self.workers = workers or self.workers
+        command = self.subject.command(self.place, self.settings, self.workers)
+        self.commands.append(shown(command, self.place))
+        variables = dict(environment(self.place, self.settings, self.workers))
+        variables |= {
+            "MLFLOW_TRACKING_URI": f"sqlite:///{self.place.folder}/mlflow.db",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "VITRAY_HOME": str(self.place.folder / "home"),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.tree = Tree(command, variables, self.place.folder / "log.txt")
+
+    def records(self) -> list[StepRecord]:
+        """Return the steps so far."""
+        return parse_records(self.place.record.read_text().splitlines()) if self.place.record.exists() else []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the final weights are there and the command has ended well."""
+        return self.tree.status == 0 and (self.place.out / self.subject.weights).exists()
+
+    def check_time(self) -> None:
+        """Raise an error at the end of the cell's time."""
+        if time.monotonic() > self._end:
+            raise RunError(f"{self.subject.title}: not finished within {LIMIT:.0f} s; see {self.place.folder}/log.txt")
+
+    def await_step(self, step: int) -> list[StepRecord]:
+        """Wait until every worker of the present start has taken a step, and return its last records by rank."""
+        while True:
+            self.check_time()
+            if self.tree.status is not None:
+                raise RunError(f"{self.subject.title} ended before step {step}; see {self.place.folder}/log.txt")
+            self.tree.look()
+            last = {record.rank: record for record in self.records()}
+            latest = [last[rank] for rank in range(self.workers) if rank in last and last[rank].step >= step]
+            if len(latest) == self.workers:
+                return latest
+            time.sleep(0.03)
+
+    def strike(self, process: int, number: int) -> None:
+        """Send a signal, and note the time of the first one."""
+        self.since = self.since or time.time()
+        os.kill(process, number)
+
+    def stop(self) -> None:
+        """Send SIGTERM to the command, and SIGKILL to all after the grace time."""
+        self.strike(self.tree.process.pid, signal.SIGTERM)
+        if self.tree.await_end(GRACE):
+            self.notes.append(f"did not end within {GRACE:.0f} s of SIGTERM and was killed")
+            self.tree.kill()
+
+    def see_to_end(self) -> None:
+        """Do what a person does until the run is finished: end what hangs, remove broken checkpoints, start again."""
+        seen, changed = 0, time.monotonic()
+        while not self.is_finished:
+            self.check_time()
+            steps = len(self.records())
+            if steps != seen:
+                seen, changed = steps, time.monotonic()
+            if self.tree.status is not None:
+                self._start_again()
+                changed = time.monotonic()
+            elif time.monotonic() - changed > HANG:
+                self.notes.append(f"took no step for {HANG:.0f} s and was killed")
+                self.tree.kill()
+            time.sleep(0.1)
+        self.tree.await_end(SURVIVAL)
+
+    def _start_again(self) -> None:
+        if len(self.commands) == MOST_STARTS:
+            raise RunError(f"{self.subject.title}: {MOST_STARTS} starts, and no end; see {self.place.folder}/log.txt")
+        if left := self.tree.await_end(SURVIVAL):
+            self.notes.append(f"{left} processes outlived the command by {SURVIVAL:.0f} s and were killed")
+            self.tree.kill()
+        processes = len({record.process for record in self.records()})
+        if self._processes == processes:  # the last start took no step
+            newest = max(
+                self.place.out.glob(self.subject.checkpoints), key=lambda path: path.stat().st_mtime, default=None
+            )
+            if newest is None:
+                raise RunError(f"{self.subject.title} takes no step; see {self.place.folder}/log.txt")
+            self.notes.append(f"{newest.name} could not be loaded and was removed by hand")
+            shutil.rmtree(newest) if newest.is_dir() else newest.unlink()
+        self._processes = processes
+        self.start()
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def _none(cell: Cell) -> None:
+    cell.since = None
+
+
+def _sigterm(cell: Cell) -> None:
+    cell.await_step(FAULT_STEP)
+    cell.stop()
+
+
+def _kill_worker(cell: Cell) -> None:
+    cell.strike(cell.await_step(FAULT_STEP)[-1].process, signal.SIGKILL)
+
+
+def _kill_driver(cell: Cell) -> None:
+    cell.await_step(FAULT_STEP)
+    cell.strike(cell.tree.process.pid, signal.SIGKILL)
+
+
+def _kill_in_checkpoint(cell: Cell) -> None:
+    """Kill all processes as soon as a checkpoint appears, the one that writes it first."""
+    writer = cell.await_step(FAULT_STEP)[0].process
+    before = _newest_write(cell.place.out)
+    while _newest_write(cell.place.out) == before:
+        cell.check_time()
+        time.sleep(0.0005)
+    cell.strike(writer, signal.SIGKILL)
+    cell.tree.kill()
+    files = [path for path in cell.place.out.rglob("*") if path.is_file() and path.stat().st_mtime_ns > before]
+    cell.notes.append(
+        f"files of the interrupted checkpoint: {', '.join(sorted(path.name for path in files)) or 'none'}"
+    )
+
+
+def _newest_write(folder: Path) -> int:
+    newest = 0
+    for root, _, names in os.walk(folder):
+        for path in [root, *(os.path.join(root, name) for name in names)]:
+            with suppress(FileNotFoundError):
+                newest = max(newest, os.stat(path).st_mtime_ns)
+    return newest
+
+
+def _disk_full(cell: Cell) -> None:
+    """Fill the disk of the output until the run has ended, or for some time."""
+    cell.await_step(FAULT_STEP)
+    cell.since = time.time()
+    ballast = cell.place.out / "ballast"
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(2**16))
+    end = time.monotonic() + FULL
+    while cell.tree.status is None and time.monotonic() < end:
+        cell.tree.look()
+        time.sleep(0.1)
+    cell.notes.append("ended while the disk was full" if cell.tree.status is not None else "outlived the full disk")
+    ballast.unlink()
+
+
+def _elastic(cell: Cell) -> None:
+    """Go on with one worker, and then with two again."""
+    for step, workers in zip(ELASTIC_STEPS, (1, 2), strict=True):
+        cell.await_step(step)
+        cell.stop()
+        cell.start(workers)
+
+
+FAULTS: dict[str, Callable[[Cell], None]] = {
+    "none": _none,
+    "sigkill_driver": _kill_driver,
+    "sigkill_worker": _kill_worker,
+    "sigterm": _sigterm,
+    "checkpoint": _kill_in_checkpoint,
+    "elastic": _elastic,
+    "disk_full": _disk_full,
+}
+
+
+# ---- measurement -----------------------------------------------------------------------------------------------------
+
+
+def run_cell(name: str, fault: str, place: Place, undisturbed: Place | None, settings: Settings) -> dict[str, Any]:
+    """Run a subject with a fault, and return its cost against the undisturbed run."""
+    shutil.rmtree(place.folder, ignore_errors=True)
+    place.out.mkdir(parents=True)
+    if place.store.exists():
+        shutil.copy(place.store, place.folder / "mlflow.db")
+    cell = Cell(name, place, settings)
+    with _small_disk(place.out) if fault == "disk_full" else nullcontext():
+        try:
+            cell.start()
+            FAULTS[fault](cell)
+            cell.see_to_end()
+        finally:
+            cell.tree.kill()
+        shutil.copy(place.out / cell.subject.weights, place.folder / "final.safetensors")
+        tracking = tracking_of(cell)
+    result: dict[str, Any] = {"subject": name, "fault": fault, "settings": settings._asdict()}
+    result |= {"commands": cell.commands, "notes": cell.notes, "tracking": tracking}
+    if undisturbed is not None:
+        result |= measured_cost(place, undisturbed, cell.since)
+    return result
+
+
+def measured_cost(place: Place, undisturbed: Place, since: float | None) -> dict[str, Any]:
+    """Return the cost of a fault, from the records and the final weights of two runs."""
+    records, before = (parse_records(each.record.read_text().splitlines()) for each in (place, undisturbed))
+    cost = cost_of(history_of(records), history_of(before))
+    weights, wanted = (load_file(each.folder / "final.safetensors") for each in (place, undisturbed))
+    difference = max(float(np.abs(weights[key] - wanted[key]).max()) for key in wanted)
+    pause = None if since is None else longest_pause(records, since)
+    return cost._asdict() | {"weights_difference": difference, "pause": pause}
+
+
+def tracking_of(cell: Cell) -> list[dict[str, Any]]:
+    """Return the runs that tracking shows: status, first and last step, steps twice and steps missing."""
+    if cell.subject.loss is None:
+        summary = next(cell.place.out.rglob("summary.csv"), None)
+        epochs = [] if summary is None else [int(line.split(",")[0]) for line in summary.read_text().split()[1:]]
+        return [{"status": None, "epochs": epochs}]
+    with sqlite3.connect(cell.place.folder / "mlflow.db") as store:
+        rows = store.execute("SELECT run_uuid, status FROM runs ORDER BY start_time").fetchall()
+        query = "SELECT step FROM metrics WHERE run_uuid = ? AND key = ?"
+        runs = [(status, [step for (step,) in store.execute(query, (run, cell.subject.loss))]) for run, status in rows]
+    return [{"status": status} | step_summary(steps) for status, steps in runs]
+
+
+def step_summary(steps: list[int]) -> dict[str, Any]:
+    """Return the range of the steps of a metric, and how many of it are twice or missing."""
+    if not steps:
+        return {"first": None, "last": None, "twice": 0, "missing": 0}
+    counts, first, last = Counter(steps), min(steps), max(steps)
+    twice = sum(count > 1 for count in counts.values())
+    return {"first": first, "last": last, "twice": twice, "missing": last - first + 1 - len(counts)}
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    """Make a folder a disk of its own, which needs root."""
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options]).returncode:
+        raise RunError("disk_full needs root, to mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a cell's JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

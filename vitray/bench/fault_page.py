@@ -1,0 +1,163 @@
+"""docs/faults.md from the cells' JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vitray.bench.fault_subjects import SUBJECTS, Settings
+
+# {(subject, fault): the cell's JSON}
+Cells = Mapping[tuple[str, str], Mapping[str, Any]]
+
+FAULT_TEXTS = {
+    "none": ("No fault", "The same run a second time: whether a stack repeats itself at all."),
+    "sigkill_driver": (
+        "SIGKILL of the driver",
+        "The launcher is killed at step 104 (torchrun, `composer`; `vitray train`).",
+    ),
+    "sigkill_worker": ("SIGKILL of a worker", "The worker of the highest rank is killed at step 104."),
+    "sigterm": ("SIGTERM", "The launcher gets SIGTERM at step 104; all processes are killed 30 s later."),
+    "checkpoint": (
+        "A kill in the middle of a checkpoint",
+        "All processes are killed as soon as the first file of a checkpoint changes.",
+    ),
+    "elastic": ("2, 1, 2 workers", "SIGTERM at step 72, one worker to step 136, SIGTERM, two workers to the end."),
+    "disk_full": ("A full disk", "The disk of the output is full from step 104, for 45 s or until the run ends."),
+}
+COLUMNS = (
+    "",
+    "images repeated",
+    "images skipped",
+    "steps on other images",
+    "steps lost",
+    "final weights",
+    "pause, s",
+    "a person",
+    "MLflow",
+)
+
+
+def faults_page(cells: Cells) -> str:
+    """Return the page."""
+    settings = Settings()
+    parts = [HEAD.format(steps=settings.steps, **settings._asdict())]
+    parts.append(_subjects(cells))
+    for fault, (title, text) in FAULT_TEXTS.items():
+        parts.append(f"## {title}\n\n{text}\n\n{_table(cells, fault)}\n")
+        parts += [f"{line}\n" for line in (best_line(cells, fault), _notes(cells, fault)) if line]
+    parts.append(_commands(cells))
+    return "\n".join(parts)
+
+
+def _subjects(cells: Cells) -> str:
+    lines = ["| stack | versions | saves and resumes |", "|---|---|---|"]
+    for name, subject in SUBJECTS.items():
+        versions = next((cell["versions"] for (each, _), cell in cells.items() if each == name), None)
+        stated = ", ".join(f"{package} {version}" for package, version in versions.items()) if versions else "-"
+        lines.append(f"| {subject.title} | {stated} | {subject.saves} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(cells: Cells, fault: str) -> str:
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for name, subject in SUBJECTS.items():
+        cell = cells.get((name, fault))
+        values = ["not measured", *[""] * (len(COLUMNS) - 2)] if cell is None else row_of(cell)
+        lines.append(f"| {' | '.join([subject.title, *values])} |")
+    return "\n".join(lines) + "\n"
+
+
+def row_of(cell: Mapping[str, Any]) -> list[str]:
+    """Return the columns of a cell, without the name of the stack."""
+    if cell.get("failed"):
+        return [f"did not finish: {cell['failed']}", *[""] * (len(COLUMNS) - 2)]
+    difference = cell["weights_difference"]
+    return [
+        f"{cell['repeated']:,}",
+        f"{cell['skipped']:,}",
+        f"{cell['other_steps']:,}",
+        f"{cell['lost']:,}",
+        "equal, bit for bit" if difference == 0 else f"differ by up to {difference:.1g}",
+        "-" if cell["pause"] is None else f"{cell['pause']:.1f}",
+        person_text(cell),
+        tracking_text(cell["tracking"]),
+    ]
+
+
+def person_text(cell: Mapping[str, Any]) -> str:
+    """Return how often a person had to act."""
+    again = len(cell["commands"]) - 1
+    by_hand = sum("by hand" in note or "killed" in note for note in cell["notes"])
+    parts = [f"started it again{'' if again == 1 else f' {again} times'}"] if again else []
+    return ", ".join(parts + (["ended or removed something"] if by_hand else [])) or "no"
+
+
+def tracking_text(runs: list[Mapping[str, Any]]) -> str:
+    """Return what tracking shows, in words."""
+    if len(runs) == 1 and runs[0]["status"] is None:
+        epochs = ", ".join(map(str, runs[0]["epochs"]))
+        return f"summary.csv: epochs {epochs}" if epochs else "no summary.csv"
+    parts = []
+    for run in runs:
+        steps = "no step" if run["first"] is None else f"steps {run['first']} to {run['last']}"
+        flaws = [f"{run[flaw]} {flaw}" for flaw in ("twice", "missing") if run[flaw]]
+        parts.append(f"{run['status']}: {', '.join([steps, *flaws])}")
+    return "; ".join(parts) or "no run"
+
+
+def best_line(cells: Cells, fault: str) -> str:
+    """Return which measured stacks lost the fewest steps, kept all images, and paused least."""
+    here = {
+        SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault and not cell.get("failed")
+    }
+    if fault == "none" or len(here) < 2:
+        return ""
+    fewest = min(cell["lost"] for cell in here.values())
+    exact = [title for title, cell in here.items() if not cell["repeated"] and not cell["skipped"]]
+    shortest = min(here, key=lambda title: here[title]["pause"])
+    lost = [title for title, cell in here.items() if cell["lost"] == fewest]
+    text = f"Fewest steps lost ({fewest}): {', '.join(lost)}. Shortest pause: {shortest}."
+    return f"{text} Each image as often as without the fault: {', '.join(exact) or 'none'}."
+
+
+def _notes(cells: Cells, fault: str) -> str:
+    lines = [
+        f"- {subject.title}: {'; '.join(cells[name, fault]['notes'])}."
+        for name, subject in SUBJECTS.items()
+        if (name, fault) in cells and cells[name, fault]["notes"]
+    ]
+    return "\n".join(lines)
+
+
+def _commands(cells: Cells) -> str:
+    """Return the first command of each stack, and the one after the death of its driver, where they differ."""
+    parts = ["## Commands\n\nThe same command starts and resumes, where there is one.\n"]
+    for name, subject in SUBJECTS.items():
+        commands: list[str] = []
+        for (each, fault), cell in cells.items():
+            if each == name and fault in ("none", "sigkill_driver"):
+                commands += [command for command in cell["commands"] if command not in commands]
+        if commands:
+            parts.append(f"{subject.title}:\n\n```text\n" + "\n".join(commands) + "\n```\n")
+    return "\n".join(parts)
+
+
+HEAD = """# What a fault costs
+
+You can compare what happens to a training run after a fault: in vitray, and in four stacks that people use.
+
+`python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
+the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
+gloo, with random crops and flips. Each stack has an environment of its own, and saves and resumes as its documentation
+recommends. A step takes at least {pace} s: otherwise a run would end before some stacks notice a signal. Other work may
+use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
+`docs/faults/cells` are not measured; the command measures the missing ones.
+
+- **Images repeated, skipped**: trained on more, or less, often than without the fault, over the whole run; steps that
+  were taken back do not count. **Steps on other images**: than the same steps without the fault.
+- **Steps lost**: taken back, and so computed again.
+- **Final weights**: compared with the undisturbed run of the same stack.
+- **Pause**: the longest time without a step after the fault. A person who starts the run again does so at once.
+- **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 150 s, or
+  a checkpoint cannot be loaded, a person ends or removes it.
+- **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
+"""
