@@ -1,5 +1,6 @@
-"""Stems: only convolutional ones mix neighbouring patches; batch norms see the images of all workers."""
+"""Stems: only convolutional ones mix neighbouring patches; norms, and their conventions; batch norms of all workers."""
 
+import runpy
 import socket
 import warnings
 from pathlib import Path
@@ -8,10 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import yaml
+from networks import scrambled
 from torch import nn
 
+from vitray.config import Model, Run, load_run
 from vitray.config.model_names import STEMS, parse_name
+from vitray.config.training import Finetune
+from vitray.errors import ConfigError
 from vitray.models.stems import Stem, synchronise_norms
+from vitray.models.vit import ViT
+from vitray.weights import load_model, save_model
+from vitray.weights.export import write_library
+from vitray.weights.pretrained import adapt, open_initial_weights
 
 
 def stem(name: str, seed: int = 0) -> Stem:
@@ -203,6 +213,100 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
         assert list(worker["state"]) == list(one_worker.state_dict())
         for name, tensor in one_worker.state_dict().items():
             torch.testing.assert_close(worker["state"][name], tensor)
+
+
+# ---- conventions of the norms, recorded with the weights -------------------------------------------------------------
+
+NORMS = [("hmlp_bn", 1e-3, 1e-5), ("linear_bn", 0.1, 1e-5), ("hmlp_ln", 1e-2, 1e-6)]
+
+
+def vit(kind: str, **settings) -> ViT:
+    base = {"name": f"vit_u1x1_8_{kind}", "image_size": 16, "num_classes": 3}
+    return scrambled(ViT(Model.model_validate(base | settings)))
+
+
+@pytest.mark.parametrize(("kind", "eps", "usual"), NORMS)
+@torch.no_grad()
+def test_norms_of_a_stem_have_their_epsilon(kind, eps, usual):
+    for given, wanted in ((eps, eps), (None, usual)):
+        norm = vit(kind, stem_norm_eps=given).stem.proj[1].double()
+        channels = norm.weight.numel()
+        x = 0.1 * torch.randn(2, channels, 2, 2, dtype=torch.float64)
+        along = (slice(None), None, None)
+        if kind.endswith("bn"):
+            mean, variance = norm.running_mean[along], norm.running_var[along]
+        else:
+            mean, variance = x.mean(1, keepdim=True), x.var(1, correction=0, keepdim=True)
+        expected = (x - mean) / (variance + wanted).sqrt() * norm.weight[along] + norm.bias[along]
+        torch.testing.assert_close(norm(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_running_statistics_follow_batches_at_their_momentum():
+    stem = vit("hmlp_bn", batch_momentum=0.01).stem.train()
+    norm, before = stem.proj[1], stem.proj[1].running_mean.clone()
+    with torch.no_grad():
+        batch = stem.proj[0](images(2, 16, 16)).mean(dim=(0, 2, 3))
+    stem(images(2, 16, 16))
+    torch.testing.assert_close(norm.running_mean, 0.99 * before + 0.01 * batch)
+
+
+@torch.no_grad()
+def test_a_folder_and_its_delta_keep_the_conventions_and_one_without_them_has_the_usual_ones(tmp_path):
+    settings = {"stem_norm_eps": 1e-3, "batch_momentum": 0.01, "activation": "gelu_tanh", "norm_eps": 1e-5}
+    base, x = vit("hmlp_bn", **settings), images(2, 16, 16)
+    run = Run(model=base.model)
+    save_model(str(tmp_path / "base"), run, base)
+    other = vit("hmlp_bn", **settings)
+    other.head.bias.data += 1
+    save_model(str(tmp_path / "delta"), run, other, None, str(tmp_path / "base"))
+    for name, network in (("base", base), ("delta", other)):
+        loaded = load_model(str(tmp_path / name))
+        assert loaded.run.model.model_dump() == base.model.model_dump()
+        assert torch.equal(loaded.vit(x), network(x))
+    saved = yaml.safe_load((tmp_path / "base" / "run.yaml").read_text())
+    for name in settings:
+        del saved["model"][name]
+    (tmp_path / "base" / "run.yaml").write_text(yaml.safe_dump(saved))
+    old = load_model(str(tmp_path / "base")).vit
+    usual = vit("hmlp_bn")
+    assert old.model == usual.model
+    assert torch.equal(old(x), usual(x))
+    assert not torch.equal(old(x), base(x))
+
+
+def test_a_fine_tuning_takes_the_conventions_of_its_weights_and_cannot_change_the_function(tmp_path):
+    base = vit("hmlp_bn", stem_norm_eps=1e-3, batch_momentum=0.01)
+    save_model(str(tmp_path / "base"), Run(model=base.model), base)
+    task = {"kind": "finetune", "weights": str(tmp_path / "base")}
+    run, _ = open_initial_weights(Run().replace({"task": task}), Finetune.model_validate(task), "abc")
+    assert (run.model.stem_norm_eps, run.model.batch_momentum) == (1e-3, 0.01)
+    other = Model.model_validate(base.model.model_dump() | {"batch_momentum": 0.2})
+    adapt(base, other, "w", new_head=False)  # statistics of training alone
+    with pytest.raises(ConfigError, match=r"model\.stem_norm_eps: got 0\.001, wanted null"):
+        adapt(base, Model.model_validate(base.model.model_dump() | {"stem_norm_eps": None}), "w", new_head=False)
+
+
+@torch.no_grad()
+def test_an_export_for_timm_has_the_epsilons(tmp_path):
+    ours, x = vit("hmlp_bn", stem_norm_eps=0.1), images(2, 16, 16)
+    write_library(ours, "timm", tmp_path)
+    theirs = runpy.run_path(str(tmp_path / "load.py"))["model"]
+    torch.testing.assert_close(theirs(x), ours(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{name: vit_u1x1_8, stem_norm_eps: 0.1}", "the stem of vit_u1x1_8 has no norms"),
+        ("{name: vit_u1x1_16_r, stem_norm_eps: 0.1}", "the stem of vit_u1x1_16_r has no norms"),
+        ("{name: vit_u1x1_8_hmlp_ln, batch_momentum: 0.2}", "has no batch norms"),
+        ("{name: vit_u1x1_8_hmlp_bn, batch_momentum: 0}", "batch_momentum: got 0"),
+        ("{name: torchvision/resnet18, batch_momentum: 0.2}", "torchvision/resnet18 has no batch_momentum 0.2"),
+    ],
+)
+def test_conventions_of_norms_that_a_stem_lacks_are_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        load_run(None, [f"model={model}"])
 
 
 def test_gpu_workers_use_torchs_own_batch_norm():

@@ -5,7 +5,7 @@ A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x
 
 import re
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vitray.errors import cut_middle, nearest
 
@@ -117,6 +117,12 @@ class Name:
     def has_linear_stem(self) -> bool:
         """Whether the stem begins with one product for each patch, whose kernel can be resized to other patches."""
         return self.stem.startswith("linear")
+
+    @property
+    def stem_norm(self) -> Literal["ln", "bn"] | None:
+        """The kind of norm after each convolution of the stem."""
+        kind, *extras = self.stem.split("_")
+        return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
 
     @property
     def paper_spelling(self) -> str:

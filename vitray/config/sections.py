@@ -213,6 +213,10 @@ class Model(Section):
     resnet_eps: Literal["vit", "bit", "timm"] = "vit"
     """Epsilons of a hybrid's ResNet: those of the ViT paper's code (1e-5 added to a kernel's deviation, 1e-6 in group
     norms), of big_vision's BiT (1e-10 added to the variance, 1e-5) or of timm (1e-8 added to the variance, 1e-5)."""
+    stem_norm_eps: Positive | None = None
+    """Epsilon of a stem's norms; null: torch's of batch norms, 1e-5, and 1e-6 of layer norms."""
+    batch_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of a batch in the running statistics of a stem's batch norms; 0.01 where a decay of 0.99 is printed."""
     execution: Literal["loop", "fused", "auto"] = "auto"
     """Execution of parallel branches: one by one, as joint matrix products, or the faster of the two."""
 
@@ -234,6 +238,7 @@ class Model(Section):
             )
         if self.resnet_eps != "vit" and not self.shape.is_hybrid:
             raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
+        self._check_stem_norms()
         self._check_patches()
         if self.attention == "axial":
             self._check_axial()
@@ -263,6 +268,14 @@ class Model(Section):
                 " joins; use loop, or auto"
             )
         return self
+
+    def _check_stem_norms(self) -> None:
+        if self.stem_norm_eps is not None and self.shape.stem_norm is None:
+            raise ValueError(
+                f"stem_norm_eps {self.stem_norm_eps:g}: got some, and the stem of {self.name} has no norms"
+            )
+        if self.batch_momentum != 0.1 and self.shape.stem_norm != "bn":
+            raise ValueError(f"batch_momentum {self.batch_momentum:g}: the stem of {self.name} has no batch norms")
 
     def _check_axial(self) -> None:
         if self.shape.depth % 2:

@@ -39,13 +39,14 @@ task=tokenizer tracking.every tracking.experiment tracking.register_as
 evaluate.gpus model.heads
 """,
     "evaluation, inspection": """
-compute.channels_last data.augment.on data.mix.per evaluate.figures evaluate.pictures evaluate.probe_images
-evaluate.probes guard.knn_drop guard.least_rank guard.on_collapse model.adapters model.attention model.bias
-model.distillation_token model.norm model.patches model.positions.base model.positions.where
-model.positions=learned2d model.positions=relative model.positions=rope model.qk_norm model.registers
-model.resnet_eps task.cosub task.cosub.weight task.distill task.distill.target task.distill.teacher
-task.distill.temperature task.distill.weight task.lora task.lora.alpha task.lora.matrices task.lora.rank
-tracking.promote tracking.promote.alias tracking.promote.when
+compute.channels_last data.augment.on data.mix.per evaluate.figures evaluate.pictures
+evaluate.probe_images evaluate.probes guard.knn_drop guard.least_rank guard.on_collapse
+model.adapters model.attention model.batch_momentum model.bias model.distillation_token model.norm
+model.patches model.positions.base model.positions.where model.positions=learned2d
+model.positions=relative model.positions=rope model.qk_norm model.registers model.resnet_eps
+model.stem_norm_eps task.cosub task.cosub.weight task.distill task.distill.target
+task.distill.teacher task.distill.temperature task.distill.weight task.lora task.lora.alpha
+task.lora.matrices task.lora.rank tracking.promote tracking.promote.alias tracking.promote.when
 """,
 }
 SINCE = {name: section for section, names in _SECTIONS.items() for name in names.split()}

@@ -4,7 +4,7 @@ D width, N tokens, d channels of a head. `counts` measures the same on the netwo
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vitray.config import Model
 from vitray.config.finetuning import Part
@@ -85,12 +85,6 @@ def feature_map(name: Name) -> tuple[int, int]:
     return (stage_width(stages - 1), ROOT_STRIDE * 2 ** (stages - 1)) if stages else (ROOT, ROOT_STRIDE)
 
 
-def stem_norm(name: Name) -> Literal["ln", "bn"] | None:
-    """Return the kind of norm after each convolution of a model's stem."""
-    kind, *extras = name.stem.split("_")
-    return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
-
-
 def inner_width(width: int, activation: str) -> int:
     """Return the channels of a feed-forward between its products."""
     return 8 * math.ceil(width / 3) if activation == "swiglu" else 4 * width
@@ -151,7 +145,7 @@ def _stem(model: Model) -> tuple[int, int]:
     for kernel, stride, _, channels in convolutions(model.shape):
         height, width = height // stride, width // stride
         weights = kernel * kernel * before * channels
-        norm = stem_norm(model.shape) is not None
+        norm = model.shape.stem_norm is not None
         params += weights + channels + 2 * channels * norm
         work += (weights + 5 * channels * norm) * height * width
         before = channels

@@ -11,7 +11,7 @@ from vitray.config.model_names import Name
 from vitray.models.flexible import resize_kernel
 from vitray.models.local_stem import LocalTransformer
 from vitray.models.resnet import ResNet
-from vitray.models.sizes import convolutions, feature_map, stem_norm
+from vitray.models.sizes import convolutions, feature_map
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -24,9 +24,11 @@ class ChannelNorm(nn.LayerNorm):
 class Stem(nn.Module):
     """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighbouring patches."""
 
-    def __init__(self, name: Name, resnet_eps: str = "vit") -> None:
+    def __init__(
+        self, name: Name, resnet_eps: str = "vit", norm_eps: float | None = None, momentum: float = 0.1
+    ) -> None:
         super().__init__()
-        self.proj = nn.Sequential(*_layers(name, resnet_eps))
+        self.proj = nn.Sequential(*_layers(name, resnet_eps, norm_eps, momentum))
         self.patch = self.own_patch = name.patch
         """The patch size; settable where the stem is linear, which then resizes its kernel."""
 
@@ -53,22 +55,24 @@ class Stem(nn.Module):
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
 
 
-def _layers(name: Name, resnet_eps: str) -> list[nn.Module]:
+def _layers(name: Name, resnet_eps: str, norm_eps: float | None, momentum: float) -> list[nn.Module]:
     if name.is_hybrid:
         channels, cell = feature_map(name)
         cells = name.patch // cell
         return [ResNet(name, resnet_eps), nn.Conv2d(channels, name.size, cells, cells)]
-    return [LocalTransformer(name)] if name.stem == "local" else _convolutional(name)
+    return [LocalTransformer(name)] if name.stem == "local" else _convolutional(name, norm_eps, momentum)
 
 
-def _convolutional(name: Name) -> list[nn.Module]:
-    norm = stem_norm(name)
+def _convolutional(name: Name, norm_eps: float | None, momentum: float) -> list[nn.Module]:
     layers: list[nn.Module] = []
     before = 3
     for kernel, stride, padding, channels in convolutions(name):
         layers.append(nn.Conv2d(before, channels, kernel, stride, padding))
-        if norm:
-            layers.append(nn.BatchNorm2d(channels) if norm == "bn" else ChannelNorm(channels, eps=1e-6))
+        match name.stem_norm:
+            case "bn":
+                layers.append(nn.BatchNorm2d(channels, norm_eps or 1e-5, momentum))
+            case "ln":
+                layers.append(ChannelNorm(channels, eps=norm_eps or 1e-6))
         layers.append(nn.GELU())
         before = channels
     # GELU always follows a convolution, except the last one of stems without "gelu" in their name.

@@ -26,7 +26,7 @@ class ViT(nn.Module):
         super().__init__()
         shape = model.shape
         self.model = model
-        self.stem = Stem(shape, model.resnet_eps)
+        self.stem = Stem(shape, model.resnet_eps, model.stem_norm_eps, model.batch_momentum)
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.where = getattr(model.positions, "where", "stem")
         others = shape.depth - 1 if self.where == "levels" else 0

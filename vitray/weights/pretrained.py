@@ -37,6 +37,7 @@ FIXED = (
     "norm_eps",
     "adapters",
     "resnet_eps",
+    "stem_norm_eps",
 )
 
 
@@ -105,7 +106,9 @@ def _stated(run: Run) -> dict[str, Any]:
 def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: bool) -> Run:
     """The run with its omitted settings taken from the weights."""
     old = loaded.vit.model.model_dump(mode="json")
-    inherited = [*FIXED, "image_size", *([] if new_head else ["head"])] if loaded.vit.model.is_vit else _ANY
+    inherited = (
+        [*FIXED, "batch_momentum", "image_size", *([] if new_head else ["head"])] if loaded.vit.model.is_vit else _ANY
+    )
     changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
         changes["model.num_classes"] = len(classes)
