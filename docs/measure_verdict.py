@@ -1,32 +1,40 @@
-"""python docs/measure_verdict.py [N]: `vitray doctor data` against training, over N configurations (all 16).
+"""python docs/measure_verdict.py [--minutes 15] [--out FILE]: `vitray doctor data` against training, 16 configurations.
 
-Each is predicted before Ray starts and then trained at demo size. Run it on a quiet machine with at least 4 CPUs.
+Each is predicted, then trained at demo size for the steps of 8 predicted seconds. The results are in one JSON: a
+later call measures those that are missing. Run it on a machine without other work.
 """
 
+import argparse
 import json
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from vitray import storage
 from vitray.bench.recipe_stages import measure_stages, plan_machines
-from vitray.bench.verdict import Prediction, predict
+from vitray.bench.verdict import predict
 from vitray.cluster.session import ray_session
 from vitray.config import Run, load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.runs.driver import train
 from vitray.runs.run_dir import OUTCOME
+from vitray.tracking import system_info
 
-SECONDS = 10.0
+# Seconds of a prediction's measurements, and of the training beside it.
+PREDICTING, TRAINING = 5.0, 8.0
+RECORDS = 8
 SIZES, POLICIES, WORKERS, NETWORKS = (32, 64), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
 
 
-def main() -> None:
-    """Print a table."""
-    runs = {
+def configurations() -> dict[str, Run]:
+    """Return the runs by name."""
+    return {
         f"{network}, {size} px, {policy}, {workers} workers": load_run().replace(
             {
                 "model.name": network,
@@ -35,49 +43,79 @@ def main() -> None:
                 "data.augment.policy": policy,
                 "data.val": None,
                 "optim.batch": 64,
-                "optim.duration": "240 steps",
                 "optim.warmup": "10 steps",
                 "compute.workers": workers,
-                "tracking.every": "20 steps",
             }
         )
         for size, policy, workers, network in product(SIZES, POLICIES, WORKERS, NETWORKS)
     }
-    # A part of them is spread over all sizes, policies, workers and networks.
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else len(runs)
-    chosen = [list(runs)[at * len(runs) // count] for at in range(min(count, len(runs)))]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=15.0, help="no other one begins after them (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/verdict.json"), help="the results (%(default)s)")
+    options = parser.parse_args(words)
+    end, runs = time.monotonic() + 60 * options.minutes, configurations()
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    missing = [name for name in runs if name not in {row["name"] for row in rows}]
     with tempfile.TemporaryDirectory(prefix="vitray-") as name:
         folder = Path(name)
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlruns.db'}"
         os.environ["VITRAY_HOME"] = str(folder / "home")
         with ray_session():
             write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=2000", "image_size=96"]))
-        configured = {each: runs[each].replace({"data.url": str(folder / "demo")}) for each in chosen}
-        predicted = {each: predict_run(run) for each, run in configured.items()}
-        print("| configuration | bottleneck | predicted images/s | measured | error | predicted wait | measured |")
-        print("|---|---|---|---|---|---|---|")
-        with ray_session():
-            for number, (each, run) in enumerate(configured.items()):
-                print(row(each, predicted[each], train(run, f"run{number}", str(folder / "runs")).home), flush=True)
+            for each in missing:
+                if time.monotonic() > end:
+                    break
+                rows.append({"name": each} | measure(runs[each].replace({"data.url": str(folder / "demo")}), folder))
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps({"facts": system_info.facts(), "rows": rows}, indent=1) + "\n")
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(rows))
 
 
-def predict_run(run: Run) -> Prediction:
-    """Return the prediction of a run on this machine."""
+def measure(run: Run, folder: Path) -> dict[str, Any]:
+    """Return the prediction of a run on this machine, and what its training gave."""
     machines = plan_machines(run, None)
-    return predict(measure_stages(run, machines, SECONDS), machines)
-
-
-def row(name: str, predicted: Prediction, run_dir: str) -> str:
-    """Return a row of the table."""
-    outcome = json.loads(storage.read_bytes(storage.join(run_dir, OUTCOME)))
-    speed = outcome["images_per_second"]
-    wait = median(share for _, share in outcome["curves"]["train/data_wait_share"][1:])
-    error = predicted.images_per_second / speed - 1
-    return (
-        f"| {name} | {predicted.bottleneck} | {predicted.images_per_second:.0f} | {speed:.0f} | {error:+.0%}"
-        f" | {predicted.wait_share:.0%} | {wait:.0%} |"
+    seconds = measure_stages(run, machines, PREDICTING)
+    predicted = predict(seconds, machines)
+    every = max(5, round(TRAINING * predicted.images_per_second / run.optim.batch / RECORDS))
+    changes = {"optim.duration": f"{RECORDS * every} steps", "tracking.every": f"{every} steps"}
+    home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
+    outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
+    # The first record holds the start of the stream.
+    speeds, waits = (
+        [value for _, value in outcome["curves"][name][1:]]
+        for name in ("train/images_per_second", "train/data_wait_share")
     )
+    return {
+        "predicted": predicted._asdict(),
+        "seconds_per_image": seconds._asdict(),
+        "machines": machines._asdict(),
+        "load": os.getloadavg()[0],
+        "images_per_second": median(speeds),
+        "speeds": speeds,
+        "wait_share": median(waits),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "| configuration | bottleneck | predicted images/s | measured | error | predicted wait | measured | load |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted, speed = row["predicted"], row["images_per_second"]
+        error = predicted["images_per_second"] / speed - 1
+        lines.append(
+            f"| {row['name']} | {predicted['bottleneck']} | {predicted['images_per_second']:.0f} | {speed:.0f}"
+            f" | {error:+.0%} | {predicted['wait_share']:.0%} | {row['wait_share']:.0%} | {row['load']:.0f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

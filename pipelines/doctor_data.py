@@ -1,16 +1,21 @@
-"""vitray doctor data RECIPE [a.b=c]: predict whether the images of a recipe keep up with its training."""
+"""vitray doctor data RECIPE [a.b=c]: predict whether the images of a recipe keep up with its training.
+
+It measures the nodes of the cluster at RAY_ADDRESS, also in a job of `vitray submit`; without one this machine.
+"""
 
 import argparse
+import os
 from typing import Any
 
 from pipelines import recipes
+from vitray.cluster import session
 from vitray.config import load_run
 from vitray.config.parsing import count_up_to, number_up_to
 from vitray.errors import ConfigError
 
 
 def main(words: list[str]) -> dict[str, Any]:
-    """Measure the stages of a recipe on this machine, print the verdict and return it."""
+    """Measure the stages of a recipe, print the verdict and return it."""
     example = "example: vitray doctor data demo data.url=data/demo --seconds 20 --gpu-hour 2.5"
     parser = argparse.ArgumentParser(prog="vitray doctor data", description=__doc__, epilog=example)
     parser.add_argument("words", nargs="*", metavar="RECIPE setting=value", help="a YAML file or a built-in recipe")
@@ -24,23 +29,24 @@ def main(words: list[str]) -> dict[str, Any]:
     if len(names) != 1:
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, wanted one recipe: a file or a built-in one")
     run = load_run(recipes.path_of(names[0]), [word for word in options.words if "=" in word])
+    if options.cpus and "RAY_ADDRESS" in os.environ:
+        raise ConfigError(f"--cpus: got {options.cpus} with RAY_ADDRESS, wanted none: a cluster has its own CPUs")
 
-    from vitray.bench.recipe_stages import measure_stages, plan_machines  # torch takes seconds
-    from vitray.bench.verdict import Prices, ingest_verdict
+    from vitray.bench.recipe_stages import check_measurable, measure_stages, plan_machines  # torch takes seconds
+    from vitray.bench.verdict import Prices, ingest_verdict, verdict_text
 
-    machines = plan_machines(run, options.cpus)
-    seconds = measure_stages(run, machines, options.seconds)
+    check_measurable(run)
+    nodes = []
+    if "RAY_ADDRESS" in os.environ:
+        with session.ray_session():
+            from vitray.bench.cluster_stages import measure_cluster
+            from vitray.runs.placement import place_workers
+
+            machines, seconds, nodes = measure_cluster(run, place_workers(run), options.seconds)
+    else:
+        machines = plan_machines(run, options.cpus)
+        seconds = measure_stages(run, machines, options.seconds)
     result = ingest_verdict(seconds, machines, Prices(options.gpu_hour, options.cpu_hour))
-    for name, value in seconds._asdict().items():
-        print(f"{name:<12}{1e6 * value:>12,.1f} us per image")
-    print(f"\nbottleneck  {result['bottleneck']}: {result['images_per_second']:,.0f} images/s")
-    print(f"data wait   {result['wait_share']:.0%} of the time")
-    unit = "GPU" if machines.gpus else "worker"
-    print(f"CPUs        {result['cpus_per_gpu']:.2f} for each {unit}; {machines.decoding_cpus:g} CPUs decode")
-    cached = result["with_cache"]
-    print(
-        f"cache       data.cache=decoded: {cached['images_per_second']:,.0f} images/s, wait {cached['wait_share']:.0%}"
-    )
-    if (cost := result["cost_per_million_images"]) is not None:
-        print(f"cost        {cost:,.2f} for a million images")
+    result["nodes"] = [node._asdict() for node in nodes]
+    print(verdict_text(result))
     return result

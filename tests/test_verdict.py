@@ -31,6 +31,40 @@ def test_the_slowest_stage_sets_the_speed(changes, bottleneck, rate, wait):
     assert prediction.wait_share == pytest.approx(wait)
 
 
+def simulated(seconds, machines, images=8_000, ready=16):
+    """Return images/s and the wait share of steps and decoding that run, or pause, in small slices of time."""
+    step, cpu = machines.workers / seconds.step, machines.decoding_cpus / seconds.cpu
+    tick = 0.25 / max(step, cpu)
+    time = waited = done = stored = 0.0
+    while done < images:
+        steps, decodes = stored >= 1, stored <= ready
+        both = steps and decodes
+        done += (taken := steps * step * tick / (seconds.step_slowdown if both else 1))
+        stored += decodes * cpu * tick / (seconds.cpu_slowdown if both else 1) - taken
+        waited += 0 if steps else tick
+        time += tick
+    return done / time, waited / time
+
+
+@pytest.mark.parametrize("step", [0.0003, 0.0008, 0.0012, 0.003])
+@pytest.mark.parametrize(("step_slowdown", "cpu_slowdown"), [(1.0, 1.0), (2.0, 1.0), (1.0, 1.8), (2.1, 1.7)])
+def test_stages_that_slow_each_other_down_alternate(step, step_slowdown, cpu_slowdown):
+    seconds = SECONDS._replace(step=step, step_slowdown=step_slowdown, cpu_slowdown=cpu_slowdown)
+    prediction, (rate, wait) = predict(seconds, MACHINES), simulated(seconds, MACHINES)
+    assert prediction.images_per_second == pytest.approx(rate, rel=0.02)
+    assert prediction.wait_share == pytest.approx(wait, abs=0.02)
+
+
+def test_the_mean_of_the_nodes_is_of_the_images_that_each_decodes():
+    from vitray.bench.cluster_stages import NodeSeconds, mean_stages
+
+    nodes = [NodeSeconds("fast", 8, 0.0001, 0.0005, 0.0004), NodeSeconds("slow", 4, 0.0002, 0.0012, 0.0006)]
+    seconds = mean_stages(SECONDS, nodes)
+    assert 12 / seconds.cpu == pytest.approx(8 / 0.001 + 4 / 0.002)
+    assert seconds.decode == pytest.approx(0.8 * 0.0005 + 0.2 * 0.0012)
+    assert seconds.step == SECONDS.step
+
+
 @pytest.mark.parametrize("step", [0.0001, 0.0005, 0.003])
 def test_as_many_cpus_as_the_verdict_says_end_the_wait(step):
     seconds = SECONDS._replace(step=step)
@@ -52,12 +86,13 @@ def test_the_cost_is_of_all_machines():
     assert cost_per_million(2000, MACHINES, Prices(None, None)) is None
 
 
-@pytest.mark.parametrize("place", ["tasks", "device"])
+@pytest.mark.parametrize("place", ["tasks", pytest.param("device", marks=pytest.mark.slow)])
 def test_a_recipe_is_measured(place, tmp_path, capsys):
     write_dataset(tmp_path / "set", {"train": 64, "val": 16}, corrupt=1)
     settings = [f"data.url={tmp_path / 'set'}", "model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=8"]
     settings += ["compute.device=cpu", "data.augment.policy=three_augment", f"data.augment.on={place}"]
-    options = ["--seconds", "0.2", "--cpus", "4", "--cpu-hour", "0.1", "--json"]
+    settings += ["compute.workers=1"]  # one process beside the measurement
+    options = ["--seconds", "0.2", "--cpus", "2", "--cpu-hour", "0.1", "--json"]
     assert main(["doctor", "data", "demo", *settings, *options]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["bottleneck"] in ("read", "decode", "augment", "transfer", "step")
@@ -65,6 +100,22 @@ def test_a_recipe_is_measured(place, tmp_path, capsys):
     assert all(math.isfinite(result[name]) and result[name] > 0 for name in ("images_per_second", "cpus_per_gpu"))
     assert all(seconds > 0 for seconds in result["seconds_per_image"].values())
     assert result["cost_per_million_images"] > 0
+    assert result["nodes"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_recipe_is_measured_on_each_node_of_a_cluster(ray_cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "the caller's own")  # the session is connected already
+    write_dataset(tmp_path / "set", {"train": 64, "val": 16})
+    settings = [f"data.url={tmp_path / 'set'}", "model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=8"]
+    assert main(["doctor", "data", "demo", *settings, "compute.device=cpu", "--seconds", "0.5", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(result["nodes"]) == 1
+    assert result["machines"]["cpus"] == result["nodes"][0]["cpus"]
+    assert result["images_per_second"] > 0
+    assert main(["doctor", "data", "demo", *settings, "--cpus", "4"]) == 2
+    assert "a cluster has its own CPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ class StageSeconds(NamedTuple):
     augment: float
     transfer: float
     step: float
-    """Of one worker, with the part of the augmentation that runs on its device."""
+    """Of one worker beside the others, with the part of the augmentation that runs on its device."""
+    step_slowdown: float = 1.0
+    """Factor of the step's time while the CPUs decode."""
+    cpu_slowdown: float = 1.0
+    """Factor of a CPU's time while the workers take steps."""
 
     @property
     def cpu(self) -> float:
@@ -27,6 +31,8 @@ class Machines(NamedTuple):
     cpus: float
     """All CPUs, those of the workers among them."""
     gpus: float
+    threads: int = 1
+    """Compute threads of a worker on CPUs."""
 
 
 class Prices(NamedTuple):
@@ -47,22 +53,26 @@ class Prediction(NamedTuple):
 def predict(seconds: StageSeconds, machines: Machines) -> Prediction:
     """Return the speed of the slowest of three overlapping stages, and the time in which devices wait for the others.
 
-    The named CPU stage is the longest of read, decode and augment, which follow each other on the same CPUs.
+    The named CPU stage is the longest of read, decode and augment, which follow each other on the same CPUs. Steps and
+    decoding slow each other down while both run; the faster of them pauses for a part of the time.
     """
     parts = {"read": seconds.read, "decode": seconds.decode, "augment": seconds.augment}
-    rates = {
-        "step": _rate(machines.workers, seconds.step),
-        "transfer": _rate(machines.workers, seconds.transfer),
-        max(parts, key=lambda name: parts[name]): _rate(machines.decoding_cpus, seconds.cpu),
-    }
-    bottleneck = min(rates, key=lambda name: rates[name])
-    rate = rates[bottleneck]
-    return Prediction(bottleneck, rate, 1 - rate / rates["step"])
+    cpu_stage = max(parts, key=lambda name: parts[name])
+    step, cpu = _rate(machines.workers, seconds.step), _rate(machines.decoding_cpus, seconds.cpu)
+    slow_step, slow_cpu = step / seconds.step_slowdown, cpu / seconds.cpu_slowdown
+    if slow_step <= slow_cpu:  # the CPUs decode for a part rate / slow_cpu of the time
+        bottleneck, rate = "step", 1 / (1 / step + (1 - slow_step / step) / slow_cpu)
+    else:  # devices compute for a part rate / slow_step of the time
+        bottleneck, rate = cpu_stage, 1 / (1 / cpu + (1 - slow_cpu / cpu) / slow_step) if cpu < float("inf") else cpu
+    transfer = _rate(machines.workers, seconds.transfer)
+    if transfer < rate:
+        bottleneck, rate = "transfer", transfer
+    return Prediction(bottleneck, rate, 0.0 if bottleneck == "step" else 1 - rate / slow_step)
 
 
 def cpus_per_worker(seconds: StageSeconds) -> float:
     """Return the CPUs that decode as fast as one worker trains."""
-    return seconds.cpu / seconds.step
+    return seconds.cpu * seconds.cpu_slowdown / (seconds.step * seconds.step_slowdown)
 
 
 def with_cache(seconds: StageSeconds) -> StageSeconds:
@@ -89,6 +99,27 @@ def ingest_verdict(seconds: StageSeconds, machines: Machines, prices: Prices) ->
         "cost_per_million_images": cost_per_million(prediction.images_per_second, machines, prices),
         "machines": machines._asdict(),
     }
+
+
+def verdict_text(result: dict[str, Any]) -> str:
+    """Return a verdict as text."""
+    stages, machines, cached = result["seconds_per_image"], result["machines"], result["with_cache"]
+    lines = [f"{name:<12}{1e6 * value:>12,.1f} us per image" for name, value in list(stages.items())[:5]]
+    for node in result.get("nodes", []):
+        microseconds = 1e6 * (node["read"] + node["decode"] + node["augment"])
+        lines.append(f"{node['node']}: {node['cpus']:g} CPUs, {microseconds:,.1f} us per image")
+    lines += [
+        f"\nbottleneck  {result['bottleneck']}: {result['images_per_second']:,.0f} images/s",
+        f"data wait   {result['wait_share']:.0%} of the time",
+        f"beside      steps take {stages['step_slowdown']:.2f} x as long while CPUs decode, decoding"
+        f" {stages['cpu_slowdown']:.2f} x while workers take steps",
+        f"CPUs        {result['cpus_per_gpu']:.2f} for each {'GPU' if machines['gpus'] else 'worker'};"
+        f" {machines['decoding_cpus']:g} CPUs decode",
+        f"cache       data.cache=decoded: {cached['images_per_second']:,.0f} images/s, wait {cached['wait_share']:.0%}",
+    ]
+    if (cost := result["cost_per_million_images"]) is not None:
+        lines.append(f"cost        {cost:,.2f} for a million images")
+    return "\n".join(lines)
 
 
 def _rate(units: float, seconds: float) -> float:

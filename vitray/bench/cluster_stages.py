@@ -1,0 +1,99 @@
+"""The stages of a recipe, measured on the nodes of a cluster: its decoding on each, its step on one device."""
+
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vitray import storage
+from vitray.bench.recipe_stages import all_decoding, company, measure_cpu, measure_stages, open_stream
+from vitray.bench.verdict import Machines, StageSeconds
+from vitray.config import Run
+from vitray.errors import ConfigError, RunError
+
+# Seconds for a node to start the task, which imports torch, beside those of the measurement.
+START_SECONDS = 180
+
+
+class NodeSeconds(NamedTuple):
+    """The seconds per image of a node's CPU."""
+
+    node: str
+    cpus: float
+    read: float
+    decode: float
+    augment: float
+
+
+def measure_cluster(run: Run, placed: Any, seconds: float) -> tuple[Machines, StageSeconds, list[NodeSeconds]]:
+    """Return what a run has on the cluster, its stages, and those of each node.
+
+    `placed` is the run's Placement, `seconds` the time of all measurements. The device is one of those that Ray gives a
+    worker, and the stages of its node slow each other down as in training.
+    """
+    lowest, workers = placed.workers
+    if lowest != workers:
+        raise ConfigError(f"compute.workers: got {run.compute.workers}, wanted one number")
+    cpus, gpus = ray.cluster_resources()["CPU"], workers * run.compute.gpus if placed.use_gpu else 0
+    machines = Machines(workers, cpus - workers * placed.cpus, cpus, gpus, placed.threads)
+    run = run.replace({"data.url": storage.absolute(str(run.data.url))})
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    tasks: Any = ray.remote(num_cpus=1)(_measure_node)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
+    found, shares = [], [node["Resources"]["CPU"] / cpus for node in alive]
+    for place, part in zip(places, shares, strict=True):
+        own = machines._replace(decoding_cpus=part * machines.decoding_cpus)
+        found.append(tasks.options(scheduling_strategy=place).remote(run, own, seconds / 3))
+    parts = _results(found, seconds)
+    nodes = [
+        NodeSeconds(node["NodeManagerAddress"], part * cpus, *each)
+        for node, part, each in zip(alive, shares, parts, strict=True)
+    ]
+    share = len(alive) or 1
+    local = machines._replace(
+        workers=-(-machines.workers // share), decoding_cpus=max(1.0, machines.decoding_cpus / share)
+    )
+    device: Any = ray.remote(num_cpus=1, num_gpus=machines.gpus / machines.workers)(_measure_device)
+    (stages,) = _results([device.remote(run, machines.workers, local, 2 * seconds / 3)], seconds)
+    return machines, mean_stages(stages, nodes), nodes
+
+
+def mean_stages(stages: StageSeconds, nodes: list[NodeSeconds]) -> StageSeconds:
+    """Return the stages with the mean of the images that all nodes decode, each at its own speed.
+
+    Decoding and steps slow each other down as on the node of `stages`.
+    """
+    rates = [node.cpus / (node.read + node.decode + node.augment) for node in nodes]
+    means = {
+        part: sum(rate * getattr(node, part) for rate, node in zip(rates, nodes, strict=True)) / sum(rates)
+        for part in ("read", "decode", "augment")
+    }
+    return stages._replace(**means)
+
+
+def _measure_node(run: Run, machines: Machines, seconds: float) -> tuple[float, float, float]:
+    torch.set_num_threads(1)
+    own, stream = open_stream(run, machines)
+    parts = measure_cpu(own, stream, seconds / 2)
+    with company(own, machines._replace(workers=1)) as others:
+        return all_decoding(parts, others, seconds / 2)[0]
+
+
+def _measure_device(run: Run, workers: int, machines: Machines, seconds: float) -> StageSeconds:
+    # The batch of one worker, whatever the number of workers on this node.
+    own = run.replace({"optim.batch": run.optim.batch // workers * machines.workers})
+    return measure_stages(own, machines, seconds)
+
+
+def _results(tasks: list[Any], seconds: float) -> list[Any]:
+    try:
+        return ray.get(tasks, timeout=START_SECONDS + 3 * seconds)
+    except GetTimeoutError:
+        limit = f"{START_SECONDS + 3 * seconds:.0f} seconds"
+        raise RunError(
+            f"no result within {limit}: other jobs hold a node's CPUs, or its GPUs; see `ray status`"
+        ) from None
+    except ConfigError as error:  # of a node, with Ray's traceback in its text
+        raise getattr(error, "cause", error) from None
