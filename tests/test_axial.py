@@ -1,15 +1,10 @@
-"""Axial attention: patches within their row, then within their column; training on two workers."""
-
-from pathlib import Path
+"""Axial attention: patches within their row, then within their column."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from networks import scrambled
-from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
@@ -140,26 +135,7 @@ def step(task: torch.nn.Module, rows: slice) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): each.detach() for name, each in task.named_parameters()}
 
 
-def step_of_a_worker(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.save(step(DistributedDataParallel(task_of_a_worker()), slice(4 * rank, 4 * rank + 4)), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
 def test_a_step_moves_every_parameter():
     before = {name: each.detach().clone() for name, each in task_of_a_worker().named_parameters()}
     after = step(task_of_a_worker(), slice(None))
     assert [name for name, each in after.items() if torch.equal(before[name], each)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_two_workers_take_the_step_of_one(tmp_path):
-    torch.multiprocessing.spawn(step_of_a_worker, (tmp_path,), nprocs=2)
-    alone = step(task_of_a_worker(), slice(None))
-    for rank in range(2):
-        both = torch.load(tmp_path / f"{rank}.pt")
-        assert both.keys() == alone.keys()
-        for name, parameter in alone.items():
-            torch.testing.assert_close(both[name], parameter, atol=1e-6, rtol=1e-4)

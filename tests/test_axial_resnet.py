@@ -3,15 +3,12 @@
 import csv
 import json
 import math
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from networks import scrambled
-from torch.nn.parallel import DistributedDataParallel
 
 from pipelines.__main__ import main
 from vitray.bench.networks import model_of
@@ -25,7 +22,6 @@ from vitray.models.axial import AXES
 from vitray.models.axial_resnet import HEADS, AxialBottleneck, PositionalAttention
 from vitray.models.counts import Counts, count, diagram
 from vitray.models.network import network_sizes
-from vitray.models.stems import synchronise_norms
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
 from vitray.serving.export.folding import fold
 from vitray.serving.export.graphs import trace_program, write_onnx
@@ -272,31 +268,6 @@ def test_a_few_images_are_learned_within_200_steps():
         loss.backward()
         optimizer.step()
     pytest.fail(f"the loss is {loss.item():.3g} after 200 steps")
-
-
-def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    built = scrambled(network()).double().train()
-    synchronise_norms(built, torch.device("cpu"))
-    wrapped = DistributedDataParallel(built)
-    (wrapped(images(8).double().split([5, 3])[rank]).square().sum() * 2).backward()  # DDP divides by the workers
-    torch.save({name: parameter.grad for name, parameter in built.named_parameters()}, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_workers_have_the_gradients_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(step_of_a_worker, (port, tmp_path), nprocs=2)
-    alone = scrambled(network()).double().train()
-    alone(images(8).double()).square().sum().backward()
-    for rank in range(2):
-        gradients = torch.load(tmp_path / f"{rank}.pt")
-        for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9)
 
 
 # ---- figure 13 -------------------------------------------------------------------------------------------------------

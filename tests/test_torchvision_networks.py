@@ -1,18 +1,14 @@
 """Networks of torchvision: torchvision's functions, sizes and names; trained, frozen, saved, imported and exported."""
 
 import runpy
-import socket
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
 from networks import scrambled
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Model, Run, load_run
 from vitray.config.augmentation import Normalise
@@ -21,7 +17,6 @@ from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.counts import count, diagram
 from vitray.models.network import build_network, vit_of
-from vitray.models.stems import synchronise_norms
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
 from vitray.serving.export.folding import fold
 from vitray.serving.export.graphs import trace_program, write_onnx
@@ -303,30 +298,3 @@ def test_a_few_images_are_learned_in_200_steps(name):
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
-
-
-def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
-    """Save the gradients of one of two workers, with five and three of eight images."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    built = network().train()
-    synchronise_norms(built, torch.device("cpu"))
-    wrapped = DistributedDataParallel(built)
-    (wrapped(images(8).split([5, 3])[rank]).square().sum() * 2).backward()  # DDP divides by the workers
-    torch.save({name: parameter.grad for name, parameter in built.named_parameters()}, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_workers_have_the_gradients_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(step_of_a_worker, (port, tmp_path), nprocs=2)
-    alone = network().train()
-    alone(images(8)).square().sum().backward()
-    for rank in range(2):
-        gradients = torch.load(tmp_path / f"{rank}.pt")
-        for name, parameter in alone.named_parameters():
-            scale = float(parameter.grad.abs().max())
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-2, atol=1e-3 * scale + 1e-6)
