@@ -237,7 +237,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     rates = f"{thing.space}_rates"
     commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
     commands.insert(1, "python docs/cifar10_rates.py sweeps")
-    yield "```\n" + "\n".join(commands) + "\n```"
+    yield "```text\n" + "\n".join(commands) + "\n```"
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
     yield cells_table(cells)

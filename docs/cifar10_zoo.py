@@ -31,7 +31,7 @@ The networks of [the results on CIFAR-10](results.md): of each cell the first se
 folder in a tar, without optimizer state. The interval is Wilson's, over the test images; the identity is a hash of the
 tensors, which `vitray evaluate --json` prints too.
 
-```
+```text
 tar xf cifar10_depth_x_branches-6x2.tar
 vitray evaluate cifar10_depth_x_branches-6x2 data/cifar10 --split test
 vitray export cifar10_depth_x_branches-6x2 onnx/6x2

@@ -1,12 +1,14 @@
 """docs/results.md: a function of its records; statistics against scipy, partial records, and the choice of rates."""
 
 import json
+import shlex
 import sys
 import tarfile
 
 import pytest
 from scipy import stats
 from test_layers import ROOT
+from test_space import sweeps
 
 sys.path.insert(0, str(ROOT / "docs"))
 import cifar10_rates
@@ -102,6 +104,15 @@ def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
     assert row_of(page, "| attn − full ").endswith("| 5 | cannot be told apart |")
     assert "attn and full" in row_of(page, f"| {MODES.title} ")
     assert "ffn − attn" not in page
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.space)
+def test_the_commands_of_the_page_are_those_of_the_spaces(thing):
+    commands = {thing.space: thing.overrides, f"{thing.space}_rates": thing.rate_overrides}
+    for space, overrides in commands.items():
+        assert sweeps(tune_spaces.path_of(space)) == [[thing.recipe, space, *overrides]]
+        command = shlex.join(["vitray", "sweep", thing.recipe, space, *overrides, "--name", space])
+        assert command in cifar10_results.PAGE.read_text()
 
 
 def test_stems_are_compared_within_a_route_and_routes_within_a_stem():
