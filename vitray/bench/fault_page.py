@@ -1,6 +1,6 @@
 """docs/faults.md from the cells' JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitray.bench.fault_subjects import SUBJECTS, Settings
@@ -92,7 +92,7 @@ def person_text(cell: Mapping[str, Any]) -> str:
     return ", ".join(parts + (["ended or removed something"] if by_hand else [])) or "no"
 
 
-def tracking_text(runs: list[Mapping[str, Any]]) -> str:
+def tracking_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return what tracking shows, in words."""
     if len(runs) == 1 and runs[0]["status"] is None:
         epochs = ", ".join(map(str, runs[0]["epochs"]))
