@@ -174,6 +174,8 @@ CELL = {
     "commands": ["vitray train", "vitray train"],
     "notes": [],
     "versions": {"vitray": "0.1.0"},
+    "machine": "2 cores",
+    "date": "2026-11-24",
     "tracking": [{"status": "FINISHED", "first": 1, "last": 192, "twice": 0, "missing": 0}],
     "steps": 192,
     "lost": 8,
@@ -204,6 +206,7 @@ def test_the_page_has_every_fault_and_says_what_is_not_measured():
     assert "Each image as often as without the fault: vitray." in page
     assert page.count("| not measured |") == len(SUBJECTS) * len(FAULTS) - 2
     assert "vitray 0.1.0" in page
+    assert "Measured on 2 cores, 2026-11-24." in page
 
 
 def test_what_a_person_did_and_what_tracking_shows_are_words():

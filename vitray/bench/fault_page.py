@@ -1,6 +1,6 @@
 """docs/faults.md from the cells' JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitray.bench.fault_subjects import SUBJECTS, Settings
@@ -54,7 +54,8 @@ def _subjects(cells: Cells) -> str:
         versions = next((cell["versions"] for (each, _), cell in cells.items() if each == name), None)
         stated = ", ".join(f"{package} {version}" for package, version in versions.items()) if versions else "-"
         lines.append(f"| {subject.title} | {stated} | {subject.saves} |")
-    return "\n".join(lines) + "\n"
+    places = sorted({f"{cell['machine']}, {cell['date']}" for cell in cells.values()})
+    return "\n".join(lines) + (f"\n\nMeasured on {'; '.join(places)}.\n" if places else "\n")
 
 
 def _table(cells: Cells, fault: str) -> str:
@@ -91,7 +92,7 @@ def person_text(cell: Mapping[str, Any]) -> str:
     return ", ".join(parts + (["ended or removed something"] if by_hand else [])) or "no"
 
 
-def tracking_text(runs: list[Mapping[str, Any]]) -> str:
+def tracking_text(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return what tracking shows, in words."""
     if len(runs) == 1 and runs[0]["status"] is None:
         epochs = ", ".join(map(str, runs[0]["epochs"]))
@@ -160,4 +161,6 @@ use the same cores, so seconds are rough; images, steps and weights are exact. C
 - **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 150 s, or
   a checkpoint cannot be loaded, a person ends or removes it.
 - **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
+
+timm's package does not hold train.py: pass that of a clone at the same version, `--timm PATH`.
 """
