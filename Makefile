@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference gpu-report wheel docs docs-serve
+.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -81,6 +81,9 @@ test-beside: .venv/.packages
 
 reference: .venv/.installed  ## regenerate docs/reference/
 	$(BIN)/python docs/generate_reference.py
+
+notebooks: .venv/.installed  ## regenerate the notebooks of docs/tutorials/ from their pages
+	$(BIN)/python docs/write_notebooks.py
 
 # A build folder of before would keep removed files.
 wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl

@@ -1,0 +1,123 @@
+"""The tutorials: page and notebook are equal, commands parse, pictures are small; the notebooks run (slow)."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_layers import ROOT
+from test_readme import parse
+from test_walkthrough import RUN
+
+sys.path.insert(0, str(ROOT / "docs"))
+from write_notebooks import FOLDER, notebook_of, page_of
+
+# The order in which a reader meets them: later ones use the networks of earlier ones.
+ORDER = ["photographs", "deltas", "inside", "hundred-tasks"]
+PICTURES = sorted((ROOT / "docs/images").glob("tutorial_*.png"))
+MOST_BYTES = 150_000
+pages = pytest.mark.parametrize("name", ORDER)
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / f"{name}.md").read_text()
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each vitray command of a page, without pipes and redirections."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"\$\(.*\)", "ID", line).replace(" $tasks", "") for line in lines if line.startswith("vitray ")]
+    return [shlex.split(re.split(r" (?:[|&]|2?>)", line)[0]) for line in lines]
+
+
+def test_no_page_is_missed():
+    assert {path.stem for path in FOLDER.glob("*.md")} == {path.stem for path in FOLDER.glob("*.ipynb")} == set(ORDER)
+
+
+@pages
+def test_a_notebook_is_that_of_its_page(name):
+    """Run `make notebooks` after a change of a page."""
+    assert (FOLDER / f"{name}.ipynb").read_text() == notebook_of(text_of(name))
+
+
+@pages
+def test_a_notebook_gives_its_page_back(name):
+    assert page_of((FOLDER / f"{name}.ipynb").read_text()) == text_of(name)
+
+
+def test_a_planted_change_is_found():
+    notebook = notebook_of("# A\n\n```bash\nvitray demo\n```\n")
+    assert "%%bash\\n" in notebook
+    assert page_of(notebook.replace("demo", "train")) == "# A\n\n```bash\nvitray train\n```\n"
+    assert notebook_of("# A\n\n```bash\nvitray train\n```\n") != notebook
+
+
+@pages
+def test_a_page_opens_with_its_aim_and_names_its_notebook(name):
+    title, aim = text_of(name).split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert aim.startswith("You ")
+    assert f"]({name}.ipynb)" in aim
+
+
+@pages
+def test_the_commands_parse(name):
+    text = text_of(name)
+    assert set(re.findall(r"^```(\w*)$", text, re.MULTILINE)) <= {"", "bash", "python", "text"}
+    assert commands(text)
+    for words in commands(text):
+        parse(words[1:])
+
+
+def test_the_pictures_are_small_and_shown():
+    shown = {target for name in ORDER for target in re.findall(r"\(\.\./images/(tutorial_\w+\.png)\)", text_of(name))}
+    assert {path.name for path in PICTURES} == shown
+    assert {path.name: path.stat().st_size for path in PICTURES if path.stat().st_size > MOST_BYTES} == {}
+
+
+# ---- they run -------------------------------------------------------------------------------------------------------
+
+# As of test_walkthrough: fewer images and steps, one worker.
+TEXTS = {"range(2000)": "range(800)"}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An empty folder with a `vitray` that trains little, and the texts in place of those of cells."""
+    folder = tmp_path_factory.mktemp("tutorials")
+    (folder / "bin").mkdir()
+    program = folder / "bin/vitray"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/notebook_runner.py"} "$@"\n')
+    program.chmod(0o755)
+    port = free_port()
+    return folder, TEXTS | {"vitray serve": f"vitray serve --port {port}", "127.0.0.1:8000": f"127.0.0.1:{port}"}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pages
+def test_a_notebook_runs(folder, name):
+    folder, texts = folder
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "MLFLOW_", "RAY_"))}
+    environment |= {
+        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "VITRAY_HOME": str(folder / "home"),
+        "VITRAY_SMALL": json.dumps({"texts": texts, "settings": RUN}),
+    }
+    command = [sys.executable, str(ROOT / "tests/notebook_runner.py"), str(FOLDER / f"{name}.ipynb")]
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout.decode(errors="replace")[-5000:]
