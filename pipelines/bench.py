@@ -43,6 +43,11 @@ def main(args: list[str]) -> dict[str, Any]:
             from vitray.bench.servers import ServeSettings, measure_serve
 
             return measure_serve(ServeSettings(**options))
+    return _measure_models(benchmark, options)
+
+
+def _measure_models(benchmark: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one of the benchmarks that take `--models` at an image size."""
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if benchmark == "latency":

@@ -145,6 +145,8 @@ def check_command(words: list[str]) -> None:
             _, group, rest = cli.resolve_command(cli.make_context("mlflow", [*args]), args)
             _, command, rest = group.resolve_command(group.make_context(args[0], [*rest]), rest)
             command.make_context(args[1], rest).close()
+        case "python" if args[0] == "-c":
+            compile(args[1], "command", "exec")
         case _:
             assert program in UNCHECKED, f"{program}: no check of this program"
 
