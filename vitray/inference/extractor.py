@@ -18,7 +18,8 @@ from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.image import crop_centre
 from vitray.inference.images import EncodedImage, ImageSet, read_encoded
-from vitray.inference.models import NetworkSpec, open_network
+from vitray.inference.models import open_network
+from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork
 
 Output = Literal["logits", "features"]

@@ -4,57 +4,18 @@ An address is a model folder, a delta, `models:/name@alias`, `runs:/<id>/<path>`
 library.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
 
 from vitray.config import Run
-from vitray.config.augmentation import CentreCrop, Normalise
 from vitray.config.sections import Model
 from vitray.errors import ConfigError
+from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork
-from vitray.models.probabilities import Probability, probability_of
+from vitray.models.probabilities import probability_of
 from vitray.tracking.mlflow_client import tracking_env, tracking_uri
 from vitray.tracking.model_uri import is_model_uri, pin_uri
 from vitray.weights import identity_of, open_weights
-
-
-class NetworkSpec(NamedTuple):
-    """A network without its tensors, and how its images are prepared."""
-
-    url: str
-    """A permanent address, readable from any folder."""
-    name: str
-    """A short name: the end of the address as the user wrote it."""
-    network: str
-    """The name of the architecture, such as vit_b12x1_16."""
-    settings: str
-    """The settings of the network as JSON, without those that only training and speed depend on."""
-    identity: str
-    """A hash of the tensors."""
-    classes: tuple[str, ...] | None
-    """None if the file has no class names."""
-    num_classes: int | None
-    """None for a network without a head."""
-    features: int
-    """The width of the pooled features."""
-    size: tuple[int, int]
-    normalise: Normalise
-    crop: CentreCrop
-    precision: Literal["fp32", "bf16"]
-    probability: Probability
-    """How logits become probabilities."""
-    store: str | None = None
-    """The MLflow at which the address is valid; None for other addresses."""
-
-    @property
-    def key(self) -> str:
-        """A hash of everything that decides the outputs for an image."""
-        settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
-        settings += [self.normalise.model_dump(mode="json"), self.crop.model_dump(mode="json")]
-        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def describe_network(url: str) -> tuple[NetworkSpec, AnyNetwork]:

@@ -26,7 +26,7 @@ from vitray.errors import ConfigError
 from vitray.inference.actors import AT_A_TIME, Span, actor_session, chunks_on_actors, needs_actors
 from vitray.inference.extractor import Alter, Extractor, Output
 from vitray.inference.images import ImageSet
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork
 
 FORMAT = 1

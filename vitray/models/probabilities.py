@@ -3,12 +3,13 @@
 Shapes: B images, K classes.
 """
 
-from typing import Literal, assert_never
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Probability = Literal["softmax", "sigmoid"]
 """Softmax over the classes, or a sigmoid for each class."""
@@ -20,7 +21,7 @@ def probability_of(run: Run) -> Probability:
     return "sigmoid" if is_binary else "softmax"
 
 
-def probabilities_of(logits_BK: Tensor, probability: Probability) -> Tensor:
+def probabilities_of(logits_BK: "Tensor", probability: Probability) -> "Tensor":
     """Return the probabilities (BK, float32) of the classes."""
     match probability:
         case "softmax":

@@ -11,7 +11,8 @@ from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
-from vitray.inference.models import NetworkSpec, describe_network
+from vitray.inference.models import describe_network
+from vitray.inference.network_spec import NetworkSpec
 from vitray.prediction.images import ImageList, check_some_decode, list_images
 from vitray.prediction.parts import Counts, Lines, count_images, print_part
 from vitray.prediction.plan import (

@@ -16,7 +16,8 @@ from torch import Tensor
 from vitray.config.augmentation import CentreCrop
 from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
-from vitray.inference.models import NetworkSpec, open_network
+from vitray.inference.models import open_network
+from vitray.inference.network_spec import NetworkSpec
 from vitray.models.positions import Places
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork

@@ -78,9 +78,10 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     # Without the images, which only the decoding tasks need.
     light = plan._replace(images=ImageList(plan.images.url, SCHEMA.empty_table(), plan.images.identity))
     rows = rows.map_batches(_Predictor, fn_constructor_args=(light,), batch_size=1, memory=1, **actors)
-    write: Any = partial(_write_parts, shared=shared)
-    # All batches of a part: rows arrive in order, one to a block.
-    rows = rows.map_batches(write, batch_size=plan.batches, num_cpus=0)
+    # All batches of a part: rows arrive in order, one to a block. Actors, because a task that finds no idle process
+    # starts one: seconds, in which the decoding tasks wait too.
+    writers: Any = {"compute": ActorPoolStrategy(min_size=1, max_size=bounds.most), "num_cpus": 0}
+    rows = rows.map_batches(_Writer, fn_constructor_args=(shared,), batch_size=plan.batches, **writers)
     context = rows.context
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # smaller than any row, so that each row becomes a block
@@ -144,13 +145,17 @@ class _Predictor:
         return {"part": row["part"], "batch": row["batch"], "reasons": row["reasons"], "outputs": outputs}
 
 
-def _write_parts(rows: Row, shared: ray.ObjectRef) -> Row:
-    """Write the part whose batches these rows are."""
-    plan: Plan = ray.get(shared)
-    part = int(rows["part"][0])
-    if set(rows["part"].tolist()) != {part} or rows["batch"].tolist() != list(range(plan.batches)):
-        raise RuntimeError(f"got batches {rows['batch']} of parts {rows['part']}, wanted all of one part in order")
-    tables = [pa.ipc.open_stream(content).read_all() for content in rows["outputs"].tolist()]
-    reasons = [reason for text in rows["reasons"].tolist() for reason in json.loads(text)]
-    write_part(plan, part, tables, reasons)
-    return {"part": np.array([part])}
+class _Writer:
+    """Writes the part whose batches the rows are."""
+
+    def __init__(self, shared: ray.ObjectRef) -> None:
+        self._plan: Plan = ray.get(shared)
+
+    def __call__(self, rows: Row) -> Row:
+        part = int(rows["part"][0])
+        if set(rows["part"].tolist()) != {part} or rows["batch"].tolist() != list(range(self._plan.batches)):
+            raise RuntimeError(f"got batches {rows['batch']} of parts {rows['part']}, wanted all of one part in order")
+        tables = [pa.ipc.open_stream(content).read_all() for content in rows["outputs"].tolist()]
+        reasons = [reason for text in rows["reasons"].tolist() for reason in json.loads(text)]
+        write_part(self._plan, part, tables, reasons)
+        return {"part": np.array([part])}

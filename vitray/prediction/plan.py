@@ -14,8 +14,7 @@ from vitray.config import Model
 from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, RunError, nearest
-from vitray.inference.models import NetworkSpec
-from vitray.models.torchvision_networks import stage_widths
+from vitray.inference.network_spec import NetworkSpec
 from vitray.prediction.images import ImageList
 
 FORMAT = 1
@@ -132,6 +131,8 @@ def _check_levels(spec: NetworkSpec, options: Options) -> None:
 def level_widths(spec: NetworkSpec) -> dict[str, int]:
     """Return the width of the features of each level: of the blocks, or of the stages of a network of torchvision."""
     if not is_vit(spec.network):
+        from vitray.models.torchvision_networks import stage_widths  # loads torch
+
         return stage_widths(Model.model_validate_json(spec.settings))
     return {f"block{level:02d}": spec.features for level in range(parse_name(spec.network).depth)}
 

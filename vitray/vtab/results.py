@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitray.evaluation.intervals import Interval, wilson
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.vtab.protocol import TASKS, Setting, VtabMean, mean_score
 
 

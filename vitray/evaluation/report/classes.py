@@ -7,7 +7,7 @@ import numpy as np
 
 from vitray.errors import ConfigError, nearest
 from vitray.inference.images import ImageSet
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.weights.files import few
 
 

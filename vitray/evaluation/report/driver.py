@@ -25,7 +25,8 @@ from vitray.evaluation.report.writing import write_evaluation
 from vitray.inference.actors import actor_session
 from vitray.inference.extractor import Output
 from vitray.inference.images import ImageSet, open_images
-from vitray.inference.models import NetworkSpec, describe_network
+from vitray.inference.models import describe_network
+from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import CHUNK, Outputs, Work, compute_outputs
 from vitray.models.network import AnyNetwork
 from vitray.tracking.mlflow_client import has_store

@@ -10,7 +10,7 @@ from vitray.errors import ConfigError
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.label_sets import LabelSet, LabelSetScore, read_label_set, score_label_set
 from vitray.inference.images import ImageSet, name_of
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 
 
 def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:

@@ -24,7 +24,7 @@ from vitray.evaluation.classification import Classification, classify, log_proba
 from vitray.evaluation.intervals import Comparison, Interval, agreement, bootstrap, compare_hits, reflected, wilson
 from vitray.evaluation.label_sets import LabelSetScore
 from vitray.inference.images import ImageSet
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import Outputs
 from vitray.models.probabilities import Probability
 

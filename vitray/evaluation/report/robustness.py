@@ -20,7 +20,7 @@ from vitray.evaluation.corruptions import (
 )
 from vitray.evaluation.report.classes import class_numbers
 from vitray.inference.images import ImageSet, open_images
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.inference.outputs import Outputs, Work, compute_outputs
 from vitray.models.network import AnyNetwork
 

@@ -18,7 +18,8 @@ from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
 from vitray.inference.extractor import decoding_threads
 from vitray.inference.images import EncodedImage
-from vitray.inference.models import NetworkSpec, open_network
+from vitray.inference.models import open_network
+from vitray.inference.network_spec import NetworkSpec
 from vitray.inspection.attention_distance import AttentionSpread, attention_distances
 from vitray.inspection.branches import BranchSums, branch_sums
 from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of

@@ -16,7 +16,7 @@ from vitray.data.augment.image import crop_centre
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
-from vitray.inference.models import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec
 from vitray.models.network import AnyNetwork, vit_of
 from vitray.models.vit import ViT
 

@@ -1,0 +1,44 @@
+"""A network without its tensors, for processes that do not load torch."""
+
+import hashlib
+import json
+from typing import Any, Literal, NamedTuple
+
+from vitray.config.augmentation import CentreCrop, Normalise
+from vitray.models.probabilities import Probability
+
+
+class NetworkSpec(NamedTuple):
+    """A network without its tensors, and how its images are prepared."""
+
+    url: str
+    """A permanent address, readable from any folder."""
+    name: str
+    """A short name: the end of the address as the user wrote it."""
+    network: str
+    """The name of the architecture, such as vit_b12x1_16."""
+    settings: str
+    """The settings of the network as JSON, without those that only training and speed depend on."""
+    identity: str
+    """A hash of the tensors."""
+    classes: tuple[str, ...] | None
+    """None if the file has no class names."""
+    num_classes: int | None
+    """None for a network without a head."""
+    features: int
+    """The width of the pooled features."""
+    size: tuple[int, int]
+    normalise: Normalise
+    crop: CentreCrop
+    precision: Literal["fp32", "bf16"]
+    probability: Probability
+    """How logits become probabilities."""
+    store: str | None = None
+    """The MLflow at which the address is valid; None for other addresses."""
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that decides the outputs for an image."""
+        settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
+        settings += [self.normalise.model_dump(mode="json"), self.crop.model_dump(mode="json")]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
