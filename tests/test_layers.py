@@ -184,6 +184,13 @@ def test_processes_without_a_torchvision_network_or_policy_leave_torchvision_out
     assert done.stdout.strip() == "set()"
 
 
+def test_the_process_that_writes_predictions_leaves_torch_out():
+    """It starts beside the networks, whose first batch would wait for the CPU."""
+    code = "import sys, vitray.prediction.pipeline; print({'torch', 'mlflow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 @pytest.mark.parametrize(
     ("planted", "fault"),
     [
