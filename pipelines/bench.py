@@ -14,55 +14,32 @@ def main(args: list[str]) -> dict[str, Any]:
     options.pop("json", None)
     benchmark = options.pop("benchmark")
     # Torch and Ray take seconds to load.
+    from vitray.bench import branches, families, finetune, ingest, latency, networks, predict, probes, scaling
+    from vitray.bench import servers, train
+
     match benchmark:
         case "ingest":
-            from vitray.bench.ingest import IngestSettings, measure_ingest
-
-            return measure_ingest(IngestSettings(url=options.pop("dataset"), **options))
+            return ingest.measure_ingest(ingest.IngestSettings(url=options.pop("dataset"), **options))
         case "scaling":
-            from vitray.bench.scaling import ScalingSettings, measure_scaling
-
-            return measure_scaling(ScalingSettings(url=options.pop("dataset"), **options))
+            return scaling.measure_scaling(scaling.ScalingSettings(url=options.pop("dataset"), **options))
         case "finetune":
-            from vitray.bench.finetune import FinetuneSettings, measure_finetune
-
-            return measure_finetune(FinetuneSettings(**options))
+            return finetune.measure_finetune(finetune.FinetuneSettings(**options))
         case "networks":
-            from vitray.bench.networks import NetworksSettings, measure_networks
-
-            return measure_networks(NetworksSettings(**options))
+            return networks.measure_networks(networks.NetworksSettings(**options))
         case "family":
-            from vitray.bench.families import FamilySettings, measure_family
-
-            return measure_family(FamilySettings(**options))
+            return families.measure_family(families.FamilySettings(**options))
         case "predict":
-            from vitray.bench.predict import PredictSettings, measure_predict
-
-            return measure_predict(PredictSettings(url=options.pop("dataset"), **options))
+            return predict.measure_predict(predict.PredictSettings(url=options.pop("dataset"), **options))
         case "serve":
-            from vitray.bench.servers import ServeSettings, measure_serve
-
-            return measure_serve(ServeSettings(**options))
-    return _measure_models(benchmark, options)
-
-
-def _measure_models(benchmark: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one of the benchmarks that take `--models` at an image size."""
+            return servers.measure_serve(servers.ServeSettings(**options))
     names, size = options["models"].split(","), f"model.image_size={options['image_size']}"
     options["models"] = [load_run(None, [f"model.name={name}", size]).model.name for name in names]
     if benchmark == "latency":
-        from vitray.bench.latency import LatencySettings, measure_latency
-
-        return measure_latency(LatencySettings(**options))
+        return latency.measure_latency(latency.LatencySettings(**options))
     if benchmark == "branches":
-        from vitray.bench.branches import BranchesSettings, measure_branches
-
-        return measure_branches(BranchesSettings(**options))
-    from vitray.bench.probes import measure_probes
-    from vitray.bench.train import TrainSettings, measure_train
-
-    measure = measure_probes if options.pop("probes") else measure_train
-    return measure(TrainSettings(**options))
+        return branches.measure_branches(branches.BranchesSettings(**options))
+    measure = probes.measure_probes if options.pop("probes") else train.measure_train
+    return measure(train.TrainSettings(**options))
 
 
 if __name__ == "__main__":
