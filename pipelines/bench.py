@@ -14,8 +14,19 @@ def main(args: list[str]) -> dict[str, Any]:
     options.pop("json", None)
     benchmark = options.pop("benchmark")
     # Torch and Ray take seconds to load.
-    from vitray.bench import branches, families, finetune, ingest, latency, networks, predict, probes, scaling
-    from vitray.bench import servers, train
+    from vitray.bench import (
+        branches,
+        families,
+        finetune,
+        ingest,
+        latency,
+        networks,
+        predict,
+        probes,
+        scaling,
+        servers,
+        train,
+    )
 
     match benchmark:
         case "ingest":
