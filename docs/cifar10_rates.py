@@ -1,8 +1,8 @@
 """python docs/cifar10_rates.py SWEEPS: write the rates chosen on the development part into the spaces of CIFAR-10.
 
 For each space of docs/results.md it reads the finished trials of SWEEPS/SPACE_rates, takes the rate with the highest
-last score for each cell, and replaces the lines below `# rates` of tune_spaces/SPACE.yaml. A sweep with a trial that has
-not finished changes nothing, and one of other settings, as without the development part, is refused. Several seeds of a
+last score for each cell, and replaces the lines below `# rates` of tune_spaces/SPACE.yaml. A sweep with a trial that
+has not finished changes nothing; one of other settings, as without the development part, is refused. Several seeds of a
 cell count by their mean, and of equal rates the lower one is chosen.
 """
 
