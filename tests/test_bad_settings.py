@@ -254,7 +254,7 @@ def count_options(parser, above=()):
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
                 yield from count_options(below, (name,))
-        elif action.type not in (None, Path) and action.dest != "modes":  # a list of names
+        elif action.type not in (None, Path) and action.dest not in ("modes", "models"):  # lists of names
             yield *above, action.option_strings[0]
 
 
