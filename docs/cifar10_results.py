@@ -342,7 +342,9 @@ def records_text(records: Mapping[str, Any]) -> str:
 def main(sweeps: str | None) -> None:
     """Write the records, if there are sweeps to read, and the page."""
     if sweeps:
-        RECORDS.write_text(records_text(collect(sweeps)))
+        if not (records := collect(sweeps))["trials"]:
+            sys.exit(f"{sweeps}: no finished trial of docs/results.md")  # the records so far stay
+        RECORDS.write_text(records_text(records))
     PAGE.write_text(page(json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING))
     print(f"{PAGE}: written")
 

@@ -133,6 +133,15 @@ def test_records_of_other_settings_are_refused(tmp_path):
         cifar10_results.collect(str(tmp_path))
 
 
+def test_a_folder_without_sweeps_leaves_the_records(tmp_path, monkeypatch):
+    for name in ("RECORDS", "PAGE"):
+        monkeypatch.setattr(cifar10_results, name, tmp_path / name)
+    (tmp_path / "RECORDS").write_text("kept")
+    with pytest.raises(SystemExit, match="no finished trial"):
+        cifar10_results.main(str(tmp_path / "sweep"))
+    assert (tmp_path / "RECORDS").read_text() == "kept"
+
+
 def test_scores_of_probes_are_averaged_over_seeds(tmp_path):
     made_sweep(tmp_path, STEMS, {})
     urls = [f"{tmp_path}/cifar10_stems/before/beit/beit=linear,{seed}/model" for seed in (0, 1)]
