@@ -229,7 +229,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield cells_table(cells)
     yield differences_table(thing, cells)
     yield thing.paper
-    yield "A cell alone, for each seed:"
+    yield "A cell alone, with its first seed:"
     yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
 
 
