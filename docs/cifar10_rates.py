@@ -1,8 +1,9 @@
 """python docs/cifar10_rates.py SWEEPS: write the rates chosen on the development part into the spaces of CIFAR-10.
 
-For each space of `SPACES` it reads the finished trials of SWEEPS/SPACE_rates, takes the rate with the highest last
-score for each cell, and replaces the lines below `# rates` of tune_spaces/SPACE.yaml. A sweep with a trial that has not
-finished changes nothing. Several seeds of a cell count by their mean, and of equal rates the lower one is chosen.
+For each space of docs/results.md it reads the finished trials of SWEEPS/SPACE_rates, takes the rate with the highest
+last score for each cell, and replaces the lines below `# rates` of tune_spaces/SPACE.yaml. A sweep with a trial that
+has not finished changes nothing; one of other settings, as without the development part, is refused. Several seeds of a
+cell count by their mean, and of equal rates the lower one is chosen.
 """
 
 import json
@@ -11,16 +12,23 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from cifar10_texts import THINGS
+
 import tune_spaces
+from pipelines import recipes
 from vitray import storage
+from vitray.config import load_run
 from vitray.config.sweep import slug
 from vitray.runs.run_dir import OUTCOME
+from vitray.storage import scratch_folder
+from vitray.sweep.driver import SWEEP_META
 from vitray.sweep.space import grid_points, name_of, read_space
 from vitray.sweep.trial_store import read_entries
 
-SPACES = ("cifar10_depth_x_branches", "cifar10_finetune_mode", "cifar10_stems")
 MARK, END = "  # rates\n", "  - "
 NOT_CHOSEN, CHOSEN = "_rates: not chosen yet.", "_rates: chosen."
+# Settings that change neither images nor steps.
+EXECUTION = ("compute.", "tracking.", "data.url", "data.cache", "evaluate.", "checkpoint.", "task.weights")
 
 
 class Tried(NamedTuple):
@@ -34,11 +42,14 @@ class Tried(NamedTuple):
 
 def main(sweeps: str) -> None:
     """Choose the rates of every space whose sweep is complete, and print each cell."""
-    for name in SPACES:
-        tried, missing = read_tried(storage.join(sweeps, f"{name}_rates"), f"{name}_rates")
+    for thing in THINGS:
+        name = thing.space
+        sweep_dir = storage.join(sweeps, f"{name}_rates")
+        tried, missing = read_tried(sweep_dir, f"{name}_rates")
         if missing:
             print(f"{name}: unchanged, {len(missing)} trials have not finished, such as {missing[0]}")
             continue
+        check_settings(sweep_dir, thing.recipe, thing.rate_overrides)
         path = tune_spaces.path_of(name)
         best = best_rates(tried)
         grid = read_space(path).space["rate"].values or ()
@@ -49,6 +60,17 @@ def main(sweeps: str) -> None:
             rates = sorted(each.rate for each in tried if each.cell == cell)
             at_end = rate in (rates[0], rates[-1])
             print(f"{name}:{line.removeprefix(END.rstrip())}{'  (at an end of the grid)' if at_end else ''}")
+
+
+def check_settings(sweep_dir: str, recipe: str, overrides: Sequence[str]) -> None:
+    """Refuse a sweep whose settings are not those of the page, such as one of fewer epochs."""
+    with scratch_folder() as folder:
+        (path := folder / "run.yaml").write_text(storage.read_json(storage.join(sweep_dir, SWEEP_META))["base"])
+        found = load_run(path).dotted()
+    wanted = load_run(recipes.path_of(recipe), overrides).dotted()
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name) and not name.startswith(EXECUTION):
+            sys.exit(f"{sweep_dir}: {name}: got {found.get(name)}, wanted {wanted.get(name)} as on the page")
 
 
 def read_tried(sweep_dir: str, space: str) -> tuple[list[Tried], list[str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from cifar10_rates import NOT_CHOSEN
+from cifar10_rates import NOT_CHOSEN, check_settings
 from cifar10_texts import HEAD, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
@@ -21,7 +21,6 @@ from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
 from vitray.runs.run_dir import OUTCOME
-from vitray.storage import scratch_folder
 from vitray.sweep.driver import SWEEP_META
 from vitray.sweep.report.groups import Interval, interval_of
 from vitray.sweep.space import check_space, read_space, resolve_stages
@@ -31,8 +30,6 @@ from vitray.tracking.system_info import facts
 DOCS = Path(__file__).parent
 RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
 NOTHING = {"machine": {}, "trials": [], "stages": [], "labels": []}
-# Settings that change neither images nor steps.
-EXECUTION = ("compute.", "tracking.", "data.url", "data.cache", "evaluate.", "checkpoint.", "task.weights")
 COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")
 SHARES = ("0.05", "0.1", "0.5", "1")
 NOT_MEASURED = "not measured"
@@ -87,17 +84,6 @@ def collect(sweeps: str) -> dict[str, Any]:
             kept = {key: value for key, value in scores.items() if key.startswith(("linear", "few_shot"))}
             records["labels"].append({"model": network_of(scores["url"], sweeps), **kept})
     return records
-
-
-def check_settings(sweep_dir: str, recipe: str, overrides: Sequence[str]) -> None:
-    """Refuse a sweep whose settings are not those of the page, such as one of fewer epochs."""
-    with scratch_folder() as folder:
-        (path := folder / "run.yaml").write_text(storage.read_json(storage.join(sweep_dir, SWEEP_META))["base"])
-        found = load_run(path).dotted()
-    wanted = load_run(recipes.path_of(recipe), overrides).dotted()
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name) and not name.startswith(EXECUTION):
-            sys.exit(f"{sweep_dir}: {name}: got {found.get(name)}, wanted {wanted.get(name)} as on the page")
 
 
 def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
@@ -243,7 +229,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield cells_table(cells)
     yield differences_table(thing, cells)
     yield thing.paper
-    yield "A cell alone, for each seed:"
+    yield "A cell alone, with its first seed:"
     yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
 
 
@@ -356,7 +342,9 @@ def records_text(records: Mapping[str, Any]) -> str:
 def main(sweeps: str | None) -> None:
     """Write the records, if there are sweeps to read, and the page."""
     if sweeps:
-        RECORDS.write_text(records_text(collect(sweeps)))
+        if not (records := collect(sweeps))["trials"]:
+            sys.exit(f"{sweeps}: no finished trial of docs/results.md")  # the records so far stay
+        RECORDS.write_text(records_text(records))
     PAGE.write_text(page(json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING))
     print(f"{PAGE}: written")
 

@@ -18,7 +18,7 @@ import tune_spaces
 from vitray import storage
 from vitray.config import Run
 from vitray.evaluation.intervals import wilson
-from vitray.runs.run_dir import OUTCOME
+from vitray.runs.run_dir import OUTCOME, finished_outcome
 from vitray.sweep.space import grid_points, name_of, read_space
 from vitray.weights import identity_of, open_weights, save_model
 
@@ -47,7 +47,7 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     for thing in THINGS:
         for cell in cells_of(thing):
             run_dir = storage.join(sweeps, thing.space, trial_of(thing, cell))
-            if not storage.exists(storage.join(run_dir, OUTCOME)):
+            if finished_outcome(run_dir) is None:
                 continue
             name = f"{thing.space}-{cell.label.replace(', ', '-')}"
             content, row = packed(thing, run_dir, name, sweeps)

@@ -209,10 +209,19 @@ def test_the_page_has_every_fault_and_says_what_is_not_measured():
     assert "Measured on 2 cores, 2026-11-24." in page
 
 
+def test_a_run_without_a_step_after_its_fault_has_no_pause():
+    cells = {(name, "disk_full"): CELL | {"subject": name, "pause": None} for name in ("vitray", "timm")}
+    assert "Fewest steps lost (8): vitray, timm's train.py. Each image" in faults_page(cells)
+    cells["timm", "disk_full"]["pause"] = 20.0
+    assert "Shortest pause: timm's train.py." in faults_page(cells)
+
+
 def test_what_a_person_did_and_what_tracking_shows_are_words():
     assert person_text(CELL | {"commands": ["a"]}) == "no"
     killed = CELL | {"commands": ["a"] * 3, "notes": ["3 processes outlived the command by 5 s and were killed"]}
     assert person_text(killed) == "started it again 2 times, ended or removed something"
+    # The kill after SIGTERM is a part of the fault.
+    assert person_text(CELL | {"notes": ["did not end within 30 s of SIGTERM"]}) == "started it again"
     runs = [{"status": "RUNNING", "first": 1, "last": 104, "twice": 0, "missing": 0}]
     runs += [{"status": "FINISHED", "first": 97, "last": 192, "twice": 1, "missing": 2}]
     assert tracking_text(runs) == "RUNNING: steps 1 to 104; FINISHED: steps 97 to 192, 1 twice, 2 missing"

@@ -131,6 +131,7 @@ def test_the_branch_benchmark_measures_and_draws(tmp_path, capsys):
     ("args", "message"),
     [
         (["--models", "vit_s18x1_16"], "one branch leaves nothing to compare"),
+        (["--models", "axial_resnet50_s"], "--models needs a Vision Transformer: got axial_resnet50_s"),
         (["--models", "vit_q2x2_16"], "width 'q'"),
         (["--image-size", "100"], "image_size 100 is not a multiple"),
     ],

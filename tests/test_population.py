@@ -54,13 +54,11 @@ def test_a_space_that_no_population_can_train_is_refused(tmp_path, old, new, mes
         space_of(tmp_path, SPACE.replace(old, new))
 
 
-def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_settings(tmp_path):
-    space = space_of(
-        tmp_path,
-        SPACE.replace("{grid: [1.0e-3, 1.0e-2]}", "{loguniform: [1.0e-3, 1.0e-2]}").replace(
-            "scheduler:", "search: {kind: random, trials: 2}\nscheduler:"
-        ),
-    )
+def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = SPACE.replace("space:", "space:\n  data.url: {grid: [data/a]}")
+    text = text.replace("{grid: [1.0e-3, 1.0e-2]}", "{loguniform: [1.0e-3, 1.0e-2]}")
+    space = space_of(tmp_path, text.replace("scheduler:", "search: {kind: random, trials: 2}\nscheduler:"))
     base = Run().replace({"model.image_size": 32, "model.num_classes": 10})
     points = {name_of(point, space): point for point in check_space(space, base)}
     store = TrialStore(str(tmp_path / "home"), base, points, learns=False)
@@ -68,6 +66,7 @@ def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_
     config = {"name": source} | store.settings(source) | {"optim.lr": 0.5}  # 1.2 times a rate may leave the range
     continued = Continuations(space, store)(config)
     assert continued["optim.lr"] == 0.01
+    assert continued["data.url"] == f"{tmp_path}/data/a"  # a trial's process has a working folder of its own
     assert continued["model.name"] == store.settings(source)["model.name"]
     assert continued["name"].endswith("continuation=2")
     store.close()

@@ -158,6 +158,15 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     assert read_entries(store.sweep_dir)[names[0]].asked is not None
 
 
+def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").symlink_to(base.data.url)
+    text = TPE.replace("space: {", "space: {data.url: {choice: [here]}, ")
+    _, store, searcher = open_sweep(tmp_path, base, text)
+    assert searcher.suggest("")["data.url"] == f"{tmp_path}/here"
+    store.close()
+
+
 def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch):
     """Nodes come and go between two trials: new ones are used, and no trial starts in the place of a lost one."""
     places = [1]

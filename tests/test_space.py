@@ -28,6 +28,7 @@ from vitray.sweep.expressions import evaluate, names_in
 from vitray.sweep.plan import with_absolute_addresses
 from vitray.sweep.space import (
     Space,
+    SweepPoint,
     check_overrides,
     check_space,
     draw_point,
@@ -699,13 +700,13 @@ def test_a_space_of_cifar_states_its_cost(name):
 def test_a_point_has_absolute_addresses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"data.url": "data/a", "task": {"kind": "finetune", "weights": "runs/a/model"}, "seed": 1}
-    assert with_absolute_addresses(settings) == {
+    assert with_absolute_addresses(SweepPoint(settings, {}, {}, {})).settings == {
         "data.url": f"{tmp_path}/data/a",
         "task": {"kind": "finetune", "weights": f"{tmp_path}/runs/a/model"},
         "seed": 1,
     }
     kept = {"data.url": "s3://b/a", "task.weights": "{stage}", "task.distill.teacher": "models:/vit@champion"}
-    assert with_absolute_addresses(kept) == kept
+    assert with_absolute_addresses(SweepPoint(kept, {}, {}, {})).settings == kept
 
 
 TRAIN_SIZES = {  # "Three things", Table 9

@@ -17,10 +17,12 @@ from vitray.config import Model, Run, load_run
 from vitray.config.model_names import STEMS, parse_name
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
+from vitray.inference.models import describe_network
 from vitray.models.stems import Stem, synchronise_norms
 from vitray.models.vit import ViT
 from vitray.weights import load_model, save_model
 from vitray.weights.export import write_library
+from vitray.weights.family import Member
 from vitray.weights.pretrained import adapt, open_initial_weights
 
 
@@ -284,6 +286,16 @@ def test_a_fine_tuning_takes_the_conventions_of_its_weights_and_cannot_change_th
     adapt(base, other, "w", new_head=False)  # statistics of training alone
     with pytest.raises(ConfigError, match=r"model\.stem_norm_eps: got 0\.001, wanted null"):
         adapt(base, Model.model_validate(base.model.model_dump() | {"stem_norm_eps": None}), "w", new_head=False)
+
+
+def test_the_momentum_of_training_changes_neither_outputs_nor_the_family(tmp_path):
+    networks = {momentum: vit("hmlp_bn", batch_momentum=momentum) for momentum in (0.1, 0.01)}
+    for momentum, network in networks.items():
+        save_model(str(tmp_path / f"{momentum}"), Run(model=network.model), network, list("abc"))
+    one, other = (describe_network(str(tmp_path / f"{momentum}"))[0] for momentum in networks)
+    assert one.key == other.key
+    members = [Member(Run(model=each.model), None, each.state_dict(), {}) for each in networks.values()]
+    assert members[0].trunk == members[1].trunk
 
 
 @torch.no_grad()

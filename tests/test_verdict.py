@@ -55,6 +55,15 @@ def test_stages_that_slow_each_other_down_alternate(step, step_slowdown, cpu_slo
     assert prediction.wait_share == pytest.approx(wait, abs=0.02)
 
 
+def test_transfers_that_limit_steps_between_their_two_speeds_leave_no_wait():
+    seconds = SECONDS._replace(step=0.0012, step_slowdown=2.0, cpu_slowdown=1.8)
+    free = predict(seconds, MACHINES)
+    slowed = MACHINES.workers / (seconds.step * seconds.step_slowdown)
+    assert slowed < free.images_per_second
+    limited = seconds._replace(transfer=MACHINES.workers / ((slowed + free.images_per_second) / 2))
+    assert predict(limited, MACHINES)[::2] == ("transfer", 0.0)
+
+
 def test_the_mean_of_the_nodes_is_of_the_images_that_each_decodes():
     from vitray.bench.cluster_stages import NodeSeconds, mean_stages
 

@@ -105,6 +105,7 @@ def build_variants(
     name: str, settings: BranchesSettings, device: torch.device
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the model with each execution, and the same weights regrouped into one branch."""
+    Model(name=name, image_size=settings.image_size).require_vit("--models")
     model = Model(name=name, image_size=settings.image_size, layerscale=1e-4)
     if model.shape.branches == 1:
         raise ConfigError(f"--models {name}: one branch leaves nothing to compare, choose for example vit_s18x2_16")

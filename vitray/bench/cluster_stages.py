@@ -95,5 +95,5 @@ def _results(tasks: list[Any], seconds: float) -> list[Any]:
         raise RunError(
             f"no result within {limit}: other jobs hold a node's CPUs, or its GPUs; see `ray status`"
         ) from None
-    except ConfigError as error:  # of a node, with Ray's traceback in its text
+    except (ConfigError, RunError) as error:  # of a node, with Ray's traceback in its text
         raise getattr(error, "cause", error) from None

@@ -94,7 +94,7 @@ class Cell:
         """Send SIGTERM to the command, and SIGKILL to all after the grace time."""
         self.strike(self.tree.process.pid, signal.SIGTERM)
         if self.tree.await_end(GRACE):
-            self.notes.append(f"did not end within {GRACE:.0f} s of SIGTERM and was killed")
+            self.notes.append(f"did not end within {GRACE:.0f} s of SIGTERM")  # the machine's SIGKILL, not a person's
             self.tree.kill()
 
     def see_to_end(self) -> None:

@@ -114,9 +114,11 @@ def best_line(cells: Cells, fault: str) -> str:
         return ""
     fewest = min(cell["lost"] for cell in here.values())
     exact = [title for title, cell in here.items() if not cell["repeated"] and not cell["skipped"]]
-    shortest = min(here, key=lambda title: here[title]["pause"])
+    # No step follows a fault after the last one.
+    pauses = {title: cell["pause"] for title, cell in here.items() if cell["pause"] is not None}
     lost = [title for title, cell in here.items() if cell["lost"] == fewest]
-    text = f"Fewest steps lost ({fewest}): {', '.join(lost)}. Shortest pause: {shortest}."
+    text = f"Fewest steps lost ({fewest}): {', '.join(lost)}."
+    text += f" Shortest pause: {min(pauses, key=pauses.__getitem__)}." if pauses else ""
     return f"{text} Each image as often as without the fault: {', '.join(exact) or 'none'}."
 
 

@@ -164,9 +164,10 @@ def largest_fitting(fits: Callable[[int], bool], first: int = 8, most: int = 2**
         low *= 2
     if 2 * low > most:
         return low
-    gap = low // 2
-    while gap >= max(1, low // 8):
-        low, gap = (low + gap if fits(low + gap) else low), gap // 2
+    gap = low  # `low + gap` does not fit
+    while gap > max(1, low // 8):
+        gap //= 2
+        low += gap if fits(low + gap) else 0
     return low
 
 

@@ -63,11 +63,12 @@ def predict(seconds: StageSeconds, machines: Machines) -> Prediction:
     if slow_step <= slow_cpu:  # the CPUs decode for a part rate / slow_cpu of the time
         bottleneck, rate = "step", 1 / (1 / step + (1 - slow_step / step) / slow_cpu)
     else:  # devices compute for a part rate / slow_step of the time
-        bottleneck, rate = cpu_stage, 1 / (1 / cpu + (1 - slow_cpu / cpu) / slow_step) if cpu < float("inf") else cpu
+        bottleneck, rate = cpu_stage, 1 / (1 / cpu + (1 - slow_cpu / cpu) / slow_step)
     transfer = _rate(machines.workers, seconds.transfer)
     if transfer < rate:
         bottleneck, rate = "transfer", transfer
-    return Prediction(bottleneck, rate, 0.0 if bottleneck == "step" else 1 - rate / slow_step)
+    # Transfers may limit steps that run at their full speed for a part of the time.
+    return Prediction(bottleneck, rate, 0.0 if bottleneck == "step" else max(0.0, 1 - rate / slow_step))
 
 
 def cpus_per_worker(seconds: StageSeconds) -> float:

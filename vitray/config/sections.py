@@ -272,7 +272,8 @@ class Model(Section):
     def _check_stem_norms(self) -> None:
         if self.stem_norm_eps is not None and self.shape.stem_norm is None:
             raise ValueError(
-                f"stem_norm_eps {self.stem_norm_eps:g}: got some, and the stem of {self.name} has no norms"
+                f"stem_norm_eps {self.stem_norm_eps:g}: got some, and the stem of {self.name} has no norms after its"
+                " convolutions"
             )
         if self.batch_momentum != 0.1 and self.shape.stem_norm != "bn":
             raise ValueError(f"batch_momentum {self.batch_momentum:g}: the stem of {self.name} has no batch norms")

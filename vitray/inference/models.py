@@ -56,7 +56,8 @@ def open_network(spec: NetworkSpec) -> AnyNetwork:
 
 
 def _settings_of(model: Model) -> str:
-    return model.model_dump_json(exclude={"drop_path", "drop_path_over_depth", "dropout", "execution"})
+    of_training = {"drop_path", "drop_path_over_depth", "dropout", "batch_momentum"}
+    return model.model_dump_json(exclude=of_training | {"execution"})
 
 
 def short_name(url: str) -> str:

@@ -1,4 +1,4 @@
-"""The door to Ray Data: read and decode on CPUs, networks on actors, parts written by tasks, in the plan's order.
+"""The door to Ray Data: read and decode in tasks, networks on actors, parts written by others, in the plan's order.
 
 One row of Ray Data is one batch of the plan, so Ray decides where and when a batch is computed, never its content.
 """

@@ -91,9 +91,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     """
     base = _with_absolute_urls(base)
     checked = check_space(space, base)[: space.budget.trials]
-    points = {
-        name_of(point, space): point._replace(settings=with_absolute_addresses(point.settings)) for point in checked
-    }
+    points = {name_of(point, space): with_absolute_addresses(point) for point in checked}
     limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
     trials = min(limits) if space.learns else len(points)
     resources = trial_resources(base, nodes)
@@ -199,14 +197,18 @@ def _with_absolute_urls(base: Run) -> Run:
     return base.replace(changes) if changes else base
 
 
-def with_absolute_addresses(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return a point's settings with absolute paths: a trial's process has a working folder of its own."""
+def with_absolute_addresses(point: SweepPoint) -> SweepPoint:
+    """Return a point with absolute paths: a trial's process has a working folder of its own."""
+    return point._replace(settings=_absolute(point.settings))
+
+
+def _absolute(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     from vitray.tracking.model_uri import is_model_uri
 
     absolute = dict(settings)
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            absolute[name] = with_absolute_addresses(value, f"{section}{name}.")
+            absolute[name] = _absolute(value, f"{section}{name}.")
         elif f"{section}{name}" in ADDRESSES and not (placeholders(value) or is_model_uri(str(value))):
             absolute[name] = storage.absolute(value) if isinstance(value, str) else value
     return absolute

@@ -18,6 +18,7 @@ from vitray import storage
 from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
 from vitray.runs.plan import Plan
+from vitray.sweep.plan import with_absolute_addresses
 from vitray.sweep.schedulers import TIME, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
@@ -45,7 +46,7 @@ class Continuations:
         drawn = point.drawn | {name: config[name] for name in space.changeable}
         point = draw_point(space, drawn) or point  # where a constraint forbids the change
         name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
-        self._store.add(name, TrialEntry(point, continues=source))
+        self._store.add(name, TrialEntry(with_absolute_addresses(point), continues=source))
         return {"name": name, CONTINUES: source} | self._store.settings(name)
 
 

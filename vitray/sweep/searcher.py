@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from vitray.sweep.plan import SweepPlan
+from vitray.sweep.plan import SweepPlan, with_absolute_addresses
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
 
@@ -101,6 +101,6 @@ class TrialSearcher(Searcher):
             suggestion = ask(self._space, observations, attempt)
             point = draw_point(self._space, suggestion.values)
             if point and (name := name_of(point, self._space)) not in self._store.entries:
-                self._store.add(name, TrialEntry(point, suggestion.asked))
+                self._store.add(name, TrialEntry(with_absolute_addresses(point), suggestion.asked))
                 return name
         return None

@@ -28,6 +28,7 @@ from vitray.weights.files import State
 
 # Settings that change neither the layers before the head nor their function at inference.
 _NOT_TRUNK = {"num_classes", "head", "drop_path", "drop_path_over_depth", "dropout", "execution"}
+_NOT_TRUNK |= {"batch_momentum"}
 
 
 @dataclass(frozen=True, eq=False)
