@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitray.bench.charts import draw_ratios, write_results
 from vitray.bench.rounds import capture, circumstances, interleave, progress, ratio_of, spread_of, write_record
@@ -134,6 +134,8 @@ def _measure(
             out = net(images)
         if settings.train:
             out.sum().backward()
+            if isinstance(net, nn.Module):
+                net.zero_grad()  # kept gradients would be memory of a CUDA graph, which the next pass overwrites
 
     calls: dict[str, Callable[[], object]] = {variant: partial(step, net) for variant, net in variants.items()}
     with torch.set_grad_enabled(settings.train):

@@ -85,6 +85,7 @@ def _step(model: Model, settings: NetworksSettings, device: torch.device) -> Cal
             out = network(images_BCHW)
         if settings.train:
             out.sum().backward()
+            network.zero_grad()  # kept gradients would be memory of a CUDA graph, which the next pass overwrites
 
     return step
 

@@ -137,9 +137,12 @@ def peak_bytes(run: Run, device: torch.device) -> int | None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step = training_step(run, random_batch(run, device))[1]
-    step()
-    step()
+    try:
+        step = training_step(run, random_batch(run, device))[1]
+        step()
+        step()
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"--batch {run.optim.batch}: {run.model.name} needs more memory than this GPU has") from None
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -148,7 +151,7 @@ def fits(run: Run, batch: int, device: torch.device) -> bool:
     run = run.replace({"optim.batch": batch, "compute.compile": False})
     try:
         peak_bytes(run, device)
-    except torch.OutOfMemoryError:
+    except ConfigError:
         return False
     finally:
         torch.cuda.empty_cache()
