@@ -43,7 +43,9 @@ class Maps(NamedTuple):
 
 def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the attention maps of every image."""
-    parts, drawings, result = [], [], FigureResult("rollout", "Attention maps", PROSE, [], [])
+    has_maps = any(not isinstance(subject.network, TorchvisionNetwork) for subject in subjects)
+    title, prose = ("Attention maps", PROSE) if has_maps else ("Predicted classes", "The images with their classes.")
+    parts, drawings, result = [], [], FigureResult("rollout", title, prose, [], [])
     rows: list[Sequence[Any]] = [["model", "image", "row", "column", "map", "attention"]]
     predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
@@ -57,8 +59,9 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
             result = result.without(f"{text}. Its predicted classes are shown.")
         maps, images = compute_maps(subject), subject.chosen
         assert images is not None
-        title = tag("h3", subject.name) if len(subjects) > 1 else None
-        parts += [title, _gallery(subject, images, maps)]
+        if maps.maps:
+            heading = tag("h3", subject.name) if len(subjects) > 1 else None
+            parts += [heading, _gallery(subject, images, maps)]
         drawings.append(_sheet(subject, images, maps))
         rows += _map_rows(subject, images, maps)
         predicted += _prediction_rows(subject, images, maps)
