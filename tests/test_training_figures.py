@@ -92,7 +92,7 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
         if fits:
             assert place_workers(run).cpus == 1
         else:
-            with pytest.raises(ConfigError, match=r"one for evaluate.figures do not fit"):
+            with pytest.raises(ConfigError, match=r"one for evaluate.figures do not fit .*`vitray inspect RUN"):
                 place_workers(run)
     make_plan(run)
 

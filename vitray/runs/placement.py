@@ -88,8 +88,11 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
         while each > 0.01 and _worker_capacity(nodes, each) < highest:  # no node would have a CPU left for decoding
             each /= 2
     if each <= 0 or lowest * each + reserved > cpus or lowest > _worker_capacity(nodes, each):
-        later = "; without probes, `vitray evaluate RUN --training-probes` scores the checkpoints later"
-        later = later if run.evaluate.probes else ""
+        later = ""
+        if run.evaluate.probes:
+            later = "; without probes, `vitray evaluate RUN --training-probes` scores the checkpoints later"
+        elif run.evaluate.figures:
+            later = "; without evaluate.figures, `vitray inspect RUN/model` draws the figures later"
         others = "".join(f" and one for {each}" for each in beside)
         share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
