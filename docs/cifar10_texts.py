@@ -23,7 +23,8 @@ class Thing(NamedTuple):
     paper: str
 
 
-STEM_SETTINGS = ("model.image_size=64", "data.augment.crop.padding=8", "optim.duration=5 epochs")
+STEM_SETTINGS = ("model.image_size=64", "data.augment.crop.padding=8")
+HALF = "optim.duration=2.5 epochs"
 DEVELOPMENT = "data.development=0.1"
 
 
@@ -40,12 +41,12 @@ THINGS = (
         title="Thing 1: depth and branches",
         recipe="cifar10_supervised",
         overrides=(),
-        rate_overrides=("optim.duration=5 epochs", DEVELOPMENT),
+        rate_overrides=(HALF, DEVELOPMENT),
         label="{depth}x{branches}",
         references=None,
         test_images=10_000,
         text="Twelve blocks of width 64, patches of 8, in sequence or in parallel branches: the same parameters and"
-        " operations. 10 epochs with labels. The rates are chosen in 5 epochs.",
+        " operations. 5 epochs with labels. The rates are chosen in half of them.",
         paper="The paper, on ImageNet: at equal parameters two branches are best, and the gain grows with the number of"
         ' blocks ("Three things", Figures 1 and 3). Its networks are wider and at least twice as deep; its numbers are'
         " not mixed with ours.",
@@ -59,8 +60,8 @@ THINGS = (
         label="{mode}",
         references=lambda label: [] if label == "full" else ["full"],
         test_images=5_000,
-        text="A 12x1 network learns airplane, automobile, bird, cat and deer for 10 epochs at 32 px. Then it is"
-        " fine-tuned to dog, frog, horse, ship and truck for 5 epochs at 48 px, where all or some of its parts are"
+        text="A 12x1 network learns airplane, automobile, bird, cat and deer for 5 epochs at 32 px. Then it is"
+        " fine-tuned to dog, frog, horse, ship and truck for 3 epochs at 48 px, where all or some of its parts are"
         " trained. Each seed has a network of its own, so the spread includes pre-training. MB is the model folder: a"
         " delta for all modes but full.",
         paper='The paper, on ImageNet from 224 to 384 px: attention equals all weights, feed-forwards are below ("Three'
@@ -71,11 +72,11 @@ THINGS = (
         title="Thing 3: stems and masked pre-training",
         recipe="cifar10_supervised",
         overrides=STEM_SETTINGS,
-        rate_overrides=(*STEM_SETTINGS, DEVELOPMENT),
+        rate_overrides=(*STEM_SETTINGS, HALF, DEVELOPMENT),
         label="{stem}, {route}",
         references=stem_references,
         test_images=10_000,
-        text="A 6x1 network with one of four stems: 5 epochs with labels, alone or after 10 epochs without labels by"
+        text="A 6x1 network with one of four stems: 5 epochs with labels, alone or after 5 epochs without labels by"
         " BeiT or as a masked autoencoder (MAE). Photographs of 32 px are shown at 64 px with patches of 16, because"
         " the conv stem exists for patches of 16 only. The stages before have the recipes' rate. Pre-trained networks"
         " see more images in all; what is compared at equal cost are stems within a route.",
@@ -92,7 +93,7 @@ The three things of "Three things everyone should know about Vision Transformers
 size that two cores can pay. The schedules are short and the networks small: a comparison, far from the best accuracy.
 
 - A score is top-1 of the weights of the last step on the test images: 10,000, or 5,000 of half of the classes. No
-  setting is chosen on them. The rate of each cell is the best of three on a tenth of train, by one seed.
+  setting is chosen on them. The rate of each cell is the best of three or four on a tenth of train, by one seed.
 - A mean has Student's 95 % interval over seeds. A difference is paired by seed, which sets the initial weights, the
   order of images and the augmentation. Intervals hold for these test images, and are not corrected for the number of
   pairs: of twenty pairs of equal cells, one is expected to seem different.
@@ -127,4 +128,4 @@ NOT_TESTED = """\
 ## What is not tested
 
 Other datasets, wider networks, patches of 4, longer schedules, GPUs, and the corrections that a long search of
-settings would need. Rates have three values, weight decay and augmentation one."""
+settings would need. Rates have three or four values, weight decay and augmentation one."""

@@ -655,7 +655,7 @@ def test_a_header_has_purpose_and_source(path):
         ("depth_x_branches", 18), ("width_x_branches", 8), ("lr", 4), ("finetune_parts", 6), ("finetune_transfer", 12),
         ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
         ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
-        ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 12), ("cifar10_finetune_mode", 30),
+        ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
         ("cifar10_finetune_mode_rates", 18), ("cifar10_stems", 36), ("cifar10_stems_rates", 36),
     ],
 )  # fmt: skip
@@ -682,7 +682,7 @@ def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(na
 
     assert cells(final) <= cells(tried)
     number = len(cells(final))
-    assert len(cells(tried)) == 3 * number
+    assert len(cells(tried)) == number * (4 if name == "cifar10_depth_x_branches" else 3)
     assert len(grid_points(final)) == number * (3 if name == "cifar10_stems" else 5)
     # The stages differ in nothing but the hold-out, which the command of the rates has.
     assert tried.before == final.before
