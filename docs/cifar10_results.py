@@ -1,7 +1,8 @@
 """python docs/cifar10_results.py [SWEEPS]: write docs/results.md from the records of the sweeps of CIFAR-10.
 
-With SWEEPS, the folder of all sweeps, their records are first read into docs/cifar10_results.json, of which the page is
-a function: anybody can repeat the statistics without the runs. Cells without a finished seed are "not measured".
+With SWEEPS, the folder of the sweeps, their records first replace those of the same sweeps in
+docs/cifar10_results.json, of which the page is a function: anybody can repeat the statistics without the runs. Cells
+without a finished seed are "not measured".
 """
 
 import json
@@ -29,7 +30,7 @@ from vitray.tracking.system_info import facts
 
 DOCS = Path(__file__).parent
 RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
-NOTHING = {"machine": {}, "trials": [], "stages": [], "labels": []}
+NOTHING = {"machines": {}, "trials": [], "stages": [], "labels": []}
 COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")
 SHARES = ("0.05", "0.1", "0.5", "1")
 NOT_MEASURED = "not measured"
@@ -68,22 +69,31 @@ class Measured(NamedTuple):
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
-def collect(sweeps: str) -> dict[str, Any]:
-    """Return the records of all sweeps of SWEEPS, and the scores of the label probes."""
-    records: dict[str, Any] = {"machine": facts(), "trials": [], "stages": [], "labels": []}
+def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+    """Return the records of the sweeps of SWEEPS and the scores of the label probes, and of all others those known."""
+    records = {key: rows.copy() for key, rows in known.items()}
     for thing in THINGS:
         for name, overrides in ((thing.space, thing.overrides), (f"{thing.space}_rates", thing.rate_overrides)):
             sweep_dir = storage.join(sweeps, name)
             if storage.exists(storage.join(sweep_dir, SWEEP_META)):
                 check_settings(sweep_dir, thing.recipe, overrides)
+                records["machines"][name] = machine_facts()
+                for kind in ("trials", "stages"):
+                    records[kind] = [row for row in records[kind] if row["sweep"] != name]
                 records["trials"] += [{"sweep": name} | row for row in trial_rows(sweep_dir)]
                 records["stages"] += stage_rows(sweep_dir, name)
     path = storage.join(sweeps, "labels", "results.json")
     if storage.exists(path):
+        records["labels"] = []
         for scores in storage.read_json(path)["models"]:
             kept = {key: value for key, value in scores.items() if key.startswith(("linear", "few_shot"))}
             records["labels"].append({"model": network_of(scores["url"], sweeps), **kept})
     return records
+
+
+def machine_facts() -> dict[str, str]:
+    """Return versions and hardware; the commit that reads the records is not the one that trained."""
+    return {name: value for name, value in facts().items() if name.startswith(("version.", "hardware."))}
 
 
 def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
@@ -190,8 +200,10 @@ def page(records: Mapping[str, Any]) -> str:
 
 def machine(records: Mapping[str, Any]) -> str:
     """Return the circumstances of the records."""
-    text = "; ".join(f"{name} {value}" for name, value in records["machine"].items())
-    return f"Measured on: {text}." if records["trials"] else "Nothing is measured yet: the tables show the plan."
+    if not records["trials"]:
+        return "Nothing is measured yet: the tables show the plan."
+    texts = ["; ".join(f"{name} {value}" for name, value in each.items()) for each in records["machines"].values()]
+    return "Measured on: " + ". And on: ".join(dict.fromkeys(texts)) + "."
 
 
 def summary(records: Mapping[str, Any]) -> str:
@@ -226,11 +238,27 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     yield "```text\n" + "\n".join(commands) + "\n```"
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
+    elif tried := rates_table(thing, records):
+        yield f"On the development part, top-1 in percent by rate:\n\n{tried}"
     yield cells_table(cells)
     yield differences_table(thing, cells)
     yield thing.paper
     yield "A cell alone, with its first seed:"
     yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
+
+
+def rates_table(thing: Thing, records: Mapping[str, Any]) -> str:
+    """Return the scores on the development part by cell and rate; nothing without records."""
+    rates: dict[str, dict[float, float]] = {}
+    for row in records["trials"]:
+        if row["sweep"] == f"{thing.space}_rates":
+            drawn = {key: value for key, value in row["drawn"].items() if key != "seed"}
+            rates.setdefault(thing.label.format(**drawn), {})[drawn["rate"]] = row["top1"]
+    columns = sorted({rate for tried in rates.values() for rate in tried})
+    rows = [f"| cell | {' | '.join(f'{rate:g}' for rate in columns)} |", "|---|" + "---|" * len(columns)]
+    for label, tried in rates.items():
+        rows.append(f"| {label} | {' | '.join(points(tried[rate]) if rate in tried else '' for rate in columns)} |")
+    return "\n".join(rows) if rates else ""
 
 
 def cells_table(cells: Mapping[str, Measured]) -> str:
@@ -341,11 +369,13 @@ def records_text(records: Mapping[str, Any]) -> str:
 
 def main(sweeps: str | None) -> None:
     """Write the records, if there are sweeps to read, and the page."""
+    known = json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING
     if sweeps:
-        if not (records := collect(sweeps))["trials"]:
-            sys.exit(f"{sweeps}: no finished trial of docs/results.md")  # the records so far stay
+        if (records := collect(sweeps, known)) == known:
+            sys.exit(f"{sweeps}: no new trial of docs/results.md")
         RECORDS.write_text(records_text(records))
-    PAGE.write_text(page(json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING))
+        known = records
+    PAGE.write_text(page(known))
     print(f"{PAGE}: written")
 
 
