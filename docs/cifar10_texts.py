@@ -24,7 +24,7 @@ class Thing(NamedTuple):
 
 
 STEM_SETTINGS = ("model.image_size=64", "data.augment.crop.padding=8")
-HALF = "optim.duration=2.5 epochs"
+SHORT = "optim.duration=2.5 epochs"
 DEVELOPMENT = "data.development=0.1"
 
 
@@ -41,12 +41,12 @@ THINGS = (
         title="Thing 1: depth and branches",
         recipe="cifar10_supervised",
         overrides=(),
-        rate_overrides=(HALF, DEVELOPMENT),
+        rate_overrides=(SHORT, DEVELOPMENT),
         label="{depth}x{branches}",
         references=None,
         test_images=10_000,
         text="Twelve blocks of width 64, patches of 8, in sequence or in parallel branches: the same parameters and"
-        " operations. 5 epochs with labels. The rates are chosen in half of them.",
+        " operations. 4 epochs with labels. The rates are chosen in 2.5.",
         paper="The paper, on ImageNet: at equal parameters two branches are best, and the gain grows with the number of"
         ' blocks ("Three things", Figures 1 and 3). Its networks are wider and at least twice as deep; its numbers are'
         " not mixed with ours.",
@@ -60,7 +60,7 @@ THINGS = (
         label="{mode}",
         references=lambda label: [] if label == "full" else ["full"],
         test_images=5_000,
-        text="A 12x1 network learns airplane, automobile, bird, cat and deer for 5 epochs at 32 px. Then it is"
+        text="A 12x1 network learns airplane, automobile, bird, cat and deer for 4 epochs at 32 px. Then it is"
         " fine-tuned to dog, frog, horse, ship and truck for 3 epochs at 48 px, where all or some of its parts are"
         " trained. Each seed has a network of its own, so the spread includes pre-training. MB is the model folder: a"
         " delta for all modes but full.",
@@ -72,11 +72,11 @@ THINGS = (
         title="Thing 3: stems and masked pre-training",
         recipe="cifar10_supervised",
         overrides=STEM_SETTINGS,
-        rate_overrides=(*STEM_SETTINGS, HALF, DEVELOPMENT),
+        rate_overrides=(*STEM_SETTINGS, SHORT, DEVELOPMENT),
         label="{stem}, {route}",
         references=stem_references,
         test_images=10_000,
-        text="A 6x1 network with one of four stems: 5 epochs with labels, alone or after 5 epochs without labels by"
+        text="A 6x1 network with one of four stems: 4 epochs with labels, alone or after 5 epochs without labels by"
         " BeiT or as a masked autoencoder (MAE). Photographs of 32 px are shown at 64 px with patches of 16, because"
         " the conv stem exists for patches of 16 only. The stages before have the recipes' rate. Pre-trained networks"
         " see more images in all; what is compared at equal cost are stems within a route.",
@@ -106,8 +106,8 @@ vitray shard cifar-10-binary.tar.gz data/cifar10_first "classes=[airplane,automo
 vitray shard cifar-10-binary.tar.gz data/cifar10_second "classes=[dog,frog,horse,ship,truck]"
 ```
 
-On two cores two trials run at a time if Ray counts three CPUs: `ray start --head --num-cpus=3`, then each command with
-`RAY_ADDRESS=127.0.0.1:6379` before it and `compute.cpus=0.49` after its settings. Without that the same trials run one
+On two cores two trials run at a time if Ray counts four CPUs: `ray start --head --num-cpus=4`, then each command with
+`RAY_ADDRESS=127.0.0.1:6379` before it and `compute.cpus=0.45` after its settings. Without that the same trials run one
 by one, with two threads each.
 
 The same command continues an interrupted sweep. `python docs/cifar10_results.py sweeps` reads the records and writes

@@ -316,6 +316,18 @@ def test_crop_and_resize_are_as_exact_as_pillows(interpolation):
     assert np.mean(differences) <= 0.1
 
 
+@pytest.mark.parametrize("interpolation", PIL_MODES)
+@pytest.mark.parametrize("size", [(32, 32), (37, 48)])
+def test_a_resize_to_the_same_size_is_a_copy_as_torch_computes_it(size, interpolation):
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    image.flags.writeable = False
+    image_1CHW = torch.from_numpy(image.copy())[None].permute(0, 3, 1, 2)
+    torchs = torch.nn.functional.interpolate(image_1CHW, size=size, mode=interpolation, antialias=True)
+    ours = resize(image, size, interpolation)
+    assert np.array_equal(ours, torchs[0].permute(1, 2, 0).numpy())
+    assert ours.flags.writeable
+
+
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (1000, 90), (90, 1000)])
 def test_boxes_are_distributed_as_torchvision_draws_them(width, height):
     crop, rng = RandomResizedCrop(), np.random.default_rng(0)

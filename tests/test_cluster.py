@@ -126,6 +126,43 @@ def test_workers_leave_one_cpu_of_a_node_free(nodes, overrides, cpus, monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("address", "has_token", "mode", "expected"),
+    [
+        ("10.0.0.1:6379", True, None, "token"),
+        ("10.0.0.1:6379", True, "disabled", "disabled"),  # the user's choice stays
+        ("10.0.0.1:6379", False, None, None),
+        (None, True, None, "disabled"),  # a local Ray has none
+    ],
+)
+def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_path, monkeypatch):
+    given = {"HOME": str(tmp_path), "RAY_ADDRESS": address, "RAY_AUTH_MODE": mode}
+    monkeypatch.setattr(os, "environ", environment := {name: value for name, value in given.items() if value})
+    monkeypatch.setitem(sys.modules, "ray", None)  # not connected
+    if has_token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("token")
+    session.prepare_environment()
+    assert environment.get("RAY_AUTH_MODE") == expected
+
+
+@pytest.mark.parametrize(
+    ("cpus", "trials", "overrides", "shared"),
+    [
+        (16, 1, ["compute.workers=2"], None),  # a run alone decodes on all CPUs
+        (3, 2, ["compute.workers=1", "compute.cpus=0.45"], 1),
+        (16, 3, ["compute.workers=2", "compute.cpus=1"], 3),  # 3 x (2 + 3) of 16
+        (8, 4, ["compute.workers=1", "compute.cpus=1.5"], 1),
+    ],
+)
+def test_trials_share_the_cpus_that_decode(cpus, trials, overrides, shared, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(cpus)}}])
+    assert place_workers(load_run(None, overrides), trials).data_cpus == shared
+
+
+@pytest.mark.parametrize(
     ("gpus", "overrides", "workers"),
     [
         (4, ["compute.workers=auto"], 4),

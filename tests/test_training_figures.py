@@ -94,6 +94,8 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
         else:
             with pytest.raises(ConfigError, match=r"one for evaluate.figures do not fit .*`vitray inspect RUN"):
                 place_workers(run)
+            with pytest.raises(ConfigError, match=r"evaluate.probes and evaluate.figures, .* and `vitray inspect RUN"):
+                place_workers(run.replace({"evaluate.probes": ["knn"]}))
     make_plan(run)
 
 

@@ -286,7 +286,7 @@ def test_probes_have_a_cpu_of_their_own_or_a_spare_gpu(node, overrides, wanted, 
     run = recipe(dataset, *overrides)
     if wanted is None:
         with pytest.raises(
-            ConfigError, match=r"one for evaluate.probes do not fit into .*without probes, `vitray eval"
+            ConfigError, match=r"one for evaluate.probes do not fit into .*without evaluate.probes, `vitray eval"
         ):
             place_workers(run)
     else:

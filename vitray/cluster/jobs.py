@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 import urllib.parse
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitray.cluster import session
@@ -71,10 +70,7 @@ def connect() -> "JobSubmissionClient":
             " on another network"
         ) from None
     session.prepare_environment()
-    # Read by Ray at import: without the mode it sends no token, even if there is one.
-    has_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if "RAY_AUTH_MODE" not in os.environ and (has_token or (Path.home() / ".ray" / "auth_token").exists()):
-        os.environ["RAY_AUTH_MODE"] = "token"
+    session.send_token()
     from ray.job_submission import JobSubmissionClient
 
     for name, level in QUIET_LOGGERS.items():
@@ -87,11 +83,10 @@ def connect() -> "JobSubmissionClient":
 
 def _explain_refusal(error: Exception) -> str:
     text = one_line(error)
-    places = "RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN or ~/.ray/auth_token, and RAY_AUTH_MODE=token"
     if any(part in text for part in NO_TOKEN):
-        return f"asks for a token, and none was sent; wanted the cluster's in {places}"
+        return f"asks for a token, and none was sent; wanted the cluster's in {session.CREDENTIAL_PLACES}"
     if WRONG_TOKEN in text:
-        return f"refuses the token, which is not its own; wanted the cluster's in {places}"
+        return f"refuses the token, which is not its own; wanted the cluster's in {session.CREDENTIAL_PLACES}"
     return f"does not answer as a cluster's dashboard does ({text[:200]})"
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitray.errors import ConfigError, RunError
+from vitray.errors import ConfigError, RunError, one_line
 
 # Set before Ray is imported, unless the user has set them.
 RAY_SETTINGS = {
@@ -39,6 +39,7 @@ LOCAL_RAY_SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a local machine is not preempted, and the watcher logs an error
     "RAY_raylet_start_wait_time_s": "180",  # Ray's 30 were twice too few on a busy machine
 }
+CREDENTIAL_PLACES = "RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN or ~/.ray/auth_token, and RAY_AUTH_MODE=token"
 # Actors of Ray's libraries that may outlive their job, and request no placement group.
 RAY_LIBRARY_ACTORS = {
     "ActorLocationTracker",
@@ -73,6 +74,15 @@ def prepare_environment() -> None:
     is_local = "RAY_ADDRESS" not in os.environ and not (ray and ray.is_initialized())
     for name, value in (RAY_SETTINGS | LOCAL_RAY_SETTINGS if is_local else RAY_SETTINGS).items():
         os.environ.setdefault(name, value)
+    if "RAY_ADDRESS" in os.environ:
+        send_token()
+
+
+def send_token() -> None:
+    """Have Ray send this machine's token, if there is one: to a given address it sends none without this mode."""
+    has_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if "RAY_AUTH_MODE" not in os.environ and (has_token or (Path.home() / ".ray" / "auth_token").exists()):
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 @contextmanager
@@ -291,7 +301,13 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
-        has_dashboard = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
+        try:
+            has_dashboard = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
+        except ConnectionError as error:
+            raise ConfigError(
+                f"RAY_ADDRESS: {os.environ['RAY_ADDRESS']}: no cluster answers, or it refuses this machine's token"
+                f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"
+            ) from None
         if has_dashboard:
             remove_stale_groups()
         return has_dashboard

@@ -227,7 +227,8 @@ class Compute(Section):
     """auto: a GPU if the cluster has one."""
     # Ray counts CPUs and GPUs in ten thousandths.
     cpus: Annotated[float, Field(ge=0.0001, le=10_000)] | None = None
-    """CPUs reserved per worker; null: leave at least one CPU free for decoding."""
+    """CPUs reserved per worker, whole ones of which are its threads without a GPU, at least one. null: leave at least
+    one CPU free for decoding; the workers of a node share all of its CPUs for threads."""
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
     local_batch: Size | None = None

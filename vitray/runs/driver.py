@@ -140,6 +140,7 @@ def _fit(
         run_dir=info.run_dir,
         owner=info.owner,
         threads=placement.threads,
+        data_cpus=placement.data_cpus,
         probe_gpus=placement.probe_gpus,
         mailbox=mailbox,
         waits_for_decision=info.hook is not None and info.hook.waits_for_decision,

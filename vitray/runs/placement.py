@@ -9,6 +9,11 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import ConfigError
 
+# Settings of `evaluate` that take a CPU, and what computes the same after a run without them.
+LATER = {
+    "probes": "`vitray evaluate RUN --training-probes` scores the checkpoints",
+    "figures": "`vitray inspect RUN/model` draws the figures",
+}
 # Seconds in which a lost node may come back before the run ends.
 NODE_RETURN_SECONDS = 1800
 
@@ -25,6 +30,8 @@ class Placement(NamedTuple):
     """Compute threads of a CPU worker."""
     probe_gpus: int = 0
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
+    data_cpus: int | None = None
+    """Most CPUs that decode images at a time; None is all."""
 
 
 def start_attempts() -> int:
@@ -62,14 +69,15 @@ def await_nodes(run: Run) -> None:
 def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
     """Return the placement of the workers; refuse one that can never fit.
 
-    Concurrent trials share the compute threads of a node.
+    Concurrent trials share the CPUs of a node for compute threads, and the CPUs that decode images.
     """
     import ray
 
     resources, compute = ray.cluster_resources(), run.compute
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     beside = ["evaluations"] if evaluator != "workers" else []
-    beside += ["evaluate.probes" if run.evaluate.probes else "evaluate.figures"] if run.evaluate.has_prober else []
+    measured = [name for name in LATER if getattr(run.evaluate, name)]
+    beside += [" and ".join(f"evaluate.{name}" for name in measured)] if measured else []
     reserved = 1 + len(beside)  # image decoding
     gpus, cpus = int(resources.get("GPU", 0)) - evaluation_gpus(run), resources.get("CPU", 0.0)
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
@@ -88,11 +96,7 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
         while each > 0.01 and _worker_capacity(nodes, each) < highest:  # no node would have a CPU left for decoding
             each /= 2
     if each <= 0 or lowest * each + reserved > cpus or lowest > _worker_capacity(nodes, each):
-        later = ""
-        if run.evaluate.probes:
-            later = "; without probes, `vitray evaluate RUN --training-probes` scores the checkpoints later"
-        elif run.evaluate.figures:
-            later = "; without evaluate.figures, `vitray inspect RUN/model` draws the figures later"
+        later = f"; without {beside[-1]}, {' and '.join(LATER[name] for name in measured)} later" if measured else ""
         others = "".join(f" and one for {each}" for each in beside)
         share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
@@ -100,10 +104,13 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
             f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}{later}"
         )
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
+    threads = max(1, int(compute.cpus or smallest // neighbours))
     # The GPUs of a sweep are for its trials.
     spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
     probe_gpus = int(run.evaluate.has_prober and spare_gpus > 0)
-    return Placement((lowest, highest), use_gpu, each, max(1, int(smallest // neighbours)), probe_gpus)
+    # Without a limit, the first trial asks Ray Data for all CPUs, and the others get none while it has images to read.
+    shared = max(1, int(cpus / concurrent_trials - highest * each)) if concurrent_trials > 1 else None
+    return Placement((lowest, highest), use_gpu, each, threads, probe_gpus, shared)
 
 
 def evaluation_gpus(run: Run) -> int:

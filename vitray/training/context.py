@@ -42,6 +42,8 @@ class WorkerContext(NamedTuple):
         teacher: Any = ray.get(self.teacher) if trains and self.teacher is not None else None
         return build_task(self.run, tokenizer and tokenizer.to(device), teacher and teacher.to(device)).to(device)
 
+    data_cpus: int | None = None
+    """Most CPUs that decode images at a time; None is all."""
     probe_gpus: int = 0
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
     owner: str | None = None

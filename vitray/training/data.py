@@ -31,8 +31,9 @@ def open_evaluation(context: WorkerContext) -> Stream:
 
 
 def _open(context: WorkerContext, spec: StreamSpec) -> Stream:
-    run = context.run
-    return Stream(context.dataset, spec._replace(seed=run.seed, max_corrupt=run.data.max_corrupt, cache=run.data.cache))
+    data = context.run.data
+    spec = spec._replace(max_corrupt=data.max_corrupt, cache=data.cache, cpus=context.data_cpus)
+    return Stream(context.dataset, spec._replace(seed=context.run.seed))
 
 
 def own_broadcast() -> Callable[[Any], Any]:

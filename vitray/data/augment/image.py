@@ -108,6 +108,8 @@ def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation)
 
 def resize(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:
     """Return the image at another size, antialiased."""
+    if image_HWC.shape[:2] == size:
+        return image_HWC.copy()  # torch would compute the same pixels
     if not image_HWC.flags.writeable:
         image_HWC = image_HWC.copy()  # torch warns about read-only memory, such as the object store's
     # The batch dimension comes before the permutation: only then is the tensor channels last, 1.5 times faster.

@@ -11,7 +11,7 @@ import ray
 
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import Dataset
-from vitray.data.stream.decoding import DecodedRows, SplitRows, locate_rows, open_shard, read_rows
+from vitray.data.stream.decoding import DecodedBlock, DecodedRows, SplitRows, locate_rows, open_shard, read_rows
 from vitray.errors import ConfigError
 
 # Small: a task reads rows of many blocks, and fetches each of them whole on another node.
@@ -112,7 +112,9 @@ def _decode(content: bytes) -> np.ndarray:
         return np.empty((0, 0, 3), np.uint8)
 
 
-def _decode_block(rows: SplitRows, start: int, end: int) -> tuple[list[np.ndarray], list[int], list[str]]:
+def _decode_block(rows: SplitRows, start: int, end: int) -> DecodedBlock:
     stored = read_rows(np.arange(start, end), rows)
-    images, labels, keys = zip(*(stored[row] for row in range(start, end)), strict=True)
-    return [_decode(content) for content in images], list(labels), list(keys)
+    contents, labels, keys = zip(*(stored[row] for row in range(start, end)), strict=True)
+    images = [_decode(content) for content in contents]
+    pixels = np.concatenate([image.reshape(-1) for image in images])
+    return DecodedBlock(pixels, np.array([image.shape[:2] for image in images]), np.array(labels), list(keys))

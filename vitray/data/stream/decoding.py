@@ -8,7 +8,7 @@ functions that need it import it: Ray Data's coordinator loads this module and d
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -39,12 +39,32 @@ StoredRows = Mapping[int, tuple[bytes | np.ndarray, int, str]]
 Part = TypeVar("Part")
 
 
+class DecodedBlock(NamedTuple):
+    """Decoded rows in one buffer: with an array for each image, loading a block of small ones takes most of a task."""
+
+    pixels: np.ndarray
+    """Of all images, one after another."""
+    shapes: np.ndarray
+    """(rows, 2): height and width; zeros of a corrupt image."""
+    labels: np.ndarray
+    keys: list[str]
+
+    def rows(self, numbers: np.ndarray) -> Iterator[tuple[np.ndarray | bytes, int, str]]:
+        """Yield the image, the label and the key of some rows, counted from the first of the block."""
+        ends = 3 * np.cumsum(self.shapes.prod(axis=1))
+        for at in numbers.tolist():
+            height, width = self.shapes[at].tolist()
+            image = self.pixels[ends[at] - 3 * height * width : ends[at]].reshape(height, width, 3)
+            # Empty bytes stand for a corrupt image: they fail to decode as it did.
+            yield image if image.size else b"", int(self.labels[at]), self.keys[at]
+
+
 class DecodedRows(NamedTuple):
     """A decoded split: rows `starts[i]` to `starts[i + 1]` are in one object of Ray."""
 
     starts: np.ndarray
     blocks: list[ray.ObjectRef]
-    """References to (images, labels, keys); an image without pixels is corrupt."""
+    """References to decoded blocks."""
 
 
 class SplitRows(NamedTuple):
@@ -171,12 +191,10 @@ def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
         return read_rows(numbers, rows)
     stored: dict[int, tuple[bytes | np.ndarray, int, str]] = {}
     blocks = np.searchsorted(rows.decoded.starts, numbers, side="right") - 1
-    for block in np.unique(blocks).tolist():
-        images, labels, keys = ray.get(rows.decoded.blocks[block])
-        for row in numbers[blocks == block].tolist():
-            at = row - int(rows.decoded.starts[block])
-            # Empty bytes stand for a corrupt image: they fail to decode as it did.
-            stored[row] = images[at] if images[at].size else b"", labels[at], keys[at]
+    for index in np.unique(blocks).tolist():
+        wanted = numbers[blocks == index]
+        block: Any = ray.get(rows.decoded.blocks[index])
+        stored.update(zip(wanted.tolist(), block.rows(wanted - rows.decoded.starts[index]), strict=True))
     return stored
 
 

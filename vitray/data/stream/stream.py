@@ -88,6 +88,8 @@ class StreamSpec(NamedTuple):
     max_corrupt: float = 0.001
     memory: int | None = None
     """Limit of the stream's blocks in the object store, in bytes; by default a quarter of the store."""
+    cpus: int | None = None
+    """Most CPUs that decode its images at a time; by default all."""
     cache: Literal["none", "decoded"] = "none"
     """`decoded` reads pixels that the cluster decodes once; it changes no image."""
     row_mask: np.ndarray | None = None
@@ -207,7 +209,8 @@ class Stream:
         # Ray pauses a task that is some unread blocks ahead, and a paused task keeps its CPU: evaluation would wait for
         # the CPUs of a training stream that waits for evaluation. So a task may leave all of its blocks unread.
         context._max_num_blocks_in_streaming_gen_buffer = cut.members + 1
-        context.execution_options.resource_limits = ExecutionResources(object_store_memory=self._memory)
+        limits = ExecutionResources(cpu=self.spec.cpus, object_store_memory=self._memory)
+        context.execution_options.resource_limits = limits
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         # Each block has one row for Ray, so that equal shares are dealt in turn.
