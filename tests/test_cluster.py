@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -143,6 +144,15 @@ def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_
         (tmp_path / ".ray" / "auth_token").write_text("token")
     session.prepare_environment()
     assert environment.get("RAY_AUTH_MODE") == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no such host:6379", "127.0.0.1:99999"])
+def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=re.escape(f"RAY_ADDRESS: {address}: cannot be reached")):
+        session._connect_or_start(None, None)
+    assert time.monotonic() - began < 6
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 import sys
 import time
 import urllib.parse
@@ -60,15 +59,7 @@ def dashboard_address() -> str:
 def connect() -> "JobSubmissionClient":
     """Return a client of the cluster at RAY_ADDRESS; raise a ConfigError if it is away or refuses the token."""
     address = dashboard_address()
-    parts = urllib.parse.urlsplit(address)
-    port = 443 if parts.scheme == "https" else 80
-    try:  # Ray's client would wait for minutes
-        socket.create_connection((parts.hostname or "", parts.port or port), 5).close()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"RAY_ADDRESS: {address}: cannot be reached ({error}); wanted a running cluster, and `make tunnel` if it is"
-            " on another network"
-        ) from None
+    session.check_reachable(address)
     session.prepare_environment()
     session.send_token()
     from ray.job_submission import JobSubmissionClient

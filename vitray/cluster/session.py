@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -272,6 +273,19 @@ def autoscaling_device() -> str | None:
     return device
 
 
+def check_reachable(address: str) -> None:
+    """Raise a ConfigError if nothing answers at an address, where Ray's clients would wait for minutes."""
+    parts = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+    port = 443 if parts.scheme == "https" else 80
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or port), 5).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"RAY_ADDRESS: {address}: cannot be reached ({error}); wanted a running cluster, and"
+            " `make tunnel` if it is on another network"
+        ) from None
+
+
 def wait_for_nodes(bundles: Sequence[dict[str, float]], seconds: float) -> None:
     """Wait until all bundles fit the cluster at the same time; the request makes an autoscaling cluster grow."""
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -301,11 +315,13 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
+        if ":" in (address := os.environ["RAY_ADDRESS"]):  # else auto or local
+            check_reachable(address)
         try:
             has_dashboard = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
         except ConnectionError as error:
             raise ConfigError(
-                f"RAY_ADDRESS: {os.environ['RAY_ADDRESS']}: no cluster answers, or it refuses this machine's token"
+                f"RAY_ADDRESS: {address}: no cluster answers, or it refuses this machine's token"
                 f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"
             ) from None
         if has_dashboard:
