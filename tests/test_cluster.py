@@ -161,6 +161,7 @@ def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
         (16, 1, ["compute.workers=2"], None),  # a run alone decodes on all CPUs
         (3, 2, ["compute.workers=1", "compute.cpus=0.45"], 1),
         (16, 3, ["compute.workers=2", "compute.cpus=1"], 3),  # 3 x (2 + 3) of 16
+        (16, 3, ["compute.workers=2", "compute.cpus=1", "evaluate.where=cpu"], 2),  # one evaluates
         (8, 4, ["compute.workers=1", "compute.cpus=1.5"], 1),
     ],
 )

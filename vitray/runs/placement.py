@@ -109,7 +109,7 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
     spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
     probe_gpus = int(run.evaluate.has_prober and spare_gpus > 0)
     # Without a limit, the first trial asks Ray Data for all CPUs, and the others get none while it has images to read.
-    shared = max(1, int(cpus / concurrent_trials - highest * each)) if concurrent_trials > 1 else None
+    shared = max(1, int(cpus / concurrent_trials - highest * each - len(beside))) if concurrent_trials > 1 else None
     return Placement((lowest, highest), use_gpu, each, threads, probe_gpus, shared)
 
 
