@@ -242,6 +242,9 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
         yield f"On the development part, top-1 in percent by rate:\n\n{tried}"
     yield cells_table(cells)
     yield differences_table(thing, cells)
+    if any(len(each.trials) > 1 for each in cells.values()):
+        yield f"![Learning curves of {thing.title}](images/{thing.picture})"
+        yield "Means over seeds with their 95 % interval."
     yield thing.paper
     yield "A cell alone, with its first seed:"
     yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
@@ -368,13 +371,16 @@ def records_text(records: Mapping[str, Any]) -> str:
 
 
 def main(sweeps: str | None) -> None:
-    """Write the records, if there are sweeps to read, and the page."""
+    """Write the records and the pictures, if there are sweeps to read, and the page."""
     known = json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING
     if sweeps:
         if (records := collect(sweeps, known)) == known:
             sys.exit(f"{sweeps}: no new trial of docs/results.md")
         RECORDS.write_text(records_text(records))
         known = records
+        from cifar10_pictures import draw_all
+
+        draw_all(records)
     PAGE.write_text(page(known))
     print(f"{PAGE}: written")
 

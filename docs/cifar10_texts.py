@@ -22,6 +22,11 @@ class Thing(NamedTuple):
     text: str
     paper: str
 
+    @property
+    def picture(self) -> str:
+        """The file of its learning curves below docs/images."""
+        return f"{self.space}.png"
+
 
 STEM_SETTINGS = ("model.image_size=64", "data.augment.crop.padding=8")
 SHORT = "optim.duration=2.5 epochs"

@@ -12,6 +12,7 @@ from test_layers import ROOT
 from test_space import sweeps
 
 sys.path.insert(0, str(ROOT / "docs"))
+import cifar10_pictures
 import cifar10_rates
 import cifar10_results
 import cifar10_zoo
@@ -167,6 +168,24 @@ def test_scores_of_probes_are_averaged_over_seeds(tmp_path):
     )
     assert row_of(page, "| supervised | ").startswith("| supervised | 1 | 30.00 |")
     assert row_of(page, "| mae | ").startswith("| mae | 0 | not measured |")
+
+
+def test_learning_curves_are_drawn_of_cells_with_two_seeds(tmp_path):
+    made_sweep(tmp_path, DEPTH, {"12x1 seed=0": 0.5, "12x1 seed=1": 0.6, "6x2 seed=0": 0.7})
+    records = cifar10_results.collect(str(tmp_path))
+    assert list(cifar10_pictures.panels_of(DEPTH, records)[""]) == ["12x1"]
+    cifar10_pictures.draw_all(records, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == [DEPTH.picture]
+    assert f"](images/{DEPTH.picture})" in cifar10_results.page(records)
+    assert f"](images/{MODES.picture})" not in cifar10_results.page(records)
+
+
+def test_stems_have_a_panel_for_each_route(tmp_path):
+    trials = [f"vit_u6x1_16 route=supervised seed={seed}" for seed in (0, 1)]
+    trials += [f"vit_u6x1_16 route=mae seed={seed}" for seed in (0, 1)]
+    made_sweep(tmp_path, STEMS, dict.fromkeys(trials, 0.5))
+    panels = cifar10_pictures.panels_of(STEMS, cifar10_results.collect(str(tmp_path)))
+    assert {title: list(cells) for title, cells in panels.items()} == {"supervised": ["linear"], "mae": ["linear"]}
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------

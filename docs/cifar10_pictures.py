@@ -1,0 +1,63 @@
+"""The pictures of docs/results.md: learning curves from docs/cifar10_results.json, a mean and a band for each cell."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cifar10_results import DOCS, Measured, measured
+from cifar10_texts import THINGS, Thing
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vitray.plotting import LIGHT, new_figure, style_axis, to_png
+from vitray.sweep.report.drawing import Label, label_ends
+from vitray.sweep.report.groups import interval_of
+
+IMAGES = DOCS / "images"
+
+
+def draw_all(records: Mapping[str, Any], images: Path = IMAGES) -> None:
+    """Write a picture for each thing that has curves of two seeds."""
+    for thing in THINGS:
+        if panels := panels_of(thing, records):
+            (images / thing.picture).write_bytes(to_png(draw(panels)))
+
+
+def panels_of(thing: Thing, records: Mapping[str, Any]) -> dict[str, dict[str, Measured]]:
+    """Return {title of a panel: {label: cell}}: the routes of stems apart, all other cells together."""
+    panels: dict[str, dict[str, Measured]] = {}
+    for label, cell in measured(thing, records).items():
+        name, _, route = label.partition(", ")
+        if len(cell.trials) > 1:
+            panels.setdefault(route, {})[name] = cell
+    return panels
+
+
+def draw(panels: Mapping[str, Mapping[str, Measured]]) -> Figure:
+    """Return a figure with a panel for each route, on one scale."""
+    figure = new_figure(LIGHT, 1 + 3.6 * len(panels), 3.2)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, cells) in zip(axes, panels.items(), strict=True):
+        style_axis(axis, LIGHT)
+        axis.set_title(title or "top-1 of test, %", loc="left", color=LIGHT.ink, fontsize=9.5)
+        axis.set_xlabel("step", color=LIGHT.pale, fontsize=8)
+        labels = [
+            draw_cell(axis, label, cell, LIGHT.series[place]) for place, (label, cell) in enumerate(cells.items())
+        ]
+        axis.margins(x=0.02)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        label_ends(figure, axis, labels, LIGHT)
+    if any(panels):
+        axes[0].set_ylabel("top-1 of test, %", color=LIGHT.pale, fontsize=8)
+    return figure
+
+
+def draw_cell(axis: Axes, label: str, cell: Measured, colour: str) -> Label:
+    """Draw the mean of a cell's seeds over the steps with Student's 95 % interval, and return the label of its end."""
+    curves = [dict(map(tuple, trial["curve"])) for trial in cell.trials.values()]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    intervals = [interval_of([100 * curve[step] for curve in curves]) for step in steps]
+    axis.plot(steps, [each.mean for each in intervals], color=colour, linewidth=1.5, marker="o", markersize=3)
+    low, high = [each.low for each in intervals], [each.high for each in intervals]
+    axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    return Label(steps[-1], intervals[-1].mean, label, colour)
