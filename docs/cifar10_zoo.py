@@ -1,7 +1,8 @@
 """python docs/cifar10_zoo.py SWEEPS OUT: the networks of docs/results.md as files of a release, and docs/zoo.md.
 
-OUT gets a tar for each cell: the whole model folder of its first seed, not of its best, and SHA256SUMS. Equal networks
-give equal bytes. A cell without a finished first seed is left out.
+OUT gets a tar for each cell: the whole model folder of its first seed, not of its best, and SHA256SUMS. Of the first
+cell of each thing it also gets the networks of the earlier checkpoints. Equal networks give equal bytes. A cell without
+a finished first seed is left out.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ from vitray.config import Run
 from vitray.evaluation.intervals import wilson
 from vitray.runs.run_dir import OUTCOME, finished_outcome
 from vitray.sweep.space import grid_points, name_of, read_space
+from vitray.training import checkpoints
+from vitray.training.probes import network_weights
 from vitray.weights import identity_of, open_weights, save_model
 
 PAGE = DOCS / "zoo.md"
@@ -29,7 +32,8 @@ HEAD = """\
 
 The networks of [the results on CIFAR-10](results.md): of each cell the first seed, not the best one. A file is a model
 folder in a tar, without optimizer state. The interval is Wilson's, over the test images; the identity is a hash of the
-tensors, which `vitray evaluate --json` prints too.
+tensors, which `vitray evaluate --json` prints too. Of the first cell of each thing there are also the networks of
+earlier steps, for those who study training.
 
 ```text
 tar xf cifar10_depth_x_branches-6x2.tar
@@ -45,22 +49,24 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     rows = ["| file | network | top-1 of test, % | kB | identity |", "|---|---|---|---|---|"]
     commands, sums = [], []
     for thing in THINGS:
-        for cell in cells_of(thing):
+        for place, cell in enumerate(cells_of(thing)):
             run_dir = storage.join(sweeps, thing.space, trial_of(thing, cell))
             if finished_outcome(run_dir) is None:
                 continue
             name = f"{thing.space}-{cell.label.replace(', ', '-')}"
-            content, row = packed(thing, run_dir, name, sweeps)
-            (out / f"{name}.tar").write_bytes(content)
-            sums.append(f"{hashlib.sha256(content).hexdigest()}  {name}.tar")
-            rows.append(row)
+            for step in [*(checkpoints.complete_steps(run_dir)[:-1] if place == 0 else []), None]:
+                file = name if step is None else f"{name}-step{step}"
+                content, row = packed(thing, run_dir, file, sweeps, step)
+                (out / f"{file}.tar").write_bytes(content)
+                sums.append(f"{hashlib.sha256(content).hexdigest()}  {file}.tar")
+                rows.append(row)
             commands.append(train_command(thing, cell))
     if not sums:
         sys.exit(f"{sweeps}: no finished network of docs/results.md")
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n")
     parts = [HEAD, "\n".join(rows), "The commands, in this order:", "```\n" + "\n".join(commands) + "\n```"]
     page.write_text("\n".join(f"{part}\n" for part in parts))
-    print(f"{out}: {len(sums)} networks; {page}: written")
+    print(f"{out}: {len(sums)} files; {page}: written")
 
 
 def trial_of(thing: Thing, cell: Cell) -> str:
@@ -69,15 +75,18 @@ def trial_of(thing: Thing, cell: Cell) -> str:
     return next(name_of(point, space) for point in grid_points(space) if cell.drawn.items() <= point.drawn.items())
 
 
-def packed(thing: Thing, run_dir: str, name: str, sweeps: str) -> tuple[bytes, str]:
-    """Return the tar of a network, and its row on the page."""
+def packed(thing: Thing, run_dir: str, name: str, sweeps: str, step: int | None) -> tuple[bytes, str]:
+    """Return the tar of a run's network at its end or at the checkpoint of a step, and its row on the page."""
     loaded = open_weights(storage.join(run_dir, "model"))
+    outcome = storage.read_json(storage.join(run_dir, OUTCOME))
+    top1 = outcome["val_top1"] if step is None else dict(outcome["curves"]["val/top1"])[step]
+    if step is not None:
+        loaded.vit.load_state_dict(network_weights(checkpoints.read_checkpoint(run_dir, step).parts))
     with storage.scratch_folder() as scratch:
         folder = scratch / name
         save_model(str(folder), without_paths(loaded.run, sweeps), loaded.vit, loaded.classes)
         content = tar_of(folder)
         shutil.rmtree(folder)
-    top1 = storage.read_json(storage.join(run_dir, OUTCOME))["val_top1"]
     interval = wilson(top1 * thing.test_images, thing.test_images)
     accuracy = f"{points(top1)} ({points(interval.low)} to {points(interval.high)})"
     identity = identity_of(loaded.vit.state_dict())[:16]

@@ -26,6 +26,7 @@ from vitray.runs.run_dir import OUTCOME
 from vitray.sweep.driver import SWEEP_META
 from vitray.sweep.space import grid_points, name_of, read_space
 from vitray.sweep.trial_store import POINTS, TrialEntry, TrialRecord, write_record
+from vitray.training.checkpoints import Checkpoint, write_checkpoint
 from vitray.weights import identity_of, open_weights, save_model
 
 DEPTH, MODES, STEMS = THINGS
@@ -270,3 +271,24 @@ def test_the_zoo_holds_the_first_seed_of_each_cell_without_paths_of_the_machine(
     interval = stats.binomtest(5000, 10_000).proportion_ci(0.95, "wilson")
     assert f"50.00 ({100 * interval.low:.2f} to {100 * interval.high:.2f})" in page
     assert "vitray train cifar10_supervised model.name=vit_u6x2_8" in page
+
+
+def test_the_zoo_holds_earlier_networks_of_the_first_cell(tmp_path):
+    sweep = made_sweep(tmp_path / "sweeps", DEPTH, {"12x1 seed=0": 0.5})
+    run_dir = sweep / "12x1 seed=0"
+    outcome = json.loads((run_dir / OUTCOME).read_text()) | {"curves": {"val/top1": [[5, 0.3], [10, 0.5]]}}
+    (run_dir / OUTCOME).write_text(json.dumps(outcome))
+    run = Run().replace({"model.name": "vit_u1x1_8", "model.image_size": 32, "model.num_classes": 2})
+    network, earlier = build_network(run.model), build_network(run.model)
+    save_model(str(run_dir / "model"), run, network, ["cat", "dog"])
+    for step, each in ((5, earlier), (10, network)):
+        parts = {"model": {f"vit.{name}": tensor for name, tensor in each.state_dict().items()}}
+        write_checkpoint(str(run_dir), Checkpoint(step, parts, {}))
+    cifar10_zoo.main(str(tmp_path / "sweeps"), tmp_path / "zoo", tmp_path / "zoo.md")
+    names = ["cifar10_depth_x_branches-12x1-step5", "cifar10_depth_x_branches-12x1"]
+    assert {path.stem for path in (tmp_path / "zoo").glob("*.tar")} == {*names}
+    for name, each, top1 in zip(names, (earlier, network), ("30.00", "50.00"), strict=True):
+        with tarfile.open(tmp_path / "zoo" / f"{name}.tar") as tar:
+            tar.extractall(tmp_path, filter="data")
+        assert identity_of(open_weights(str(tmp_path / name)).vit.state_dict()) == identity_of(each.state_dict())
+        assert f"| {top1} (" in row_of((tmp_path / "zoo.md").read_text(), f"| {name}.tar ")
