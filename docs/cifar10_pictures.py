@@ -17,7 +17,7 @@ IMAGES = DOCS / "images"
 
 
 def draw_all(records: Mapping[str, Any], images: Path = IMAGES) -> None:
-    """Write a picture for each thing that has curves of two seeds."""
+    """Write a picture for each thing that has curves of three seeds."""
     for thing in THINGS:
         if panels := panels_of(thing, records):
             (images / thing.picture).write_bytes(to_png(draw(panels)))
@@ -28,7 +28,7 @@ def panels_of(thing: Thing, records: Mapping[str, Any]) -> dict[str, dict[str, M
     panels: dict[str, dict[str, Measured]] = {}
     for label, cell in measured(thing, records).items():
         name, _, route = label.partition(", ")
-        if len(cell.trials) > 1:
+        if cell.is_drawn:
             panels.setdefault(route, {})[name] = cell
     return panels
 

@@ -1,8 +1,8 @@
 """python docs/cifar10_results.py [SWEEPS]: write docs/results.md from the records of the sweeps of CIFAR-10.
 
-With SWEEPS, the folder of the sweeps, their records first replace those of the same sweeps in
-docs/cifar10_results.json, of which the page is a function: anybody can repeat the statistics without the runs. Cells
-without a finished seed are "not measured".
+With SWEEPS, the folder of the sweeps, the records of their trials first enter docs/cifar10_results.json, where those of
+other trials stay. The page and its pictures are functions of that file: anybody can repeat the statistics without the
+runs. Cells without a finished seed are "not measured".
 """
 
 import json
@@ -14,24 +14,18 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from cifar10_rates import NOT_CHOSEN, check_settings
+from cifar10_rates import NOT_CHOSEN
+from cifar10_records import NOTHING, collect, records_text
 from cifar10_texts import HEAD, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
-from vitray import storage
 from vitray.config import load_run
-from vitray.runs.run_dir import OUTCOME
-from vitray.sweep.driver import SWEEP_META
 from vitray.sweep.report.groups import Interval, interval_of
 from vitray.sweep.space import check_space, read_space, resolve_stages
-from vitray.sweep.trial_store import read_entries, read_record
-from vitray.tracking.system_info import facts
 
 DOCS = Path(__file__).parent
 RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
-NOTHING = {"machines": {}, "trials": [], "stages": [], "labels": []}
-COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_second")
 SHARES = ("0.05", "0.1", "0.5", "1")
 NOT_MEASURED = "not measured"
 TOLD, NOT_TOLD = "{} is higher", "cannot be told apart"
@@ -60,80 +54,15 @@ class Measured(NamedTuple):
         """{seed: test accuracy of the last step}."""
         return {seed: trial["top1"] for seed, trial in self.trials.items()}
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether learning curves show it: of two seeds the interval would cover the picture."""
+        return len(self.trials) > 2
+
     def mean(self, field: str) -> float | None:
         """The mean of a cost over the seeds that have it."""
         values = [trial[field] for trial in self.trials.values() if trial[field] is not None]
         return fmean(values) if values else None
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
-def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """Return the records of the sweeps of SWEEPS and the scores of the label probes, and of all others those known."""
-    records = {key: rows.copy() for key, rows in known.items()}
-    for thing in THINGS:
-        for name, overrides in ((thing.space, thing.overrides), (f"{thing.space}_rates", thing.rate_overrides)):
-            sweep_dir = storage.join(sweeps, name)
-            if storage.exists(storage.join(sweep_dir, SWEEP_META)):
-                check_settings(sweep_dir, thing.recipe, overrides)
-                records["machines"][name] = machine_facts()
-                for kind in ("trials", "stages"):
-                    records[kind] = [row for row in records[kind] if row["sweep"] != name]
-                records["trials"] += [{"sweep": name} | row for row in trial_rows(sweep_dir)]
-                records["stages"] += stage_rows(sweep_dir, name)
-    path = storage.join(sweeps, "labels", "results.json")
-    if storage.exists(path):
-        records["labels"] = []
-        for scores in storage.read_json(path)["models"]:
-            kept = {key: value for key, value in scores.items() if key.startswith(("linear", "few_shot"))}
-            records["labels"].append({"model": network_of(scores["url"], sweeps), **kept})
-    return records
-
-
-def machine_facts() -> dict[str, str]:
-    """Return versions and hardware; the commit that reads the records is not the one that trained."""
-    return {name: value for name, value in facts().items() if name.startswith(("version.", "hardware."))}
-
-
-def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each finished trial of a sweep."""
-    for name, entry in read_entries(sweep_dir).items():
-        run_dir = storage.join(sweep_dir, name)
-        path = storage.join(run_dir, OUTCOME)
-        outcome = storage.read_json(path) if storage.exists(path) else {}
-        if outcome.get("state") == "finished":
-            record = read_record(run_dir)
-            times = None if record.began is None or record.ended is None else record.ended - record.began
-            costs = {field: outcome.get(field) for field in COSTS}
-            yield {
-                "trial": name,
-                "drawn": entry.point.drawn,
-                "top1": outcome["val_top1"],
-                "steps": outcome["steps"],
-                "wall_seconds": times and round(times, 1),
-                "curve": outcome["curves"].get("val/top1", []),
-                **{field: value if value is None else round(value, 1) for field, value in costs.items()},
-            }
-
-
-def stage_rows(sweep_dir: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the cost of each stage of a sweep."""
-    for stage in read_space(tune_spaces.path_of(name)).before:
-        rows = list(trial_rows(storage.join(sweep_dir, "before", stage)))
-        seconds = [sum(row[field] or 0 for row in rows) for field in ("device_seconds", "wall_seconds")]
-        yield {
-            "sweep": name,
-            "stage": stage,
-            "runs": len(rows),
-            "device_seconds": seconds[0],
-            "wall_seconds": seconds[1],
-        }
-
-
-def network_of(url: str, sweeps: str) -> str:
-    """Return the address of a network below SWEEPS, without the folder of the model."""
-    return url.removeprefix(storage.absolute(sweeps)).strip("/").removesuffix("/model")
 
 
 # ---- cells and statistics --------------------------------------------------------------------------------------------
@@ -240,11 +169,13 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
         yield "The rates are not chosen yet: those below are provisional."
     elif tried := rates_table(thing, records):
         yield f"On the development part, top-1 in percent by rate:\n\n{tried}"
+        if ends := at_ends(thing, cells, records):
+            yield f"Best at the lowest or the highest rate that was tried: {', '.join(ends)}."
     yield cells_table(cells)
     yield differences_table(thing, cells)
-    if any(len(each.trials) > 1 for each in cells.values()):
+    if any(each.is_drawn for each in cells.values()):
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"
-        yield "Means over seeds with their 95 % interval."
+        yield "Means over the seeds of the table, with Student's 95 % interval at each step."
     yield thing.paper
     yield "A cell alone, with its first seed:"
     yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
@@ -252,16 +183,27 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
 
 def rates_table(thing: Thing, records: Mapping[str, Any]) -> str:
     """Return the scores on the development part by cell and rate; nothing without records."""
-    rates: dict[str, dict[float, float]] = {}
+    rates: dict[str, dict[float, list[float]]] = {}
     for row in records["trials"]:
         if row["sweep"] == f"{thing.space}_rates":
             drawn = {key: value for key, value in row["drawn"].items() if key != "seed"}
-            rates.setdefault(thing.label.format(**drawn), {})[drawn["rate"]] = row["top1"]
+            rates.setdefault(thing.label.format(**drawn), {}).setdefault(drawn["rate"], []).append(row["top1"])
     columns = sorted({rate for tried in rates.values() for rate in tried})
     rows = [f"| cell | {' | '.join(f'{rate:g}' for rate in columns)} |", "|---|" + "---|" * len(columns)]
     for label, tried in rates.items():
-        rows.append(f"| {label} | {' | '.join(points(tried[rate]) if rate in tried else '' for rate in columns)} |")
+        rows.append(
+            f"| {label} | {' | '.join(points(fmean(tried[rate])) if rate in tried else '' for rate in columns)} |"
+        )
     return "\n".join(rows) if rates else ""
+
+
+def at_ends(thing: Thing, cells: Mapping[str, Measured], records: Mapping[str, Any]) -> list[str]:
+    """Return the cells whose rate is at an end of those tried."""
+    tried: dict[str, set[float]] = {}
+    for row in records["trials"]:
+        if row["sweep"] == f"{thing.space}_rates":
+            tried.setdefault(thing.label.format(**row["drawn"]), set()).add(row["drawn"]["rate"])
+    return [label for label, rates in tried.items() if cells[label].cell.rate in (min(rates), max(rates))]
 
 
 def cells_table(cells: Mapping[str, Measured]) -> str:
@@ -361,27 +303,17 @@ def number(value: float | None, unit: float = 1, digits: int = 0) -> str:
     return "" if value is None else f"{value / unit:,.{digits}f}"
 
 
-def records_text(records: Mapping[str, Any]) -> str:
-    """Return records as JSON, a row a line."""
-    parts = []
-    for name, content in records.items():
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in content) if isinstance(content, list) else ""
-        parts.append(f'"{name}": ' + (f"[\n{lines}\n]" if lines else json.dumps(content)))
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 def main(sweeps: str | None) -> None:
-    """Write the records and the pictures, if there are sweeps to read, and the page."""
-    known = json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING
-    if sweeps:
-        if (records := collect(sweeps, known)) == known:
-            sys.exit(f"{sweeps}: no new trial of docs/results.md")
-        RECORDS.write_text(records_text(records))
-        known = records
-        from cifar10_pictures import draw_all
+    """Write the records, if there are sweeps to read, the page and its pictures."""
+    from cifar10_pictures import draw_all  # which imports this module
 
-        draw_all(records)
-    PAGE.write_text(page(known))
+    records = known = json.loads(RECORDS.read_text()) if RECORDS.exists() else NOTHING
+    if sweeps and (records := collect(sweeps, known)) == known:
+        print(f"{sweeps}: no new trial")
+    if records != known:
+        RECORDS.write_text(records_text(records))
+    PAGE.write_text(page(records))
+    draw_all(records)
     print(f"{PAGE}: written")
 
 

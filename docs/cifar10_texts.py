@@ -66,7 +66,7 @@ THINGS = (
         references=lambda label: [] if label == "full" else ["full"],
         test_images=5_000,
         text="A 12x1 network learns airplane, automobile, bird, cat and deer for 4 epochs at 32 px. Then it is"
-        " fine-tuned to dog, frog, horse, ship and truck for 3 epochs at 48 px, where all or some of its parts are"
+        " fine-tuned to dog, frog, horse, ship and truck for 2 epochs at 48 px, where all or some of its parts are"
         " trained. Each seed has a network of its own, so the spread includes pre-training. MB is the model folder: a"
         " delta for all modes but full.",
         paper='The paper, on ImageNet from 224 to 384 px: attention equals all weights, feed-forwards are below ("Three'

@@ -54,7 +54,7 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
             if finished_outcome(run_dir) is None:
                 continue
             name = f"{thing.space}-{cell.label.replace(', ', '-')}"
-            for step in [*(checkpoints.complete_steps(run_dir)[:-1] if place == 0 else []), None]:
+            for step in [*(scored_steps(run_dir)[:-1] if place == 0 else []), None]:
                 file = name if step is None else f"{name}-step{step}"
                 content, row = packed(thing, run_dir, file, sweeps, step)
                 (out / f"{file}.tar").write_bytes(content)
@@ -67,6 +67,12 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     parts = [HEAD, "\n".join(rows), "The commands, in this order:", "```\n" + "\n".join(commands) + "\n```"]
     page.write_text("\n".join(f"{part}\n" for part in parts))
     print(f"{out}: {len(sums)} files; {page}: written")
+
+
+def scored_steps(run_dir: str) -> list[int]:
+    """Return the steps of the checkpoints with a score: an interruption leaves others."""
+    curve = dict(storage.read_json(storage.join(run_dir, OUTCOME))["curves"]["val/top1"])
+    return [step for step in checkpoints.complete_steps(run_dir) if step in curve]
 
 
 def trial_of(thing: Thing, cell: Cell) -> str:

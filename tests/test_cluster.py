@@ -146,7 +146,7 @@ def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_
     assert environment.get("RAY_AUTH_MODE") == expected
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "no such host:6379", "127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "127.0.0.1:99999"])
 def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
@@ -171,6 +171,25 @@ def test_trials_share_the_cpus_that_decode(cpus, trials, overrides, shared, monk
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(cpus)}}])
     assert place_workers(load_run(None, overrides), trials).data_cpus == shared
+
+
+@pytest.mark.parametrize(
+    ("cpus", "trials", "overrides", "has_cpus", "threads"),
+    [
+        (16, 1, ["compute.workers=2"], True, 8),
+        (16, 1, ["compute.workers=2", "compute.cpus=3"], True, 3),
+        (4, 2, ["compute.workers=1", "compute.cpus=0.45"], True, 1),
+        (16, 4, ["compute.workers=1", "compute.cpus=1"], False, 4),  # of the plan of a sweep, not of the user
+    ],
+)
+def test_the_threads_of_a_worker_are_its_cpus_or_a_share_of_the_node(
+    cpus, trials, overrides, has_cpus, threads, monkeypatch
+):
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(cpus)})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": float(cpus)}}])
+    assert place_workers(load_run(None, overrides), trials, has_cpus).threads == threads
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ def open_sweep(folder, base, text, *additions, places=lambda: 1000):
     return plan, store, TrialSearcher(plan, store, space, places)
 
 
+def test_a_plan_knows_whose_cpus_a_trial_has(tmp_path, base):
+    for run, has_cpus in ((base, False), (base.replace({"compute.cpus": 2}), True)):
+        plan = open_sweep(tmp_path, run, GRID)[0]
+        assert (plan.has_cpus, plan.base.compute.cpus) == (has_cpus, 2 if has_cpus else 1)
+
+
 def suggest_all(searcher):
     """The names of all remaining trials."""
     names = []
@@ -268,6 +274,7 @@ def open_trial(store, base, name="lr=0.1"):
         is_population=False,
         trials=1,
         resources=None,
+        has_cpus=True,
         environment={},
     )
     trial = TrialTrainable.__new__(TrialTrainable)  # without Tune's folders and loggers

@@ -59,9 +59,9 @@ def dashboard_address() -> str:
 def connect() -> "JobSubmissionClient":
     """Return a client of the cluster at RAY_ADDRESS; raise a ConfigError if it is away or refuses the token."""
     address = dashboard_address()
-    session.check_reachable(address)
+    session.check_reachable(address, "`make tunnel` if it is on another network")
+    session.send_token()  # before the settings of a local Ray, which has none
     session.prepare_environment()
-    session.send_token()
     from ray.job_submission import JobSubmissionClient
 
     for name, level in QUIET_LOGGERS.items():

@@ -273,7 +273,7 @@ def autoscaling_device() -> str | None:
     return device
 
 
-def check_reachable(address: str) -> None:
+def check_reachable(address: str, remedy: str) -> None:
     """Raise a ConfigError if nothing answers at an address, where Ray's clients would wait for minutes."""
     parts = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
     port = 443 if parts.scheme == "https" else 80
@@ -281,8 +281,7 @@ def check_reachable(address: str) -> None:
         socket.create_connection((parts.hostname or "", parts.port or port), 5).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"RAY_ADDRESS: {address}: cannot be reached ({error}); wanted a running cluster, and"
-            " `make tunnel` if it is on another network"
+            f"RAY_ADDRESS: {address}: cannot be reached ({error}); wanted a running cluster, and {remedy}"
         ) from None
 
 
@@ -315,11 +314,11 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
-        if ":" in (address := os.environ["RAY_ADDRESS"]):  # else auto or local
-            check_reachable(address)
+        if ":" in (address := os.environ["RAY_ADDRESS"]):  # else auto, local or a name that Ray resolves
+            check_reachable(address, "this machine on its network")
         try:
             has_dashboard = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
-        except ConnectionError as error:
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS: {address}: no cluster answers, or it refuses this machine's token"
                 f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"

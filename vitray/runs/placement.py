@@ -31,7 +31,7 @@ class Placement(NamedTuple):
     probe_gpus: int = 0
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
     data_cpus: int | None = None
-    """Most CPUs that decode images at a time; None is all."""
+    """Most CPUs of one execution that decodes images; None is all."""
 
 
 def start_attempts() -> int:
@@ -66,10 +66,11 @@ def await_nodes(run: Run) -> None:
     session.wait_for_nodes(bundles, seconds)
 
 
-def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
+def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -> Placement:
     """Return the placement of the workers; refuse one that can never fit.
 
-    Concurrent trials share the CPUs of a node for compute threads, and the CPUs that decode images.
+    Concurrent trials share the CPUs of a node for compute threads, and the CPUs that decode images. Without `has_cpus`,
+    compute.cpus is the plan's and not the user's, and does not limit the threads.
     """
     import ray
 
@@ -104,7 +105,7 @@ def place_workers(run: Run, concurrent_trials: int = 1) -> Placement:
             f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}{later}"
         )
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
-    threads = max(1, int(compute.cpus or smallest // neighbours))
+    threads = max(1, int((has_cpus and compute.cpus) or smallest // neighbours))
     # The GPUs of a sweep are for its trials.
     spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
     probe_gpus = int(run.evaluate.has_prober and spare_gpus > 0)

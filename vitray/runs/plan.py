@@ -88,6 +88,8 @@ class TrialHook(NamedTuple):
     """The sweep's open dataset."""
     concurrent_trials: int = 1
     """Trials that share the cluster."""
+    has_cpus: bool = True
+    """Whether compute.cpus is the user's, not the plan's."""
     stop_requested: threading.Event | None = None
     """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
 

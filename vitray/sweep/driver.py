@@ -141,6 +141,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
         is_population=space.is_population,
         trials=plan.trials,
         resources=resources,
+        has_cpus=plan.has_cpus,
         environment=environment,
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})

@@ -32,6 +32,8 @@ class SweepPlan(NamedTuple):
 
     base: Run
     """The settings that all trials share."""
+    has_cpus: bool
+    """Whether compute.cpus is the user's, not this plan's."""
     points: dict[str, SweepPoint]
     """By name; only examples for a search that learns."""
     trials: int
@@ -89,7 +91,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
 
     `ready` is False before the stages are trained: their model folders do not exist yet.
     """
-    base = _with_absolute_urls(base)
+    base, has_cpus = _with_absolute_urls(base), base.compute.cpus is not None
     checked = check_space(space, base)[: space.budget.trials]
     points = {name_of(point, space): with_absolute_addresses(point) for point in checked}
     limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
@@ -114,6 +116,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
             _check_schedule(name, run, first)
     return SweepPlan(
         base=base,
+        has_cpus=has_cpus,
         points=points,
         trials=trials,
         run_plan=first and first.plan,

@@ -61,6 +61,8 @@ class TrialContext(NamedTuple):
     trials: int
     resources: TrialResources
     """Of one trial."""
+    has_cpus: bool
+    """Whether compute.cpus is the user's, not the plan's."""
     environment: dict[str, str]
     """Variables of the driver's environment, which may be missing in a trial's process. Never written to disk."""
 
@@ -179,6 +181,7 @@ class TrialTrainable(tune.Trainable):
                 waits_for_decision=context.has_scheduler,
                 dataset=context.dataset,
                 concurrent_trials=max(1, trials_that_fit(context.base, context.resources, context.trials)),
+                has_cpus=context.has_cpus,
                 stop_requested=self._stop_requested,
             )
             state = train(run, name, context.sweep_dir, hook=hook).state

@@ -43,7 +43,7 @@ class WorkerContext(NamedTuple):
         return build_task(self.run, tokenizer and tokenizer.to(device), teacher and teacher.to(device)).to(device)
 
     data_cpus: int | None = None
-    """Most CPUs that decode images at a time; None is all."""
+    """Most CPUs of one execution that decodes images; None is all."""
     probe_gpus: int = 0
     """GPUs of the process that computes evaluate.probes and evaluate.figures; 0 is a CPU."""
     owner: str | None = None

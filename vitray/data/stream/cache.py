@@ -77,7 +77,7 @@ def forget_decoded(dataset: Dataset, split: str) -> None:
 
 
 def _actor_name(dataset: Dataset, split: str) -> str:
-    return f"decoded {split} of {dataset.identity}"
+    return f"decoded {split} of {dataset.identity}, format 2"  # of DecodedBlock: it outlives a version of vitray
 
 
 def _mib(size: int) -> str:

@@ -89,7 +89,7 @@ class StreamSpec(NamedTuple):
     memory: int | None = None
     """Limit of the stream's blocks in the object store, in bytes; by default a quarter of the store."""
     cpus: int | None = None
-    """Most CPUs that decode its images at a time; by default all."""
+    """Most CPUs of one execution that decodes its images; by default all."""
     cache: Literal["none", "decoded"] = "none"
     """`decoded` reads pixels that the cluster decodes once; it changes no image."""
     row_mask: np.ndarray | None = None
