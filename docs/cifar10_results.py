@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from cifar10_rates import NOT_CHOSEN
@@ -59,10 +59,10 @@ class Measured(NamedTuple):
         """Whether learning curves show it: of two seeds the interval would cover the picture."""
         return len(self.trials) > 2
 
-    def mean(self, field: str) -> float | None:
-        """The mean of a cost over the seeds that have it."""
+    def cost(self, field: str) -> float | None:
+        """The median of a cost over the seeds that have it: some trials waited for other work."""
         values = [trial[field] for trial in self.trials.values() if trial[field] is not None]
-        return fmean(values) if values else None
+        return median(values) if values else None
 
 
 # ---- cells and statistics --------------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def cells_table(cells: Mapping[str, Measured]) -> str:
         interval = interval_of(scores) if len(scores) > 1 else None
         bounds = f"{points(interval.low)} to {points(interval.high)}" if interval else ""
         spread = points(stdev(scores)) if len(scores) > 1 else ""
-        costs = [number(each.mean(field)) for field in ("wall_seconds", "device_seconds")]
-        costs += [number(each.mean(field), 1e6, 2) for field in ("model_bytes", "peak_memory_bytes")]
+        costs = [number(each.cost(field)) for field in ("wall_seconds", "device_seconds")]
+        costs += [number(each.cost(field), 1e6, 2) for field in ("model_bytes", "peak_memory_bytes")]
         texts = [
             f"{each.cell.rate:g}",
             points(fmean(scores)),

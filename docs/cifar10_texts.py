@@ -103,7 +103,7 @@ size that two cores can pay. The schedules are short and the networks small: a c
   order of images and the augmentation. Intervals hold for these test images, and are not corrected for the number of
   pairs: of twenty pairs of equal cells, one is expected to seem different.
 - "cannot be told apart" means that the interval contains zero. It does not mean equal.
-- wall is the time of a trial from its start to its end, two at a time on two cores; device, that of its steps alone.
+- wall is the median time of a trial from its start to its end, two at a time on two cores; device, that of its steps.
 
 ```
 vitray shard cifar-10-binary.tar.gz data/cifar10
