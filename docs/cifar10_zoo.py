@@ -39,8 +39,7 @@ earlier steps, for those who study training.
 tar xf cifar10_depth_x_branches-6x2.tar
 vitray evaluate cifar10_depth_x_branches-6x2 data/cifar10 --split test
 vitray export cifar10_depth_x_branches-6x2 onnx/6x2
-```
-"""
+```"""
 
 
 def main(sweeps: str, out: Path, page: Path = PAGE) -> None:

@@ -37,7 +37,7 @@ ORDER = [
 ]
 ORDER += ["prediction.md", "export.md", "serving.md", "formats.md"]
 # Hours on photographs that nobody has to have; test_readme.py parses the commands.
-HOURS = {"results.md"}
+HOURS = {"results.md", "zoo.md"}
 # Verbs that need a cluster, serve, train or measure for minutes: test_wheel, test_jobs, test_doctor, test_ui,
 # test_serve_http and test_bench_* run them.
 ELSEWHERE = {"demo", "submit", "jobs", "stop", "doctor", "ui", "bench", "serve"}
