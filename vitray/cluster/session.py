@@ -314,11 +314,13 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             " machine, wanted an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
+        from ray.exceptions import AuthenticationError
+
         if ":" in (address := os.environ["RAY_ADDRESS"]):  # else auto, local or a name that Ray resolves
             check_reachable(address, "this machine on its network")
         try:
             has_dashboard = bool(ray.init(logging_level=logging.WARNING).dashboard_url)
-        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        except (ConnectionError, AuthenticationError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS: {address}: no cluster answers, or it refuses this machine's token"
                 f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"

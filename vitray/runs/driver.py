@@ -55,7 +55,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
             import ray.train.torch  # noqa: F401
 
             await_nodes(planned.run)
-            placement = place_workers(planned.run, *((hook.concurrent_trials, hook.has_cpus) if hook else ()))
+            placement = place_workers(planned.run, hook.concurrent_trials if hook else 1, hook is None or hook.has_cpus)
             info = RunInfo(name, run_dir, uid, ownership.id, planned, placement, called, fork, hook)
             outcome = _train(info, shutdown)
             return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
