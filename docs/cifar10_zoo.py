@@ -32,8 +32,8 @@ HEAD = """\
 
 The networks of [the results on CIFAR-10](results.md): of each cell the first seed, not the best one. A file is a model
 folder in a tar, without optimizer state. The interval is Wilson's, over the test images; the identity is a hash of the
-tensors, which `vitray evaluate --json` prints too. Of the first cell of each thing there are also the networks of
-earlier steps, for those who study training.
+tensors (first 16 digits), as the page of an evaluation shows it. Of the first cell of each thing there are also the
+networks of earlier steps, for those who study training.
 
 ```text
 tar xf cifar10_depth_x_branches-6x2.tar
