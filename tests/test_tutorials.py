@@ -7,8 +7,10 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from test_layers import ROOT
 from test_readme import parse
@@ -18,7 +20,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 from write_notebooks import FOLDER, notebook_of, page_of
 
 # The order in which a reader meets them: later ones use the networks of earlier ones.
-ORDER = ["photographs", "deltas", "sweep", "inside", "hundred-tasks"]
+ORDER = ["photographs", "deltas", "sweep", "inside", "hundred-tasks", "cluster"]
 PICTURES = sorted((ROOT / "docs/images").glob("tutorial_*.png"))
 MOST_BYTES = 150_000
 pages = pytest.mark.parametrize("name", ORDER)
@@ -83,8 +85,9 @@ def test_the_pictures_are_small_and_shown():
 
 # ---- they run -------------------------------------------------------------------------------------------------------
 
-# As of test_walkthrough: fewer images and steps, one worker.
-TEXTS = {"range(2000)": "range(800)"}
+# As of test_walkthrough: fewer images and steps, one worker. So short a job is stopped at its first step.
+TEXTS = {"range(2000)": "range(800)", "epoch 1/4": " step "}
+RAY_PORTS = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
 
 
 def free_port() -> int:
@@ -95,14 +98,24 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty folder with a `vitray` that trains little, and the texts in place of those of cells."""
+    """An empty folder with a `vitray` that trains little, and the texts in place of those of cells. The programs that
+    a failed notebook leaves are ended."""
     folder = tmp_path_factory.mktemp("tutorials")
     (folder / "bin").mkdir()
     program = folder / "bin/vitray"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT / "tests/notebook_runner.py"} "$@"\n')
     program.chmod(0o755)
-    port = free_port()
-    return folder, TEXTS | {"vitray serve": f"vitray serve --port {port}", "127.0.0.1:8000": f"127.0.0.1:{port}"}
+    serving, tracking, *ray = [free_port() for _ in range(2 + len(RAY_PORTS))]
+    heads = " ".join(f"--{name}={port}" for name, port in zip(RAY_PORTS, ray, strict=True))
+    texts = {"vitray serve": f"vitray serve --port {serving}", "127.0.0.1:8000": f"127.0.0.1:{serving}"}
+    texts |= {"--port 5000": f"--port {tracking}", "127.0.0.1:5000": f"127.0.0.1:{tracking}"}
+    texts |= {"ray start --head": f"ray start --head {heads}", "127.0.0.1:8265": f"127.0.0.1:{ray[1]}"}
+    yield folder, TEXTS | texts
+    for path in folder.glob("*.pid"):
+        with suppress(psutil.Error):
+            program = psutil.Process(int(path.read_text()))
+            if program.cwd() == str(folder):  # otherwise a later process has its number
+                program.terminate()
 
 
 @pytest.mark.ray
@@ -115,6 +128,7 @@ def test_a_notebook_runs(folder, name):
     environment |= {
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),  # Ray's token is written there
         "VITRAY_HOME": str(folder / "home"),
         "VITRAY_SMALL": json.dumps({"texts": texts, "settings": RUN}),
     }
