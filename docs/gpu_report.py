@@ -137,9 +137,10 @@ def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
 
 HEAD = """# A GPU, measured
 
-`make gpu-report` measures one GPU in under 25 minutes and writes this page; each number is a median ± half the
-interquartile range of interleaved rounds. Without a GPU it runs the same benchmarks at toy size and leaves this page as
-it is. The JSON of each benchmark is in `docs/gpu.json`. A cell without a number says "not measured".
+You can see what one GPU does with vitray, and measure yours: `make gpu-report` takes less than 25 minutes and writes
+this page. Each number is a median ± half the interquartile range of interleaved rounds. Without a GPU the same
+benchmarks run at toy size, and the page stays as it is. The JSON of each benchmark is in `docs/gpu.json`. A cell
+without a number says "not measured".
 """
 AIMS = """
 The aims are for an H100. Not on this page: the images/s of a whole run beside those of its step, for which 97 % is the

@@ -1,4 +1,6 @@
-"""Upper bounds for unclear phrases in docstrings and comments."""
+"""Upper bounds for unclear phrases in docstrings and comments; pages begin with their use."""
+
+import re
 
 import pytest
 from test_layers import ROOT
@@ -30,3 +32,12 @@ text = "what a message to a user contains is not counted"  # what follows
     assert [len(count.matches[phrase]) for phrase in ("what", "said")] == [4, 3]
     assert count.matches["said"][0] == "planted.py:1: Whoever asks is told."
     assert count.per_thousand("what") == pytest.approx(1000 * 4 / 22)
+
+
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "index.md"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_a_page_opens_with_what_its_reader_can_do(path):
+    text = re.sub(r"^(?:<!--|#|!\[).*$", "", path.read_text(), flags=re.MULTILINE)
+    assert text.strip().startswith("You ")

@@ -146,8 +146,8 @@ def _commands(cells: Cells) -> str:
 
 HEAD = """# What a fault costs
 
-This page compares what happens to a training run after a fault: in vitray, and in four stacks that people use. You can
-measure the cells that say "not measured".
+You can compare what happens to a training run after a fault, in vitray and in four stacks that people use, and measure
+the cells that say "not measured".
 
 `python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
 the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
