@@ -83,6 +83,15 @@ def test_as_many_cpus_as_the_verdict_says_end_the_wait(step):
     assert predict(seconds, fewer).wait_share == pytest.approx(0.1)
 
 
+def test_the_cpus_are_those_of_a_gpu_also_where_a_worker_has_a_part_of_one():
+    whole, half, none = (
+        ingest_verdict(SECONDS, MACHINES._replace(gpus=gpus), Prices(None, None))["cpus_per_gpu"]
+        for gpus in (MACHINES.workers, MACHINES.workers / 2, 0)
+    )
+    assert half == pytest.approx(2 * whole)
+    assert none == whole  # of a worker
+
+
 def test_a_cache_leaves_the_augmentation():
     cached = ingest_verdict(SECONDS, MACHINES, Prices(None, None))["with_cache"]
     assert (cached["bottleneck"], cached["wait_share"]) == ("step", 0)

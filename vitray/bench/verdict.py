@@ -71,9 +71,10 @@ def predict(seconds: StageSeconds, machines: Machines) -> Prediction:
     return Prediction(bottleneck, rate, 0.0 if bottleneck == "step" else max(0.0, 1 - rate / slow_step))
 
 
-def cpus_per_worker(seconds: StageSeconds) -> float:
-    """Return the CPUs that decode as fast as one worker trains."""
-    return seconds.cpu * seconds.cpu_slowdown / (seconds.step * seconds.step_slowdown)
+def cpus_per_gpu(seconds: StageSeconds, machines: Machines) -> float:
+    """Return the CPUs that decode as fast as one GPU trains, or one worker on CPUs."""
+    cpus_per_worker = seconds.cpu * seconds.cpu_slowdown / (seconds.step * seconds.step_slowdown)
+    return cpus_per_worker * machines.workers / machines.gpus if machines.gpus else cpus_per_worker
 
 
 def with_cache(seconds: StageSeconds) -> StageSeconds:
@@ -94,9 +95,9 @@ def ingest_verdict(seconds: StageSeconds, machines: Machines, prices: Prices) ->
     prediction, cached = predict(seconds, machines), predict(with_cache(seconds), machines)
     return {
         **prediction._asdict(),
-        "cpus_per_gpu": cpus_per_worker(seconds),
+        "cpus_per_gpu": cpus_per_gpu(seconds, machines),
         "seconds_per_image": seconds._asdict(),
-        "with_cache": cached._asdict() | {"cpus_per_gpu": cpus_per_worker(with_cache(seconds))},
+        "with_cache": cached._asdict() | {"cpus_per_gpu": cpus_per_gpu(with_cache(seconds), machines)},
         "cost_per_million_images": cost_per_million(prediction.images_per_second, machines, prices),
         "machines": machines._asdict(),
     }
