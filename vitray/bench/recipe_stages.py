@@ -18,9 +18,9 @@ from vitray.bench.train import random_batch, training_step
 from vitray.bench.verdict import Machines, StageSeconds
 from vitray.config import Run
 from vitray.data.augment.batch_policy import apply_draws
-from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.augment.decode import DecodedImage, UndecodableImage
 from vitray.data.augment.draws import read_draws
-from vitray.data.augment.image import augment_image, crop_and_draw
+from vitray.data.augment.image import augment_image, crop_and_draw, decode_for_view
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards import open_dataset
 from vitray.data.stream import Stream, StreamSpec
@@ -143,18 +143,26 @@ def _cpu_stages(
     """Return the stages of some images as calls, and the number of images."""
     rows = np.arange(min(int(stream.rows.starts[-1]), SAMPLE))  # whole row groups, as tasks read them
     contents = [content for content, _, _ in read_rows(rows, stream.rows).values()]
-    images = _decodable(contents)
+    augment: Any = stream.spec.crop
+    keys = [str(at) for at in range(len(contents))]
+
+    def decode() -> dict[str, DecodedImage]:
+        images = {}
+        for key, content in zip(keys, contents, strict=True):
+            with suppress(UndecodableImage):
+                images[key] = decode_for_view(content, augment, stream.spec.size, generator(run.seed, 0, key))
+        return images
+
+    images = decode()
     if not images:
         raise ConfigError(f"{stream.dataset.url}: none of the first {len(rows)} images can be decoded")
-    augment: Any = stream.spec.crop
     view = crop_and_draw if stream.view(0).sent else augment_image
-    rngs = [generator(run.seed, 0, str(at)) for at in range(len(images))]
 
     def make_views() -> None:
-        for image, rng in zip(images, rngs, strict=True):
-            view(image, augment, stream.spec.size, rng)
+        for key, image in images.items():
+            view(image.pixels, augment, stream.spec.size, generator(run.seed, 0, key), image.whole)
 
-    return lambda: read_rows(rows, stream.rows), lambda: _decodable(contents), make_views, len(rows)
+    return lambda: read_rows(rows, stream.rows), decode, make_views, len(rows)
 
 
 # ---- processes beside a measurement ----------------------------------------------------------------------------------
@@ -244,15 +252,6 @@ def _step_while(run: Run, machines: Machines, go: Any, _images: Any, ready: Any)
 
 
 # ---- parts of the measurements ---------------------------------------------------------------------------------------
-
-
-def _decodable(encoded: list[bytes]) -> list[np.ndarray]:
-    """Return the images that can be decoded."""
-    images = []
-    for content in encoded:
-        with suppress(UndecodableImage):
-            images.append(decode_image(content))
-    return images
 
 
 def _per_image(call: Callable[[], object], images: int, seconds: float) -> float:

@@ -130,6 +130,10 @@ class Augment(Section):
     """Brightness, contrast and saturation are multiplied by up to 1 ± this, in random order."""
     erase: Chance = 0.0
     """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
+    decode: Literal["full", "scaled"] = "full"
+    """full: all pixels of an image. scaled: a JPEG at a half, a quarter or an eighth of its size, as long as the part
+    that the crop shows has at least the pixels of the view. The draws are the same, the pixels are not. It saves time
+    on photographs above a megapixel; smaller ones have few such crops."""
     on: Literal["tasks", "device", "auto"] = "tasks"
     """Where flip, policy and jitter are applied: in the tasks that decode images, on the workers' device, or auto: on
     GPUs, and in the tasks for CPU workers. It changes no pixel."""

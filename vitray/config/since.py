@@ -39,7 +39,7 @@ task=tokenizer tracking.every tracking.experiment tracking.register_as
 evaluate.gpus model.heads
 """,
     "evaluation, inspection": """
-compute.channels_last data.augment.on data.mix.per evaluate.figures evaluate.pictures
+compute.channels_last data.augment.decode data.augment.on data.mix.per evaluate.figures evaluate.pictures
 evaluate.probe_images evaluate.probes guard.knn_drop guard.least_rank guard.on_collapse
 model.adapters model.attention model.batch_momentum model.bias model.distillation_token model.norm
 model.patches model.positions.base model.positions.where model.positions=learned2d

@@ -58,6 +58,12 @@ class Data(Section):
     cache: Literal["none", "decoded"] = "none"
     """decoded: keep decoded pixels in Ray's object store, for all epochs and runs on the cluster."""
 
+    @model_validator(mode="after")
+    def _cache_has_all_pixels(self) -> Self:
+        if self.cache == "decoded" and self.augment.decode == "scaled":
+            raise ValueError("cache=decoded keeps all pixels of an image, wanted augment.decode=full")
+        return self
+
     @property
     def evaluated(self) -> str | None:
         """The split that holds the evaluated images; None without evaluation."""

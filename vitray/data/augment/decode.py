@@ -7,8 +7,10 @@ Animations give their first frame, transparency is composed over white, 16 bits 
 import io
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -20,6 +22,8 @@ MAX_PIXELS = 178_956_970
 MAX_RATIO = 256
 # Raster formats only: others start programs (EPS) or read other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+# Of a JPEG's height and width.
+DIVISORS = (8, 4, 2)
 UPRIGHT = 1
 ORIENTATION = 0x0112  # the EXIF tag
 
@@ -28,8 +32,27 @@ class UndecodableImage(ValueError):  # noqa: N818 - the name describes the image
     """Bytes that are not a usable image; the text is the reason."""
 
 
+class DecodedImage(NamedTuple):
+    """An image at its own or at a smaller scale."""
+
+    pixels: np.ndarray
+    """Height, width, colour."""
+    whole: tuple[int, int]
+    """Height and width of the image at its own scale."""
+
+
 def decode_image(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Return the pixels (HWC) of an encoded image."""
+    return decode_scaled(data, lambda _: 1.0, max_pixels).pixels
+
+
+def decode_scaled(
+    data: bytes | memoryview, most: Callable[[tuple[int, int]], float], max_pixels: int = MAX_PIXELS
+) -> DecodedImage:
+    """Return an image whose height and width are divided by the largest of 8, 4 and 2 that is at most `most(size)`.
+
+    Only plain JPEGs are: their decoder leaves pixels out. Libjpeg's other scales take longer than all pixels.
+    """
     data = bytes(data)
     if data[:3] == b"\xff\xd8\xff":
         try:
@@ -37,12 +60,17 @@ def decode_image(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> np.n
             # simplejpeg converts CMYK differently from viewers.
             check_size(int(width), int(height), max_pixels)
             if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
-                return simplejpeg.decode_jpeg(data)
+                limit = most((int(height), int(width)))
+                divisor = next((each for each in DIVISORS if each <= limit), 1)
+                least = {"min_height": -(-height // divisor), "min_width": -(-width // divisor)} if divisor > 1 else {}
+                pixels_HWC = simplejpeg.decode_jpeg(data, min_factor=divisor, **least)
+                return DecodedImage(pixels_HWC, (int(height), int(width)))
         except UndecodableImage:
             raise
         except ValueError:
             pass  # simplejpeg rejects all that libjpeg warns about, such as odd headers; Pillow decides
-    return np.array(decode_with_pillow(data, max_pixels))
+    pixels_HWC = np.array(decode_with_pillow(data, max_pixels))
+    return DecodedImage(pixels_HWC, (pixels_HWC.shape[0], pixels_HWC.shape[1]))
 
 
 def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:

@@ -21,6 +21,7 @@ from vitray.config.augmentation import (
     RandomResizedCrop,
     SimpleRandomCrop,
 )
+from vitray.data.augment.decode import DecodedImage, decode_scaled
 from vitray.data.augment.draws import Operation, draw_operations, fill_colour
 
 ImageSize = tuple[int, int]
@@ -34,16 +35,30 @@ class CroppedView(NamedTuple):
     operations: list[Operation]
 
 
-def crop_and_draw(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator) -> CroppedView:
-    """Return a crop of `size` (height, width) and the draws after it; `rng` is `generator(seed, epoch, key, copy)`."""
-    view_HWC = _crop(image_HWC, settings.crop, size, rng)
+def decode_for_view(data: bytes, settings: Augment, size: ImageSize, rng: np.random.Generator) -> DecodedImage:
+    """Return the pixels that the view of an image needs by `settings.decode`; `rng` is not that of the view, but equal
+    to it."""
+    is_scaled = settings.decode == "scaled"
+    return decode_scaled(data, lambda whole: _reduction(whole, settings.crop, size, rng) if is_scaled else 1.0)
+
+
+def crop_and_draw(
+    image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator, whole: ImageSize | None = None
+) -> CroppedView:
+    """Return a crop of `size` (height, width) and the draws after it; `rng` is `generator(seed, epoch, key, copy)`.
+
+    `whole` is the size of the image if its pixels are those of a smaller scale.
+    """
+    view_HWC = _crop(image_HWC, settings.crop, size, rng, whole or (image_HWC.shape[0], image_HWC.shape[1]))
     is_flipped = rng.random() < settings.flip
     return CroppedView(view_HWC, is_flipped, draw_operations(settings, (size[1], size[0]), rng))
 
 
-def augment_image(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator) -> np.ndarray:
-    """Return a training view of `size` (height, width); `rng` is `generator(seed, epoch, key, copy)`."""
-    view_HWC, is_flipped, operations = crop_and_draw(image_HWC, settings, size, rng)
+def augment_image(
+    image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng: np.random.Generator, whole: ImageSize | None = None
+) -> np.ndarray:
+    """Return a training view; the arguments are those of `crop_and_draw`."""
+    view_HWC, is_flipped, operations = crop_and_draw(image_HWC, settings, size, rng, whole)
     if is_flipped:
         # torch reverses columns 20 times faster than numpy.
         view_HWC = torch.from_numpy(view_HWC).flip(1).numpy()
@@ -56,30 +71,56 @@ def augment_image(image_HWC: np.ndarray, settings: Augment, size: ImageSize, rng
     return np.array(apply_operations(image, operations, settings.crop.interpolation, fill))
 
 
-def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize) -> np.ndarray:
-    """Return the evaluation view of `size` (height, width); the resize rounds down, as in DeiT's code and timm."""
+def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize, whole: ImageSize | None = None) -> np.ndarray:
+    """Return the evaluation view of `size` (height, width); the resize rounds down, as in DeiT's code and timm.
+
+    `whole` is as of `crop_and_draw`.
+    """
     height, width = size
-    whole_HWC = _cover(image_HWC, (int(height / crop.crop_ratio), int(width / crop.crop_ratio)), crop.interpolation)
-    top, left = round((whole_HWC.shape[0] - height) / 2), round((whole_HWC.shape[1] - width) / 2)
-    return np.ascontiguousarray(whole_HWC[top : top + height, left : left + width])
+    least = int(height / crop.crop_ratio), int(width / crop.crop_ratio)
+    cover_HWC = _cover(image_HWC, least, crop.interpolation, whole or (image_HWC.shape[0], image_HWC.shape[1]))
+    top, left = round((cover_HWC.shape[0] - height) / 2), round((cover_HWC.shape[1] - width) / 2)
+    return np.ascontiguousarray(cover_HWC[top : top + height, left : left + width])
 
 
-def _crop(image_HWC: np.ndarray, crop: Crop, size: ImageSize, rng: np.random.Generator) -> np.ndarray:
+def _reduction(whole: ImageSize, crop: Crop, size: ImageSize, rng: np.random.Generator) -> float:
+    """Return the factor by which a crop reduces the part of an image that it shows."""
     match crop:
         case RandomResizedCrop():
-            top, left, height, width = draw_box((image_HWC.shape[0], image_HWC.shape[1]), crop, rng)
-            return resize(image_HWC[top : top + height, left : left + width], size, crop.interpolation)
+            _, _, height, width = draw_box(whole, crop, rng)
+            return min(height / size[0], width / size[1])
         case SimpleRandomCrop():
-            whole_HWC = _cover(image_HWC, size, crop.interpolation)
-            edge = (crop.padding, crop.padding)
-            whole_HWC = np.pad(whole_HWC, (edge, edge, (0, 0)), mode="reflect")
-            top = int(rng.integers(whole_HWC.shape[0] - size[0] + 1))
-            left = int(rng.integers(whole_HWC.shape[1] - size[1] + 1))
-            return np.ascontiguousarray(whole_HWC[top : top + size[0], left : left + size[1]])
+            return min(whole[0] / size[0], whole[1] / size[1])
         case CentreCrop():
-            return crop_centre(image_HWC, crop, size)
+            return crop.crop_ratio * min(whole[0] / size[0], whole[1] / size[1])
         case _:
             assert_never(crop)
+
+
+def _crop(image_HWC: np.ndarray, crop: Crop, size: ImageSize, rng: np.random.Generator, whole: ImageSize) -> np.ndarray:
+    match crop:
+        case RandomResizedCrop():
+            top, left, height, width = draw_box(whole, crop, rng)
+            rows = _scaled(top, height, image_HWC.shape[0], whole[0])
+            columns = _scaled(left, width, image_HWC.shape[1], whole[1])
+            return resize(image_HWC[rows, columns], size, crop.interpolation)
+        case SimpleRandomCrop():
+            cover_HWC = _cover(image_HWC, size, crop.interpolation, whole)
+            edge = (crop.padding, crop.padding)
+            cover_HWC = np.pad(cover_HWC, (edge, edge, (0, 0)), mode="reflect")
+            top = int(rng.integers(cover_HWC.shape[0] - size[0] + 1))
+            left = int(rng.integers(cover_HWC.shape[1] - size[1] + 1))
+            return np.ascontiguousarray(cover_HWC[top : top + size[0], left : left + size[1]])
+        case CentreCrop():
+            return crop_centre(image_HWC, crop, size, whole)
+        case _:
+            assert_never(crop)
+
+
+def _scaled(start: int, length: int, pixels: int, whole: int) -> slice:
+    """Return the nearest pixels of a side of a box, where the image's side has `pixels` instead of `whole`."""
+    divisor = round(whole / pixels)  # the last pixel may stand for fewer
+    return slice(round(start / divisor), round((start + length) / divisor))
 
 
 def draw_box(image: ImageSize, crop: RandomResizedCrop, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -96,14 +137,16 @@ def draw_box(image: ImageSize, crop: RandomResizedCrop, rng: np.random.Generator
     return (rows - height) // 2, (columns - width) // 2, height, width
 
 
-def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:
-    """Resize to the smallest image of the same aspect that covers `size`; like torchvision's Resize for squares."""
-    (rows, columns), (height, width) = image_HWC.shape[:2], size
+def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation, whole: ImageSize) -> np.ndarray:
+    """Resize to the smallest image of the aspect of `whole` that covers `size`; like torchvision's Resize for
+    squares."""
+    (rows, columns), (height, width) = whole, size
     if rows * width <= columns * height:
-        whole = height, max(width, int(height * columns / rows))
+        cover = height, max(width, int(height * columns / rows))
     else:
-        whole = max(height, int(width * rows / columns)), width
-    return resize(image_HWC, whole, interpolation)
+        cover = max(height, int(width * rows / columns)), width
+    part_HWC = image_HWC[_scaled(0, rows, image_HWC.shape[0], rows), _scaled(0, columns, image_HWC.shape[1], columns)]
+    return resize(part_HWC, cover, interpolation)
 
 
 def resize(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:

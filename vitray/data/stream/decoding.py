@@ -155,34 +155,45 @@ def _candidates(row: int, position: int, order: EpochOrder) -> Iterator[int]:
 
 
 def _first_valid(
-    candidates: Iterator[int], write_view: Callable[[np.ndarray, str], None], stored: StoredRows, rows: SplitRows
+    candidates: Iterator[int],
+    write_view: Callable[[np.ndarray | bytes, str], None],
+    stored: StoredRows,
+    rows: SplitRows,
 ) -> tuple[int, int]:
     """Write the view of the first image that can be decoded, and return its row and label."""
     tried = 0
     for row in candidates:
         content, label, key = stored.get(row) or _fetch_rows(np.array([row]), rows)[row]
         try:
-            image = content if isinstance(content, np.ndarray) else decode_image(content)
-            write_view(image, key)
+            write_view(content, key)
             return row, label
         except UndecodableImage:
             tried += 1
     raise UndecodableImage(f"none of {tried} images can be decoded")
 
 
-def _write_view(images: Images, index: int, image_HWC: np.ndarray, key: str, view: ViewSettings, copy: int) -> None:
+def _write_view(
+    images: Images, index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
+) -> None:
     """Write the view of an image, and any draws that the worker applies, into the columns."""
-    from vitray.data.augment.image import augment_image, crop_and_draw, crop_centre
+    from vitray.data.augment.image import augment_image, crop_and_draw, crop_centre, decode_for_view
 
-    if isinstance(view.crop, CentreCrop):
-        images["image"][index] = crop_centre(image_HWC, view.crop, view.size)
+    whole, crop = None, view.crop
+    if isinstance(content, np.ndarray):
+        image_HWC = content
+    elif isinstance(crop, Augment) and crop.decode == "scaled":
+        image_HWC, whole = decode_for_view(content, crop, view.size, generator(view.seed, view.epoch, key, copy))
+    else:
+        image_HWC = decode_image(content)
+    if isinstance(crop, CentreCrop):
+        images["image"][index] = crop_centre(image_HWC, crop, view.size)
         return
     rng = generator(view.seed, view.epoch, key, copy)
     if view.sent:
-        images["image"][index], is_flipped, operations = crop_and_draw(image_HWC, view.sent, view.size, rng)
+        images["image"][index], is_flipped, operations = crop_and_draw(image_HWC, view.sent, view.size, rng, whole)
         write_draws(images, index, is_flipped, operations)
     else:
-        images["image"][index] = augment_image(image_HWC, view.crop, view.size, rng)
+        images["image"][index] = augment_image(image_HWC, crop, view.size, rng, whole)
 
 
 def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
