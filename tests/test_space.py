@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shlex
+from collections import Counter
 from decimal import Decimal
 
 import numpy as np
@@ -656,7 +657,7 @@ def test_a_header_has_purpose_and_source(path):
         ("stems", 52), ("demo_depth_x_branches", 8), ("demo_lr", 8), ("demo_finetune_mode", 15), ("demo_stems", 18),
         ("positions", 8), ("demo_positions", 10), ("finetune_mode", 15),
         ("cifar10_depth_x_branches", 20), ("cifar10_depth_x_branches_rates", 16), ("cifar10_finetune_mode", 30),
-        ("cifar10_finetune_mode_rates", 18), ("cifar10_stems", 36), ("cifar10_stems_rates", 36),
+        ("cifar10_finetune_mode_rates", 25), ("cifar10_stems", 36), ("cifar10_stems_rates", 36),
     ],
 )  # fmt: skip
 def test_spaces_have_the_points_of_the_papers_figures(name, points):
@@ -682,7 +683,9 @@ def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(na
 
     assert cells(final) <= cells(tried)
     number = len(cells(final))
-    assert len(cells(tried)) == number * (4 if name == "cifar10_depth_x_branches" else 3)
+    rates = Counter(json.dumps({**json.loads(cell), "rate": None}, sort_keys=True) for cell in cells(tried))
+    assert len(rates) == number
+    assert min(rates.values()) >= 3
     assert len(grid_points(final)) == number * (3 if name == "cifar10_stems" else 5)
     # The stages differ in nothing but the hold-out, which the command of the rates has.
     assert tried.before == final.before
