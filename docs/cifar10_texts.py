@@ -134,4 +134,4 @@ NOT_TESTED = """\
 ## What is not tested
 
 Other datasets, wider networks, patches of 4, longer schedules, GPUs, and the corrections that a long search of
-settings would need. Rates have three or four values, weight decay and augmentation one."""
+settings would need. Rates have three to five values, weight decay and augmentation one."""
