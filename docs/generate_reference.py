@@ -35,8 +35,8 @@ class ParserFound(Exception):  # noqa: N818 (it is no error)
 # ---- verbs -----------------------------------------------------------------------------------------------------------
 
 
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    """Return the parser that a verb builds."""
+def parser_of(*words: str) -> argparse.ArgumentParser:
+    """Return the parser that the verb of a command line builds."""
 
     def stop(parser: argparse.ArgumentParser, *_: object) -> None:
         raise ParserFound(parser)
@@ -44,10 +44,10 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     methods = dict.fromkeys(("parse_args", "parse_intermixed_args"), stop)
     with patch.multiple(argparse.ArgumentParser, **methods):
         try:
-            main([verb])
+            main(list(words))
         except ParserFound as found:
             return found.args[0]
-    raise AssertionError(f"vitray {verb} has no parser")
+    raise AssertionError(f"vitray {' '.join(words)} has no parser")
 
 
 def verbs_page() -> str:
@@ -55,6 +55,8 @@ def verbs_page() -> str:
     parts = [top("Verbs", "You find here the arguments and options of each verb, from its parser.")]
     for verb, text in VERBS.items():
         parts += [f"## vitray {verb}", f"{text[0].upper()}{text[1:]}.", *parser_parts(parser_of(verb))]
+        if verb == "doctor":
+            parts += ["### doctor data", *parser_parts(parser_of("doctor", "data"))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -158,8 +160,8 @@ def environment_page() -> str:
     check("variable", set(used), set(VARIABLES))
     parts = [
         top("Environment variables", "You find here every variable that vitray reads, sends or sets."),
-        "vitray sets those of the second table where you have not set them. Other variables of Ray, MLflow and the AWS"
-        " clients have the meaning that these give them.",
+        "vitray sets those of the second table, most of them only where you have not. Other variables of Ray, MLflow"
+        " and the AWS clients have the meaning that these give them.",
     ]
     for title, is_set in (("Variables that you set", False), ("Variables that vitray sets", True)):
         rows = [f"## {title}\n", "| variable | meaning | used in |", "|---|---|---|"]

@@ -43,7 +43,7 @@ VARIABLES = {
     "RAY_DATA_USAGE_DISABLED": "sets 1 in workers",
     "RAY_GCS_SERVER_PORT": "sets a free port while a local Ray starts",
     "RAY_IGNORE_UNHANDLED_ERRORS": "sets 1 in workers",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR": "sets, by Ray, the configuration of a submitted job",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": "sets (by Ray) the configuration of a submitted job",
     "RAY_JOB_STOP_WAIT_TIME_S": "sets the seconds between the signal to a stopped job and its kill",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "sets 0: otherwise a print of a worker appears twice",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "sets 1: Ray's dashboard lists the run",

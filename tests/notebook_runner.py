@@ -1,4 +1,5 @@
-"""python tests/notebook_runner.py NOTEBOOK: run its code cells in order in this folder, as Jupyter would.
+"""python tests/notebook_runner.py NOTEBOOK: run its code cells in order in this folder, as Jupyter would; but a cell
+of bash ends at the first command that fails.
 
 With other arguments it is `vitray`. $VITRAY_SMALL, as JSON, holds texts in place of those of cells, and settings in
 place of those of trainings.

@@ -30,6 +30,10 @@ def test_every_verb_recipe_and_option_has_a_row():
     from pipelines.__main__ import VERBS
 
     assert all(f"\n## vitray {verb}\n" in PAGES["verbs.md"] for verb in VERBS)
+    files = "".join(path.read_text() for path in (ROOT / "pipelines").glob("*.py"))
+    parsers = re.findall(r'prog="vitray ([^"]+)"', files)
+    assert "doctor data" in parsers
+    assert all(re.search(rf"^###? (vitray )?{parser}$", PAGES["verbs.md"], re.MULTILINE) for parser in parsers)
     assert all(f"\n## {name}\n" in PAGES["recipes.md"] for name in recipes.names())
     assert "| `--resume NAME` |" in PAGES["verbs.md"]
     assert PAGES["recipes.md"].count("expected: ") > 50

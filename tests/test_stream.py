@@ -652,7 +652,13 @@ def test_the_ingest_benchmark_measures_the_places_of_an_augmentation(dataset, tm
     args = ["--image-size", "16", "--images", "128", "--rounds", "1", "--out", str(tmp_path)]
     assert main(["bench", "ingest", dataset.url, *args, "--augment", "three_augment", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    places = ["crop and flip", "on tasks: the task", "on device: the task", "on device: the worker, "]
+    places = [
+        "crop and flip",
+        "crop and flip, scaled",
+        "on tasks: the task",
+        "on device: the task",
+        "on device: the worker, ",
+    ]
     assert all(row["pipeline"].startswith(place) for row, place in zip(rows, places, strict=True))
     assert rows[0]["cpu_ratio"] == 1
 

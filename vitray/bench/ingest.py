@@ -2,7 +2,8 @@
 
 CPU time counts this process and its descendants; on a shared machine it is steadier than wall time. The start of worker
 processes in each epoch counts, as it does in training. With --augment, the places of an augmentation: a task without
-it, a task with it, and the two halves of `data.augment.on: device`, all in this process.
+it, with all pixels and with `data.augment.decode: scaled`, a task with it, and the two halves of `data.augment.on:
+device`, all in this process.
 """
 
 import logging
@@ -105,11 +106,15 @@ def _pipelines(settings: IngestSettings, stream: Stream, images: int) -> dict[st
 
 
 def _places(settings: IngestSettings, stream: Stream, images: int) -> dict[str, Pipeline]:
-    """Return the work of a task without a policy, with it, and with its draws alone; and the worker's part."""
+    """Return the work of a task: without a policy, with scaled decoding, with a policy, with its draws alone; and the
+    worker's part."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     augment = Augment.model_validate({"crop": CROP.crop, "policy": settings.augment})
     sending = Augment.model_validate(augment.model_dump() | {"on": "device"})
-    in_tasks, on_device = (Stream(stream.dataset, stream.spec._replace(crop=crop)) for crop in (augment, sending))
+    scaled = Augment(crop=CROP.crop, decode="scaled")
+    in_tasks, on_device, fewer_pixels = (
+        Stream(stream.dataset, stream.spec._replace(crop=crop)) for crop in (augment, sending, scaled)
+    )
     crops = [(block["image"], read_draws(block, sending)) for block in blocks_of(on_device, 0, images)]
 
     def worker(_epoch: int) -> Iterator[int]:
@@ -122,6 +127,7 @@ def _places(settings: IngestSettings, stream: Stream, images: int) -> dict[str, 
 
     return {
         CROP_ONLY: lambda epoch: loop(stream, epoch, images),
+        f"{CROP_ONLY}, scaled": lambda epoch: loop(fewer_pixels, epoch, images),
         "on tasks: the task": lambda epoch: loop(in_tasks, epoch, images),
         "on device: the task": lambda epoch: loop(on_device, epoch, images),
         f"on device: the worker, {device.type}": worker,
