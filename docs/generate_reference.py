@@ -21,10 +21,10 @@ from vitray.models.network import training_gflops
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
 PLATFORMS = "VITRAY|RAY|MLFLOW|AWS|GLOO|KINETO|TUNE"
-METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system)/(\S|\{[^}]*\})*")
+METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]*split\})/(\S|\{[^}]*\})*")
 # The modules that name metrics, and the methods of a tracker that write artifacts and images.
 LOGGING = ("runs/run_logger", "training/loop", "training/evaluator", "training/prober", "evaluation/scores")
-LOGGING += ("tracking/system_info", "sweep/sweep_logger")
+LOGGING += ("tracking/system_info", "sweep/sweep_logger", "evaluation/report/tracking")
 WRITERS = {"figure", "text", "image"}
 
 
@@ -181,7 +181,10 @@ def tracking_page() -> str:
         "costs": keys_of("vitray/training/profiling.py", "measure_costs"),
         "load": keys_of("vitray/tracking/system_info.py", "sample"),
     }
-    parts = [top("Metrics and artifacts", "You find here every metric, image and artifact that a run logs to MLflow.")]
+    parts = [
+        top("Metrics and artifacts", "You find here every metric, image and artifact that a run logs to MLflow."),
+        "Networks are logged models, and images are datasets: [Tracking](../training.md#tracking) describes both.",
+    ]
     for title, texts in (("Metrics", METRICS), ("Artifacts and images", ARTIFACTS)):
         rows = [f"## {title}\n", "| name | meaning |", "|---|---|"]
         for template, (shown, meaning) in texts.items():
