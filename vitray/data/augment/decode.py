@@ -56,15 +56,16 @@ def decode_scaled(
     data = bytes(data)
     if data[:3] == b"\xff\xd8\xff":
         try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+            rows, columns, colours, _ = simplejpeg.decode_jpeg_header(data)
+            height, width = int(rows), int(columns)
             # simplejpeg converts CMYK differently from viewers.
-            check_size(int(width), int(height), max_pixels)
+            check_size(width, height, max_pixels)
             if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
-                limit = most((int(height), int(width)))
+                limit = most((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)
                 least = {"min_height": -(-height // divisor), "min_width": -(-width // divisor)} if divisor > 1 else {}
                 pixels_HWC = simplejpeg.decode_jpeg(data, min_factor=divisor, **least)
-                return DecodedImage(pixels_HWC, (int(height), int(width)))
+                return DecodedImage(pixels_HWC, (height, width))
         except UndecodableImage:
             raise
         except ValueError:
