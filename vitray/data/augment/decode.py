@@ -63,8 +63,8 @@ def decode_scaled(
             if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
                 limit = most((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)
-                least = {"min_height": -(-height // divisor), "min_width": -(-width // divisor)} if divisor > 1 else {}
-                pixels_HWC = simplejpeg.decode_jpeg(data, min_factor=divisor, **least)
+                least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
+                pixels_HWC = simplejpeg.decode_jpeg(data, min_height=least[0], min_width=least[1], min_factor=divisor)
                 return DecodedImage(pixels_HWC, (height, width))
         except UndecodableImage:
             raise
