@@ -7,6 +7,7 @@ same benchmarks run at toy size and their page goes to bench_out/gpu_toy, since 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,9 @@ from typing import Any, NamedTuple
 
 DOCS = Path(__file__).parent
 TOY_OUT = Path("bench_out/gpu_toy")
+THRESHOLDS = DOCS.parent / "vitray" / "models" / "auto_thresholds.json"
 MISSING = "not measured"
+RECIPE = "whole_run.yaml"
 
 # A result by the name of its measurement: the JSON of the benchmark, or {"error": why there is none}.
 Results = Mapping[str, Mapping[str, Any]]
@@ -28,6 +31,7 @@ class Size(NamedTuple):
 
     models: Sequence[str]
     stems: Sequence[str]
+    """The first one of these networks is also trained in a whole run, and with augmentation on the device."""
     compiled: Sequence[str]
     parallel: Sequence[str]
     finetuned: str
@@ -37,6 +41,8 @@ class Size(NamedTuple):
     batch: int
     images: int
     """Drawn images that are decoded."""
+    steps: int
+    """Of the whole run."""
     workers: int | None = None
 
 
@@ -51,10 +57,11 @@ FULL = Size(
     options=["--image-size", "224", "--dtype", "bf16"],
     batch=128,
     images=4096,
+    steps=640,
 )
 TOY = Size(
     models=["vit_u1x1_8", "vit_u1x2_8"],
-    stems=["vit_u1x1_8_hmlp_bn"],
+    stems=["vit_u1x1_8", "vit_u1x1_8_hmlp_bn"],
     compiled=[],
     parallel=["vit_u1x2_8"],
     finetuned="vit_u1x1_8",
@@ -62,6 +69,7 @@ TOY = Size(
     options=["--image-size", "32", "--rounds", "2", "--seconds", "0.01"],
     batch=4,
     images=48,
+    steps=60,
     workers=2,
 )
 
@@ -82,25 +90,42 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
     decoding = ["--image-size", size.options[1], "--rounds", "3" if has_gpu else "1", "--batch", str(size.batch)]
     workers = ["--workers", str(size.workers)] if size.workers else []
     largest = ["--largest-batch"] if has_gpu else []
+    one = size.stems[0]
+    forward = ["--models", ",".join(dict.fromkeys([*size.models, *size.stems])), *batches]
     all_ = [
         ("dataset", ["shard", "demo", dataset, f"images={size.images}", f"image_size={256 if has_gpu else 40}"], 4),
         ("train", [*train, *largest, "--models", ",".join(size.models)], 5),
-        ("train_stems", [*train, "--models", ",".join(size.stems)], 3),
+        ("train_stems", [*train, *largest, "--models", ",".join(size.stems)], 4),
         ("train_compiled", [*train, "--compile", "--models", ",".join(size.compiled)], 6),
-        ("latency", ["bench", "latency", "--models", ",".join(size.models), *batches], 3),
+        ("train_reduced", [*train, "--compile", "reduce-overhead", "--models", ",".join(size.compiled)], 6),
+        ("train_augmented", [*train, "--augment", "three_augment", "--models", one], 1),
+        ("run", ["train", f"{out}/{RECIPE}", f"data.url={dataset}", "--name", "whole", "--out", f"{out}/runs"], 3),
+        ("latency", ["bench", "latency", *forward], 4),
         ("branches", ["bench", "branches", "--models", ",".join(size.parallel), *batches], 3),
         ("finetune", ["bench", "finetune", "--model", size.finetuned, "--modes", "full,attn", *size.options], 1),
         ("ingest", ["bench", "ingest", dataset, *decoding, *workers], 2),
         ("ingest_places", ["bench", "ingest", dataset, "--augment", "three_augment", *decoding], 1),
         ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers], 2),
     ]
-    chosen = [Measurement(*each) for each in all_ if each[0] != "train_compiled" or size.compiled]
+    chosen = [Measurement(*each) for each in all_ if size.compiled or "--compile" not in each[1]]
     return [
         each._replace(
             words=[*each.words, "--json", *(["--out", f"{out}/{each.name}"] if "bench" in each.words else [])]
         )
         for each in chosen
     ]
+
+
+def whole_run(size: Size) -> dict[str, Any]:
+    """Return the recipe of a run with the settings of `bench train` but its classes; its images are decoded once."""
+    dtype = size.options[size.options.index("--dtype") + 1] if "--dtype" in size.options else "fp32"
+    return {
+        "model": {"name": size.stems[0], "image_size": int(size.options[1]), "num_classes": 10},
+        "data": {"val": None, "cache": "decoded"},
+        "optim": {"batch": size.batch, "duration": f"{size.steps} steps", "warmup": "10 steps"},
+        "compute": {"workers": 1, "precision": dtype},
+        "tracking": {"every": f"{size.steps // 10} steps", "register_as": None},
+    }
 
 
 def run_all(
@@ -121,16 +146,36 @@ def run_all(
 
 
 def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
-    """Return the JSON of a command of vitray, or its error."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pipelines", *words], capture_output=True, text=True, timeout=limit, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than its {limit:.0f} s"}
+    """Return the JSON of a command of vitray, or its error with the rows that it had saved."""
+    command = [sys.executable, "-m", "pipelines", *words]
+    variables = os.environ | {"PYTHONPATH": str(DOCS.parent)}
+    with tempfile.TemporaryDirectory(prefix="vitray-") as folder:  # MLflow's store of the whole run
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return saved_rows(words) | {"error": f"took more than its {limit:.0f} s"}
     if done.returncode:
         return {"error": f"ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def saved_rows(words: Sequence[str]) -> dict[str, Any]:
+    """Return what a benchmark had saved before it was stopped."""
+    folder = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    saved = sorted(folder.glob("*.json")) if folder else []
+    return json.loads(saved[0].read_text()) if saved else {}
+
+
+def with_threshold(measured: Sequence[Mapping[str, Any]], branches: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the limits that `auto` reads, with that of a result of `bench branches` for its hardware."""
+    if "fused_elements" not in branches:
+        return list(measured)
+    new = {name: branches[name] for name in ("device", "hardware", "versions", "fused_elements")}
+    new["source"] = f"make gpu-report: vitray bench branches, {branches['mode']}, {branches['image_size']} px"
+    others = [each for each in measured if (each["device"], each["hardware"]) != (new["device"], new["hardware"])]
+    return [*others, new]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -142,33 +187,43 @@ this page. Each number is a median ± half the interquartile range of interleave
 benchmarks run at toy size, and the page stays as it is. The JSON of each benchmark is in `docs/gpu.json`. A cell
 without a number says "not measured".
 """
+BRANCHES = """
+images/s of inference. Sequential, the same blocks one after the other, is another network, and not a choice of auto;
+the last column is auto over the better of loop and fused.
+
+"""
 AIMS = """
-The aims are for an H100. Not on this page: the images/s of a whole run beside those of its step, for which 97 % is the
-aim; `train/images_per_second` of `vitray train` shows them.
+The aims are for an H100.
 """
 
 
 def page(size: Size, results: Results) -> str:
     """Return the Markdown of the results; a cell without a result says so."""
-    rows = {name: result.get("rows", []) for name, result in results.items()}
+    rows = rows_of(results)
     parts = [HEAD, _hardware(results), "## Training\n", _training(size.models, rows.get("train", []))]
     parts += ["\nCompiled (`compute.compile=default`):\n", _training(size.compiled, rows.get("train_compiled", []))]
+    parts += ["\nCompiled with CUDA graphs (`compute.compile=reduce-overhead`):\n"]
+    parts += [_training(size.compiled, rows.get("train_reduced", []))]
+    parts += ["\nA whole run, whose images are decoded once, and 3-Augment on the device:\n", _whole(size, results)]
     parts += ["\n## Stems\n", _training(size.stems, rows.get("train_stems", []))]
     parts += ["\n## Latency\n", "\nms of a forward pass, by images in a batch:\n"]
     parts += [_latency(size, rows.get("latency", []), "eager"), "\nAs a CUDA graph:\n"]
     parts += [_latency(size, rows.get("latency", []), "graph")]
-    parts += [
-        "\n## Parallel branches\n\nimages/s of inference; the last column is auto over the best of the first three.\n"
-    ]
+    parts += ["\n## Parallel branches\n", BRANCHES]
     parts += [_branches(size, rows.get("branches", []))]
     parts += ["\n## Attention-only fine-tuning\n", _finetuning(rows.get("finetune", []))]
-    parts += ["\n## Decoding\n", _pipelines(rows.get("ingest", []) + rows.get("ingest_places", []), "cpu_us")]
+    parts += ["\n## Decoding\n", _pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
     parts += ["\n## Prediction\n", _pipelines(rows.get("predict", []), "share_of_bound")]
-    parts += ["\n## Aims\n", _aims(rows), AIMS]
+    parts += ["\n## Aims\n", _aims(size, results), AIMS]
     errors = {name: result["error"] for name, result in results.items() if "error" in result}
     if errors:
         parts += ["\n## Missing\n", "\n".join(f"- `{name}`: {text}" for name, text in errors.items()), "\n"]
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def rows_of(results: Results) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of each measurement."""
+    return {name: result.get("rows", []) for name, result in results.items()}
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -217,10 +272,29 @@ def _training(models: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return table(["model", "images/s", "over a bare step", "MFU", "peak memory", "largest batch"], lines)
 
 
+def _whole(size: Size, results: Results) -> str:
+    run, augmented = shares(size, results)
+    row = _row(rows_of(results).get("train_augmented", []), model=size.stems[0])
+    lines = [
+        ["a whole run", cell(results.get("run"), "images_per_second"), cell(run, "ratio", "{:.3f}".format)],
+        ["augmented steps", cell(row, "augmented"), cell(augmented, "ratio", "{:.3f}".format)],
+    ]
+    return table([f"`{size.stems[0]}`", "images/s", "over plain steps"], lines)
+
+
+def shares(size: Size, results: Results) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the speed of a whole run over that of its steps, and of steps with and without augmentation."""
+    rows = rows_of(results)
+    step, run = _row(rows.get("train", []), model=size.stems[0]), results.get("run", {})
+    speed = run.get("images_per_second")
+    whole = {"ratio": speed / step["vitray"]} if step and speed else None
+    return whole, _row(rows.get("train_augmented", []), model=size.stems[0])
+
+
 def _latency(size: Size, rows: Sequence[Mapping[str, Any]], variant: str) -> str:
     lines = [
         [f"`{model}`", *(cell(_row(rows, model=model, batch=batch), f"{variant}_ms") for batch in size.batches)]
-        for model in size.models
+        for model in dict.fromkeys([*size.models, *size.stems])
     ]
     return table(["model", *map(str, size.batches)], lines)
 
@@ -255,10 +329,16 @@ def _pipelines(rows: Sequence[Mapping[str, Any]], other: str) -> str:
     return table(["pipeline", "images/s", head], lines or [["all", MISSING, MISSING]])
 
 
-def _aims(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _aims(size: Size, results: Results) -> str:
+    rows = rows_of(results)
+    whole, augmented = shares(size, results)
+
     def best(model: str, name: str) -> dict[str, Any] | None:
         numbers = [
-            row[name] for key in ("train", "train_compiled") for row in rows.get(key, []) if row["model"] == model
+            row[name]
+            for key in ("train", "train_compiled", "train_reduced")
+            for row in rows.get(key, [])
+            if row["model"] == model
         ]
         numbers = [number for number in numbers if number is not None]
         return {name: max(numbers)} if numbers else None
@@ -270,6 +350,8 @@ def _aims(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         ["images/s of ViT-S/16 in training", "8,000", cell(best("vit_s12x1_16", "vitray"), "vitray")],
         ["MFU of ViT-B/16", "35 %", cell(best("vit_b12x1_16", "mfu"), "mfu", _percent)],
         ["MFU of ViT-L/16", "45 %", cell(best("vit_l24x1_16", "mfu"), "mfu", _percent)],
+        ["a whole run of ViT-S/16 over its steps", "0.97", cell(whole, "ratio", "{:.3f}".format)],
+        ["steps with 3-Augment on the device over steps without", "0.97", cell(augmented, "ratio", "{:.3f}".format)],
         ["auto over sequential, S-18x2, batch 1", "1.40", cell(gain, "auto_over_seq", "{:.2f}".format)],
         ["auto over the best, worst batch", "0.98", cell({"worst": worst}, "worst", "{:.2f}".format)],
     ]
@@ -294,10 +376,14 @@ def main(words: Sequence[str] | None = None) -> None:
     size, out = (FULL, DOCS) if torch.cuda.is_available() and not options.toy else (TOY, TOY_OUT)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
+        Path(folder, RECIPE).write_text(json.dumps(whole_run(size)))
         results = run_all(plan(size, f"{folder}/demo", folder), 60 * options.minutes, call_vitray)
     results.pop("dataset")
     (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "gpu.md").write_text(page(size, results))
+    if size is FULL:
+        measured = with_threshold(json.loads(THRESHOLDS.read_text()), results["branches"])
+        THRESHOLDS.write_text(json.dumps(measured, indent=1) + "\n")
     print(f"wrote {out / 'gpu.json'} and {out / 'gpu.md'}")
     if size is TOY:
         print("these are toy sizes, and docs/gpu.md is as it was")

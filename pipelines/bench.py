@@ -15,6 +15,7 @@ def main(args: list[str]) -> dict[str, Any]:
     benchmark = options.pop("benchmark")
     # Torch and Ray take seconds to load.
     from vitray.bench import (
+        augmented,
         branches,
         families,
         finetune,
@@ -49,8 +50,10 @@ def main(args: list[str]) -> dict[str, Any]:
         return latency.measure_latency(latency.LatencySettings(**options))
     if benchmark == "branches":
         return branches.measure_branches(branches.BranchesSettings(**options))
-    measure = probes.measure_probes if options.pop("probes") else train.measure_train
-    return measure(train.TrainSettings(**options))
+    policy, has_probes = options.pop("augment"), options.pop("probes")
+    settings = train.TrainSettings(**options)
+    measure = probes.measure_probes if has_probes else train.measure_train
+    return augmented.measure_augmented(settings, policy) if policy else measure(settings)
 
 
 if __name__ == "__main__":

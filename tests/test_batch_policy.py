@@ -78,12 +78,12 @@ def amounts_of(name: str, count: int, size: tuple[int, int], seed: str) -> np.nd
     return np.array(amounts, np.float64)
 
 
-def check_equal(name: str, height: int, width: int, count: int) -> None:
+def check_equal(name: str, height: int, width: int, count: int, device: str = "cpu") -> None:
     for interpolation in ("bicubic", "bilinear"):
         originals, amounts = images_of(count, height, width), amounts_of(name, count, (width, height), interpolation)
-        ours = torch.from_numpy(originals.copy())
+        ours = torch.from_numpy(originals.copy()).to(device)
         apply_draws(ours, draws_of(name, amounts, interpolation))
-        for image, original, amount in zip(ours.numpy(), originals, amounts.tolist(), strict=True):
+        for image, original, amount in zip(ours.cpu().numpy(), originals, amounts.tolist(), strict=True):
             theirs = policy.operate(Image.fromarray(original), name, amount, interpolation, FILL)
             assert np.array_equal(image, np.asarray(theirs)), (name, amount, interpolation, original.shape)
 
@@ -205,3 +205,10 @@ def test_a_gpu_has_the_pixels_of_the_reference(name):
     on_gpu = crops.cuda()
     apply_draws(on_gpu, draws)
     assert np.array_equal(on_gpu.cpu().numpy(), views)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_on_a_gpu_equals_pillows_bit_for_bit(name):
+    for height, width, count in ((24, 32, 1000), (33, 21, 30), (1, 1, 5)):
+        check_equal(name, height, width, count, "cuda")

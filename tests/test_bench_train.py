@@ -1,15 +1,21 @@
 """The training benchmark measures a step, alone and beside probes, and writes its tables."""
 
 import json
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipelines.__main__ import main
 from vitray.bench import probes
+from vitray.bench.augmented import host_batches
 from vitray.bench.probes import LOOK, ProbeLoad, RaisingClient, take_steps
+from vitray.config import load_run
+from vitray.data.augment.draws import OPERATIONS
+from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import RunError
 
 CPU = torch.device("cpu")
@@ -21,6 +27,31 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert all(row[column] > 0 for column in ("vitray", "bare", "ratio"))
     assert (tmp_path / "train_step_cpu_fp32.csv").read_text().startswith("model,vitray,vitray_spread,bare,")
+
+
+def test_the_augmentation_of_a_batch_is_measured_beside_its_step(tmp_path, capsys):
+    args = ["--models", "vit_u1x1_8", "--image-size", "16", "--batch", "4", "--rounds", "2", "--seconds", "0.02"]
+    assert main(["bench", "train", "--augment", "three_augment", *args, "--out", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all(row[column] > 0 for column in ("augmented", "crops", "ratio"))
+    assert (tmp_path / "train_three_augment_cpu_fp32.csv").read_text().startswith("model,augmented,augmented_spread,")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "train", "--augment", "three_augment", "--probes"])
+
+
+def test_each_prefetcher_gives_its_batch_with_or_without_the_draws():
+    run = load_run().replace(
+        {"model.name": "vit_u1x1_8", "model.image_size": 16, "optim.batch": 8, "data.augment.policy": "three_augment"}
+    )
+    augmented, crops = host_batches(run)
+    assert crops.draws is None
+    assert augmented.draws is not None
+    assert {OPERATIONS[code] for code in augmented.draws.codes.flat} <= {"grey", "solarize", "blur"}
+    assert np.array_equal(augmented.images, crops.images)
+    with closing(Prefetcher(iter([augmented, crops]), CPU)) as feed:
+        changed, same = feed
+    assert not torch.equal(changed.images, same.images)
+    assert np.array_equal(same.images.numpy(), crops.images)
 
 
 def test_a_load_beside_the_steps_is_looked_at_now_and_then(monkeypatch):

@@ -11,8 +11,9 @@ import torch
 from pipelines.__main__ import main
 from vitray.bench.branches import elements, fused_elements
 from vitray.bench.options import build_parser
-from vitray.bench.rounds import Spread, capture, write_record
-from vitray.bench.train import largest_fitting
+from vitray.bench.rounds import Results, Spread, capture, write_record
+from vitray.bench.train import TrainSettings, largest_fitting, recipe
+from vitray.config import load_run
 from vitray.models import blocks
 from vitray.models.blocks import most_fused
 
@@ -35,7 +36,7 @@ def test_without_results_no_cell_has_a_number():
         assert section in cells
     # Numbers are batch sizes and aims.
     numbers = {cell for cell in cells if cell[0].isdigit()}
-    assert numbers == {"1", "2", "4", "8", "16", "32", "64", "8,000", "35 %", "45 %", "1.40", "0.98"}
+    assert numbers == {"1", "2", "4", "8", "16", "32", "64", "8,000", "35 %", "45 %", "0.97", "1.40", "0.98"}
 
 
 def spread(name, value):
@@ -54,7 +55,10 @@ def test_each_number_has_its_cell():
     modes = [{"mode": "attn", **spread("seconds", 0.5), **spread("seconds_ratio", 0.75), "peak_bytes": 3e9}]
     results = {
         "train": hardware | {"rows": [train]},
-        "train_stems": {"error": "took more than its 60 s"},
+        "train_augmented": hardware | {"rows": [{"model": "vit_s12x1_16", "augmented": 8000, "ratio": 0.985}]},
+        "run": {"images_per_second": 7960.54},
+        "train_stems": hardware
+        | {"rows": [{"model": "vit_s12x1_16_conv", "vitray": 7}], "error": "took more than its 60 s"},
         "latency": hardware | {"rows": [latency]},
         "branches": hardware | {"rows": [row]},
         "finetune": hardware | {"rows": modes},
@@ -70,6 +74,10 @@ def test_each_number_has_its_cell():
     assert "| stream | 900 ± 9 | 5 ± 0.05 |" in text
     assert "| images/s of ViT-S/16 in training | 8,000 | 8123 |" in text
     assert "| auto over the best, worst batch | 0.98 | 0.99 |" in text
+    assert "| `vit_s12x1_16_conv` | 7 |" in text
+    assert "| a whole run | 7961 | 0.980 |" in text
+    assert "| augmented steps | 8000 | 0.985 |" in text
+    assert "| a whole run of ViT-S/16 over its steps | 0.97 | 0.980 |" in text
     assert "- `train_stems`: took more than its 60 s" in text
 
 
@@ -80,6 +88,8 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
         "dataset",
         "train",
         "train_stems",
+        "train_augmented",
+        "run",
         "latency",
         "branches",
         "finetune",
@@ -87,12 +97,26 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
         "ingest_places",
         "predict",
     }
-    assert {each.name for each in measurements} - {"train_compiled"} == wanted
+    assert {each.name for each in measurements} - {"train_compiled", "train_reduced"} == wanted
     outs = set()
     for each in measurements:
         if each.words[0] == "bench":
             outs.add(build_parser("").parse_args(each.words[1:]).out)
-    assert len(outs) == len(measurements) - 1  # none overwrites another's files
+    assert len(outs) == len(measurements) - 2  # none overwrites another's files; dataset and run have other verbs
+
+
+@pytest.mark.parametrize("size", [FULL, TOY])
+def test_the_whole_run_has_the_network_and_the_batch_of_the_steps(size, tmp_path):
+    (tmp_path / REPORT.RECIPE).write_text(json.dumps(REPORT.whole_run(size)))
+    run = load_run(tmp_path / REPORT.RECIPE)
+    options = build_parser("").parse_args(["train", "--batch", str(size.batch), *size.options])
+    settings = TrainSettings([], options.batch, options.image_size, options.dtype, False, 1, 1.0, tmp_path)
+    step = recipe(settings, size.stems[0])
+    assert run.model == step.model.model_copy(update={"num_classes": 10})
+    assert run.task == step.task
+    assert run.data.mix == step.data.mix
+    assert (run.optim.batch, run.compute.precision) == (step.optim.batch, step.compute.precision)
+    assert run.optim.rule == step.optim.rule
 
 
 def test_the_measurements_share_the_time():
@@ -119,6 +143,22 @@ def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
     assert REPORT.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
 
 
+def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):
+    results = Results(tmp_path / "new" / "train", torch.device("cpu"), {"about": "toy"})
+    results.add({"model": "one", "vitray": 7})
+    saved = REPORT.call_vitray(["bench", "train", "--out", str(tmp_path / "new")], 0.01)
+    assert saved["rows"] == [{"model": "one", "vitray": 7}]
+    assert (saved["about"], saved["is_partial"], saved["error"]) == ("toy", True, "took more than its 0 s")
+    results.add({"model": "two", "vitray": 8})
+    whole = results.finish({"limit": 3, "files": ["chart.png"]})
+    assert [row["model"] for row in whole["rows"]] == ["one", "two"]
+    assert "is_partial" not in whole
+    assert whole["limit"] == 3
+    assert [Path(name).suffix for name in whole["files"]] == [".csv", ".png", ".json"]
+    assert json.loads((tmp_path / "new" / "train.json").read_text())["rows"] == whole["rows"]
+    assert (tmp_path / "new" / "train.csv").read_text().split() == ["model,vitray", "one,7", "two,8"]
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(900)
@@ -127,7 +167,8 @@ def test_it_runs_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.setitem(REPORT.main.__globals__, "TOY_OUT", tmp_path)
     REPORT.main(["--toy", "--minutes", "12"])
     results = json.loads((tmp_path / "gpu.json").read_text())
-    assert len(results) == 8
+    assert len(results) == 10
+    assert results.pop("run")["images_per_second"] > 0
     for result in results.values():
         assert result["device"] in ("cpu", "cuda")
         assert result["versions"]["torch"]
@@ -186,7 +227,33 @@ def test_auto_reads_its_limits_with_their_hardware():
     measured = json.loads((Path(blocks.__file__).parent / "auto_thresholds.json").read_text())
     assert {each["device"]: each["fused_elements"] for each in measured} == {"cpu": 50_000, "cuda": 1_250_000}
     assert all(each["hardware"] and each["source"] for each in measured)
-    assert (most_fused("cpu"), most_fused("cuda"), most_fused("meta")) == (50_000, 1_250_000, 0)
+    most_fused.cache_clear()
+    assert (most_fused("cpu"), most_fused("meta")) == (50_000, 0)
+    measured_here = {each["hardware"]: each["fused_elements"] for each in measured}
+    assert most_fused("cuda") == measured_here.get(
+        torch.cuda.is_available() and torch.cuda.get_device_name(), 1_250_000
+    )
+
+
+def test_the_limit_of_this_gpu_counts_before_the_first_of_its_kind(monkeypatch, tmp_path):
+    measured = json.loads((Path(blocks.__file__).parent / "auto_thresholds.json").read_text())
+    result = {"device": "cuda", "hardware": "A card", "versions": {"torch": "2.15"}, "fused_elements": 7}
+    result |= {"mode": "bf16, eager, inference", "image_size": 224}
+    new = REPORT.with_threshold(measured, result)
+    assert new[:-1] == measured
+    assert new[-1]["source"] == "make gpu-report: vitray bench branches, bf16, eager, inference, 224 px"
+    again = REPORT.with_threshold(new, result | {"fused_elements": 8})
+    assert [each["fused_elements"] for each in again] == [50_000, 1_250_000, 8]
+    assert REPORT.with_threshold(measured, {"error": "took more than its 60 s"}) == measured
+
+    (tmp_path / "auto_thresholds.json").write_text(json.dumps(again))
+    monkeypatch.setattr(blocks, "__file__", str(tmp_path / "blocks.py"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for hardware, limit in (("A card", 8), ("Another card", 1_250_000)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=hardware: name)
+        most_fused.cache_clear()
+        assert most_fused("cuda") == limit
+    most_fused.cache_clear()
 
 
 def test_the_elements_of_a_row_are_those_by_which_auto_decides():

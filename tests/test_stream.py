@@ -430,7 +430,8 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
 
 
 @pytest.mark.ray
-def test_views_are_the_same_on_the_device(tmp_path, ray_cluster):
+@pytest.mark.parametrize("cache", ["none", "decoded"])
+def test_views_are_the_same_on_the_device(tmp_path, ray_cluster, cache):
     small = write(tmp_path / "small", [jpeg(index) for index in range(300)])
     kind = {"copies": 2, "batch": 20}
     plain = train_stream(small, crop=AUGMENT, **kind)
@@ -438,8 +439,9 @@ def test_views_are_the_same_on_the_device(tmp_path, ray_cluster):
     views = [hashlib.sha256(view.tobytes()).hexdigest() for view in block["image"]]
     expected = dict(enumerate(zip(block["row"].tolist(), block["label"].tolist(), views, strict=True)))
     try:
-        on_device = train_stream(small, crop=ON_DEVICE, cache="decoded", **kind)
-        assert images_of_epoch(on_device, 3, epoch=1) == expected
+        on_device = train_stream(small, crop=ON_DEVICE, cache=cache, **kind)
+        for workers in (1, 2, 3, 5):
+            assert images_of_epoch(on_device, workers, epoch=1) == expected
     finally:
         forget_decoded(small, "train")
 

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitray.bench.charts import draw_ratios, write_results
-from vitray.bench.rounds import capture, circumstances, interleave, progress, ratio_of, spread_of, write_record
+from vitray.bench.charts import draw_ratios
+from vitray.bench.rounds import Results, capture, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.config import Model
 from vitray.errors import ConfigError
 from vitray.models.blocks import most_fused
 from vitray.models.vit import ViT, regroup
+from vitray.plotting import to_png
 
-VARIANTS = ("seq", "loop", "fused", "auto")
+# Of the same network, between which `auto` chooses. The same blocks in sequence are another network.
+EXECUTIONS = ("loop", "fused")
+VARIANTS = ("seq", *EXECUTIONS, "auto")
 GRAPHS = ("seq_graph", "fused_graph")
 
 
@@ -47,7 +50,9 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
     print(f"{where}; {mode}, {settings.image_size} px")
     print("gain: auto over seq, the same blocks in sequence; ratios are taken within rounds\n")
     print(f"{'model':<16}{'batch':>6}{''.join(f'{name:>16}' for name in names)}{'gain':>15}{'auto/loop':>16}")
-    rows: list[dict[str, Any]] = []
+    stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{settings.image_size}"
+    about = {"circumstances": where, "mode": mode, "image_size": settings.image_size}
+    results = Results(settings.out / stem, device, about)
     started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
     for name in settings.models:
         variants = build_variants(name, settings, device)
@@ -58,21 +63,19 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
             for variant, measured in speeds.items():
                 row |= spread_of(measured).columns(variant, 2)
                 row |= ratio_of(measured, speeds["seq"]).columns(f"{variant}_over_seq", 4)
-            best = max(VARIANTS[:-1], key=lambda variant: row[variant])
+            best = max(EXECUTIONS, key=lambda variant: row[variant])
             row |= ratio_of(speeds["auto"], speeds[best]).columns("auto_over_best", 4)
-            rows.append(row | {"auto_over_loop": round(over_loop.median, 4)})
+            results.add(row | {"auto_over_loop": round(over_loop.median, 4)})
             cells = "".join(f"{spread_of(measured)!s:>16}" for measured in speeds.values())
             gain_text = f"{gain.median - 1:>+8.0%} ± {gain.spread:<4.0%}"
             print(f"{name:<16}{batch:>6}{cells}{gain_text}{over_loop!s:>16}", flush=True)
-            left = (time.perf_counter() - started) / len(rows) * (steps - len(rows))
-            progress(f"{len(rows)} of {steps} measured, about {left:.0f} s left")
-    stem = f"branches_{device.type}_{mode.replace(', ', '_')}_{settings.image_size}"
-    chart = draw_ratios(rows, VARIANTS[1:], f"{where}\n{mode}, {settings.image_size} px")
-    limit = fused_elements(rows)
+            left = (time.perf_counter() - started) / len(results.rows) * (steps - len(results.rows))
+            progress(f"{len(results.rows)} of {steps} measured, about {left:.0f} s left")
+    chart = settings.out / f"{stem}.png"
+    chart.write_bytes(to_png(draw_ratios(results.rows, VARIANTS[1:], f"{where}\n{mode}, {settings.image_size} px")))
+    limit = fused_elements(results.rows)
     print(f"auto fuses up to {most_fused(device.type):,} elements; here the best limit is {limit:,}")
-    result = {"circumstances": where, "mode": mode, "image_size": settings.image_size, "fused_elements": limit}
-    result |= write_results(settings.out, stem, rows, chart)
-    return write_record(settings.out / f"{stem}.json", device, result)
+    return results.finish({"fused_elements": limit, "files": [str(chart)]})
 
 
 def variant_names(settings: BranchesSettings, device: torch.device) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ def build_variants(
     torch.manual_seed(0)
     parallel = ViT(model)
     nets = {"seq": regroup(parallel, 1)}
-    for execution in ("loop", "fused", "auto"):
+    for execution in (*EXECUTIONS, "auto"):
         nets[execution] = ViT(model)
         nets[execution].load_state_dict(parallel.state_dict())
         nets[execution].execution = execution

@@ -7,17 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitray.bench.rounds import (
-    Spread,
-    capture,
-    circumstances,
-    interleave,
-    progress,
-    ratio_of,
-    spread_of,
-    write_csv,
-    write_record,
-)
+from vitray.bench.rounds import Results, Spread, capture, circumstances, interleave, progress, ratio_of, spread_of
 from vitray.config import Model
 from vitray.models.network import build_network
 
@@ -41,7 +31,8 @@ def measure_latency(settings: LatencySettings) -> dict[str, Any]:
     about = f"{settings.dtype}, {settings.image_size} px"
     print(f"ms of a forward pass, median ± half the interquartile range of {settings.rounds} interleaved rounds")
     print(f"{circumstances(device)}; {about}\n")
-    rows: list[dict[str, Any]] = []
+    stem = f"latency_{device.type}_{settings.dtype}" + (f"_{settings.compile}" if settings.compile else "")
+    results = Results(settings.out / stem, device, {"circumstances": circumstances(device), "about": about})
     for name in settings.models:
         network = build_network(Model(name=name, image_size=settings.image_size)).to(device).eval()
         forwards: dict[str, Callable[[torch.Tensor], object]] = {"eager": network}
@@ -55,13 +46,10 @@ def measure_latency(settings: LatencySettings) -> dict[str, Any]:
             for variant, milliseconds in times.items():
                 row |= spread_of(milliseconds).columns(f"{variant}_ms", 5)
                 row |= ratio_of(times["eager"], milliseconds).columns(f"{variant}_gain", 4)
-            rows.append(row)
+            results.add(row)
             texts = (f"{variant} {Spread(row[f'{variant}_ms'], row[f'{variant}_ms_spread'])}" for variant in times)
             print(f"{name:<18}{batch:>5}  {', '.join(texts)}", flush=True)
-    stem = f"latency_{device.type}_{settings.dtype}" + (f"_{settings.compile}" if settings.compile else "")
-    write_csv(settings.out / f"{stem}.csv", rows)
-    result = {"circumstances": circumstances(device), "about": about, "rows": rows}
-    return write_record(settings.out / f"{stem}.json", device, result | {"files": [str(settings.out / f"{stem}.csv")]})
+    return results.finish()
 
 
 def _measure(

@@ -64,7 +64,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     scaling.add_argument("--batch", type=count_up_to(10**6), default=192, help="images of a global batch (%(default)s)")
     train = benchmarks.add_parser("train", help="a training step against plain PyTorch")
-    train.add_argument("--probes", action="store_true", help="the step alone against the step beside evaluate.probes")
+    others = train.add_mutually_exclusive_group()
+    others.add_argument("--probes", action="store_true", help="the step alone against the step beside evaluate.probes")
+    text = "the step on batches that the worker augments (data.augment.on: device) against the step on crops"
+    others.add_argument("--augment", choices=POLICIES, help=text)
     finetune = benchmarks.add_parser("finetune", help="time and memory of fine-tuning modes")
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
     finetune.add_argument(

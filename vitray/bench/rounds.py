@@ -82,11 +82,40 @@ def circumstances(device: torch.device, threads: int | None = None) -> str:
     return f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
 
 
+class Results:
+    """The rows of a benchmark, with hardware and versions; saved after each row, since a long one may be stopped."""
+
+    def __init__(self, path: Path, device: torch.device, about: Mapping[str, Any]) -> None:
+        """`path` is that of the files, without a suffix."""
+        self._json, self._csv = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.csv")
+        self._device, self._about = device, about
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Save one more row."""
+        self.rows.append(row)
+        _write_json(self._json, _with_facts(self._device, {**self._about, "rows": self.rows, "is_partial": True}))
+
+    def finish(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write both files, and return all of the JSON; `more` enters it too."""
+        write_csv(self._csv, self.rows)
+        result = {**self._about, **(more or {}), "rows": self.rows}
+        result["files"] = [str(self._csv), *result.get("files", [])]
+        return write_record(self._json, self._device, result)
+
+
 def write_record(path: Path, device: torch.device, result: dict[str, Any]) -> dict[str, Any]:
     """Write a result with the hardware and the versions behind it as JSON; return all of it."""
+    record = _with_facts(device, result)
+    _write_json(path, record)
+    print(f"wrote {path}")
+    return record | {"files": [*result.get("files", []), str(path)]}
+
+
+def _with_facts(device: torch.device, result: Mapping[str, Any]) -> dict[str, Any]:
     facts = system_info.facts()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    record = {
+    return {
         "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else facts["hardware.cpu"],
         "device_bytes": memory,
@@ -96,10 +125,11 @@ def write_record(path: Path, device: torch.device, result: dict[str, Any]) -> di
         "commit": facts.get("git.commit"),
         **result,
     }
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"wrote {path}")
-    return record | {"files": [*result.get("files", []), str(path)]}
 
 
 def capture(call: Callable[[], object]) -> Callable[[], object]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vitray.bench.rounds import circumstances, interleave, ratio_of, spread_of, write_csv, write_record
+from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, spread_of
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
@@ -48,7 +48,8 @@ def measure_train(settings: TrainSettings) -> dict[str, Any]:
     about = f"{mode}, {settings.image_size} px, batches of {settings.batch}"
     print(f"{circumstances(device)}; {about}")
     print(f"\n{'model':<18}{'vitray':>18}{'bare loop':>18}{'ratio':>18}{'MFU':>8}{'peak GB':>9}{'batch':>7}")
-    rows: list[dict[str, Any]] = []
+    stem = f"train_step_{device.type}_{settings.dtype}" + (f"_{settings.compile}" if settings.compile else "")
+    results = Results(settings.out / stem, device, {"circumstances": circumstances(device), "about": about})
     for name in settings.models:
         run = recipe(settings, name)
         peak, largest = peak_bytes(run, device), None
@@ -61,11 +62,8 @@ def measure_train(settings: TrainSettings) -> dict[str, Any]:
         cells = f"{mfu_text:>8}{'' if peak is None else f'{peak / 1e9:.2f}':>9}{largest or '':>7}"
         print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{cells}", flush=True)
         row = {"model": name} | ours.columns("vitray", 2) | bare.columns("bare", 2) | ratio.columns("ratio", 4)
-        rows.append(row | {"mfu": mfu, "peak_bytes": peak, "largest_batch": largest})
-    stem = f"train_step_{device.type}_{settings.dtype}" + (f"_{settings.compile}" if settings.compile else "")
-    write_csv(settings.out / f"{stem}.csv", rows)
-    result = {"circumstances": circumstances(device), "about": about, "rows": rows}
-    return write_record(settings.out / f"{stem}.json", device, result | {"files": [str(settings.out / f"{stem}.csv")]})
+        results.add(row | {"mfu": mfu, "peak_bytes": peak, "largest_batch": largest})
+    return results.finish()
 
 
 def recipe(settings: TrainSettings, name: str) -> Run:

@@ -200,10 +200,13 @@ def most_fused(device: str) -> int:
     """Return the largest branches * rows * width at which fusing wins on a kind of device; 0 if nobody measured it.
 
     Below it, kernel launches dominate; above it, the activations leave a CPU core's cache. auto_thresholds.json has the
-    numbers with their hardware, in the form in which `vitray bench branches` writes its result.
+    numbers with their hardware, in the form in which `vitray bench branches` writes its result; that of this GPU counts
+    before the first one of its kind.
     """
     measured = json.loads((Path(__file__).parent / "auto_thresholds.json").read_text())
-    return next((each["fused_elements"] for each in measured if each["device"] == device), 0)
+    hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
+    own_first = sorted(measured, key=lambda each: each["hardware"] != hardware)
+    return next((each["fused_elements"] for each in own_first if each["device"] == device), 0)
 
 
 def is_fusing_faster(elements: int, device: str) -> bool:
