@@ -20,7 +20,8 @@ from vitray.models.network import training_gflops
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
-PLATFORMS = "VITRAY|RAY|MLFLOW|AWS|GLOO|KINETO|TUNE"
+VARIABLE = re.compile(r"(?<![\w{])(?:VITRAY|RAY|MLFLOW|AWS|GLOO|NCCL|OMP|KINETO|TUNE)_\w*[^\W_]\b")
+CLUSTER_FILES = ("cluster.yaml", "deploy/*.yaml", "deploy/*.sh")
 METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]*split\})/(\S|\{[^}]*\})*")
 # The modules that name metrics, and the methods of a tracker that write artifacts and images.
 LOGGING = ("runs/run_logger", "training/loop", "training/evaluator", "training/prober", "evaluation/scores")
@@ -121,12 +122,14 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def variables() -> dict[str, set[str]]:
-    """Return {environment variable: packages that name it}."""
+    """Return {environment variable: packages and cluster files that name it}."""
     found = defaultdict(set)
     for path in sorted([*ROOT.glob("vitray/**/*.py"), *ROOT.glob("pipelines/*.py")]):
-        for text in strings(tree_of(path)):
-            if re.fullmatch(rf"({PLATFORMS})_\w+", text):
-                found[text].add(".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py"))
+        for name in VARIABLE.findall("\n".join(strings(tree_of(path)))):
+            found[name].add(".".join(path.relative_to(ROOT).parts[:2]).removesuffix(".py"))
+    for path in sorted(path for pattern in CLUSTER_FILES for path in ROOT.glob(pattern)):
+        for name in VARIABLE.findall(path.read_text()):
+            found[name].add(str(path.relative_to(ROOT)))
     return found
 
 
@@ -159,7 +162,7 @@ def environment_page() -> str:
     used = variables()
     check("variable", set(used), set(VARIABLES))
     parts = [
-        top("Environment variables", "You find here every variable that vitray reads, sends or sets."),
+        top("Environment variables", "You find here every variable of vitray and its cluster files."),
         "vitray sets those of the second table, most of them only where you have not. Other variables of Ray, MLflow"
         " and the AWS clients have the meaning that these give them.",
     ]

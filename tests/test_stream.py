@@ -5,9 +5,11 @@ import io
 import json
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import psutil
@@ -464,6 +466,51 @@ def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch
     monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)  # of 1,024 images: 21 steps
     monkeypatch.setattr(stream_module, "PIECES_AHEAD", ahead)
     assert images_of_epoch(train_stream(dataset), 2) == one_worker
+
+
+STEP_BYTES = 48 * 16 * 16 * 3
+
+
+@pytest.mark.parametrize(("memory", "most"), [(3 * STEP_BYTES * 9, 9), (3 * STEP_BYTES - 1, 0), (10**9, 9042)])
+def test_executions_in_bulk_double_while_memory_holds_three(dataset, memory, most):
+    stream = train_stream(dataset, in_bulk=True, memory=memory)
+    cut = stream._cut(1, 1)
+    assert stream._bulk(cut) == most
+    assert stream._bulk(stream._cut(2, 1)) == train_stream(dataset, memory=memory)._bulk(cut) == 0
+    executions, ahead = stream._divided(range(5, 400), cut)
+    assert [step for steps in executions for step in steps] == list(range(5, 400))
+    if most:
+        lengths = [len(steps) for steps in executions[:-1]]
+        assert all(after == min(2 * before, most) for before, after in pairwise(lengths))
+        assert lengths[0] == max(1, cut.rows // 48) <= most
+        assert ahead == most  # the next one starts with the reading of each
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("step", "memory"), [(0, None), (50, None), (0, 3 * STEP_BYTES * 9), (0, 3 * STEP_BYTES - 1)])
+def test_executions_in_bulk_change_no_image(dataset, one_worker, step, memory):
+    expected = {at: image for at, image in one_worker.items() if at >= step * 48}
+    assert images_of_epoch(train_stream(dataset, in_bulk=True, memory=memory), 1, step=step) == expected
+
+
+@pytest.mark.ray
+def test_no_loop_of_ray_runs_beside_the_reading_in_bulk(dataset, ray_cluster):
+    """Without `in_bulk` the loop waits for memory here, and never ends."""
+
+    def loops() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("StreamingExecutor")]
+
+    def wait_until(is_reached) -> bool:
+        end = time.monotonic() + 60
+        while not is_reached() and time.monotonic() < end:
+            time.sleep(0.001)
+        return is_reached()
+
+    batches = train_stream(dataset, in_bulk=True, memory=3 * STEP_BYTES * 40).train(0, 1000, Share(0, 1))
+    next(batches)
+    assert wait_until(lambda: len(loops()) > 0)  # of the second execution
+    assert wait_until(lambda: not loops())
+    batches.close()
 
 
 @pytest.mark.ray

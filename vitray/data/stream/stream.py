@@ -5,6 +5,7 @@ pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals t
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -92,6 +93,10 @@ class StreamSpec(NamedTuple):
     """Most CPUs of one execution that decodes its images; by default all."""
     cache: Literal["none", "decoded"] = "none"
     """`decoded` reads pixels that the cluster decodes once; it changes no image."""
+    in_bulk: bool = False
+    """Whether a single worker reads the blocks of an execution after its end, while the next one runs. Ray's loop of an
+    execution is a thread of that worker, and never pauses while blocks wait for memory: on a CPU it takes more than
+    half of the training's speed (LOG)."""
     row_mask: np.ndarray | None = None
     """True for each row of the split to use; the other rows are neither read nor counted."""
 
@@ -141,22 +146,38 @@ class Stream:
             )
         # The first worker's, since the cluster may grow or shrink while the others ask for its memory.
         cut = share.broadcast(self._cut(share.workers, self.spec.copies))
-        # Steps of one execution: Ray lists its pieces beforehand.
-        at_once, ahead = (max(1, pieces * cut.rows // self.spec.batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
-        starts = range(start, end, at_once)
+        executions, ahead = self._divided(range(start, end), cut)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
-        with ThreadPoolExecutor(1) as opener:
-            following = None
-            for first in starts:
-                last = min(first + at_once, end)
-                blocks = following.result() if following else self._open_training(first, last, cut, share)
+        opener, following = ThreadPoolExecutor(1), None
+        try:
+            for steps, after in zip(executions, [*executions[1:], None], strict=True):
+                blocks = following.result() if following else self._open_training(steps, cut, share)
                 reader = BlockReader(blocks, self.spec.size)
-                for step in range(first, last):
-                    if step == max(first, last - ahead) and last < end:
-                        following = opener.submit(self._open_training, last, min(last + at_once, end), cut, share)
+                for step in steps:
+                    if step == max(steps.start, steps.stop - ahead) and after:
+                        following = opener.submit(self._open_training, after, cut, share)
                     epoch, within = divmod(step, self.steps)
                     positions = positions_of(within, self.spec.batch, share.rank, share.workers)
                     yield self._batch(reader.take(epoch, positions), len(positions), epoch)
+        finally:
+            opener.shutdown(wait=False)
+
+    def _divided(self, steps: range, cut: Cut) -> tuple[list[range], int]:
+        """Return the steps of each execution, and how many before its end the next one starts."""
+        most, ahead = (max(1, pieces * cut.rows // self.spec.batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
+        if not (bulk := min(most, self._bulk(cut))):
+            return [steps[at : at + most] for at in range(0, len(steps), most)], ahead
+        # A worker waits for the whole of an execution, so the first ones are short.
+        count, executions = min(bulk, max(1, cut.rows // self.spec.batch)), []
+        while steps:
+            executions.append(steps[:count])
+            steps, count = steps[count:], min(2 * count, bulk)
+        return executions, bulk
+
+    def _bulk(self, cut: Cut) -> int:
+        """Return the most steps of an execution in bulk: memory holds the blocks of three; 0 if it is not in bulk."""
+        image = math.prod(self.spec.size) * 3
+        return self._memory // 3 // (self.spec.batch * image) if self.spec.in_bulk and cut.workers == 1 else 0
 
     def evaluate(self, share: Share) -> Iterator[HostBatch]:
         """Yield a worker's batches of every image once, in the stored order; every worker gets the same number."""
@@ -178,10 +199,11 @@ class Stream:
     def _memory(self) -> int:
         return self.spec.memory or int(ray.cluster_resources()["object_store_memory"]) // 4
 
-    def _open_training(self, first: int, last: int, cut: Cut, share: Share) -> Iterator[Images]:
+    def _open_training(self, steps: range, cut: Cut, share: Share) -> Iterator[Images]:
         """Start an execution for some steps of the run, and return this worker's blocks."""
-        iterators = None
+        iterators, first, last = None, steps.start, steps.stop
         if share.rank == 0:
+            self._executions = self._executions[-1:]
             starts = ((epoch, epoch * self.steps) for epoch in range(first // self.steps, -(-last // self.steps)))
             batch = self.spec.batch
             pieces = chain.from_iterable(
@@ -189,7 +211,7 @@ class Stream:
                 for epoch, start in starts
             )
             iterators = self._execute(list(pieces), cut, shuffled=True)
-            self._executions = [*self._executions[-1:], iterators]
+            self._executions.append(iterators)
         iterators = share.broadcast(iterators)
         return _started(iterators[cut.place(share.rank)])
 
@@ -213,8 +235,10 @@ class Stream:
         context.execution_options.resource_limits = limits
         context.enable_progress_bars = False
         context.print_on_execution_start = False
-        # Each block has one row for Ray, so that equal shares are dealt in turn.
-        return [blocks.iterator()] if cut.workers == 1 else blocks.streaming_split(cut.workers, equal=False)
+        if cut.workers > 1:
+            # Each block has one row for Ray, so that equal shares are dealt in turn.
+            return blocks.streaming_split(cut.workers, equal=False)
+        return [blocks.materialize().iterator() if shuffled and self._bulk(cut) else blocks.iterator()]
 
     def _batch(self, images: Images, count: int, epoch: int) -> HostBatch:
         """Return a batch of `count` images, padded at its end with black ones."""
