@@ -2,11 +2,12 @@
 
 OUT gets a tar for each cell: the whole model folder of its first seed, not of its best, and SHA256SUMS. Of the first
 cell of each thing it also gets the networks of the earlier checkpoints. Equal networks give equal bytes. A cell without
-a finished first seed is left out.
+a finished first seed in SWEEPS keeps its rows on the page, as its network may be on another machine.
 """
 
 import hashlib
 import io
+import re
 import shutil
 import sys
 import tarfile
@@ -46,13 +47,18 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     """Write the files of a release and its page."""
     out.mkdir(parents=True, exist_ok=True)
     rows = ["| file | network | top-1 of test, % | kB | identity |", "|---|---|---|---|---|"]
-    commands, sums = [], []
+    commands, sums, written = [], [], written_rows(page)
     for thing in THINGS:
         for place, cell in enumerate(cells_of(thing)):
             run_dir = storage.join(sweeps, thing.space, trial_of(thing, cell))
-            if finished_outcome(run_dir) is None:
-                continue
             name = f"{thing.space}-{cell.label.replace(', ', '-')}"
+            if finished_outcome(run_dir) is None:
+                if kept := [
+                    row for file, row in written.items() if re.fullmatch(rf"{re.escape(name)}(-step\d+)?", file)
+                ]:
+                    rows += kept
+                    commands.append(train_command(thing, cell))
+                continue
             for step in [*(scored_steps(run_dir)[:-1] if place == 0 else []), None]:
                 file = name if step is None else f"{name}-step{step}"
                 content, row = packed(thing, run_dir, file, sweeps, step)
@@ -66,6 +72,12 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     parts = [HEAD, "\n".join(rows), "The commands, in this order:", "```\n" + "\n".join(commands) + "\n```"]
     page.write_text("\n".join(f"{part}\n" for part in parts))
     print(f"{out}: {len(sums)} files; {page}: written")
+
+
+def written_rows(page: Path) -> dict[str, str]:
+    """Return {file without .tar: row} of a page."""
+    text = page.read_text() if page.exists() else ""
+    return {row[1]: row[0] for row in re.finditer(r"^\| (\S+)\.tar \|.*$", text, re.MULTILINE)}
 
 
 def scored_steps(run_dir: str) -> list[int]:
@@ -121,5 +133,5 @@ def tar_of(folder: Path) -> bytes:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit(f"usage: {__doc__.partition(':')[0]}")
+        sys.exit("usage: python docs/cifar10_zoo.py SWEEPS OUT")
     main(sys.argv[1], Path(sys.argv[2]))

@@ -259,7 +259,9 @@ def test_the_zoo_holds_the_first_seed_of_each_cell_without_paths_of_the_machine(
     save_model(str(sweep / "6x2 seed=0" / "model"), run, network, ["cat", "dog"])
     (sweep / "3x4 seed=0").mkdir()
     (sweep / "3x4 seed=0" / OUTCOME).write_text(json.dumps({"state": "stopped early", "val_top1": 0.3, "model": None}))
+    elsewhere = "| cifar10_depth_x_branches-4x3.tar | vit_u4x3_8 | 51.25 (50.27 to 52.23) | 2,478 | cf2f44711fb29e3a |"
     for attempt in ("one", "two"):
+        (tmp_path / f"{attempt}.md").write_text(f"{elsewhere}\n| cifar10_depth_x_branches-6x2.tar | of before |\n")
         cifar10_zoo.main(str(tmp_path / "sweeps"), tmp_path / attempt, tmp_path / f"{attempt}.md")
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert set(files) == {"cifar10_depth_x_branches-6x2.tar", "SHA256SUMS"}
@@ -274,6 +276,9 @@ def test_the_zoo_holds_the_first_seed_of_each_cell_without_paths_of_the_machine(
     interval = stats.binomtest(5000, 10_000).proportion_ci(0.95, "wilson")
     assert f"50.00 ({100 * interval.low:.2f} to {100 * interval.high:.2f})" in page
     assert "vitray train cifar10_supervised model.name=vit_u6x2_8" in page
+    assert page.index(".tar | vit_u1x1_8 |") < page.index(elsewhere)  # in the order of the cells
+    assert "vitray train cifar10_supervised model.name=vit_u4x3_8" in page
+    assert "of before" not in page
 
 
 def test_the_zoo_holds_earlier_networks_of_the_first_cell(tmp_path):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import psutil
@@ -77,6 +78,56 @@ def test_the_commands_parse(name):
         parse(words[1:])
 
 
+# ---- shown outputs --------------------------------------------------------------------------------------------------
+
+# Of a shown line to the most similar printed one, without numbers: a small network may predict another class.
+LEAST_LIKENESS = 0.75
+
+
+def shown_outputs(text: str) -> dict[int, list[str]]:
+    """Return {number of a cell: the lines that its page shows below it}, without those that stand for left-out ones."""
+    number, outputs = 0, {}
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        number += language in ("bash", "python")
+        if language == "text":
+            outputs[number] = [line for line in block.splitlines() if line.strip(" .")]
+    return outputs
+
+
+def printed_outputs(name: str, text: str) -> dict[int, list[str]]:
+    """Return {number of a cell: the lines that it printed} of the output of notebook_runner.py."""
+    parts = re.split(rf"^### {name}-(\d+)$", text, flags=re.MULTILINE)
+    return {int(number): re.split(r"[\r\n]+", part) for number, part in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def outline(line: str) -> str:
+    """Return a line without its numbers, names of jobs, hashes and widths."""
+    return re.sub(r"\s+", " ", re.sub(r"[^\s=|(\"]*\d[^\s=|)\"]*", "#", line)).strip()
+
+
+def unlike(shown: list[str], printed: list[str]) -> list[str]:
+    """Return the shown lines that no printed one is like."""
+    outlines = {outline(line) for line in printed}
+
+    def likeness(line: str) -> float:
+        return max((SequenceMatcher(None, line, other).ratio() for other in outlines), default=0.0)
+
+    return [line for line in shown if outline(line) not in outlines and likeness(outline(line)) < LEAST_LIKENESS]
+
+
+def test_an_output_is_that_of_its_cell_but_for_numbers():
+    text = (
+        "```python\na\n```\n\n```bash\nvitray a\n```\n\n```text\n  top-1  49.50 % of 400 images\n...\n  run   b\n```\n"
+    )
+    shown = shown_outputs(text)
+    assert shown == {2: ["  top-1  49.50 % of 400 images", "  run   b"]}
+    printed = printed_outputs("a", "### a-1\n### 0.1 s\n### a-2\n  run  b\rtop-1 7.5 % of 20 images\n### 3.0 s\n")
+    assert unlike(shown[2], printed[2]) == []
+    assert unlike(shown[2], printed[1]) == shown[2]
+    assert unlike(["  top-5  49.50 % of 400 images"], printed[2]) == []  # the name has a number
+    assert unlike(["  loss   1.25"], printed[2]) == ["  loss   1.25"]
+
+
 def test_the_pictures_are_small_and_shown():
     shown = {target for name in ORDER for target in re.findall(r"\(\.\./images/(tutorial_\w+\.png)\)", text_of(name))}
     assert {path.name for path in PICTURES} == shown
@@ -134,4 +185,8 @@ def test_a_notebook_runs(folder, name):
     }
     command = [sys.executable, str(ROOT / "tests/notebook_runner.py"), str(FOLDER / f"{name}.ipynb")]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout.decode(errors="replace")[-5000:]
+    output = done.stdout.decode(errors="replace")
+    assert done.returncode == 0, output[-5000:]
+    printed = printed_outputs(name, output)
+    shown = shown_outputs(text_of(name))
+    assert {number: lines for number in shown if (lines := unlike(shown[number], printed[number]))} == {}
