@@ -82,8 +82,8 @@ class Uploader:
                 (self.spool.folder / record.body["file"]).unlink(missing_ok=True)
 
     def _advance(self, run_id: str, batch: list[SpoolRecord]) -> None:
+        self.spool.set_cursor(SpoolCursor(run_id, batch[-1].end))  # first, so that nothing is sent that is not noted
         self._sent = batch[-1].end
-        self.spool.set_cursor(SpoolCursor(run_id, self._sent))
 
     def _next_batch(self) -> list[SpoolRecord]:
         """Return the next record, or as many metric records as MLflow accepts per call."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -150,7 +150,7 @@ class Stream:
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
         opener, following = ThreadPoolExecutor(1), None
         try:
-            for steps, after in zip(executions, [*executions[1:], None], strict=True):
+            for steps, after in zip_longest(executions, executions[1:]):
                 blocks = following.result() if following else self._open_training(steps, cut, share)
                 reader = BlockReader(blocks, self.spec.size)
                 for step in steps:
