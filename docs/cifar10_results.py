@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
-from cifar10_texts import HEAD, LABELS, NOT_TESTED, THINGS, Thing
+from cifar10_texts import HEAD, HOURS, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
@@ -178,7 +178,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
         yield "Means over the seeds of the table, with Student's 95 % interval at each step."
     yield thing.paper
     yield "A cell alone, with its first seed:"
-    yield "```\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
+    yield f"{HOURS}\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
 
 
 def rates_table(thing: Thing, records: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import tarfile
 from pathlib import Path
 
 from cifar10_results import DOCS, Cell, cells_of, points, train_command
-from cifar10_texts import THINGS, Thing
+from cifar10_texts import HOURS, THINGS, Thing
 
 import tune_spaces
 from vitray import storage
@@ -69,7 +69,8 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     if not sums:
         sys.exit(f"{sweeps}: no finished network of docs/results.md")
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n")
-    parts = [HEAD, "\n".join(rows), "The commands, in this order:", "```\n" + "\n".join(commands) + "\n```"]
+    code = f"{HOURS}\n" + "\n".join(commands) + "\n```"
+    parts = [HEAD, "\n".join(rows), "The commands, in this order:", code]
     page.write_text("\n".join(f"{part}\n" for part in parts))
     print(f"{out}: {len(sums)} files; {page}: written")
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from test_layers import ROOT
 from test_readme import blocks, commands
-from test_walkthrough import ELSEWHERE, HOURS, NOT_RUN, ORDER
+from test_walkthrough import ELSEWHERE, NOT_RUN, ORDER
 
 # The tests that run the verbs which the walkthrough leaves out, and `make demo`.
 RUN_BY = {
@@ -17,12 +17,6 @@ RUN_BY = {
     "ui": "test_ui.py",
     "bench": "test_bench_train.py",
     "serve": "test_serve_http.py",
-}
-# {(page, beginning of the block): reason}
-UNRUN = {
-    ("serving.md", "curl -F"): "needs the server of the block before",
-    ("serving.md", "mlflow models serve"): "serves until it is stopped; test_deltas.py asks the same model",
-    ("training.md", "export PATH"): "serves until it is stopped; test_serving.py asks the same model",
 }
 
 
@@ -39,17 +33,14 @@ def runs(words):
             return False
 
 
-def is_of(block, page, start):
-    return block.page == page and block.text.startswith(start)
-
-
 def test_at_most_a_tenth_of_the_blocks_is_not_run(capsys):
     shell = [each.values[0] for each in blocks("")]
     others = [each.values[0] for language in ("python", "yaml", "json") for each in blocks(language)]
-    assert {block.page for block in [*shell, *others]} == {*ORDER, *HOURS}
-    ran = {block: [runs(words) for words in commands(block.text)] for block in shell}
-    unrun = {block for block, each in ran.items() if not any(each) or block.page in HOURS}
-    partly = [block for block, each in ran.items() if any(each) and not all(each) and block not in unrun]
+    assert {block.page for block in [*shell, *others]} == {*ORDER}
+    assert [block for block in others if block.reason] == []
+    ran = {block: [runs(words) for words in commands(block.text)] for block in shell if not block.reason}
+    unrun = [block for block in shell if block.reason]
+    partly = [block for block, each in ran.items() if not all(each)]
     tutorials = [page.read_text() for page in (ROOT / "docs" / "tutorials").glob("*.md")]  # test_tutorials.py runs them
     cells = sum(len(re.findall(r"^```(?:bash|python)$", text, re.MULTILINE)) for text in tutorials)
     number = len(shell) + len(others) + cells
@@ -58,11 +49,7 @@ def test_at_most_a_tenth_of_the_blocks_is_not_run(capsys):
             f"\n{number} code blocks, {cells} of tutorials: {number - len(unrun) - len(partly)} run whole,"
             f" {len(partly)} without some commands (make, curl, ...), {len(unrun)} not"
         )
-    without_reason = {
-        block for block in unrun if block.page not in HOURS and not any(is_of(block, *key) for key in UNRUN)
-    }
-    assert without_reason == set()
-    assert [key for key in UNRUN if not any(is_of(block, *key) for block in unrun)] == []
+    assert [block for block, each in ran.items() if not any(each)] == []
     assert len(unrun) <= number / 10
 
 

@@ -38,6 +38,8 @@ class Block(NamedTuple):
     line: int
     language: str
     text: str
+    reason: str
+    """Why no test runs it, by a comment before it: `<!-- not run: REASON -->`; else empty."""
 
 
 class ParsedError(Exception):
@@ -49,8 +51,9 @@ def blocks(language: str) -> list:
     for page in PAGES:
         text = page.read_text()
         for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-            line = text[: match.start()].count("\n") + 1
-            found.append(Block(page.name, line, match[1], match[2]))
+            before = text[: match.start()]
+            mark = re.search(r"^<!-- not run: (.+) -->\n\Z", before, re.MULTILINE)
+            found.append(Block(page.name, before.count("\n") + 1, match[1], match[2], mark[1] if mark else ""))
     return [pytest.param(each, id=f"{each.page}:{each.line}") for each in found if each.language == language]
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 from write_notebooks import FOLDER, notebook_of, page_of
 
 # The order in which a reader meets them: later ones use the networks of earlier ones.
-ORDER = ["photographs", "deltas", "sweep", "inside", "hundred-tasks", "cluster"]
+ORDER = ["photographs", "deltas", "sweep", "without-labels", "inside", "hundred-tasks", "cluster"]
 PICTURES = sorted((ROOT / "docs/images").glob("tutorial_*.png"))
 MOST_BYTES = 150_000
 pages = pytest.mark.parametrize("name", ORDER)
