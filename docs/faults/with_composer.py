@@ -44,10 +44,8 @@ class Classifier(ComposerModel):
 
 
 reproducibility.seed_all(SEED)
-if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-    clean_stale_shared_memory()  # of killed workers
 dist.initialize_dist("cpu")
-dist.barrier()
+clean_stale_shared_memory()  # of killed workers; every worker calls it, since it waits for all
 share = SETTINGS["batch"] // SETTINGS["workers"]
 # With a fixed number of canonical nodes the order does not depend on the number of workers.
 images = Images(local=str(DATA / "mds"), shuffle=True, shuffle_seed=SEED, batch_size=share, num_canonical_nodes=1)

@@ -70,11 +70,11 @@ def run_cells(stacks: list[str], faults: list[str], work: Path, timm: Path | Non
             place, before = (
                 Place(data, work / "runs" / f"{name}-{each}", python, timm) for each in (fault, UNDISTURBED)
             )
-            if not (before.folder / "final.safetensors").exists():
-                print(f"{name}: an undisturbed run", file=sys.stderr)
-                run_cell(name, "none", before, None, settings)
-            print(f"{name}: {fault}", file=sys.stderr)
             try:
+                if not (before.folder / "final.safetensors").exists():
+                    print(f"{name}: an undisturbed run", file=sys.stderr)
+                    run_cell(name, "none", before, None, settings)
+                print(f"{name}: {fault}", file=sys.stderr)
                 result = run_cell(name, fault, place, before, settings)
             except RunError as error:  # a person looks at it; the other cells go on
                 print(f"vitray: {error}", file=sys.stderr)
