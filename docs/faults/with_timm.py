@@ -1,7 +1,6 @@
 """timm's own train.py (`FAULTS_TIMM`, its path), with a record of the images of each step; nothing else is changed."""
 
 import os
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -36,8 +35,7 @@ def create_dataset(name: str, root: Any, split: str = "validation", **rest: Any)
 def resume_checkpoint(model: Any, checkpoint_path: str, *rest: Any, **more: Any) -> Any:
     """Resume as timm does, and tell the recorder at which step the weights are."""
     epoch = plain_resume(model, checkpoint_path, *rest, **more)
-    within = re.search(r"recovery-(\d+)-(\d+)", checkpoint_path)
-    RECORDER.step = int(within[1]) * STEPS_PER_EPOCH + int(within[2]) + 1 if within else epoch * STEPS_PER_EPOCH
+    RECORDER.step = epoch * STEPS_PER_EPOCH
     return epoch
 
 

@@ -1,6 +1,6 @@
 """The cost of `data.augment.on: device`: a training step on batches that the worker augments, against plain crops.
 
-Both come through the prefetcher of a run: what overlaps with the steps in training overlaps here.
+Both come through the prefetcher of a run: copies and augmentation run beside the steps, as in training.
 """
 
 from collections.abc import Callable, Iterator

@@ -69,8 +69,6 @@ def _table(cells: Cells, fault: str) -> str:
 
 def row_of(cell: Mapping[str, Any]) -> list[str]:
     """Return the columns of a cell, without the name of the stack."""
-    if cell.get("failed"):
-        return [f"did not finish: {cell['failed']}", *[""] * (len(COLUMNS) - 2)]
     difference = cell["weights_difference"]
     return [
         f"{cell['repeated']:,}",
@@ -107,9 +105,7 @@ def tracking_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def best_line(cells: Cells, fault: str) -> str:
     """Return which measured stacks lost the fewest steps, kept all images, and paused least."""
-    here = {
-        SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault and not cell.get("failed")
-    }
+    here = {SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault}
     if fault == "none" or len(here) < 2:
         return ""
     fewest = min(cell["lost"] for cell in here.values())
