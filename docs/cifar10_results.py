@@ -131,8 +131,12 @@ def machine(records: Mapping[str, Any]) -> str:
     """Return the circumstances of the records."""
     if not records["trials"]:
         return "Nothing is measured yet: the tables show the plan."
-    texts = ["; ".join(f"{name} {value}" for name, value in each.items()) for each in records["machines"].values()]
-    return "Measured on: " + ". And on: ".join(dict.fromkeys(texts)) + "."
+    texts = []
+    for facts in records["machines"].values():
+        versions = ", ".join(f"{name[8:]} {value}" for name, value in facts.items() if name.startswith("version."))
+        place = f"{facts['hardware.cores']} cores of {facts['hardware.cpu']}, {facts['hardware.memory_gigabytes']} GB"
+        texts.append(f"{place} ({versions})")
+    return f"Measured on {', and on '.join(dict.fromkeys(texts))}."
 
 
 def summary(records: Mapping[str, Any]) -> str:

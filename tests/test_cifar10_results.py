@@ -155,9 +155,11 @@ def test_records_of_sweeps_that_are_gone_stay(tmp_path):
     later = cifar10_results.collect(str(tmp_path / "later"), both)
     assert [row["top1"] for row in later["trials"]] == [0.4, 0.6, 0.7, 0.8]
     assert cifar10_results.collect(str(tmp_path / "later"), later) == later
-    assert "And on: " not in cifar10_results.page(later)
-    later["machines"][MODES.space] = {"version.torch": "1"}
-    assert "And on: version.torch 1." in cifar10_results.page(later)
+    assert ", and on " not in cifar10_results.page(later)
+    later["machines"][MODES.space] = later["machines"][MODES.space] | {"hardware.cpu": "another CPU"}
+    assert f", and on {later['machines'][MODES.space]['hardware.cores']} cores of another CPU, " in (
+        cifar10_results.page(later)
+    )
 
 
 def test_scores_of_probes_are_averaged_over_seeds(tmp_path):
