@@ -1,12 +1,13 @@
 """docs/gpu.md: the page of `make gpu-report`, its plan in a stated time, and the numbers that `auto` reads."""
 
 import json
-import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_layers import ROOT
 
 from pipelines.__main__ import main
 from vitray.bench.branches import elements, fused_elements
@@ -17,19 +18,19 @@ from vitray.config import load_run
 from vitray.models import blocks
 from vitray.models.blocks import most_fused
 
-ROOT = Path(__file__).parent.parent
-REPORT = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/gpu_report.py")))
-FULL, TOY = REPORT.FULL, REPORT.TOY
+sys.path.insert(0, str(ROOT / "docs"))
+import gpu_report
+from gpu_page import FULL, TOY, page
 
 
 def test_the_page_is_that_of_the_results():
     """Renew it by `python docs/gpu_report.py --page`."""
     results = json.loads((ROOT / "docs/gpu.json").read_text())
-    assert (ROOT / "docs/gpu.md").read_text() == REPORT.page(FULL, results)
+    assert (ROOT / "docs/gpu.md").read_text() == page(FULL, results)
 
 
 def test_without_results_no_cell_has_a_number():
-    lines = [line for line in REPORT.page(FULL, {}).splitlines() if line.startswith("| ")]
+    lines = [line for line in page(FULL, {}).splitlines() if line.startswith("| ")]
     cells = [cell.strip() for line in lines for cell in line.strip("|").split("|")]
     assert cells.count("not measured") > 150
     for section in ("`vit_l24x1_16`", "`vit_b36x1_16`", "`vit_s12x1_16_conv`", "fused, CUDA graph", "attn"):
@@ -65,7 +66,7 @@ def test_each_number_has_its_cell():
         "ingest": hardware
         | {"rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}]},
     }
-    text = REPORT.page(FULL, results)
+    text = page(FULL, results)
     assert "Hardware: A card, 80 GiB, 16 CPU cores. Versions: torch 2.15." in text
     assert "| `vit_s12x1_16` | 8123 ± 81.23 | 0.98 ± 0.01 | 40.0% | 12.00 GB | 1,024 |" in text
     assert "| `vit_b12x1_16` |" + 6 * " not measured |" + " 3.25 ± 0.0325 |" in text
@@ -83,7 +84,7 @@ def test_each_number_has_its_cell():
 
 @pytest.mark.parametrize("size", [FULL, TOY])
 def test_every_command_of_the_plan_is_one_of_vitray(size):
-    measurements = REPORT.plan(size, "data", "out")
+    measurements = gpu_report.plan(size, "data", "out")
     wanted = {
         "dataset",
         "train",
@@ -107,8 +108,8 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
 
 @pytest.mark.parametrize("size", [FULL, TOY])
 def test_the_whole_run_has_the_network_and_the_batch_of_the_steps(size, tmp_path):
-    (tmp_path / REPORT.RECIPE).write_text(json.dumps(REPORT.whole_run(size)))
-    run = load_run(tmp_path / REPORT.RECIPE)
+    (tmp_path / gpu_report.RECIPE).write_text(json.dumps(gpu_report.whole_run(size)))
+    run = load_run(tmp_path / gpu_report.RECIPE)
     options = build_parser("").parse_args(["train", "--batch", str(size.batch), *size.options])
     settings = TrainSettings([], options.batch, options.image_size, options.dtype, False, 1, 1.0, tmp_path)
     step = recipe(settings, size.stems[0])
@@ -121,7 +122,7 @@ def test_the_whole_run_has_the_network_and_the_batch_of_the_steps(size, tmp_path
 
 def test_the_measurements_share_the_time():
     """Each uses all of its time, or none of it: the sum stays within the budget, and what is left goes to the later."""
-    measurements, limits = REPORT.plan(FULL, "data", "out"), []
+    measurements, limits = gpu_report.plan(FULL, "data", "out"), []
     for uses in (1.0, 0.0):
         now, given = [0.0], []
 
@@ -130,7 +131,7 @@ def test_the_measurements_share_the_time():
             now[0] += limit * uses
             return {"error": "toy"}
 
-        results = REPORT.run_all(measurements, 1440.0, call, lambda now=now: now[0])
+        results = gpu_report.run_all(measurements, 1440.0, call, lambda now=now: now[0])
         assert list(results) == [each.name for each in measurements]
         assert now[0] <= 1440.0
         limits.append(given)
@@ -139,14 +140,14 @@ def test_the_measurements_share_the_time():
 
 
 def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
-    assert REPORT.call_vitray(["bench", "train", "--models", "vit_q1"], 60)["error"].startswith("ended with 2: ")
-    assert REPORT.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
+    assert gpu_report.call_vitray(["bench", "train", "--models", "vit_q1"], 60)["error"].startswith("ended with 2: ")
+    assert gpu_report.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
 
 
 def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):
     results = Results(tmp_path / "new" / "train", torch.device("cpu"), {"about": "toy"})
     results.add({"model": "one", "vitray": 7})
-    saved = REPORT.call_vitray(["bench", "train", "--out", str(tmp_path / "new")], 0.01)
+    saved = gpu_report.call_vitray(["bench", "train", "--out", str(tmp_path / "new")], 0.01)
     assert saved["rows"] == [{"model": "one", "vitray": 7}]
     assert (saved["about"], saved["is_partial"], saved["error"]) == ("toy", True, "took more than its 0 s")
     results.add({"model": "two", "vitray": 8})
@@ -164,8 +165,8 @@ def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):
 @pytest.mark.timeout(900)
 def test_it_runs_at_toy_size(tmp_path, monkeypatch):
     before = (ROOT / "docs/gpu.md").read_text()
-    monkeypatch.setitem(REPORT.main.__globals__, "TOY_OUT", tmp_path)
-    REPORT.main(["--toy", "--minutes", "12"])
+    monkeypatch.setitem(gpu_report.main.__globals__, "TOY_OUT", tmp_path)
+    gpu_report.main(["--toy", "--minutes", "12"])
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert len(results) == 10
     assert results.pop("run")["images_per_second"] > 0
@@ -239,12 +240,12 @@ def test_the_limit_of_this_gpu_counts_before_the_first_of_its_kind(monkeypatch, 
     measured = json.loads((Path(blocks.__file__).parent / "auto_thresholds.json").read_text())
     result = {"device": "cuda", "hardware": "A card", "versions": {"torch": "2.15"}, "fused_elements": 7}
     result |= {"mode": "bf16, eager, inference", "image_size": 224}
-    new = REPORT.with_threshold(measured, result)
+    new = gpu_report.with_threshold(measured, result)
     assert new[:-1] == measured
     assert new[-1]["source"] == "make gpu-report: vitray bench branches, bf16, eager, inference, 224 px"
-    again = REPORT.with_threshold(new, result | {"fused_elements": 8})
+    again = gpu_report.with_threshold(new, result | {"fused_elements": 8})
     assert [each["fused_elements"] for each in again] == [50_000, 1_250_000, 8]
-    assert REPORT.with_threshold(measured, {"error": "took more than its 60 s"}) == measured
+    assert gpu_report.with_threshold(measured, {"error": "took more than its 60 s"}) == measured
 
     (tmp_path / "auto_thresholds.json").write_text(json.dumps(again))
     monkeypatch.setattr(blocks, "__file__", str(tmp_path / "blocks.py"))

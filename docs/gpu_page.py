@@ -1,0 +1,237 @@
+"""docs/gpu.md from the results of docs/gpu_report.py, and the sizes of both."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+MISSING = "not measured"
+
+# A result by the name of its measurement: the JSON of the benchmark, or {"error": why there is none}.
+Results = Mapping[str, Mapping[str, Any]]
+
+
+class Size(NamedTuple):
+    """What is measured, and how long."""
+
+    models: Sequence[str]
+    stems: Sequence[str]
+    """The first one of these networks is also trained in a whole run, and with augmentation on the device."""
+    compiled: Sequence[str]
+    parallel: Sequence[str]
+    finetuned: str
+    batches: Sequence[int]
+    options: Sequence[str]
+    """Of every benchmark of a network."""
+    batch: int
+    images: int
+    """Drawn images that are decoded."""
+    steps: int
+    """Of the whole run."""
+    workers: int | None = None
+
+
+STEMS = ("linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
+FULL = Size(
+    models=[f"vit_{name}_16" for name in ("ti12x1", "s12x1", "b12x1", "l24x1", "s36x1", "s18x2", "b36x1", "b18x2")],
+    stems=["vit_s12x1_16", *(f"vit_s12x1_16_{stem}" for stem in STEMS)],
+    compiled=["vit_s12x1_16", "vit_b12x1_16", "vit_l24x1_16"],
+    parallel=["vit_s18x2_16", "vit_b18x2_16"],
+    finetuned="vit_b12x1_16",
+    batches=[1, 2, 4, 8, 16, 32, 64],
+    options=["--image-size", "224", "--dtype", "bf16"],
+    batch=128,
+    images=4096,
+    steps=640,
+)
+TOY = Size(
+    models=["vit_u1x1_8", "vit_u1x2_8"],
+    stems=["vit_u1x1_8", "vit_u1x1_8_hmlp_bn"],
+    compiled=[],
+    parallel=["vit_u1x2_8"],
+    finetuned="vit_u1x1_8",
+    batches=[1, 2],
+    options=["--image-size", "32", "--rounds", "2", "--seconds", "0.01"],
+    batch=4,
+    images=48,
+    steps=60,
+    workers=2,
+)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+HEAD = """# A GPU, measured
+
+You can see what one GPU does with vitray, and measure yours: `make gpu-report` takes less than 25 minutes and writes
+this page. Each number is a median ± half the interquartile range of interleaved rounds. Without a GPU the same
+benchmarks run at toy size, and the page stays as it is. The JSON of each benchmark is in `docs/gpu.json`. A cell
+without a number says "not measured".
+"""
+BRANCHES = """
+images/s of inference. Sequential, the same blocks one after the other, is another network, and not a choice of auto;
+the last column is auto over the better of loop and fused.
+
+"""
+AIMS = """
+The aims are for an H100.
+"""
+
+
+def page(size: Size, results: Results) -> str:
+    """Return the Markdown of the results; a cell without a result says so."""
+    rows = rows_of(results)
+    parts = [HEAD, _hardware(results), "## Training\n", _training(size.models, rows.get("train", []))]
+    parts += ["\nCompiled (`compute.compile=default`):\n", _training(size.compiled, rows.get("train_compiled", []))]
+    parts += ["\nCompiled with CUDA graphs (`compute.compile=reduce-overhead`):\n"]
+    parts += [_training(size.compiled, rows.get("train_reduced", []))]
+    parts += ["\nA whole run, whose images are decoded once, and 3-Augment on the device:\n", _whole(size, results)]
+    parts += ["\n## Stems\n", _training(size.stems, rows.get("train_stems", []))]
+    parts += ["\n## Latency\n", "\nms of a forward pass, by images in a batch:\n"]
+    parts += [_latency(size, rows.get("latency", []), "eager"), "\nAs a CUDA graph:\n"]
+    parts += [_latency(size, rows.get("latency", []), "graph")]
+    parts += ["\n## Parallel branches\n", BRANCHES]
+    parts += [_branches(size, rows.get("branches", []))]
+    parts += ["\n## Attention-only fine-tuning\n", _finetuning(rows.get("finetune", []))]
+    parts += ["\n## Decoding\n", _pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
+    parts += ["\n## Prediction\n", _pipelines(rows.get("predict", []), "share_of_bound")]
+    parts += ["\n## Aims\n", _aims(size, results), AIMS]
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    if errors:
+        parts += ["\n## Missing\n", "\n".join(f"- `{name}`: {text}" for name, text in errors.items()), "\n"]
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def rows_of(results: Results) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of each measurement."""
+    return {name: result.get("rows", []) for name, result in results.items()}
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    rule = f"|{'---|' * len(head)}"
+    return "\n".join(["", f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def cell(row: Mapping[str, Any] | None, name: str, text: Callable[[float], str] = "{:.4g}".format) -> str:
+    """Return a number with its spread if it has one."""
+    value = None if row is None else row.get(name)
+    if value is None:
+        return MISSING
+    spread = row.get(f"{name}_spread") if row else None
+    return text(value) if spread is None else f"{text(value)} ± {text(spread)}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.2f} GB"
+
+
+def _row(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any] | None:
+    return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
+
+
+def _hardware(results: Results) -> str:
+    measured = next((result for name, result in results.items() if name != "dataset" and "hardware" in result), None)
+    if measured is None:
+        return f"\nHardware: {MISSING}. Versions: {MISSING}.\n\n"
+    memory = f", {measured['device_bytes'] / 2**30:.0f} GiB" if measured["device_bytes"] else ""
+    versions = ", ".join(f"{name} {text}" for name, text in measured["versions"].items())
+    return f"\nHardware: {measured['hardware']}{memory}, {measured['cores']} CPU cores. Versions: {versions}.\n\n"
+
+
+def _training(models: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for model in models:
+        row = _row(rows, model=model)
+        numbers = [cell(row, "vitray"), cell(row, "ratio", "{:.2f}".format), cell(row, "mfu", _percent)]
+        largest = cell(row, "largest_batch", "{:,.0f}".format)
+        lines.append([f"`{model}`", *numbers, cell(row, "peak_bytes", _gigabytes), largest])
+    return table(["model", "images/s", "over a bare step", "MFU", "peak memory", "largest batch"], lines)
+
+
+def _whole(size: Size, results: Results) -> str:
+    run, augmented = shares(size, results)
+    row = _row(rows_of(results).get("train_augmented", []), model=size.stems[0])
+    lines = [
+        ["a whole run", cell(results.get("run"), "images_per_second"), cell(run, "ratio", "{:.3f}".format)],
+        ["augmented steps", cell(row, "augmented"), cell(augmented, "ratio", "{:.3f}".format)],
+    ]
+    return table([f"`{size.stems[0]}`", "images/s", "over plain steps"], lines)
+
+
+def shares(size: Size, results: Results) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the speed of a whole run over that of its steps, and of steps with and without augmentation."""
+    rows = rows_of(results)
+    step, run = _row(rows.get("train", []), model=size.stems[0]), results.get("run", {})
+    speed = run.get("images_per_second")
+    whole = {"ratio": speed / step["vitray"]} if step and speed else None
+    return whole, _row(rows.get("train_augmented", []), model=size.stems[0])
+
+
+def _latency(size: Size, rows: Sequence[Mapping[str, Any]], variant: str) -> str:
+    lines = [
+        [f"`{model}`", *(cell(_row(rows, model=model, batch=batch), f"{variant}_ms") for batch in size.batches)]
+        for model in dict.fromkeys([*size.models, *size.stems])
+    ]
+    return table(["model", *map(str, size.batches)], lines)
+
+
+def _branches(size: Size, rows: Sequence[Mapping[str, Any]]) -> str:
+    names = {"seq": "sequential", "loop": "loop", "fused": "fused", "auto": "auto"}
+    names |= {"seq_graph": "sequential, CUDA graph", "fused_graph": "fused, CUDA graph"}
+    lines = []
+    for model in size.parallel:
+        for batch in size.batches:
+            row = _row(rows, model=model, batch=batch)
+            best = cell(row, "auto_over_best", "{:.2f}".format)
+            lines.append([f"`{model}`", str(batch), *(cell(row, name) for name in names), best])
+    return table(["model", "batch", *names.values(), "auto / best"], lines)
+
+
+def _finetuning(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for mode in ("full", "attn"):
+        row = _row(rows, mode=mode)
+        share = "{:.2f}".format
+        numbers = [cell(row, "seconds", "{:.3g} s".format), cell(row, "seconds_ratio", share)]
+        numbers += [cell(row, f"{name}_bytes", _gigabytes) for name in ("peak", "activations")]
+        lines.append([mode, *numbers, cell(row, "peak_ratio", share)])
+    return table(["trains", "a step", "over full", "peak memory", "activations", "peak over full"], lines)
+
+
+def _pipelines(rows: Sequence[Mapping[str, Any]], other: str) -> str:
+    head = {"cpu_us": "CPU us an image", "share_of_bound": "over the bound"}[other]
+    text: Callable[[float], str] = "{:.4g}".format
+    lines = [[row["pipeline"], cell(row, "images_per_second", text), cell(row, other, text)] for row in rows]
+    return table(["pipeline", "images/s", head], lines or [["all", MISSING, MISSING]])
+
+
+def _aims(size: Size, results: Results) -> str:
+    rows = rows_of(results)
+    whole, augmented = shares(size, results)
+
+    def best(model: str, name: str) -> dict[str, Any] | None:
+        numbers = [
+            row[name]
+            for key in ("train", "train_compiled", "train_reduced")
+            for row in rows.get(key, [])
+            if row["model"] == model
+        ]
+        numbers = [number for number in numbers if number is not None]
+        return {name: max(numbers)} if numbers else None
+
+    branches = rows.get("branches", [])
+    gain = _row(branches, model="vit_s18x2_16", batch=1)
+    worst = min((row["auto_over_best"] for row in branches), default=None)
+    lines = [
+        ["images/s of ViT-S/16 in training", "8,000", cell(best("vit_s12x1_16", "vitray"), "vitray")],
+        ["MFU of ViT-B/16", "35 %", cell(best("vit_b12x1_16", "mfu"), "mfu", _percent)],
+        ["MFU of ViT-L/16", "45 %", cell(best("vit_l24x1_16", "mfu"), "mfu", _percent)],
+        ["a whole run of ViT-S/16 over its steps", "0.97", cell(whole, "ratio", "{:.3f}".format)],
+        ["steps with 3-Augment on the device over steps without", "0.97", cell(augmented, "ratio", "{:.3f}".format)],
+        ["auto over sequential, S-18x2, batch 1", "1.40", cell(gain, "auto_over_seq", "{:.2f}".format)],
+        ["auto over the best, worst batch", "0.98", cell({"worst": worst}, "worst", "{:.2f}".format)],
+    ]
+    return table(["what", "aim", "measured"], lines)
