@@ -51,7 +51,7 @@ THINGS = (
         references=None,
         test_images=10_000,
         text="Twelve blocks of width 64, patches of 8, in sequence or in parallel branches: the same parameters and"
-        " operations. 4 epochs with labels. The rates are chosen in 2.5.",
+        " operations. 4 epochs with labels. Learning rates are chosen in runs of 2.5 epochs.",
         paper="The paper, on ImageNet: at equal parameters two branches are best, and the gain grows with the number of"
         ' blocks ("Three things", Figures 1 and 3). Its networks are wider and at least twice as deep; its numbers are'
         " not mixed with ours.",
@@ -83,8 +83,8 @@ THINGS = (
         test_images=10_000,
         text="A 6x1 network with one of four stems: 4 epochs with labels, alone or after 5 epochs without labels by"
         " BeiT or as a masked autoencoder (MAE). Photographs of 32 px are shown at 64 px with patches of 16, because"
-        " the conv stem exists for patches of 16 only. The stages before have the recipes' rate. Pre-trained networks"
-        " see more images in all; what is compared at equal cost are stems within a route.",
+        " the conv stem exists for patches of 16 only. Pre-training stages use their recipes' learning rates."
+        " Pre-trained networks see more images in all; what is compared at equal cost are stems within a route.",
         paper="The paper, on ImageNet: with labels alone, hMLP and conv are 0.3 points above a linear stem. After BeiT"
         ' hMLP keeps its gain, and conv is equal to the linear stem ("Three things", Table 7).',
     ),
@@ -101,7 +101,7 @@ You can see how the three things of "Three things everyone should know about Vis
 photographs of 32 px, and repeat every number on two cores. The schedules are short and the networks small: a
 comparison, far from the best accuracy.
 
-- A score is top-1 of the weights of the last step on the test images: 10,000, or 5,000 of half of the classes. No
+- A score is top-1 of the last step's weights on the test images: 10,000, or 5,000 for half of the classes. No
   setting is chosen on them. The rate of each cell is the best of three to five on a tenth of train, by one seed.
 - A mean has Student's 95 % interval over seeds. A difference is paired by seed, which sets the initial weights, the
   order of images and the augmentation. Intervals hold for these test images, and are not corrected for the number of
@@ -138,4 +138,5 @@ NOT_TESTED = """\
 ## What is not tested
 
 Other datasets, wider networks, patches of 4, longer schedules, GPUs, and the corrections that a long search of
-settings would need. Rates have three to five values, weight decay and augmentation one."""
+settings would need. Three to five learning
+rates are tried, one weight decay and one augmentation."""

@@ -44,8 +44,8 @@ def dead(text):
     [
         (
             {0: GLOO, 1: dead(KILLED), 2: actor_died(OWNER)},
-            "worker 1 (node host-1) died: its process was killed (SIGKILL, as for lack of memory) or crashed (as by"
-            " SIGSEGV)",
+            "worker 1 (node host-1) died: its process was killed (SIGKILL, perhaps for lack of memory) or crashed"
+            " (perhaps by SIGSEGV)",
         ),
         ({1: dead(LOST)}, "worker 1 (node host-1) died: its node was lost"),
         ({0: dead(STOPPED)}, "worker 0 (node host-0) died: Worker exits with an exit code 9."),

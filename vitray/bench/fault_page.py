@@ -152,14 +152,14 @@ recommends. A step takes at least {pace} s: otherwise a run would end before som
 use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
 `docs/faults/cells` are not measured; the command measures the missing ones.
 
-- **Images repeated, skipped**: trained on more, or less, often than without the fault, over the whole run; steps that
-  were taken back do not count. **Steps on other images**: than the same steps without the fault.
+- **Images repeated, skipped**: images that the whole run trains on more often, or less often, than without the fault;
+  steps that were taken back do not count. **Steps on other images**: than the same steps without the fault.
 - **Steps lost**: taken back, and so computed again.
 - **Final weights**: compared with the undisturbed run of the same stack.
 - **Pause**: the longest time without a step after the fault. A person who starts the run again does so at once.
-- **A person**: what someone had to do. Where processes outlive their launcher by 5 s, a run takes no step for 150 s, or
-  a checkpoint cannot be loaded, a person ends or removes it.
+- **A person**: what someone had to do. A person ends processes that outlive their launcher by 5 s and runs that take
+  no step for 150 s, and removes a checkpoint that cannot be loaded.
 - **MLflow**: the runs that tracking shows, each with its status. timm's train.py has a summary.csv instead.
 
-timm's package does not hold train.py: pass that of a clone at the same version, `--timm PATH`.
+timm's package lacks train.py: clone timm at the same version, and pass `--timm CLONE/train.py`.
 """

@@ -4,7 +4,7 @@ import psutil
 
 RAYLET = "raylet"  # the name of the process
 LOST = (
-    "Ray's raylet on this machine was killed, as for lack of memory, or has crashed; the same --name, or --resume,"
+    "Ray's raylet on this machine was killed, perhaps for lack of memory, or has crashed; the same --name, or --resume,"
     " continues from the last checkpoint"
 )
 

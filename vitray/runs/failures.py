@@ -13,7 +13,9 @@ from vitray.training.secondary_errors import is_secondary
 # Parts of Ray's message about a dead actor, and their meaning. Ray does not report the signal that ended a process.
 DEATHS = {
     "its node has died": "its node was lost",
-    "connection error code 2": "its process was killed (SIGKILL, as for lack of memory) or crashed (as by SIGSEGV)",
+    "connection error code 2": (
+        "its process was killed (SIGKILL, perhaps for lack of memory) or crashed (perhaps by SIGSEGV)"
+    ),
 }
 EXIT_DETAIL = re.compile(r"Worker exit detail: (.+)")
 # Part of the raylet's message about a worker that it has killed for memory, and the node and the usage in it.

@@ -8,7 +8,7 @@ from vitray.errors import ConfigError, OwnershipLost
 from vitray.training.messages import Heartbeat, Message
 
 # Its loss, for the user.
-LOST = "the process that passes the workers' messages on was killed on the driver's node, as for lack of memory"
+LOST = "the process that passes the workers' messages on was killed on the driver's node, perhaps for lack of memory"
 
 
 class MailboxLost(Exception):  # noqa: N818 (as OwnershipLost)

@@ -28,7 +28,7 @@ def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
         print(f"serving {url}/v1/predict   (Ctrl-C ends it)", file=sys.stderr, flush=True)
         while not local_ray.is_lost():
             time.sleep(0.5)
-        raise RunError("Ray's raylet on this machine was killed, as for lack of memory; start the command again")
+        raise RunError("Ray's raylet on this machine was killed, perhaps for lack of memory; start the command again")
 
 
 @contextmanager
