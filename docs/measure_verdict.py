@@ -1,8 +1,9 @@
 """python docs/measure_verdict.py [--minutes 20] [--out FILE]: `vitray doctor data` against training, 16 configurations.
 
-Each is predicted, then trained at demo size for the steps of 16 predicted seconds, of which the second half counts: in
-the first, the stream starts, and images that were decoded ahead hide the speed of decoding. The results are in one
-JSON: a later call measures those that are missing. Run it on a machine without other work.
+Each is predicted, then trained at demo size for the steps of 16 predicted seconds, of which all but the first two
+count: those include the start. Ray's object store is small, so that images that were decoded during the start do not
+hide the speed of decoding. The results are in one JSON: a later call measures those that are missing. Run it on a
+machine without other work.
 """
 
 import argparse
@@ -14,8 +15,9 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from vitray import storage
 from vitray.bench.recipe_stages import measure_stages, plan_machines
@@ -30,6 +32,7 @@ from vitray.tracking import system_info
 # Seconds of a prediction's measurements, and of the training beside it.
 PREDICTING, TRAINING = 5.0, 16.0
 RECORDS = 8
+STORE_BYTES = 160 * 2**20
 SIZES, POLICIES, WORKERS, NETWORKS = (32, 64), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
 
 
@@ -65,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = Path(name)
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlruns.db'}"
         os.environ["VITRAY_HOME"] = str(folder / "home")
-        with ray_session():
+        with ray_session(object_store_bytes=STORE_BYTES):
             write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=2000", "image_size=96"]))
             for each in missing:
                 if time.monotonic() > end:
@@ -87,17 +90,18 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
     outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
     speeds, waits = (
-        [value for _, value in outcome["curves"][name][RECORDS // 2 :]]
+        np.array([value for _, value in outcome["curves"][name][1:]])
         for name in ("train/images_per_second", "train/data_wait_share")
     )
+    times = 1 / speeds / (1 / speeds).sum()
     return {
         "predicted": predicted._asdict(),
         "seconds_per_image": seconds._asdict(),
         "machines": machines._asdict(),
         "load": os.getloadavg()[0],
-        "images_per_second": median(speeds),
-        "speeds": speeds,
-        "wait_share": median(waits),
+        "images_per_second": len(speeds) / float((1 / speeds).sum()),
+        "speeds": speeds.tolist(),
+        "wait_share": float(times @ waits),
     }
 
 

@@ -471,7 +471,7 @@ STEP_BYTES = 48 * 16 * 16 * 3
 
 
 @pytest.mark.parametrize(("memory", "most"), [(3 * STEP_BYTES * 9, 9), (3 * STEP_BYTES - 1, 0), (10**9, 9042)])
-def test_executions_in_bulk_double_while_memory_holds_three(dataset, memory, most):
+def test_executions_in_bulk_double_while_memory_holds_three_and_shrink_at_the_end(dataset, memory, most):
     stream = train_stream(dataset, in_bulk=True, memory=memory)
     cut = stream._cut(1, 1)
     assert stream._bulk(cut) == most
@@ -479,9 +479,11 @@ def test_executions_in_bulk_double_while_memory_holds_three(dataset, memory, mos
     executions, ahead = stream._divided(range(5, 400), cut)
     assert [step for steps in executions for step in steps] == list(range(5, 400))
     if most:
-        lengths = [len(steps) for steps in executions[:-1]]
-        assert all(after == min(2 * before, most) for before, after in pairwise(lengths))
-        assert lengths[0] == max(1, cut.rows // 48) <= most
+        least = len(executions[0])
+        assert least == max(1, cut.rows // 48) <= most
+        for before, after in pairwise(executions):
+            assert len(after) == min(2 * len(before), most, max(least, (400 - after.start) // 2), 400 - after.start)
+        assert len(executions[-1]) <= least
         assert ahead == most  # the next one starts with the reading of each
 
 

@@ -167,11 +167,14 @@ class Stream:
         most, ahead = (max(1, pieces * cut.rows // self.spec.batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
         if not (bulk := min(most, self._bulk(cut))):
             return [steps[at : at + most] for at in range(0, len(steps), most)], ahead
-        # A worker waits for the whole of an execution, so the first ones are short.
-        count, executions = min(bulk, max(1, cut.rows // self.spec.batch)), []
+        # A worker waits for the whole of an execution, and no CPU decodes during the steps of the last one.
+        # So the first and the last ones are short.
+        least, executions = min(bulk, max(1, cut.rows // self.spec.batch)), []
+        count = least
         while steps:
             executions.append(steps[:count])
-            steps, count = steps[count:], min(2 * count, bulk)
+            steps = steps[count:]
+            count = min(2 * count, bulk, max(least, len(steps) // 2))
         return executions, bulk
 
     def _bulk(self, cut: Cut) -> int:
