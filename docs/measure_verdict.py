@@ -1,9 +1,9 @@
 """python docs/measure_verdict.py [--minutes 20] [--out FILE]: `vitray doctor data` against training, 16 configurations.
 
-Each is predicted, then trained at demo size for the steps of 16 predicted seconds, of which all but the first two
-count: those include the start. Ray's object store is small, so that images that were decoded during the start do not
-hide the speed of decoding. The results are in one JSON: a later call measures those that are missing. Run it on a
-machine without other work.
+Each is predicted, then trained at demo size for the steps of 32 predicted seconds, of which the last two thirds count:
+the others include the start. Ray's object store is small, so that images that were decoded during the start do not hide
+the speed of decoding. The results are in one JSON: a later call measures those that are missing. Run it on a machine
+without other work.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from vitray.runs.run_dir import OUTCOME
 from vitray.tracking import system_info
 
 # Seconds of a prediction's measurements, and of the training beside it.
-PREDICTING, TRAINING = 5.0, 16.0
-RECORDS = 8
-STORE_BYTES = 160 * 2**20
-SIZES, POLICIES, WORKERS, NETWORKS = (32, 64), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
+PREDICTING, TRAINING = 5.0, 32.0
+RECORDS, STARTING = 9, 3
+STORE_BYTES = 640 * 2**20
+SIZES, POLICIES, WORKERS, NETWORKS = (64, 96), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
 
 
 def configurations() -> dict[str, Run]:
@@ -90,7 +90,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
     outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
     speeds, waits = (
-        np.array([value for _, value in outcome["curves"][name][1:]])
+        np.array([value for _, value in outcome["curves"][name][STARTING:]])
         for name in ("train/images_per_second", "train/data_wait_share")
     )
     times = 1 / speeds / (1 / speeds).sum()
