@@ -174,7 +174,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     elif tried := rates_table(thing, records):
         yield f"On the development part, top-1 in percent by rate:\n\n{tried}"
         if ends := at_ends(thing, cells, records):
-            yield f"Best at the lowest or the highest rate that was tried: {', '.join(ends)}."
+            yield f"Best at the lowest or the highest rate that was tried: {'; '.join(ends)}."
     yield cells_table(cells)
     yield differences_table(thing, cells)
     if any(each.is_drawn for each in cells.values()):

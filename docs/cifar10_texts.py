@@ -138,5 +138,4 @@ NOT_TESTED = """\
 ## What is not tested
 
 Other datasets, wider networks, patches of 4, longer schedules, GPUs, and the corrections that a long search of
-settings would need. Three to five learning
-rates are tried, one weight decay and one augmentation."""
+settings would need. Three to five learning rates are tried, one weight decay and one augmentation."""
