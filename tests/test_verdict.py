@@ -4,9 +4,12 @@ import json
 import math
 
 import pytest
+import torch
 from image_sets import write_dataset
 
 from pipelines.__main__ import main
+from vitray.bench import recipe_stages
+from vitray.bench.train import training_step
 from vitray.bench.verdict import Machines, Prices, StageSeconds, cost_per_million, ingest_verdict, predict
 
 MACHINES = Machines(workers=2, decoding_cpus=4, cpus=6, gpus=2)
@@ -105,7 +108,14 @@ def test_the_cost_is_of_all_machines():
 
 
 @pytest.mark.parametrize("place", ["tasks", pytest.param("device", marks=pytest.mark.slow)])
-def test_a_recipe_is_measured(place, tmp_path, capsys):
+def test_a_recipe_is_measured(place, tmp_path, capsys, monkeypatch):
+    threads = set()
+
+    def watched(run, batch):
+        learner, step = training_step(run, batch)
+        return learner, lambda: (threads.add(torch.get_num_threads()), step())
+
+    monkeypatch.setattr(recipe_stages, "training_step", watched)
     write_dataset(tmp_path / "set", {"train": 64, "val": 16}, corrupt=1)
     settings = [f"data.url={tmp_path / 'set'}", "model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=8"]
     settings += ["compute.device=cpu", "data.augment.policy=three_augment", f"data.augment.on={place}"]
@@ -119,6 +129,7 @@ def test_a_recipe_is_measured(place, tmp_path, capsys):
     assert all(seconds > 0 for seconds in result["seconds_per_image"].values())
     assert result["cost_per_million_images"] > 0
     assert result["nodes"] == []
+    assert threads == {result["machines"]["threads"]} == {2}
 
 
 @pytest.mark.slow

@@ -66,9 +66,9 @@ def measure_stages(run: Run, machines: Machines, seconds: float) -> StageSeconds
     share, threads = seconds / 9, torch.get_num_threads()
     torch.set_num_threads(1)
     parts = measure_cpu(run, stream, 3 * share)
-    torch.set_num_threads(machines.threads)
     local, augment = run.optim.batch, run.data.augment
     (block,) = islice(blocks_of(stream, 0, local), 1)
+    torch.set_num_threads(machines.threads)  # decoding has set one
     host = torch.from_numpy(block["image"])
     host = host.pin_memory() if device.type == "cuda" else host
     transfer = _per_image(lambda: _finished(host.to(device, copy=device.type == "cuda"), device), local, share / 2)
