@@ -166,7 +166,7 @@ def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):
 @pytest.mark.timeout(900)
 def test_it_runs_at_toy_size(tmp_path, monkeypatch):
     before = (ROOT / "docs/gpu.md").read_text()
-    monkeypatch.setitem(gpu_report.main.__globals__, "TOY_OUT", tmp_path)
+    monkeypatch.setattr(gpu_report, "TOY_OUT", tmp_path)
     gpu_report.main(["--toy", "--minutes", "12"])
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert len(results) == 10
@@ -176,8 +176,10 @@ def test_it_runs_at_toy_size(tmp_path, monkeypatch):
         assert result["versions"]["torch"]
         assert result["rows"]
         assert any(name.endswith("_spread") for name in result["rows"][0])
-    without_graphs = re.sub(r"As a CUDA graph:.*?\n## ", "", (tmp_path / "gpu.md").read_text(), flags=re.DOTALL)
-    assert "| `vit_u1x2_8` | not measured" not in without_graphs
+    text = (tmp_path / "gpu.md").read_text()
+    if not torch.cuda.is_available():  # the table of CUDA graphs is empty
+        text = re.sub(r"As a CUDA graph:.*?\n## ", "", text, flags=re.DOTALL)
+    assert "| `vit_u1x2_8` | not measured" not in text
     assert (ROOT / "docs/gpu.md").read_text() == before
 
 
