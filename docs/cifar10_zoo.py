@@ -36,10 +36,14 @@ not the best one. A file is a model folder in a tar, without optimizer state. Th
 images; the identity is a hash of the tensors (first 16 digits), as the page of an evaluation shows it. Of the first
 cell of each thing there are also the networks of earlier steps, for those who study training.
 
+The tars are attached to a release, and not in the repository; `python docs/cifar10_zoo.py SWEEPS OUT` packs those of
+your own sweeps. The networks of `cifar10_finetune_mode` know five classes: score them on `data/cifar10_second` of [the
+results](results.md).
+
 ```text
 tar xf cifar10_depth_x_branches-6x2.tar
 vitray evaluate cifar10_depth_x_branches-6x2 data/cifar10 --split test
-vitray export cifar10_depth_x_branches-6x2 onnx/6x2
+vitray export cifar10_depth_x_branches-6x2 --to onnx --out exports/6x2
 ```"""
 
 

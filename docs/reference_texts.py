@@ -1,7 +1,9 @@
 """Meanings of the environment variables, metrics and artifacts that the source names, for docs/reference/."""
 
 VARIABLES = {
-    "VITRAY_HOME": "folder of records that wait for MLflow; default `~/.vitray`",
+    "VITRAY_HOME": "folder of records that wait for MLflow (`spool/`), and of downloaded models (`models/`, safe to"
+    " remove); default `~/.vitray`",
+    "TMPDIR": "folder of temporary files: checkpoints before their upload, outputs of an evaluation above 2 GiB",
     "VITRAY_SERVE_TOKEN": "bearer token of `vitray serve`; needed for an address beyond this machine",
     "VITRAY_GROWS_WITHIN": "seconds in which the cluster adds nodes; set by the files of a cluster that grows",
     "VITRAY_GROWS_DEVICE": "`gpu` or `cpu`: the device of the nodes that the cluster adds",

@@ -152,8 +152,9 @@ recommends. A step takes at least {pace} s: otherwise a run would end before som
 use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
 `docs/faults/cells` are not measured; the command measures the missing ones.
 
-- **Images repeated, skipped**: images that the whole run trains on more often, or less often, than without the fault;
-  steps that were taken back do not count. **Steps on other images**: than the same steps without the fault.
+- **Images repeated, skipped**: images that the whole run uses more often, or less often, than the undisturbed run;
+  steps that are undone later do not count. **Steps on other images**: steps whose images are not those of the same step
+  of the undisturbed run.
 - **Steps lost**: taken back, and so computed again.
 - **Final weights**: compared with the undisturbed run of the same stack.
 - **Pause**: the longest time without a step after the fault. A person who starts the run again does so at once.
