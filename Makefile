@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-pure test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
+.PHONY: help demo ui up tunnel down test test-ray test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,18 +35,20 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-# The tests that share one Ray mostly wait for its processes, so they run beside the others. The output of the others
-# appears at once, that of Ray's at their end.
+# The tests that share one Ray mostly wait for its processes, so they run beside the others, of which each part is the
+# files of some letters. The output of each appears at its end.
 FAST := not slow and not gpu
+PARTS := a-d e-l m-r s-z
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-ray test-pure
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-ray $(PARTS:%=test-%)
 
 test-ray: .venv/.installed
-	@$(BIN)/python -m pytest -m 'ray and $(FAST)' --durations=10 >.venv/ray.log 2>&1; status=$$?; cat .venv/ray.log; exit $$status
+	@$(BIN)/python -m pytest -m 'ray and $(FAST)' --durations=10
 
-test-pure: .venv/.installed
-	@$(BIN)/python -m pytest -m 'not ray and $(FAST)' --durations=10
+.PHONY: $(PARTS:%=test-%)
+$(PARTS:%=test-%): test-%: .venv/.installed
+	@$(BIN)/python -m pytest -m 'not ray and $(FAST)' --durations=5 tests/test_[$*]*.py
 
 .venv-oldest/.installed: .venv/.installed constraints-oldest.txt
 	@$(PYTHON) -m venv --clear .venv-oldest
