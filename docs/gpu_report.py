@@ -39,6 +39,7 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
     batches = ["--batches", ",".join(map(str, size.batches)), *size.options]
     decoding = ["--image-size", size.options[1], "--rounds", "3" if has_gpu else "1", "--batch", str(size.batch)]
     workers = ["--workers", str(size.workers)] if size.workers else []
+    predicted = ["--images", str(size.images)]
     largest = ["--largest-batch"] if has_gpu else []
     one = size.stems[0]
     forward = ["--models", ",".join(dict.fromkeys([*size.models, *size.stems])), *batches]
@@ -55,7 +56,7 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
         ("finetune", ["bench", "finetune", "--model", size.finetuned, "--modes", "full,attn", *size.options], 1),
         ("ingest", ["bench", "ingest", dataset, *decoding, *workers], 2),
         ("ingest_places", ["bench", "ingest", dataset, "--augment", "three_augment", *decoding], 1),
-        ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers], 2),
+        ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers, *predicted], 6),
     ]
     chosen = [Measurement(*each) for each in all_ if size.compiled or "--compile" not in each[1]]
     return [
