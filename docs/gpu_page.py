@@ -21,6 +21,8 @@ class Size(NamedTuple):
     batches: Sequence[int]
     options: Sequence[str]
     """Of every benchmark of a network."""
+    quick: Sequence[str]
+    """More options, of the benchmarks of many networks at many batch sizes."""
     batch: int
     images: int
     """Drawn images that are decoded."""
@@ -38,6 +40,7 @@ FULL = Size(
     finetuned="vit_b12x1_16",
     batches=[1, 2, 4, 8, 16, 32, 64],
     options=["--image-size", "224", "--dtype", "bf16"],
+    quick=["--rounds", "5", "--seconds", "0.1"],
     batch=128,
     images=4096,
     steps=640,
@@ -50,6 +53,7 @@ TOY = Size(
     finetuned="vit_u1x1_8",
     batches=[1, 2],
     options=["--image-size", "32", "--rounds", "2", "--seconds", "0.01"],
+    quick=[],
     batch=4,
     images=48,
     steps=60,

@@ -36,12 +36,11 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
     """Return the measurements, in their order."""
     has_gpu = size is FULL
     train = ["bench", "train", "--batch", str(size.batch), *size.options]
-    batches = ["--batches", ",".join(map(str, size.batches)), *size.options]
+    batches = ["--batches", ",".join(map(str, size.batches)), *size.options, *size.quick]
     decoding = ["--image-size", size.options[1], "--rounds", "3" if has_gpu else "1", "--batch", str(size.batch)]
     workers = ["--workers", str(size.workers)] if size.workers else []
     predicted = ["--images", str(size.images)]
     largest = ["--largest-batch"] if has_gpu else []
-    one = size.stems[0]
     forward = ["--models", ",".join(dict.fromkeys([*size.models, *size.stems])), *batches]
     all_ = [
         ("dataset", ["shard", "demo", dataset, f"images={size.images}", f"image_size={256 if has_gpu else 40}"], 4),
@@ -49,9 +48,9 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
         ("train_stems", [*train, *largest, "--models", ",".join(size.stems)], 4),
         ("train_compiled", [*train, "--compile", "--models", ",".join(size.compiled)], 6),
         ("train_reduced", [*train, "--compile", "reduce-overhead", "--models", ",".join(size.compiled)], 6),
-        ("train_augmented", [*train, "--augment", "three_augment", "--models", one], 1),
+        ("train_augmented", [*train, "--augment", "three_augment", "--models", size.stems[0]], 1),
         ("run", ["train", f"{out}/{RECIPE}", f"data.url={dataset}", "--name", "whole", "--out", f"{out}/runs"], 3),
-        ("latency", ["bench", "latency", *forward], 4),
+        ("latency", ["bench", "latency", *forward], 5),
         ("branches", ["bench", "branches", "--models", ",".join(size.parallel), *batches], 3),
         ("finetune", ["bench", "finetune", "--model", size.finetuned, "--modes", "full,attn", *size.options], 1),
         ("ingest", ["bench", "ingest", dataset, *decoding, *workers], 2),

@@ -11,7 +11,7 @@ import torch
 from test_layers import ROOT
 
 from pipelines.__main__ import main
-from vitray.bench.branches import elements, fused_elements
+from vitray.bench.branches import GRAPHS, VARIANTS, elements, fused_elements
 from vitray.bench.options import build_parser
 from vitray.bench.rounds import Results, Spread, capture, write_record
 from vitray.bench.train import TrainSettings, largest_fitting, recipe
@@ -140,6 +140,22 @@ def test_the_measurements_share_the_time():
         limits.append(given)
     assert sum(limits[0]) == pytest.approx(1440.0)
     assert limits[1][-1] == 1440.0
+
+
+def test_the_rounds_of_each_measurement_take_less_than_its_share():
+    measurements = gpu_report.plan(FULL, "data", "out")
+    unit, counted = 1440.0 / sum(each.weight for each in measurements), set()
+    for each in measurements:
+        options = build_parser("").parse_args(each.words[1:]) if each.words[0] == "bench" else None
+        if not hasattr(options, "seconds"):
+            continue
+        networks = [1] if options.benchmark == "finetune" else options.models.split(",")
+        variants = {"branches": len(VARIANTS) + len(GRAPHS), "finetune": len(getattr(options, "modes", []))}
+        calls = len(networks) * len(getattr(options, "batches", [1])) * variants.get(options.benchmark, 2)
+        assert calls * options.rounds * options.seconds < 0.8 * each.weight * unit, each.name
+        counted.add(each.name)
+    trained = {"train", "train_stems", "train_compiled", "train_reduced", "train_augmented"}
+    assert counted == trained | {"latency", "branches", "finetune"}
 
 
 def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
