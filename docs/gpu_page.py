@@ -98,9 +98,15 @@ def page(size: Size, results: Results) -> str:
     parts += ["\n## Decoding\n", _pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
     parts += ["\n## Prediction\n", _pipelines(rows.get("predict", []), "share_of_bound")]
     parts += ["\n## Aims\n", _aims(size, results), AIMS]
-    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    errors = [f"- `{name}`: {result['error']}" for name, result in results.items() if "error" in result]
+    errors += [
+        f"- `{name}`, `{row['model']}`: {row['error']}"
+        for name, found in rows.items()
+        for row in found
+        if "error" in row
+    ]
     if errors:
-        parts += ["\n## Missing\n", "\n".join(f"- `{name}`: {text}" for name, text in errors.items()), "\n"]
+        parts += ["\n## Missing\n", "\n".join(errors), "\n"]
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
@@ -218,7 +224,7 @@ def _aims(size: Size, results: Results) -> str:
 
     def best(model: str, name: str) -> dict[str, Any] | None:
         numbers = [
-            row[name]
+            row.get(name)
             for key in ("train", "train_compiled", "train_reduced")
             for row in rows.get(key, [])
             if row["model"] == model

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +83,8 @@ def run_all(
     seconds: float,
     call: Callable[[Sequence[str], float], dict[str, Any]],
     clock: Callable[[], float] = time.monotonic,
-) -> dict[str, dict[str, Any]]:
-    """Return the results of all measurements within some seconds, each in its share of those that are left."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield all results so far after each measurement, which takes at most its share of the seconds that are left."""
     end, results = clock() + seconds, {}
     for number, each in enumerate(measurements):
         share = each.weight / sum(later.weight for later in measurements[number:])
@@ -92,7 +92,7 @@ def run_all(
         print(f"{each.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
         results[each.name] = call(each.words, limit)
         print(f"{each.name}: {results[each.name].get('error', 'done')}", file=sys.stderr, flush=True)
-    return results
+        yield results
 
 
 def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
@@ -107,7 +107,8 @@ def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return saved_rows(words) | {"error": f"took more than its {limit:.0f} s"}
     if done.returncode:
-        return {"error": f"ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"}
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return saved_rows(words) | {"error": f"ended with {done.returncode}: {message}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -128,6 +129,13 @@ def with_threshold(measured: Sequence[Mapping[str, Any]], branches: Mapping[str,
     return [*others, new]
 
 
+def write(size: Size, results: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    """Write the results as JSON and as a page; of the drawn images only an error."""
+    kept = {name: result for name, result in results.items() if name != "dataset" or "error" in result}
+    (out / "gpu.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (out / "gpu.md").write_text(page(size, kept))
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -144,10 +152,9 @@ def main(words: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
         Path(folder, RECIPE).write_text(json.dumps(whole_run(size)))
-        results = run_all(plan(size, f"{folder}/demo", folder), 60 * options.minutes, call_vitray)
-    results.pop("dataset")
-    (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "gpu.md").write_text(page(size, results))
+        results = {}
+        for results in run_all(plan(size, f"{folder}/demo", folder), 60 * options.minutes, call_vitray):
+            write(size, results, out)
     if size is FULL:
         measured = with_threshold(json.loads(THRESHOLDS.read_text()), results["branches"])
         THRESHOLDS.write_text(json.dumps(measured, indent=1) + "\n")

@@ -60,7 +60,13 @@ def test_each_number_has_its_cell():
         "train_augmented": hardware | {"rows": [{"model": "vit_s12x1_16", "augmented": 8000, "ratio": 0.985}]},
         "run": {"images_per_second": 7960.54},
         "train_stems": hardware
-        | {"rows": [{"model": "vit_s12x1_16_conv", "vitray": 7}], "error": "took more than its 60 s"},
+        | {
+            "rows": [
+                {"model": "vit_s12x1_16_conv", "vitray": 7},
+                {"model": "vit_s12x1_16_local", "error": "out of memory"},
+            ],
+            "error": "took more than its 60 s",
+        },
         "latency": hardware | {"rows": [latency]},
         "branches": hardware | {"rows": [row]},
         "finetune": hardware | {"rows": modes},
@@ -81,6 +87,7 @@ def test_each_number_has_its_cell():
     assert "| augmented steps | 8000 | 0.985 |" in text
     assert "| a whole run of ViT-S/16 over its steps | 0.97 | 0.980 |" in text
     assert "- `train_stems`: took more than its 60 s" in text
+    assert "- `train_stems`, `vit_s12x1_16_local`: out of memory" in text
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
@@ -134,7 +141,7 @@ def test_the_measurements_share_the_time():
             now[0] += limit * uses
             return {"error": "toy"}
 
-        results = gpu_report.run_all(measurements, 1440.0, call, lambda now=now: now[0])
+        *_, results = gpu_report.run_all(measurements, 1440.0, call, lambda now=now: now[0])
         assert list(results) == [each.name for each in measurements]
         assert now[0] <= 1440.0
         limits.append(given)
@@ -161,6 +168,34 @@ def test_the_rounds_of_each_measurement_take_less_than_its_share():
 def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
     assert gpu_report.call_vitray(["bench", "train", "--models", "vit_q1"], 60)["error"].startswith("ended with 2: ")
     assert gpu_report.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
+
+
+def test_a_benchmark_that_ends_with_an_error_keeps_its_rows_and_each_measurement_is_written(tmp_path, monkeypatch):
+    Results(tmp_path / "new" / "train", torch.device("cpu"), {}).add({"model": "one", "vitray": 7})
+    words = ["bench", "train", "--out", str(tmp_path / "new")]
+    failed = SimpleNamespace(returncode=1, stderr="a long text\nRuntimeError: CUDA error", stdout="")
+    monkeypatch.setattr(gpu_report.subprocess, "run", lambda *_, **__: failed)
+    result = gpu_report.call_vitray(words, 1)
+    assert (result["rows"], result["error"]) == (
+        [{"model": "one", "vitray": 7}],
+        "ended with 1: RuntimeError: CUDA error",
+    )
+
+    monkeypatch.setattr(gpu_report, "TOY_OUT", tmp_path)
+    calls = []
+
+    def call(words, _limit):
+        calls.append(words)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return failure if words[0] == "shard" else result
+
+    failure = {"error": "ended with 2: no space"}
+    monkeypatch.setattr(gpu_report, "call_vitray", call)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.main(["--toy"])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == {"dataset": failure, "train": result}
+    assert "- `dataset`: ended with 2: no space" in (tmp_path / "gpu.md").read_text()
 
 
 def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):

@@ -147,10 +147,10 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write a table as CSV with the columns of its first row."""
+    """Write a table as CSV with the columns of all its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
 
