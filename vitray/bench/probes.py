@@ -110,7 +110,7 @@ def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int)
     load = ProbeLoad(Prober(context, client, is_reporter=True), learner)
     load.look()  # the first probe reads the images
     load.wait()
-    take_steps(step, 1, device)  # warm-up
+    take_steps(step, 3, device)  # warm-up; the second step may record a CUDA graph
     calls = max(1, int(settings.seconds / take_steps(step, 1, device)))
     speeds: dict[str, list[float]] = {"probed": [], "alone": []}
     busy, before = 0.0, load.done
