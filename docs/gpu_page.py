@@ -95,8 +95,9 @@ def page(size: Size, results: Results) -> str:
     parts += ["\n## Parallel branches\n", BRANCHES]
     parts += [_branches(size, rows.get("branches", []))]
     parts += ["\n## Attention-only fine-tuning\n", _finetuning(rows.get("finetune", []))]
-    parts += ["\n## Decoding\n", _pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
-    parts += ["\n## Prediction\n", _pipelines(rows.get("predict", []), "share_of_bound")]
+    parts += ["\n## Decoding\n", *_about(results, "ingest", "ingest_places")]
+    parts += [_pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
+    parts += ["\n## Prediction\n", *_about(results, "predict"), _pipelines(rows.get("predict", []), "share_of_bound")]
     parts += ["\n## Aims\n", _aims(size, results), AIMS]
     errors = [f"- `{name}`: {result['error']}" for name, result in results.items() if "error" in result]
     errors += [
@@ -209,6 +210,11 @@ def _finetuning(rows: Sequence[Mapping[str, Any]]) -> str:
         numbers += [cell(row, f"{name}_bytes", _gigabytes) for name in ("peak", "activations")]
         lines.append([mode, *numbers, cell(row, "peak_ratio", share)])
     return table(["trains", "a step", "over full", "peak memory", "activations", "peak over full"], lines)
+
+
+def _about(results: Results, *names: str) -> list[str]:
+    """Return the circumstances of some measurements: images, batches, and the processes that decode."""
+    return [f"\n{results[name]['about']}.\n" for name in names if "about" in results.get(name, {})]
 
 
 def _pipelines(rows: Sequence[Mapping[str, Any]], other: str) -> str:

@@ -71,7 +71,10 @@ def test_each_number_has_its_cell():
         "branches": hardware | {"rows": [row]},
         "finetune": hardware | {"rows": modes},
         "ingest": hardware
-        | {"rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}]},
+        | {
+            "about": "4096 images, 2 workers",
+            "rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}],
+        },
     }
     text = page(FULL, results)
     assert "Hardware: A card, 80 GiB, 16 CPU cores. Versions: torch 2.15." in text
@@ -80,6 +83,7 @@ def test_each_number_has_its_cell():
     assert "| `vit_s18x2_16` | 1 |" + 5 * " 7 ± 0.07 |" + " not measured | 0.99 ± 0.01 |" in text
     assert "| attn | 0.5 s ± 0.005 s | 0.75 ± 0.01 | 3.00 GB | not measured | not measured |" in text
     assert "| stream | 900 ± 9 | 5 ± 0.05 |" in text
+    assert "## Decoding\n\n4096 images, 2 workers.\n\n| pipeline |" in text
     assert "| images/s of ViT-S/16 in training | 8,000 | 8123 |" in text
     assert "| auto over the best, worst batch | 0.98 | 0.99 |" in text
     assert "| `vit_s12x1_16_conv` | 7 |" in text
