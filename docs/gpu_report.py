@@ -28,7 +28,7 @@ class Measurement(NamedTuple):
     """A command of `vitray`, and its part of the time."""
 
     name: str
-    words: Sequence[str]
+    arguments: Sequence[str]
     weight: float
 
 
@@ -42,7 +42,7 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
     predicted = ["--images", str(size.images)]
     largest = ["--largest-batch"] if has_gpu else []
     forward = ["--models", ",".join(dict.fromkeys([*size.models, *size.stems])), *batches]
-    all_ = [
+    measurements = [
         ("dataset", ["shard", "demo", dataset, f"images={size.images}", f"image_size={256 if has_gpu else 40}"], 4),
         ("train", [*train, *largest, "--models", ",".join(size.models)], 5),
         ("train_stems", [*train, *largest, "--models", ",".join(size.stems)], 4),
@@ -57,10 +57,14 @@ def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
         ("ingest_places", ["bench", "ingest", dataset, "--augment", "three_augment", *decoding], 1),
         ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers, *predicted], 6),
     ]
-    chosen = [Measurement(*each) for each in all_ if size.compiled or "--compile" not in each[1]]
+    chosen = [Measurement(*each) for each in measurements if size.compiled or "--compile" not in each[1]]
     return [
         each._replace(
-            words=[*each.words, "--json", *(["--out", f"{out}/{each.name}"] if "bench" in each.words else [])]
+            arguments=[
+                *each.arguments,
+                "--json",
+                *(["--out", f"{out}/{each.name}"] if "bench" in each.arguments else []),
+            ]
         )
         for each in chosen
     ]
@@ -90,14 +94,14 @@ def run_all(
         share = each.weight / sum(later.weight for later in measurements[number:])
         limit = max(0.0, end - clock()) * share
         print(f"{each.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        results[each.name] = call(each.words, limit)
+        results[each.name] = call(each.arguments, limit)
         print(f"{each.name}: {results[each.name].get('error', 'done')}", file=sys.stderr, flush=True)
         yield results
 
 
-def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
+def call_vitray(arguments: Sequence[str], limit: float) -> dict[str, Any]:
     """Return the JSON of a command of vitray, or its error with the rows that it had saved."""
-    command = [sys.executable, "-m", "pipelines", *words]
+    command = [sys.executable, "-m", "pipelines", *arguments]
     variables = os.environ | {"PYTHONPATH": str(DOCS.parent)}
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:  # MLflow's store of the whole run
         try:
@@ -105,16 +109,16 @@ def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
                 command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limit, check=False
             )
         except subprocess.TimeoutExpired:
-            return saved_rows(words) | {"error": f"took more than its {limit:.0f} s"}
+            return saved_rows(arguments) | {"error": f"took more than its {limit:.0f} s"}
     if done.returncode:
         message = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return saved_rows(words) | {"error": f"ended with {done.returncode}: {message}"}
+        return saved_rows(arguments) | {"error": f"ended with {done.returncode}: {message}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def saved_rows(words: Sequence[str]) -> dict[str, Any]:
+def saved_rows(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what a benchmark had saved before it was stopped."""
-    folder = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    folder = Path(arguments[arguments.index("--out") + 1]) if "--out" in arguments else None
     saved = sorted(folder.glob("*.json")) if folder else []
     return json.loads(saved[0].read_text()) if saved else {}
 
@@ -136,13 +140,13 @@ def write(size: Size, results: Mapping[str, Mapping[str, Any]], out: Path) -> No
     (out / "gpu.md").write_text(page(size, kept))
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=24.0, help="time of all benchmarks (%(default)s)")
     parser.add_argument("--page", action="store_true", help="only write docs/gpu.md from docs/gpu.json")
     parser.add_argument("--toy", action="store_true", help="toy sizes, as without a GPU")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.page:
         (DOCS / "gpu.md").write_text(page(FULL, json.loads((DOCS / "gpu.json").read_text())))
         return

@@ -12,7 +12,7 @@ import torch
 from pipelines.__main__ import main
 from vitray.bench import probes, train
 from vitray.bench.augmented import host_batches
-from vitray.bench.probes import LOOK, ProbeLoad, RaisingClient, take_steps
+from vitray.bench.probes import POLL_SECONDS, ProbeLoad, RaisingClient, take_steps
 from vitray.config import load_run
 from vitray.data.augment.draws import OPERATIONS
 from vitray.data.stream.prefetch import Prefetcher
@@ -87,12 +87,12 @@ def test_a_load_beside_the_steps_is_looked_at_now_and_then(monkeypatch):
     monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step():
-        now[0] += 0.4 * LOOK
+        now[0] += 0.4 * POLL_SECONDS
 
-    load: Any = SimpleNamespace(look=lambda: looks.append(round((now[0] - 100.0) / LOOK, 6)))
-    assert take_steps(step, 8, CPU, load) == pytest.approx(3.2 * LOOK)
+    load: Any = SimpleNamespace(look=lambda: looks.append(round((now[0] - 100.0) / POLL_SECONDS, 6)))
+    assert take_steps(step, 8, CPU, load) == pytest.approx(3.2 * POLL_SECONDS)
     assert looks == [0.0, 1.2, 2.4]
-    assert take_steps(step, 8, CPU) == pytest.approx(3.2 * LOOK)
+    assert take_steps(step, 8, CPU) == pytest.approx(3.2 * POLL_SECONDS)
     assert len(looks) == 3
 
 

@@ -113,11 +113,11 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
     assert {each.name for each in measurements} - {"train_compiled", "train_reduced"} == wanted
     outs = set()
     for each in measurements:
-        if each.words[0] == "bench":
-            outs.add(build_parser("").parse_args(each.words[1:]).out)
+        if each.arguments[0] == "bench":
+            outs.add(build_parser("").parse_args(each.arguments[1:]).out)
     assert len(outs) == len(measurements) - 2  # none overwrites another's files; dataset and run have other verbs
     # More batches than most machines have CPUs, so that the start is a small part of the time.
-    assert build_parser("").parse_args(measurements[-1].words[1:]).images == size.images
+    assert build_parser("").parse_args(measurements[-1].arguments[1:]).images == size.images
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
@@ -157,7 +157,7 @@ def test_the_rounds_of_each_measurement_take_less_than_its_share():
     measurements = gpu_report.plan(FULL, "data", "out")
     unit, counted = 1440.0 / sum(each.weight for each in measurements), set()
     for each in measurements:
-        options = build_parser("").parse_args(each.words[1:]) if each.words[0] == "bench" else None
+        options = build_parser("").parse_args(each.arguments[1:]) if each.arguments[0] == "bench" else None
         if not hasattr(options, "seconds"):
             continue
         networks = [1] if options.benchmark == "finetune" else options.models.split(",")
