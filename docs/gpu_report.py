@@ -1,7 +1,7 @@
 """python docs/gpu_report.py [--minutes 24]: measure one GPU, and write docs/gpu.json and docs/gpu.md.
 
-Each benchmark is a process of its own with a share of the time; what one leaves, the later ones have. Without a GPU the
-same benchmarks run at toy size and their page goes to bench_out/gpu_toy, since their numbers say nothing of a GPU.
+Each benchmark is a process with a share of the time; the later ones share what it does not use. Without a GPU the same
+benchmarks run at toy size and their page goes to bench_out/gpu_toy, since their numbers say nothing of a GPU.
 `--page` writes docs/gpu.md from docs/gpu.json alone.
 """
 
@@ -25,11 +25,12 @@ RECIPE = "whole_run.yaml"
 
 
 class Measurement(NamedTuple):
-    """A command of `vitray`, and its part of the time."""
+    """A command of `vitray`."""
 
     name: str
     arguments: Sequence[str]
     weight: float
+    """Its share of the time, relative to the other measurements."""
 
 
 def plan(size: Size, dataset: str, out: str) -> list[Measurement]:

@@ -41,15 +41,15 @@ def measure_cluster(run: Run, placement: Any, seconds: float) -> tuple[Machines,
     run = run.replace({"data.url": storage.absolute(str(run.data.url))})
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     tasks: Any = ray.remote(num_cpus=1)(_measure_node)
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
-    found, shares = [], [node["Resources"]["CPU"] / cpus for node in alive]
-    for place, part in zip(places, shares, strict=True):
-        own = machines._replace(decoding_cpus=part * machines.decoding_cpus)
-        found.append(tasks.options(scheduling_strategy=place).remote(run, own, seconds / 3))
-    parts = _results(found, seconds)
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
+    pending, shares = [], [node["Resources"]["CPU"] / cpus for node in alive]
+    for strategy, node_share in zip(strategies, shares, strict=True):
+        of_node = machines._replace(decoding_cpus=node_share * machines.decoding_cpus)
+        pending.append(tasks.options(scheduling_strategy=strategy).remote(run, of_node, seconds / 3))
+    node_stages = _results(pending, seconds)
     nodes = [
-        NodeSeconds(node["NodeManagerAddress"], part * cpus, *each)
-        for node, part, each in zip(alive, shares, parts, strict=True)
+        NodeSeconds(node["NodeManagerAddress"], node_share * cpus, *each)
+        for node, node_share, each in zip(alive, shares, node_stages, strict=True)
     ]
     share = len(alive) or 1
     local = machines._replace(
