@@ -21,6 +21,8 @@ class Size(NamedTuple):
     batches: Sequence[int]
     options: Sequence[str]
     """Of every benchmark of a network."""
+    quick: Sequence[str]
+    """More options, of the benchmarks of many networks at many batch sizes."""
     batch: int
     images: int
     """Drawn images that are decoded."""
@@ -38,6 +40,7 @@ FULL = Size(
     finetuned="vit_b12x1_16",
     batches=[1, 2, 4, 8, 16, 32, 64],
     options=["--image-size", "224", "--dtype", "bf16"],
+    quick=["--rounds", "5", "--seconds", "0.1"],
     batch=128,
     images=4096,
     steps=640,
@@ -50,6 +53,7 @@ TOY = Size(
     finetuned="vit_u1x1_8",
     batches=[1, 2],
     options=["--image-size", "32", "--rounds", "2", "--seconds", "0.01"],
+    quick=[],
     batch=4,
     images=48,
     steps=60,
@@ -91,12 +95,19 @@ def page(size: Size, results: Results) -> str:
     parts += ["\n## Parallel branches\n", BRANCHES]
     parts += [_branches(size, rows.get("branches", []))]
     parts += ["\n## Attention-only fine-tuning\n", _finetuning(rows.get("finetune", []))]
-    parts += ["\n## Decoding\n", _pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
-    parts += ["\n## Prediction\n", _pipelines(rows.get("predict", []), "share_of_bound")]
+    parts += ["\n## Decoding\n", *_about(results, "ingest", "ingest_places")]
+    parts += [_pipelines([*rows.get("ingest", []), *rows.get("ingest_places", [])], "cpu_us")]
+    parts += ["\n## Prediction\n", *_about(results, "predict"), _pipelines(rows.get("predict", []), "share_of_bound")]
     parts += ["\n## Aims\n", _aims(size, results), AIMS]
-    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    errors = [f"- `{name}`: {result['error']}" for name, result in results.items() if "error" in result]
+    errors += [
+        f"- `{name}`, `{row['model']}`: {row['error']}"
+        for name, found in rows.items()
+        for row in found
+        if "error" in row
+    ]
     if errors:
-        parts += ["\n## Missing\n", "\n".join(f"- `{name}`: {text}" for name, text in errors.items()), "\n"]
+        parts += ["\n## Missing\n", "\n".join(errors), "\n"]
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
@@ -201,6 +212,11 @@ def _finetuning(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(["trains", "a step", "over full", "peak memory", "activations", "peak over full"], lines)
 
 
+def _about(results: Results, *names: str) -> list[str]:
+    """Return the circumstances of some measurements: images, batches, and the processes that decode."""
+    return [f"\n{results[name]['about']}.\n" for name in names if "about" in results.get(name, {})]
+
+
 def _pipelines(rows: Sequence[Mapping[str, Any]], other: str) -> str:
     head = {"cpu_us": "CPU us an image", "share_of_bound": "over the bound"}[other]
     text: Callable[[float], str] = "{:.4g}".format
@@ -214,7 +230,7 @@ def _aims(size: Size, results: Results) -> str:
 
     def best(model: str, name: str) -> dict[str, Any] | None:
         numbers = [
-            row[name]
+            row.get(name)
             for key in ("train", "train_compiled", "train_reduced")
             for row in rows.get(key, [])
             if row["model"] == model

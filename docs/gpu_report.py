@@ -1,7 +1,7 @@
 """python docs/gpu_report.py [--minutes 24]: measure one GPU, and write docs/gpu.json and docs/gpu.md.
 
-Each benchmark is a process of its own with a share of the time; what one leaves, the later ones have. Without a GPU the
-same benchmarks run at toy size and their page goes to bench_out/gpu_toy, since their numbers say nothing of a GPU.
+Each benchmark is a process with a share of the time; the later ones share what it does not use. Without a GPU the same
+benchmarks run at toy size and their page goes to bench_out/gpu_toy, since their numbers say nothing of a GPU.
 `--page` writes docs/gpu.md from docs/gpu.json alone.
 """
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,42 +25,47 @@ RECIPE = "whole_run.yaml"
 
 
 class Measurement(NamedTuple):
-    """A command of `vitray`, and its part of the time."""
+    """A command of `vitray`."""
 
     name: str
-    words: Sequence[str]
+    arguments: Sequence[str]
     weight: float
+    """Its share of the time, relative to the other measurements."""
 
 
 def plan(size: Size, dataset: str, out: str) -> list[Measurement]:
     """Return the measurements, in their order."""
     has_gpu = size is FULL
     train = ["bench", "train", "--batch", str(size.batch), *size.options]
-    batches = ["--batches", ",".join(map(str, size.batches)), *size.options]
+    batches = ["--batches", ",".join(map(str, size.batches)), *size.options, *size.quick]
     decoding = ["--image-size", size.options[1], "--rounds", "3" if has_gpu else "1", "--batch", str(size.batch)]
     workers = ["--workers", str(size.workers)] if size.workers else []
+    predicted = ["--images", str(size.images)]
     largest = ["--largest-batch"] if has_gpu else []
-    one = size.stems[0]
     forward = ["--models", ",".join(dict.fromkeys([*size.models, *size.stems])), *batches]
-    all_ = [
+    measurements = [
         ("dataset", ["shard", "demo", dataset, f"images={size.images}", f"image_size={256 if has_gpu else 40}"], 4),
         ("train", [*train, *largest, "--models", ",".join(size.models)], 5),
         ("train_stems", [*train, *largest, "--models", ",".join(size.stems)], 4),
         ("train_compiled", [*train, "--compile", "--models", ",".join(size.compiled)], 6),
         ("train_reduced", [*train, "--compile", "reduce-overhead", "--models", ",".join(size.compiled)], 6),
-        ("train_augmented", [*train, "--augment", "three_augment", "--models", one], 1),
+        ("train_augmented", [*train, "--augment", "three_augment", "--models", size.stems[0]], 1),
         ("run", ["train", f"{out}/{RECIPE}", f"data.url={dataset}", "--name", "whole", "--out", f"{out}/runs"], 3),
-        ("latency", ["bench", "latency", *forward], 4),
+        ("latency", ["bench", "latency", *forward], 5),
         ("branches", ["bench", "branches", "--models", ",".join(size.parallel), *batches], 3),
         ("finetune", ["bench", "finetune", "--model", size.finetuned, "--modes", "full,attn", *size.options], 1),
         ("ingest", ["bench", "ingest", dataset, *decoding, *workers], 2),
         ("ingest_places", ["bench", "ingest", dataset, "--augment", "three_augment", *decoding], 1),
-        ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers], 2),
+        ("predict", ["bench", "predict", dataset, "--model", size.finetuned, *decoding, *workers, *predicted], 6),
     ]
-    chosen = [Measurement(*each) for each in all_ if size.compiled or "--compile" not in each[1]]
+    chosen = [Measurement(*each) for each in measurements if size.compiled or "--compile" not in each[1]]
     return [
         each._replace(
-            words=[*each.words, "--json", *(["--out", f"{out}/{each.name}"] if "bench" in each.words else [])]
+            arguments=[
+                *each.arguments,
+                "--json",
+                *(["--out", f"{out}/{each.name}"] if "bench" in each.arguments else []),
+            ]
         )
         for each in chosen
     ]
@@ -83,21 +88,21 @@ def run_all(
     seconds: float,
     call: Callable[[Sequence[str], float], dict[str, Any]],
     clock: Callable[[], float] = time.monotonic,
-) -> dict[str, dict[str, Any]]:
-    """Return the results of all measurements within some seconds, each in its share of those that are left."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield all results so far after each measurement, which takes at most its share of the seconds that are left."""
     end, results = clock() + seconds, {}
     for number, each in enumerate(measurements):
         share = each.weight / sum(later.weight for later in measurements[number:])
         limit = max(0.0, end - clock()) * share
         print(f"{each.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        results[each.name] = call(each.words, limit)
+        results[each.name] = call(each.arguments, limit)
         print(f"{each.name}: {results[each.name].get('error', 'done')}", file=sys.stderr, flush=True)
-    return results
+        yield results
 
 
-def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
+def call_vitray(arguments: Sequence[str], limit: float) -> dict[str, Any]:
     """Return the JSON of a command of vitray, or its error with the rows that it had saved."""
-    command = [sys.executable, "-m", "pipelines", *words]
+    command = [sys.executable, "-m", "pipelines", *arguments]
     variables = os.environ | {"PYTHONPATH": str(DOCS.parent)}
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:  # MLflow's store of the whole run
         try:
@@ -105,15 +110,16 @@ def call_vitray(words: Sequence[str], limit: float) -> dict[str, Any]:
                 command, cwd=folder, env=variables, capture_output=True, text=True, timeout=limit, check=False
             )
         except subprocess.TimeoutExpired:
-            return saved_rows(words) | {"error": f"took more than its {limit:.0f} s"}
+            return saved_rows(arguments) | {"error": f"took more than its {limit:.0f} s"}
     if done.returncode:
-        return {"error": f"ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"}
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return saved_rows(arguments) | {"error": f"ended with {done.returncode}: {message}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def saved_rows(words: Sequence[str]) -> dict[str, Any]:
+def saved_rows(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what a benchmark had saved before it was stopped."""
-    folder = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    folder = Path(arguments[arguments.index("--out") + 1]) if "--out" in arguments else None
     saved = sorted(folder.glob("*.json")) if folder else []
     return json.loads(saved[0].read_text()) if saved else {}
 
@@ -128,13 +134,20 @@ def with_threshold(measured: Sequence[Mapping[str, Any]], branches: Mapping[str,
     return [*others, new]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def write(size: Size, results: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    """Write the results as JSON and as a page; of the drawn images only an error."""
+    kept = {name: result for name, result in results.items() if name != "dataset" or "error" in result}
+    (out / "gpu.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (out / "gpu.md").write_text(page(size, kept))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=24.0, help="time of all benchmarks (%(default)s)")
     parser.add_argument("--page", action="store_true", help="only write docs/gpu.md from docs/gpu.json")
     parser.add_argument("--toy", action="store_true", help="toy sizes, as without a GPU")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.page:
         (DOCS / "gpu.md").write_text(page(FULL, json.loads((DOCS / "gpu.json").read_text())))
         return
@@ -144,10 +157,9 @@ def main(words: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vitray-") as folder:
         Path(folder, RECIPE).write_text(json.dumps(whole_run(size)))
-        results = run_all(plan(size, f"{folder}/demo", folder), 60 * options.minutes, call_vitray)
-    results.pop("dataset")
-    (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "gpu.md").write_text(page(size, results))
+        results = {}
+        for results in run_all(plan(size, f"{folder}/demo", folder), 60 * options.minutes, call_vitray):
+            write(size, results, out)
     if size is FULL:
         measured = with_threshold(json.loads(THRESHOLDS.read_text()), results["branches"])
         THRESHOLDS.write_text(json.dumps(measured, indent=1) + "\n")

@@ -15,7 +15,7 @@ def main(args: list[str]) -> dict[str, Any]:
         "A run whose driver died on this machine becomes KILLED.",
         epilog="example: vitray track flush --to http://tracker:5000",
     )
-    parser.add_argument("action", choices=["flush"])
+    parser.add_argument("action", choices=["flush"], help="upload the records that wait")
     parser.add_argument("--to", metavar="ADDRESS", help="send all of them to this MLflow, instead of to their own")
     parser.add_argument("--json", action="store_true", help="print JSON: runs (uid, name, state, message, store)")
     options = parser.parse_args(args)

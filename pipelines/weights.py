@@ -15,7 +15,7 @@ def main(args: list[str]) -> dict[str, Any]:
         "address is a path, s3://, models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
-    parser.add_argument("action", choices=["show", "flatten", "repatch"])
+    parser.add_argument("action", choices=["show", "flatten", "repatch"], help="print, complete or resize the network")
     parser.add_argument("url", help="a model folder; for show and repatch, a weights file of another library too")
     parser.add_argument("patch", nargs="?", help="repatch: the side of a patch in pixels")
     parser.add_argument("target", nargs="?", help="flatten, repatch: a new folder (a path or s3://)")

@@ -27,6 +27,15 @@ settings.register_profile("vitray", deadline=None)
 settings.load_profile("vitray")
 
 
+@pytest.fixture(autouse=True)
+def matmul_precision() -> Iterator[None]:
+    """Restore the precision of matrix products after each test: benchmarks set it for their process."""
+    import torch
+
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory) -> Iterator[Path]:
     """The folder of a local S3 server, to which the environment points; its sub-folders are the buckets.

@@ -2,13 +2,15 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 from image_sets import write_dataset, write_network
 
+from vitray.bench import predict_pipelines
 from vitray.bench.predict import OURS, PredictSettings, measure_predict
-from vitray.bench.predict_pipelines import Job, loader, make_plan, write_images
+from vitray.bench.predict_pipelines import Job, decode_alone, loader, make_plan, write_images
 from vitray.prediction.images import list_images, read_encoded
 
 
@@ -20,6 +22,22 @@ def test_the_images_are_the_first_ones_and_a_loader_predicts_each(tmp_path):
     plan = make_plan(str(write_network(tmp_path / "model")), str(tmp_path / "images"), 8, tmp_path / "out", "cpu")
     assert list(loader(Job(plan, files, 1, 1), tmp_path / "out")) == [7, 8, 4]
     assert pq.read_table(tmp_path / "out").num_rows == len(plan.images) == 19
+
+
+def test_more_cpus_than_batches_decode_every_image_once(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "data", {"val": 20})
+    files = write_images(str(tmp_path / "data"), 20, 8, tmp_path / "images")
+    plan = make_plan(str(write_network(tmp_path / "model")), str(tmp_path / "images"), 8, tmp_path / "out", "cpu")
+    tasks = []
+
+    def remote(call):
+        return SimpleNamespace(remote=lambda *arguments: tasks.append(arguments[1:]) or call(*arguments))
+
+    here = SimpleNamespace(put=lambda value: value, get=lambda values: values, remote=lambda **_: remote)
+    monkeypatch.setattr(predict_pipelines, "ray", here)
+    monkeypatch.setattr(predict_pipelines.torch, "set_num_threads", lambda _: None)
+    assert decode_alone(Job(plan, files, 1, 16)) > 0
+    assert tasks == [(0, 3), (1, 3), (2, 3)]
 
 
 @pytest.mark.slow

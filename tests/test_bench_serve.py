@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from vitray.bench.http_load import Ask, clients
+from vitray.bench.http_load import HttpRequest, clients
 from vitray.bench.servers import Server, ServeSettings, jpeg, loads, measure_serve, medians
 
 MODEL = "vit_u2x1_8"
@@ -72,7 +72,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 def test_the_clients_count_answers_and_errors():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        ask = Ask(f"http://127.0.0.1:{server.server_port}/v1/predict?task=a", b"body", "image/png")
+        ask = HttpRequest(f"http://127.0.0.1:{server.server_port}/v1/predict?task=a", b"body", "image/png")
         with clients(3, lambda: ask) as load:
             while len(load.seconds) < 20:
                 time.sleep(0.01)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipelines.__main__ import main
-from vitray.bench import probes
+from vitray.bench import probes, train
 from vitray.bench.augmented import host_batches
-from vitray.bench.probes import LOOK, ProbeLoad, RaisingClient, take_steps
+from vitray.bench.probes import POLL_SECONDS, ProbeLoad, RaisingClient, take_steps
 from vitray.config import load_run
 from vitray.data.augment.draws import OPERATIONS
 from vitray.data.stream.prefetch import Prefetcher
@@ -27,6 +27,34 @@ def test_a_training_step_is_measured(tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert all(row[column] > 0 for column in ("vitray", "bare", "ratio"))
     assert (tmp_path / "train_step_cpu_fp32.csv").read_text().startswith("model,vitray,vitray_spread,bare,")
+
+
+def test_a_model_that_cannot_take_a_step_is_noted_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
+    variants = train.step_variants
+
+    def step_variants(run, device):
+        if run.model.name == "vit_u1x1_8":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return variants(run, device)
+
+    monkeypatch.setattr(train, "step_variants", step_variants)
+    args = ["--image-size", "16", "--batch", "2", "--rounds", "2", "--seconds", "0.01", "--out", str(tmp_path)]
+    assert main(["bench", "train", "--models", "vit_u1x1_8,vit_u2x1_8", *args, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert first == {"model": "vit_u1x1_8", "error": "batches of 2: OutOfMemoryError: CUDA out of memory"}
+    assert second["vitray"] > 0
+    assert (tmp_path / "train_step_cpu_fp32.csv").read_text().splitlines()[1].startswith("vit_u1x1_8,batches of 2")
+    assert main(["bench", "train", "--models", "vit_u1x1_8", *args]) == 1
+    assert "vit_u1x1_8: batches of 2: OutOfMemoryError: CUDA out of memory" in capsys.readouterr().err
+
+
+def test_the_search_of_the_largest_batch_ends_at_a_kernel_that_cannot_start(monkeypatch):
+    def peak_bytes(run, _device):
+        if run.optim.batch > 100:
+            raise RuntimeError("CUDA error: invalid configuration argument")
+
+    monkeypatch.setattr(train, "peak_bytes", peak_bytes)
+    assert 89 < (train.largest_fitting(lambda batch: train.fits(load_run(), batch, CPU)) or 0) <= 100
 
 
 def test_the_augmentation_of_a_batch_is_measured_beside_its_step(tmp_path, capsys):
@@ -59,12 +87,12 @@ def test_a_load_beside_the_steps_is_looked_at_now_and_then(monkeypatch):
     monkeypatch.setattr(probes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step():
-        now[0] += 0.4 * LOOK
+        now[0] += 0.4 * POLL_SECONDS
 
-    load: Any = SimpleNamespace(look=lambda: looks.append(round((now[0] - 100.0) / LOOK, 6)))
-    assert take_steps(step, 8, CPU, load) == pytest.approx(3.2 * LOOK)
+    load: Any = SimpleNamespace(look=lambda: looks.append(round((now[0] - 100.0) / POLL_SECONDS, 6)))
+    assert take_steps(step, 8, CPU, load) == pytest.approx(3.2 * POLL_SECONDS)
     assert looks == [0.0, 1.2, 2.4]
-    assert take_steps(step, 8, CPU) == pytest.approx(3.2 * LOOK)
+    assert take_steps(step, 8, CPU) == pytest.approx(3.2 * POLL_SECONDS)
     assert len(looks) == 3
 
 

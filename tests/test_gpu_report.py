@@ -11,7 +11,7 @@ import torch
 from test_layers import ROOT
 
 from pipelines.__main__ import main
-from vitray.bench.branches import elements, fused_elements
+from vitray.bench.branches import GRAPHS, VARIANTS, elements, fused_elements
 from vitray.bench.options import build_parser
 from vitray.bench.rounds import Results, Spread, capture, write_record
 from vitray.bench.train import TrainSettings, largest_fitting, recipe
@@ -60,12 +60,21 @@ def test_each_number_has_its_cell():
         "train_augmented": hardware | {"rows": [{"model": "vit_s12x1_16", "augmented": 8000, "ratio": 0.985}]},
         "run": {"images_per_second": 7960.54},
         "train_stems": hardware
-        | {"rows": [{"model": "vit_s12x1_16_conv", "vitray": 7}], "error": "took more than its 60 s"},
+        | {
+            "rows": [
+                {"model": "vit_s12x1_16_conv", "vitray": 7},
+                {"model": "vit_s12x1_16_local", "error": "out of memory"},
+            ],
+            "error": "took more than its 60 s",
+        },
         "latency": hardware | {"rows": [latency]},
         "branches": hardware | {"rows": [row]},
         "finetune": hardware | {"rows": modes},
         "ingest": hardware
-        | {"rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}]},
+        | {
+            "about": "4096 images, 2 workers",
+            "rows": [{"pipeline": "stream", **spread("images_per_second", 900), **spread("cpu_us", 5)}],
+        },
     }
     text = page(FULL, results)
     assert "Hardware: A card, 80 GiB, 16 CPU cores. Versions: torch 2.15." in text
@@ -74,6 +83,7 @@ def test_each_number_has_its_cell():
     assert "| `vit_s18x2_16` | 1 |" + 5 * " 7 ± 0.07 |" + " not measured | 0.99 ± 0.01 |" in text
     assert "| attn | 0.5 s ± 0.005 s | 0.75 ± 0.01 | 3.00 GB | not measured | not measured |" in text
     assert "| stream | 900 ± 9 | 5 ± 0.05 |" in text
+    assert "## Decoding\n\n4096 images, 2 workers.\n\n| pipeline |" in text
     assert "| images/s of ViT-S/16 in training | 8,000 | 8123 |" in text
     assert "| auto over the best, worst batch | 0.98 | 0.99 |" in text
     assert "| `vit_s12x1_16_conv` | 7 |" in text
@@ -81,6 +91,7 @@ def test_each_number_has_its_cell():
     assert "| augmented steps | 8000 | 0.985 |" in text
     assert "| a whole run of ViT-S/16 over its steps | 0.97 | 0.980 |" in text
     assert "- `train_stems`: took more than its 60 s" in text
+    assert "- `train_stems`, `vit_s12x1_16_local`: out of memory" in text
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
@@ -102,9 +113,11 @@ def test_every_command_of_the_plan_is_one_of_vitray(size):
     assert {each.name for each in measurements} - {"train_compiled", "train_reduced"} == wanted
     outs = set()
     for each in measurements:
-        if each.words[0] == "bench":
-            outs.add(build_parser("").parse_args(each.words[1:]).out)
+        if each.arguments[0] == "bench":
+            outs.add(build_parser("").parse_args(each.arguments[1:]).out)
     assert len(outs) == len(measurements) - 2  # none overwrites another's files; dataset and run have other verbs
+    # More batches than most machines have CPUs, so that the start is a small part of the time.
+    assert build_parser("").parse_args(measurements[-1].arguments[1:]).images == size.images
 
 
 @pytest.mark.parametrize("size", [FULL, TOY])
@@ -132,7 +145,7 @@ def test_the_measurements_share_the_time():
             now[0] += limit * uses
             return {"error": "toy"}
 
-        results = gpu_report.run_all(measurements, 1440.0, call, lambda now=now: now[0])
+        *_, results = gpu_report.run_all(measurements, 1440.0, call, lambda now=now: now[0])
         assert list(results) == [each.name for each in measurements]
         assert now[0] <= 1440.0
         limits.append(given)
@@ -140,9 +153,53 @@ def test_the_measurements_share_the_time():
     assert limits[1][-1] == 1440.0
 
 
+def test_the_rounds_of_each_measurement_take_less_than_its_share():
+    measurements = gpu_report.plan(FULL, "data", "out")
+    unit, counted = 1440.0 / sum(each.weight for each in measurements), set()
+    for each in measurements:
+        options = build_parser("").parse_args(each.arguments[1:]) if each.arguments[0] == "bench" else None
+        if not hasattr(options, "seconds"):
+            continue
+        networks = [1] if options.benchmark == "finetune" else options.models.split(",")
+        variants = {"branches": len(VARIANTS) + len(GRAPHS), "finetune": len(getattr(options, "modes", []))}
+        calls = len(networks) * len(getattr(options, "batches", [1])) * variants.get(options.benchmark, 2)
+        assert calls * options.rounds * options.seconds < 0.8 * each.weight * unit, each.name
+        counted.add(each.name)
+    trained = {"train", "train_stems", "train_compiled", "train_reduced", "train_augmented"}
+    assert counted == trained | {"latency", "branches", "finetune"}
+
+
 def test_a_command_that_fails_or_takes_too_long_is_an_error_of_its_own():
     assert gpu_report.call_vitray(["bench", "train", "--models", "vit_q1"], 60)["error"].startswith("ended with 2: ")
     assert gpu_report.call_vitray(["bench", "train"], 0.01) == {"error": "took more than its 0 s"}
+
+
+def test_a_benchmark_that_ends_with_an_error_keeps_its_rows_and_each_measurement_is_written(tmp_path, monkeypatch):
+    Results(tmp_path / "new" / "train", torch.device("cpu"), {}).add({"model": "one", "vitray": 7})
+    words = ["bench", "train", "--out", str(tmp_path / "new")]
+    failed = SimpleNamespace(returncode=1, stderr="a long text\nRuntimeError: CUDA error", stdout="")
+    monkeypatch.setattr(gpu_report.subprocess, "run", lambda *_, **__: failed)
+    result = gpu_report.call_vitray(words, 1)
+    assert (result["rows"], result["error"]) == (
+        [{"model": "one", "vitray": 7}],
+        "ended with 1: RuntimeError: CUDA error",
+    )
+
+    monkeypatch.setattr(gpu_report, "TOY_OUT", tmp_path)
+    calls = []
+
+    def call(words, _limit):
+        calls.append(words)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return failure if words[0] == "shard" else result
+
+    failure = {"error": "ended with 2: no space"}
+    monkeypatch.setattr(gpu_report, "call_vitray", call)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.main(["--toy"])
+    assert json.loads((tmp_path / "gpu.json").read_text()) == {"dataset": failure, "train": result}
+    assert "- `dataset`: ended with 2: no space" in (tmp_path / "gpu.md").read_text()
 
 
 def test_what_a_stopped_benchmark_had_saved_is_kept(tmp_path):

@@ -100,6 +100,17 @@ def test_an_extractor_refuses_its_network_after_its_constructor(place, tmp_path)
     assert len(extractor.extract(0, 3, ["logits"])["logits"]) == 3
 
 
+def test_an_actor_decodes_on_its_share_of_the_cpus():
+    def node(cpus, gpus=0, alive=True):
+        return {"Alive": alive, "Resources": {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})}
+
+    assert actors.decoders_of([node(64, 8)], 8) == 8
+    assert actors.decoders_of([node(64, 8), node(12, 2), node(4), node(1, 1, alive=False)], 10) == 6
+    assert actors.decoders_of([node(2, 4)], 4) == 1
+    assert actors.decoders_of([node(16)], 4) == 4
+    assert actors.decoders_of([node(2), node(1)], 4) == 1
+
+
 def test_a_cluster_that_grows_is_asked_for_its_gpus(monkeypatch):
     """Its head, which has no GPU, does not compute in their place."""
     asked, resources = [], {"CPU": 8.0}

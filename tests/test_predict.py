@@ -178,6 +178,13 @@ def test_wildcards_match_on_s3_and_secrets_in_an_address_stay_out_of_the_message
         list_images("s3://bucket/wild?secret_key=hidden")
 
 
+def test_a_glob_of_the_root_is_refused_before_anything_is_listed(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^/\*\.jpg: got a wildcard in the first folder, .*wanted a folder above it"):
+        list_images("/*.jpg")
+
+
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [

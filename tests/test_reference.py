@@ -36,6 +36,8 @@ def test_every_verb_recipe_and_option_has_a_row():
     assert all(re.search(rf"^###? (vitray )?{parser}$", PAGES["verbs.md"], re.MULTILINE) for parser in parsers)
     assert all(f"\n## {name}\n" in PAGES["recipes.md"] for name in recipes.names())
     assert "| `--resume NAME` |" in PAGES["verbs.md"]
+    assert "|  |" not in PAGES["verbs.md"], "an argument without a meaning"
+    assert not re.search(r"^##.*\n\n\n", PAGES["verbs.md"], re.MULTILINE), "a command without a description"
     assert PAGES["recipes.md"].count("expected: ") > 50
 
 

@@ -17,6 +17,7 @@ from vitray.config import Run
 from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.serving.driver import gpus_of_a_replica
 from vitray.serving.hosted import Hosted, check_tasks
 from vitray.serving.options import build_parser, read_settings
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
@@ -322,6 +323,14 @@ def test_the_serve_config_for_kubernetes_is_valid():
         assert container["resources"]["requests"] == container["resources"]["limits"]
         [token] = [each for each in container["env"] if each["name"] == "VITRAY_SERVE_TOKEN"]
         assert token["valueFrom"] == {"secretKeyRef": {"name": "vitray-serve", "key": "token"}}
+
+
+@pytest.mark.parametrize(("replicas", "gpus", "share"), [(1, 1, 1.0), (2, 4, 1.0), (2, 1, 0.5), (3, 2, 0.5)])
+def test_replicas_share_the_gpus_of_a_cluster_that_does_not_grow(replicas, gpus, share, monkeypatch):
+    monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
+    assert gpus_of_a_replica(replicas, gpus) == share
+    monkeypatch.setenv("VITRAY_GROWS_WITHIN", "1800")
+    assert gpus_of_a_replica(replicas, gpus) == 1.0
 
 
 # ---- bad input ends before Ray starts --------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 import asyncio
 import base64
 import json
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from test_serve import folder as folder
@@ -165,6 +167,30 @@ def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypa
     [failed] = ask_all(folder, requests[:1], for_ever)
     assert failed.status == 503
     assert len(for_ever) == gateway_module.MOST_ATTEMPTS
+
+
+def test_a_request_that_kills_replicas_is_sent_on_twice(folder, monkeypatch):
+    monkeypatch.setattr(gateway_module, "FIRST_PAUSE", 0.001)
+    died = [ActorDiedError() for _ in range(5)]
+    replies = ask_all(folder, [{"path": "/v1/predict", "body": png()}], died)
+    assert (replies[0].status, len(died)) == (503, 2)
+    [reply] = ask_all(folder, [{"path": "/v1/predict", "body": png()}], died)
+    assert (reply.status, died) == (200, [])
+
+
+def test_a_replica_decodes_as_many_images_at_a_time_as_it_has_cpus(folder):
+    network = replica(serving(folder, cpus=2.5))
+    decoded, item = [], network.hosted.item
+
+    def watched(*arguments):
+        decoded.append(threading.current_thread())
+        time.sleep(0.01)
+        return item(*arguments)
+
+    network.hosted.item = watched
+    answer = asyncio.run(network.predict("base", None, [png(value) for value in range(8)]))
+    assert len(answer["predictions"]) == len(decoded) == 8
+    assert len(set(decoded)) == 2
 
 
 def test_a_full_queue_is_503_at_once(folder):

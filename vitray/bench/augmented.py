@@ -25,6 +25,8 @@ from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 
 VARIANTS = ("augmented", "crops")
+# Steps before the timed ones: more than the batches that a feed makes while the other variant runs.
+UNTIMED = 4
 
 
 def measure_augmented(settings: TrainSettings, policy: str) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def measure_augmented(settings: TrainSettings, policy: str) -> dict[str, Any]:
     for name in settings.models:
         run = recipe(settings, name).replace({"data.augment.policy": policy, "data.augment.on": "device"})
         with fed_steps(run, device) as steps:
-            speeds = interleave(steps, settings.rounds, settings.seconds, device, settings.batch)
+            speeds = interleave(steps, settings.rounds, settings.seconds, device, settings.batch, UNTIMED)
         augmented, crops = (spread_of(speeds[variant]) for variant in VARIANTS)
         ratio = ratio_of(*(speeds[variant] for variant in VARIANTS))
         print(f"{name:<18}{augmented!s:>18}{crops!s:>18}{ratio!s:>18}", flush=True)

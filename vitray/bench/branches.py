@@ -55,9 +55,9 @@ def measure_branches(settings: BranchesSettings) -> dict[str, Any]:
     results = Results(settings.out / stem, device, about)
     started, steps = time.perf_counter(), len(settings.models) * len(settings.batches)
     for name in settings.models:
-        variants = build_variants(name, settings, device)
+        networks = build_variants(name, settings, device)
         for batch in settings.batches:
-            speeds = _measure(variants, batch, settings, device)
+            speeds = _measure(_compiled(networks, settings), batch, settings, device)
             gain, over_loop = ratio_of(speeds["auto"], speeds["seq"]), ratio_of(speeds["auto"], speeds["loop"])
             row: dict[str, Any] = {"model": name, "batch": batch, "elements": elements(name, batch, settings)}
             for variant, measured in speeds.items():
@@ -104,9 +104,7 @@ def fused_elements(rows: Sequence[Mapping[str, Any]]) -> int:
     return max([0, *sorted(row["elements"] for row in rows)], key=worst)
 
 
-def build_variants(
-    name: str, settings: BranchesSettings, device: torch.device
-) -> dict[str, Callable[[Tensor], Tensor]]:
+def build_variants(name: str, settings: BranchesSettings, device: torch.device) -> dict[str, ViT]:
     """Return the model with each execution, and the same weights regrouped into one branch."""
     Model(name=name, image_size=settings.image_size).require_vit("--models")
     model = Model(name=name, image_size=settings.image_size, layerscale=1e-4)
@@ -121,19 +119,25 @@ def build_variants(
         nets[execution].execution = execution
     for net in nets.values():
         net.train(settings.train).to(device)
+    return nets
+
+
+def _compiled(networks: Mapping[str, ViT], settings: BranchesSettings) -> dict[str, Callable[[Tensor], Tensor]]:
     if not settings.compile:
-        return dict(nets)
+        return dict(networks)
     mode: Any = settings.compile
-    return {variant: torch.compile(net, dynamic=False, mode=mode) for variant, net in nets.items()}
+    torch.compiler.reset()  # after 8 shapes and networks torch would compile no more, and run them as they are
+    return {variant: torch.compile(network, dynamic=False, mode=mode) for variant, network in networks.items()}
 
 
 def _measure(
     variants: dict[str, Callable[[Tensor], Tensor]], batch: int, settings: BranchesSettings, device: torch.device
 ) -> dict[str, list[float]]:
     images = torch.randn(batch, 3, settings.image_size, settings.image_size, device=device)
+    is_bf16 = settings.dtype == "bf16"
 
     def step(net: Callable[[Tensor], Tensor]) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16):
             out = net(images)
         if settings.train:
             out.sum().backward()
@@ -141,7 +145,9 @@ def _measure(
                 net.zero_grad()  # kept gradients would be memory of a CUDA graph, which the next pass overwrites
 
     calls: dict[str, Callable[[], object]] = {variant: partial(step, net) for variant, net in variants.items()}
-    with torch.set_grad_enabled(settings.train):
+    # In inference all calls share one context, which casts the weights once, as `fused` does without it.
+    shared = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16 and not settings.train)
+    with torch.set_grad_enabled(settings.train), shared:
         for name in variant_names(settings, device)[len(VARIANTS) :]:
             calls[name] = capture(calls[name.removesuffix("_graph")])
         return interleave(calls, settings.rounds, settings.seconds, device, batch)

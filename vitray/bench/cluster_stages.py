@@ -8,7 +8,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
-from vitray.bench.recipe_stages import all_decoding, company, measure_cpu, measure_stages, open_stream
+from vitray.bench.recipe_stages import background_load, measure_cpu, measure_stages, open_stream, scale_to_full_load
 from vitray.bench.verdict import Machines, StageSeconds
 from vitray.config import Run
 from vitray.errors import ConfigError, RunError
@@ -27,29 +27,29 @@ class NodeSeconds(NamedTuple):
     augment: float
 
 
-def measure_cluster(run: Run, placed: Any, seconds: float) -> tuple[Machines, StageSeconds, list[NodeSeconds]]:
+def measure_cluster(run: Run, placement: Any, seconds: float) -> tuple[Machines, StageSeconds, list[NodeSeconds]]:
     """Return what a run has on the cluster, its stages, and those of each node.
 
-    `placed` is the run's Placement, `seconds` the time of all measurements. The device is one of those that Ray gives a
-    worker, and the stages of its node slow each other down as in training.
+    `placement` is the run's Placement, `seconds` the time of all measurements. The device is one of those that Ray
+    gives a worker, and the stages of its node slow each other down as in training.
     """
-    lowest, workers = placed.workers
+    lowest, workers = placement.workers
     if lowest != workers:
         raise ConfigError(f"compute.workers: got {run.compute.workers}, wanted one number")
-    cpus, gpus = ray.cluster_resources()["CPU"], workers * run.compute.gpus if placed.use_gpu else 0
-    machines = Machines(workers, cpus - workers * placed.cpus, cpus, gpus, placed.threads)
+    cpus, gpus = ray.cluster_resources()["CPU"], workers * run.compute.gpus if placement.use_gpu else 0
+    machines = Machines(workers, cpus - workers * placement.cpus, cpus, gpus, placement.threads)
     run = run.replace({"data.url": storage.absolute(str(run.data.url))})
     alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     tasks: Any = ray.remote(num_cpus=1)(_measure_node)
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
-    found, shares = [], [node["Resources"]["CPU"] / cpus for node in alive]
-    for place, part in zip(places, shares, strict=True):
-        own = machines._replace(decoding_cpus=part * machines.decoding_cpus)
-        found.append(tasks.options(scheduling_strategy=place).remote(run, own, seconds / 3))
-    parts = _results(found, seconds)
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
+    pending, shares = [], [node["Resources"]["CPU"] / cpus for node in alive]
+    for strategy, node_share in zip(strategies, shares, strict=True):
+        of_node = machines._replace(decoding_cpus=node_share * machines.decoding_cpus)
+        pending.append(tasks.options(scheduling_strategy=strategy).remote(run, of_node, seconds / 3))
+    node_stages = _results(pending, seconds)
     nodes = [
-        NodeSeconds(node["NodeManagerAddress"], part * cpus, *each)
-        for node, part, each in zip(alive, shares, parts, strict=True)
+        NodeSeconds(node["NodeManagerAddress"], node_share * cpus, *each)
+        for node, node_share, each in zip(alive, shares, node_stages, strict=True)
     ]
     share = len(alive) or 1
     local = machines._replace(
@@ -77,8 +77,8 @@ def _measure_node(run: Run, machines: Machines, seconds: float) -> tuple[float, 
     torch.set_num_threads(1)
     own, stream = open_stream(run, machines)
     parts = measure_cpu(own, stream, seconds / 2)
-    with company(own, machines._replace(workers=1)) as others:
-        return all_decoding(parts, others, seconds / 2)[0]
+    with background_load(own, machines._replace(workers=1)) as load:
+        return scale_to_full_load(parts, load, seconds / 2)[0]
 
 
 def _measure_device(run: Run, workers: int, machines: Machines, seconds: float) -> StageSeconds:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Ask(NamedTuple):
+class HttpRequest(NamedTuple):
     """One request."""
 
     url: str
@@ -34,26 +34,26 @@ class Load:
 
 
 @contextmanager
-def clients(count: int, draw: Callable[[], Ask]) -> Iterator[Load]:
+def clients(count: int, next_request: Callable[[], HttpRequest]) -> Iterator[Load]:
     """Keep clients asking during the block, each on its own connection; a refused or lost request is an error."""
     load, ended = Load(), threading.Event()
 
     def work() -> None:
         connections: dict[str, http.client.HTTPConnection] = {}
         while not ended.is_set():
-            ask_once(connections)
+            send_once(connections)
         for connection in connections.values():
             connection.close()
 
-    def ask_once(connections: dict[str, http.client.HTTPConnection]) -> None:
-        ask = draw()
-        address = urllib.parse.urlsplit(ask.url)
+    def send_once(connections: dict[str, http.client.HTTPConnection]) -> None:
+        request = next_request()
+        address = urllib.parse.urlsplit(request.url)
         began = time.perf_counter()
         try:
             if address.netloc not in connections:
                 connections[address.netloc] = http.client.HTTPConnection(address.netloc, timeout=120)
             connection = connections[address.netloc]
-            connection.request("POST", f"{address.path}?{address.query}", ask.body, {"Content-Type": ask.kind})
+            connection.request("POST", f"{address.path}?{address.query}", request.body, {"Content-Type": request.kind})
             response = connection.getresponse()
             content = response.read()
             if response.status != 200:

@@ -36,11 +36,12 @@ def measure_latency(settings: LatencySettings) -> dict[str, Any]:
     for name in settings.models:
         network = build_network(Model(name=name, image_size=settings.image_size)).to(device).eval()
         forwards: dict[str, Callable[[torch.Tensor], object]] = {"eager": network}
-        if settings.compile:
-            mode: Any = settings.compile
-            forwards["compiled"] = torch.compile(network, dynamic=False, mode=mode)
         for batch in settings.batches:
             progress(f"{name}, batch {batch}")
+            if settings.compile:
+                mode: Any = settings.compile
+                torch.compiler.reset()  # after 8 shapes torch would compile no more, and run the network as it is
+                forwards["compiled"] = torch.compile(network, dynamic=False, mode=mode)
             times = _measure(forwards, batch, settings, device)
             row: dict[str, Any] = {"model": name, "batch": batch}
             for variant, milliseconds in times.items():

@@ -31,12 +31,14 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser of all benchmarks."""
     parser = argparse.ArgumentParser(prog="vitray bench", description=description, epilog=EXAMPLES)
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    branches = benchmarks.add_parser(
-        "branches", help="Three things, Table 4: parallel branches in sequence, in a loop, fused, auto"
-    )
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return benchmarks.add_parser(name, help=text, description=text)
+
+    branches = add("branches", "Three things, Table 4: parallel branches in sequence, in a loop, fused, auto")
     branches.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
     branches.add_argument("--train", action="store_true", help="forward and backward instead of inference")
-    ingest = benchmarks.add_parser("ingest", help="the stream against a plain loop and other data loaders")
+    ingest = add("ingest", "the stream against a plain loop and other data loaders")
     ingest.add_argument("dataset", help="a dataset written by vitray shard")
     ingest.add_argument("--images", type=count_up_to(10**9), help="images in an epoch (all)")
     ingest.add_argument("--workers", type=count_up_to(10**6), default=2, help="decoding processes (%(default)s)")
@@ -49,7 +51,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         metavar="MB",
         help="object store of the Ray started here (Ray's default)",
     )
-    scaling = benchmarks.add_parser("scaling", help="many consumers on several nodes, against Ray Data's own reader")
+    scaling = add("scaling", "many consumers on several nodes, against Ray Data's own reader")
     scaling.add_argument("dataset", help="a dataset written by vitray shard")
     scaling.add_argument(
         "--nodes", type=count_up_to(10**6), default=6, help="logical nodes on this machine (%(default)s)"
@@ -63,12 +65,12 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--decode-ms", type=number_up_to(60_000), default=10.0, help="time to decode an image (%(default)s)"
     )
     scaling.add_argument("--batch", type=count_up_to(10**6), default=192, help="images of a global batch (%(default)s)")
-    train = benchmarks.add_parser("train", help="a training step against plain PyTorch")
+    train = add("train", "a training step against plain PyTorch")
     others = train.add_mutually_exclusive_group()
     others.add_argument("--probes", action="store_true", help="the step alone against the step beside evaluate.probes")
     text = "the step on batches that the worker augments (data.augment.on: device) against the step on crops"
     others.add_argument("--augment", choices=POLICIES, help=text)
-    finetune = benchmarks.add_parser("finetune", help="time and memory of fine-tuning modes")
+    finetune = add("finetune", "time and memory of fine-tuning modes")
     finetune.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
     finetune.add_argument(
         "--modes",
@@ -78,18 +80,18 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     finetune.add_argument("--batch", type=count_up_to(10**6), help="images in a batch (8 on a GPU, 1 on a CPU)")
     text = "networks side by side: size, multiply-adds, memory, speed (ViT paper, figure 13)"
-    networks = benchmarks.add_parser("networks", help=text)
+    networks = add("networks", text)
     text = "NAME or NAME:SETTING=VALUE, separated by commas, the reference first (figure 13: %(default)s)"
     networks.add_argument("--models", type=_modes, default=FIGURE_13, help=text)
     networks.add_argument("--batch", type=count_up_to(10**6), default=8, help="images in a batch (%(default)s)")
     networks.add_argument("--train", action="store_true", help="forward and backward instead of inference")
-    family = benchmarks.add_parser("family", help="many deltas in one batch against one model")
-    predict = benchmarks.add_parser("predict", help="vitray predict against Ray Data, a DataLoader, and its halves")
+    family = add("family", "many deltas in one batch against one model")
+    predict = add("predict", "vitray predict against Ray Data, a DataLoader, and its halves")
     predict.add_argument("dataset", help="images as of vitray predict")
     predict.add_argument("--model", default="vit_ti12x1_16", help="a model name (%(default)s)")
     predict.add_argument("--images", type=count_up_to(10**9), default=512, help="images of a round (%(default)s)")
     predict.add_argument("--workers", type=count_up_to(10**6), help="CPUs of the Ray started here (all)")
-    serve = benchmarks.add_parser("serve", help="HTTP load: vitray serve, mlflow models serve, a process per model")
+    serve = add("serve", "HTTP load: vitray serve, mlflow models serve, a process per model")
     text = "MLflow servers of one model each, to compare with (%(default)s)"
     serve.add_argument("--processes", type=count_up_to(100), default=2, help=text)
     serve.add_argument("--concurrency", type=_counts, default="1,8,64", help="numbers of clients (%(default)s)")
@@ -99,7 +101,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         each.add_argument("--model", default="vit_b12x1_16", help="a model name (%(default)s)")
         each.add_argument("--deltas", type=count_up_to(10_000), default=100, help="attention deltas (%(default)s)")
     train.add_argument("--largest-batch", action="store_true", help="search the largest batch that fits a GPU")
-    latency = benchmarks.add_parser("latency", help="the forward pass of small batches: eager, compiled, a CUDA graph")
+    latency = add("latency", "the forward pass of small batches: eager, compiled, a CUDA graph")
     latency.add_argument("--batches", type=_counts, default="1,2,4,8,16,32,64", help="images in a batch (%(default)s)")
     for each in (branches, train, latency):
         each.add_argument("--models", default="vit_s18x2_16", help="model names, separated by commas (%(default)s)")

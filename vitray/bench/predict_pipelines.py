@@ -109,9 +109,9 @@ def loader(job: Job, out: Path) -> Iterator[int]:
 
 def decode_alone(job: Job) -> float:
     """Return the images per second that tasks read and decode on the CPUs that the actors leave."""
-    shared = ray.put(job.plan)
+    shared, tasks = ray.put(job.plan), min(job.decoders, job.plan.parts)  # each task has a part at least
     remote: Any = ray.remote(num_cpus=1)(_decode_rate)
-    return sum(ray.get([remote.remote(shared, first, job.decoders) for first in range(job.decoders)]))
+    return sum(ray.get([remote.remote(shared, first, tasks) for first in range(tasks)]))
 
 
 def network_alone(job: Job) -> float:

@@ -25,7 +25,7 @@ from vitray.training.prober import Prober
 # Images of train, and as many of val, that the probes read.
 IMAGES = 256
 # Seconds between two looks at a probe. A look takes 0.1 ms, which a step of a small network would notice.
-LOOK = 0.1
+POLL_SECONDS = 0.1
 
 
 class Load(Protocol):
@@ -110,7 +110,7 @@ def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int)
     load = ProbeLoad(Prober(context, client, is_reporter=True), learner)
     load.look()  # the first probe reads the images
     load.wait()
-    take_steps(step, 1, device)  # warm-up
+    take_steps(step, 3, device)  # warm-up; the second step may record a CUDA graph
     calls = max(1, int(settings.seconds / take_steps(step, 1, device)))
     speeds: dict[str, list[float]] = {"probed": [], "alone": []}
     busy, before = 0.0, load.done
@@ -129,7 +129,7 @@ def take_steps(step: Callable[[], object], calls: int, device: torch.device, loa
     """Return the seconds of some steps, beside a load that runs from the first step to the last if there is one."""
     start, looked = time.perf_counter(), float("-inf")
     for _ in range(calls):
-        if load is not None and time.perf_counter() - looked >= LOOK:
+        if load is not None and time.perf_counter() - looked >= POLL_SECONDS:
             load.look()
             looked = time.perf_counter()
         step()

@@ -81,14 +81,14 @@ def measure_stages(run: Run, machines: Machines, seconds: float) -> StageSeconds
         _finished(train(), device)
 
     take_step()
-    with company(run, machines) as others:
-        others.let("step")
+    with background_load(run, machines) as load:
+        load.run_only("step")
         step = _per_image(take_step, local, share)
-        others.let("step", "decode")
-        decoded = others.count()
+        load.run_only("step", "decode")
+        decoded = load.count()
         step_beside = _per_image(take_step, local, 2 * share)
         cpu_beside = decoded()
-        parts, cpu = all_decoding(parts, others, share)
+        parts, cpu = scale_to_full_load(parts, load, share)
     torch.set_num_threads(threads)
     return StageSeconds(*parts, transfer, step, max(1.0, step_beside / step), max(1.0, cpu_beside / cpu))
 
@@ -125,12 +125,12 @@ def measure_cpu(run: Run, stream: Stream, seconds: float) -> tuple[float, float,
     return tuple(_per_image(stage, count, seconds / 3) for stage in (read, decode, make_views))  # pyright: ignore[reportReturnType]
 
 
-def all_decoding(
-    parts: tuple[float, float, float], others: "Company", seconds: float
+def scale_to_full_load(
+    parts: tuple[float, float, float], load: "BackgroundLoad", seconds: float
 ) -> tuple[tuple[float, float, float], float]:
     """Return the parts while all CPUs decode, which share a memory, and their sum."""
-    others.let("decode")
-    decoded = others.count()
+    load.run_only("decode")
+    decoded = load.count()
     time.sleep(seconds)
     cpu = decoded()
     read, decode, augment = (part * cpu / sum(parts) for part in parts)
@@ -168,8 +168,8 @@ def _cpu_stages(
 # ---- processes beside a measurement ----------------------------------------------------------------------------------
 
 
-class Company:
-    """Processes that decode, and others that take training steps, while they are let."""
+class BackgroundLoad:
+    """Background processes that decode or train; only the chosen kinds run."""
 
     def __init__(self, processes: Sequence[Any], go: dict[str, Any], images: Any, decoders: int) -> None:
         self._processes, self._go, self._images, self._decoders = processes, go, images, decoders
@@ -180,8 +180,8 @@ class Company:
             if not process.is_alive():
                 raise RunError(f"a process that measures ended with {process.exitcode}")
 
-    def let(self, *kinds: str) -> None:
-        """Let only these kinds of processes work; returns when they do."""
+    def run_only(self, *kinds: str) -> None:
+        """Run only these kinds of processes; returns when they do."""
         for kind, event in self._go.items():
             event.set() if kind in kinds else event.clear()
         time.sleep(0.2)  # longer than most batches
@@ -200,8 +200,8 @@ class Company:
 
 
 @contextmanager
-def company(run: Run, machines: Machines) -> Iterator[Company]:
-    """Start the decoding tasks of a run and its other workers on CPUs as processes, which wait until they are let."""
+def background_load(run: Run, machines: Machines) -> Iterator[BackgroundLoad]:
+    """Start the decoding tasks of a run and its other workers on CPUs as processes, which wait to be chosen."""
     context = get_context("spawn")  # torch's threads do not survive a fork
     go = {"step": context.Event(), "decode": context.Event()}
     images, ready = context.Value("q", 0), context.Semaphore(0)
@@ -213,11 +213,11 @@ def company(run: Run, machines: Machines) -> Iterator[Company]:
         for work, event in targets:
             processes.append(context.Process(target=work, args=(run, machines, event, images, ready), daemon=True))
             processes[-1].start()
-        others = Company(processes, go, images, decoders)
+        load = BackgroundLoad(processes, go, images, decoders)
         for _ in processes:
             while not ready.acquire(timeout=0.5):
-                others.check()
-        yield others
+                load.check()
+        yield load
     finally:
         for process in processes:
             process.kill()

@@ -30,19 +30,27 @@ class Spread(NamedTuple):
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device, images: int = 1
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    seconds: float,
+    device: torch.device,
+    images: int = 1,
+    untimed: int = 0,
 ) -> dict[str, list[float]]:
     """Return each variant's images per second in each round. All take turns, so a slow minute affects each of them.
 
-    `seconds` is the time of one variant in one round, `images` the number in a call.
+    `seconds` is the time of one variant in one round, `images` the number in a call. `untimed` calls precede the timed
+    ones of a round: they use up what a variant has prepared while others ran.
     """
-    calls = {}
+    # Allocations, compilation, folded weights; the second call of a compiled network may record a CUDA graph.
+    warm_up, calls = 3 if device.type == "cuda" else 1, {}
     for name, variant in variants.items():
-        _timed(variant, 1, device)  # warm-up: allocations, compilation, folded weights
+        _timed(variant, warm_up, device)
         calls[name] = max(1, int(seconds / _timed(variant, 1, device)))
     speeds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
         for name in rotated(list(variants), number):
+            _timed(variants[name], untimed, device)
             speeds[name].append(images * calls[name] / _timed(variants[name], calls[name], device))
     return speeds
 
@@ -147,10 +155,10 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    """Write a table as CSV with the columns of its first row."""
+    """Write a table as CSV with the columns of all its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
 

@@ -22,7 +22,7 @@ import psutil
 import torch
 from PIL import Image
 
-from vitray.bench.http_load import Ask, clients
+from vitray.bench.http_load import HttpRequest, clients
 from vitray.bench.rounds import circumstances, progress, write_csv
 from vitray.config import Run, load_run
 from vitray.errors import RunError
@@ -103,7 +103,7 @@ def _start_servers(stack: ExitStack, settings: ServeSettings, folder: Path, mode
     return servers
 
 
-def loads(deltas: int, jpegs: list[bytes], servers: Sequence[Server]) -> dict[str, Callable[[], Ask]]:
+def loads(deltas: int, jpegs: list[bytes], servers: Sequence[Server]) -> dict[str, Callable[[], HttpRequest]]:
     """Return the requests to compare, by name: to vitray, to MLflow's server of the family, and to a process each."""
     vitray, mlflow, *processes = servers
     turn = itertools.count()
@@ -149,7 +149,7 @@ def log_networks(folder: Path, deltas: int) -> list[str]:
     return models
 
 
-def _measure(draws: dict[str, Callable[[], Ask]], settings: ServeSettings) -> list[dict[str, Any]]:
+def _measure(draws: dict[str, Callable[[], HttpRequest]], settings: ServeSettings) -> list[dict[str, Any]]:
     measured: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(settings.rounds + 1):  # the first one warms up
         for name, draw in draws.items():
@@ -211,14 +211,14 @@ def _models(server: Server) -> set[str]:
     return {row["model"] for listing in listings for row in listing["tasks"] if row["task"] == "followed"}
 
 
-def _ask(server: Server, jpeg: bytes, task: str) -> Ask:
-    return Ask(f"{server.url}/v1/predict?task={task}&top_k=5", jpeg, "image/jpeg")
+def _ask(server: Server, jpeg: bytes, task: str) -> HttpRequest:
+    return HttpRequest(f"{server.url}/v1/predict?task={task}&top_k=5", jpeg, "image/jpeg")
 
 
-def _ask_mlflow(server: Server, jpeg: bytes, task: str | None = None) -> Ask:
+def _ask_mlflow(server: Server, jpeg: bytes, task: str | None = None) -> HttpRequest:
     records = [{"image": base64.b64encode(jpeg).decode()} | ({"task": task} if task else {})]
     body = json.dumps({"dataframe_records": records, "params": {"top_k": 5}}).encode()
-    return Ask(f"{server.url}/invocations", body, "application/json")
+    return HttpRequest(f"{server.url}/invocations", body, "application/json")
 
 
 def jpeg(seed: int, size: tuple[int, int]) -> bytes:

@@ -12,7 +12,7 @@ from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, sp
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, RunError, one_line
 from vitray.models.counts import count
 from vitray.tasks.build import build_task
 from vitray.training.evaluator import autocast
@@ -52,18 +52,31 @@ def measure_train(settings: TrainSettings) -> dict[str, Any]:
     results = Results(settings.out / stem, device, {"circumstances": circumstances(device), "about": about})
     for name in settings.models:
         run = recipe(settings, name)
-        peak, largest = peak_bytes(run, device), None
-        if settings.largest_batch:
-            largest = largest_fitting(lambda batch, run=run: fits(run, batch, device))
-        speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device, settings.batch)
-        ours, bare, ratio = spread_of(speeds["vitray"]), spread_of(speeds["bare"]), ratio_of(*speeds.values())
-        mfu = utilisation(run, ours.median, device)
-        mfu_text = "" if mfu is None else f"{mfu:.1%}"
-        cells = f"{mfu_text:>8}{'' if peak is None else f'{peak / 1e9:.2f}':>9}{largest or '':>7}"
-        print(f"{name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{cells}", flush=True)
-        row = {"model": name} | ours.columns("vitray", 2) | bare.columns("bare", 2) | ratio.columns("ratio", 4)
-        results.add(row | {"mfu": mfu, "peak_bytes": peak, "largest_batch": largest})
+        try:
+            row = _measure(run, settings, device)
+        except RuntimeError as error:  # of memory, or of a kernel that cannot start with so many images
+            row = {"error": f"batches of {settings.batch}: {one_line(error)[:300]}"}
+            print(f"{name:<18}{row['error']}", flush=True)
+        torch.cuda.empty_cache()
+        results.add({"model": name} | row)
+    if all("error" in row for row in results.rows):
+        raise RunError("; ".join(f"{row['model']}: {row['error']}" for row in results.rows))
     return results.finish()
+
+
+def _measure(run: Run, settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+    """Print and return the numbers of a model."""
+    peak, largest = peak_bytes(run, device), None
+    if settings.largest_batch:
+        largest = largest_fitting(lambda batch: fits(run, batch, device))
+    speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device, settings.batch)
+    ours, bare, ratio = spread_of(speeds["vitray"]), spread_of(speeds["bare"]), ratio_of(*speeds.values())
+    mfu = utilisation(run, ours.median, device)
+    mfu_text = "" if mfu is None else f"{mfu:.1%}"
+    cells = f"{mfu_text:>8}{'' if peak is None else f'{peak / 1e9:.2f}':>9}{largest or '':>7}"
+    print(f"{run.model.name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{cells}", flush=True)
+    row = ours.columns("vitray", 2) | bare.columns("bare", 2) | ratio.columns("ratio", 4)
+    return row | {"mfu": mfu, "peak_bytes": peak, "largest_batch": largest}
 
 
 def recipe(settings: TrainSettings, name: str) -> Run:
@@ -99,7 +112,10 @@ def random_batch(run: Run, device: torch.device) -> DeviceBatch:
 
 
 def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], object]]:
-    """Return a learner on the device of a batch, and its step."""
+    """Return a learner on the device of a batch, and its step; sets the precision of products as a run does."""
+    torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+    if run.compute.compile:
+        torch.compiler.reset()  # after 8 networks torch would compile no more, and run them as they are
     task = build_task(run).to(batch.images.device)
     if run.compute.channels_last:
         task.to(memory_format=torch.channels_last)
@@ -135,21 +151,18 @@ def peak_bytes(run: Run, device: torch.device) -> int | None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    try:
-        step = training_step(run, random_batch(run, device))[1]
-        step()
-        step()
-    except torch.OutOfMemoryError:
-        raise ConfigError(f"--batch {run.optim.batch}: {run.model.name} needs more memory than this GPU has") from None
+    step = training_step(run, random_batch(run, device))[1]
+    step()
+    step()
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def fits(run: Run, batch: int, device: torch.device) -> bool:
-    """Return whether the GPU has the memory of a step with a batch."""
+    """Return whether the GPU can take a step with a batch: it has the memory, and its kernels can start."""
     run = run.replace({"optim.batch": batch, "compute.compile": False})
     try:
         peak_bytes(run, device)
-    except ConfigError:
+    except RuntimeError:  # also of a kernel that cannot start with so many images
         return False
     finally:
         torch.cuda.empty_cache()

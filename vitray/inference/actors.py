@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,7 +43,8 @@ def chunks_on_actors(
 ) -> Iterator[tuple[Span, Any]]:
     """Yield `kind(*shared).extract(*span, argument)` for each call, in the order in which actors finish them.
 
-    Each actor takes the next chunk when it is free. `kind` is a class with `load()` too, which is called first.
+    Each actor takes the next chunk when it is free. `kind` is a class with `load()` too, which is called first, and its
+    last argument is `decoders`, a number of threads.
     """
     import ray
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -63,7 +64,8 @@ def chunks_on_actors(
         scheduling_strategy="SPREAD",
     )
     references = [ray.put(value) for value in shared]
-    actors = [actor_class.remote(*references) for _ in range(count)]
+    decoders = decoders_of(ray.nodes(), count)
+    actors = [actor_class.remote(*references, decoders=decoders) for _ in range(count)]
     starting = {actor.load.remote(): actor for actor in actors}
     running: dict[Any, tuple[Any, Span, Any]] = {}
     waiting = list(reversed(calls))
@@ -100,6 +102,14 @@ def chunks_on_actors(
             while idle and waiting:
                 actor, (span, argument) = idle.pop(), waiting.pop()
                 running[actor.extract.remote(*span, argument)] = actor, span, argument
+
+
+def decoders_of(nodes: Sequence[Mapping[str, Any]], actors: int) -> int:
+    """Return the threads that decode for an actor, its share of the CPUs; `nodes` are those of `ray.nodes`."""
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    # An actor sees its own GPU alone, and all CPUs of its node.
+    shares = [each.get("CPU", 0) // each["GPU"] for each in alive if each.get("GPU", 0) >= 1]
+    return max(1, int(min(shares) if shares else sum(each.get("CPU", 0) for each in alive) // actors))
 
 
 def await_gpus(workers: int | None) -> None:

@@ -39,11 +39,17 @@ class Extractor:
     """A network and its images in one process; two chunks at a time keep its device and its decoders busy."""
 
     def __init__(
-        self, spec: NetworkSpec, images: ImageSet, alter: Alter | None = None, vit: AnyNetwork | None = None
+        self,
+        spec: NetworkSpec,
+        images: ImageSet,
+        alter: Alter | None = None,
+        vit: AnyNetwork | None = None,
+        decoders: int | None = None,
     ) -> None:
+        """`decoders` is the number of threads that decode; None is the share of a device of this process."""
         self._spec, self._images, self._alter, self._vit = spec, images, alter, vit
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._decoders = ThreadPoolExecutor(decoding_threads())
+        self._decoders = ThreadPoolExecutor(decoders or decoding_threads())
         self._lock = threading.Lock()
 
     def load(self) -> None:

@@ -178,6 +178,9 @@ def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
 def _matching(pattern: str) -> tuple[str, dict[str, Any]]:
     """Return the folder above the first wildcard, and its files that match; `**` matches any number of folders."""
     folder = re.split(r"[*?[]", pattern)[0].rpartition("/")[0]
+    if not folder:
+        got = "got a wildcard in the first folder, for which all files of this machine would be listed"
+        raise ConfigError(f"{pattern}: {got}; wanted a folder above it, as in /data/*.jpg")
     wildcards = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.findall(r"\*\*/?|\*|\?|\[[^]]+\]|.", pattern[len(folder) + 1 :])
     expression = "".join(

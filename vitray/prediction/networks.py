@@ -65,7 +65,7 @@ def decode_views(
     return pixels, reasons
 
 
-class Other(NamedTuple):
+class TorchvisionMember(NamedTuple):
     """A loaded network of torchvision, which shares no computation."""
 
     spec: NetworkSpec
@@ -91,13 +91,13 @@ class Networks:
         views = views_of(plan.networks)
         self._specs = plan.networks
         self._members: list[Member] = []
-        self._others: list[Other] = []
+        self._others: list[TorchvisionMember] = []
         for spec in plan.networks:
             vit, view = open_network(spec).to(self._device).eval(), views.index(View(spec.crop, spec.size))
             if isinstance(vit, TorchvisionNetwork):
                 if plan.options.compile:
                     vit.compile(dynamic=False)
-                self._others.append(Other(spec, vit, view))
+                self._others.append(TorchvisionMember(spec, vit, view))
                 continue
             stages = _stages(spec, vit) if len(plan.networks) > 1 else [""] * (len(vit.blocks) + 1)
             if plan.options.compile:
@@ -115,9 +115,9 @@ class Networks:
         length = len(views[0]) if self._options.compile else count
         inputs = [np.require(view_BHWC[:length], requirements="W") for view_BHWC in views]  # else torch warns
         on_device = [to_device(torch.from_numpy(each), self._device) for each in inputs]
-        self._descend(self._members, 0, on_device, values)
+        self._run_from_level(self._members, 0, on_device, values)
         for other in self._others:
-            values[other.spec.name] = self._whole(other, on_device[other.view])
+            values[other.spec.name] = self._torchvision_outputs(other, on_device[other.view])
         columns: dict[str, pa.Array] = {}
         for spec in self._specs:
             rows = {name: value[:count].float().cpu()[is_usable] for name, value in values[spec.name].items()}
@@ -125,7 +125,7 @@ class Networks:
             columns |= {prefix + name: _lists(array, is_usable) for name, array in self._arrays(spec, rows).items()}
         return pa.table(columns)
 
-    def _descend(
+    def _run_from_level(
         self, members: Sequence[Member], level: int, inputs: Sequence[Tensor], values: dict[str, dict[str, Tensor]]
     ) -> None:
         """Pass the inputs through one stage, those of equal stages once, then through all stages after it.
@@ -144,7 +144,7 @@ class Networks:
                         values[spec.name] |= self._end(spec, vit, x_BND)
             deeper = [member for member in group if level < len(member.stages) - 1]
             if deeper:
-                self._descend(deeper, level + 1, [x_BND], values)
+                self._run_from_level(deeper, level + 1, [x_BND], values)
 
     def _end(self, spec: NetworkSpec, vit: ViT, x_BND: Tensor) -> dict[str, Tensor]:
         pooled_BD = vit.pooled(x_BND)
@@ -153,7 +153,7 @@ class Networks:
             ends["logits"] = vit.head(pooled_BD)
         return ends
 
-    def _whole(self, other: Other, view_BHWC: Tensor) -> dict[str, Tensor]:
+    def _torchvision_outputs(self, other: TorchvisionMember, view_BHWC: Tensor) -> dict[str, Tensor]:
         """Return the outputs of a network of torchvision; the features of a stage are the mean over positions."""
         spec, network, _ = other
         images_BCHW, options = normalised(view_BHWC, spec.normalise), self._options

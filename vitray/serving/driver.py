@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vitray.cluster import local_ray
-from vitray.cluster.session import local_cpus, ray_session
+from vitray.cluster.session import autoscaling_timeout, local_cpus, ray_session
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.serving.hosted import check_tasks, is_alias
@@ -45,8 +45,9 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
 
         from vitray.serving.app import build
 
-        if not serving.gpus and ray.cluster_resources().get("GPU"):
-            serving = serving.model_copy(update={"gpus": 1.0})
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if not serving.gpus and gpus:
+            serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
         if serve.status().proxies:
             raise RunError(
                 "Serve runs on this cluster already, and its address and other applications would be changed; wanted a"
@@ -65,6 +66,11 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
                 serve.delete(NAME)
                 if not serve.status().applications:
                     serve.shutdown()
+
+
+def gpus_of_a_replica(replicas: int, gpus: int) -> float:
+    """Return a whole GPU where a cluster adds nodes or has enough GPUs for all replicas, otherwise an equal share."""
+    return 1.0 if autoscaling_timeout() else 1 / math.ceil(replicas / gpus)
 
 
 def checked(serving: Serving, host: str, port: int) -> Serving:

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
@@ -20,8 +20,10 @@ from vitray.errors import one_line
 from vitray.serving.hosted import logger
 from vitray.serving.request_body import BadRequest, read_query
 
-# A request whose replica has died is sent to another one, at most so often; a prediction has no side effects.
+# A request whose replica cannot be reached is sent again; a prediction has no side effects.
 MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
+# Replicas that may die with a request: it may be what kills them.
+MOST_DEATHS = 3
 HEALTH_SECONDS = 5
 ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}
 
@@ -102,11 +104,13 @@ class Gateway:
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a replica; after its death, another one."""
+        deaths = 0
         for attempt in range(MOST_ATTEMPTS):
             try:
                 return await getattr(self.network, method).remote(*arguments)
-            except (RayActorError, ReplicaUnavailableError):
-                if attempt == MOST_ATTEMPTS - 1:
+            except (RayActorError, ReplicaUnavailableError) as error:
+                deaths += isinstance(error, ActorDiedError)
+                if attempt == MOST_ATTEMPTS - 1 or deaths == MOST_DEATHS:
                     raise
                 self.metrics.retries.inc()
                 await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ class Network:
     def __init__(self, serving: Serving) -> None:
         if serving.store:
             os.environ["MLFLOW_TRACKING_URI"] = serving.store
-        torch.set_num_threads(max(1, int(serving.cpus)))
+        threads = max(1, int(serving.cpus))
+        torch.set_num_threads(threads)
+        # Few at a time: while it is decoded, an image of the largest size takes up to a gigabyte.
+        self.decoders = ThreadPoolExecutor(threads)
         has_gpu = serving.gpus > 0 and torch.cuda.is_available()
         self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
         self.failures = 0
@@ -60,7 +64,8 @@ class Network:
         try:
             name, source, count = self.hosted.choose(task, top_k)
             member = source.member
-            decoding = [asyncio.to_thread(self.hosted.item, member, data, index) for index, data in enumerate(images)]
+            start = asyncio.get_running_loop().run_in_executor
+            decoding = [start(self.decoders, self.hosted.item, member, data, at) for at, data in enumerate(images)]
             items = await asyncio.gather(*decoding)
         except BadRequest as bad:
             return {"status": bad.status, "error": bad.message}

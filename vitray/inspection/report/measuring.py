@@ -109,10 +109,12 @@ class Inspector:
         images: ChosenImages,
         levels: Sequence[int] | None,
         vits: Sequence[AnyNetwork] | None = None,
+        decoders: int | None = None,
     ) -> None:
+        """`decoders` is the number of threads that decode; None is the share of a device of this process."""
         self._specs, self._images, self._levels = specs, images, levels
         self._vits = list(vits or ())
-        self._decoders = ThreadPoolExecutor(decoding_threads())
+        self._decoders = ThreadPoolExecutor(decoders or decoding_threads())
         self._lock = threading.Lock()
 
     def load(self) -> None:

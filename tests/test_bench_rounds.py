@@ -1,0 +1,100 @@
+"""What is timed in the interleaved rounds of a benchmark: warm, compiled, cast and prepared alike."""
+
+import pytest
+import torch
+
+from vitray.bench import branches, latency, rounds
+from vitray.bench.branches import BranchesSettings, measure_branches
+from vitray.bench.latency import LatencySettings, measure_latency
+from vitray.bench.rounds import interleave
+from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def timed_calls(monkeypatch, device, **options):
+    """Return the number of calls in each timed slice of a variant, as interleave makes them."""
+    slices, timed = [], rounds._timed
+
+    def watched(variant, calls, _device):
+        slices.append(calls)
+        return timed(variant, calls, CPU) and 0.25  # seconds
+
+    monkeypatch.setattr(rounds, "_timed", watched)
+    interleave({"only": lambda: None}, 2, 1.0, device, **options)
+    return slices
+
+
+def test_calls_are_counted_when_a_compiled_network_has_recorded_its_graphs(monkeypatch):
+    """Under reduce-overhead the first call compiles, and the second one records a CUDA graph."""
+    assert timed_calls(monkeypatch, CPU) == [1, 1, 0, 4, 0, 4]
+    assert timed_calls(monkeypatch, CUDA)[:2] == [3, 1]
+
+
+def test_untimed_calls_precede_those_that_are_timed(monkeypatch):
+    assert timed_calls(monkeypatch, CPU, untimed=3) == [1, 1, 3, 4, 3, 4]
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_step_computes_products_as_precisely_as_a_run(allowed, tmp_path):
+    settings = TrainSettings([], 2, 16, "fp32", False, 1, 1.0, tmp_path)
+    run = recipe(settings, "vit_u1x1_8").replace({"compute.tf32": allowed})
+    training_step(run, random_batch(run, CPU))
+    assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The number of networks that are compiled after each reset of torch's compiler; none is really compiled."""
+    counts = []
+
+    def compiled(network, mode, dynamic=None):
+        counts[-1] += 1
+        return network
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: counts.append(0))
+    return counts
+
+
+def test_each_batch_size_is_compiled_anew(compilations, monkeypatch, tmp_path):
+    """torch stops after 8 versions of the same code, and then runs it uncompiled without an error."""
+    monkeypatch.setattr(latency, "interleave", run_once)
+    measure_latency(LatencySettings(["vit_u1x1_8"], [1, 2, 3], 16, "fp32", "default", 1, 0.01, tmp_path))
+    assert compilations == [1, 1, 1]
+
+
+def test_each_execution_of_branches_is_compiled_anew_at_each_batch_size(compilations, monkeypatch, tmp_path):
+    monkeypatch.setattr(branches, "interleave", run_once)
+    settings = BranchesSettings(["vit_u1x2_8"], [1, 2], 16, "fp32", "default", False, 1, 0.01, tmp_path)
+    measure_branches(settings)
+    assert compilations == [4, 4]
+
+
+def test_each_trained_network_is_compiled_anew(compilations, monkeypatch, tmp_path):
+    settings = TrainSettings([], 2, 16, "fp32", "default", 1, 1.0, tmp_path)
+    run = recipe(settings, "vit_u1x1_8")
+    for _ in range(2):
+        training_step(run, random_batch(run, CPU))
+    assert compilations == [1, 1]
+
+
+def run_once(variants, *_):
+    """Call each variant, and return a speed for it."""
+    for variant in variants.values():
+        variant()
+    return {name: [1.0] for name in variants}
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_the_weights_of_all_executions_are_cast_once_in_inference(is_training, monkeypatch, tmp_path):
+    shared = []
+
+    def watched(variants, *_):
+        shared.append(torch.is_autocast_enabled("cpu"))
+        return {name: [1.0] for name in variants}
+
+    monkeypatch.setattr(branches, "interleave", watched)
+    settings = BranchesSettings(["vit_u1x2_8"], [1], 16, "bf16", False, is_training, 1, 0.01, tmp_path)
+    measure_branches(settings)
+    assert shared == [not is_training]
