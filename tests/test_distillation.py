@@ -1,5 +1,6 @@
 """Distillation: DeiT's two-headed network, the two targets of a teacher, and a teacher that does not fit the run."""
 
+import json
 import math
 
 import pytest
@@ -63,7 +64,7 @@ def hugging_face_deit():
 def test_timms_distilled_deit_is_imported_with_both_heads(tmp_path):
     theirs = timm_deit()
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2})
+    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
     assert run.model.distillation_token
     theirs.train().set_distilled_training(True)
     pooled_BD = ours.pooled(ours.tokens(images()))
@@ -80,7 +81,7 @@ def test_hugging_faces_distilled_deit_is_imported_with_both_heads(tmp_path, in_m
     theirs.save_pretrained(tmp_path)
     if in_memory:
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    run, ours = import_weights(str(tmp_path))
+    run, ours = import_weights(str(tmp_path), settings={"normalise": {}})
     assert (run.model.norm_eps, run.model.distillation_token) == (1e-12, True)
     got, expected = ours.head.both(ours.pooled(ours.tokens(images()))), theirs(images())
     torch.testing.assert_close(got[0], expected.cls_logits, atol=1e-5, rtol=1e-5)
@@ -95,7 +96,7 @@ def test_a_network_with_two_heads_is_exported_to_timm_and_back(tmp_path):
     assert difference(ours, theirs, 32) < 1e-7
     ours.float()
     save_file(export_weights(ours, "timm"), tmp_path / "w.safetensors")
-    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2})
+    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
     assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
     assert "timm.create_model('deit_base_distilled_patch16_224', img_size=(32, 32)" in library_program(ours, "timm")
 
@@ -327,6 +328,8 @@ def test_a_network_of_torchvision_is_a_teacher(tmp_path):
 def test_a_weights_file_of_another_library_is_a_teacher(tmp_path):
     theirs = hugging_face_deit()
     theirs.save_pretrained(tmp_path)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(half))
     source = open_teacher(student(), Distillation(teacher=str(tmp_path)), NAMES)
     with torch.no_grad():
         expected = theirs.double()(images().double()).logits

@@ -136,7 +136,7 @@ def test_repatch_is_timms_resize_of_stem_and_positions(tmp_path, capsys):
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
     source, target = str(tmp_path / "w.safetensors"), str(tmp_path / "out")
     whole = str(tmp_path / "whole")
-    assert main(["model", source, "heads=2", "activation=gelu", "--save", whole]) == 0
+    assert main(["model", source, "heads=2", "activation=gelu", "normalise={}", "--save", whole]) == 0
     assert main(["weights", "repatch", whole, "12", target]) == 0
     run, ours, _ = load_model(target)
     assert (run.model.name, run.model.image_size) == ("vit_u2x1_12", 48)

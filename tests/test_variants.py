@@ -344,7 +344,7 @@ def test_timm_has_the_same_variants(tmp_path, theirs, given):
     if "activation" in given and "mlp_layer" in theirs:
         with pytest.raises(ConfigError, match=r"do not show activation \(swiglu, if its gates have SiLU\)"):
             import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3})
-    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3} | given)
+    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3, "normalise": {}} | given)
     assert difference(ours, network, 32) < 1e-7
 
 
@@ -354,7 +354,7 @@ def test_timm_has_the_same_rope(tmp_path):
         timm.create_model("vit_small_patch16_rope_224", img_size=64, depth=2, embed_dim=192, num_heads=3, num_classes=5)
     )
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    settings = {"heads": 3, "positions": "rope", "image_size": 64}
+    settings = {"heads": 3, "positions": "rope", "image_size": 64, "normalise": {}}
     _, ours = import_weights(str(tmp_path / "w.safetensors"), settings=settings)
     assert difference(ours, theirs, 64) < 1e-5  # angles in single precision
 

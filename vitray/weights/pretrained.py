@@ -100,6 +100,8 @@ def _stated(run: Run) -> dict[str, Any]:
     if not run.model.is_vit:
         return run.model.model_dump(mode="json", include={"name", "image_size"})
     settings = run.model.model_dump(mode="json", include=stated & {"positions", "activation", "norm_eps"})
+    if "normalise" in run.data.model_fields_set:
+        settings["normalise"] = run.data.normalise.model_dump(mode="json")
     return settings | ({"heads": run.model.num_heads} if stated & {"name", "heads"} else {})
 
 
