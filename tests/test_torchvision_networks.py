@@ -212,6 +212,16 @@ def test_weights_files_of_torchvision_are_read(tmp_path, name):
         import_weights(str(tmp_path / "w.pth"), settings={"name": "torchvision/resnet34"})
 
 
+def test_all_matrices_of_a_vit_of_torchvision_decay():
+    with torch.device("meta"):
+        task = nn.ModuleDict({"vit": TorchvisionNetwork(model("torchvision/vit_b_32"))})
+    groups = parameter_groups(task, load_run(None, ["optim.weight_decay=0.3"]).optim)
+    decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    names = {name for name, parameter in task.named_parameters() if id(parameter) in decaying}
+    tables = {"vit.body.class_token", "vit.body.encoder.pos_embedding"}
+    assert names == {name for name, parameter in task.named_parameters() if parameter.ndim > 1} - tables
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_published_weights_are_read_with_their_normalisation(name):
     published = torchvision.models.get_model_weights(name).DEFAULT.transforms()
