@@ -99,12 +99,12 @@ class SumOverWorkers(torch.autograd.Function):
 
 
 class GlooBatchNorm(nn.BatchNorm2d):
-    """Batch norm over the images of all CPU workers; torch's SyncBatchNorm rejects CPU tensors."""
+    """Batch norm over the images of all CPU workers, in float32; torch's SyncBatchNorm rejects CPU tensors."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         if not self.training:
             return super().forward(input)
-        over = (0, 2, 3)
+        over, dtype, input = (0, 2, 3), input.dtype, input.float()  # noqa: A001
         count = input.new_tensor([input.numel() / self.num_features])
         sums: Tensor = SumOverWorkers.apply(torch.cat([input.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]
@@ -112,7 +112,7 @@ class GlooBatchNorm(nn.BatchNorm2d):
         variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
         self._track(mean.detach(), variance.detach() * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
-        return centred * scale[:, None, None] + self.bias[:, None, None]
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(dtype)
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         momentum: Any = self.momentum
