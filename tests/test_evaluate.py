@@ -615,6 +615,16 @@ def test_a_score_and_its_interval_do_not_break_at_the_end_of_a_line(place):
 @pytest.mark.parametrize(("classes", "networks"), [(10, 1), (10, 2), (10, 4), (1000, 2)])
 def test_a_browser_shows_the_page_in_any_width_and_theme(place, tmp_path, classes, networks, width, theme):
     page = render(synthetic(place, classes, 2000 if classes > 10 else 101, networks))
+def test_a_page_may_begin_with_a_network_without_a_head(place):
+    evaluation = synthetic(place, 10, 101, 2)
+    first, second = evaluation.results
+    errors = {"corruption_error_contrast": 0.5, "error_contrast_1": 0.5, "corruption_images": 101}
+    results = [first._replace(scored=None), second._replace(more={**second.more, **errors})]
+    page = render(evaluation._replace(results=results, pairs=[], agreement=None))
+    assert "Each is of 101 images" in page
+    assert "highest top-1" in page
+
+
     measured = measured_page(page, width, theme, tmp_path)
     assert measured["wide"] <= width
     assert measured["boxes"] == 0
