@@ -68,8 +68,9 @@ PLAIN = [mode for mode in MODES if mode not in ("registers", "offsets", "level_p
         settings("vit_u2x2_8_hmlp_bn", pool="mean", class_token=False, positions="sincos2d"),
         settings("vit_u2x2_8_hmlp_ln", pool="mean_then_norm", head="mlp"),
         settings("vit_u2x1_16_conv", layerscale=None, positions="none", activation="gelu_tanh"),
+        settings("vit_u1x1_16_local"),
     ],
-    ids=["sequential", "parallel", "layer norms", "convolutions"],
+    ids=["sequential", "parallel", "layer norms", "convolutions", "local"],
 )
 def test_a_mixed_batch_gives_the_outputs_of_each_network_alone(tmp_path, model, mode):
     base = fresh(model)

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
+from vitray.models.local_stem import LocalTransformer
 from vitray.models.network import build_network
 from vitray.models.positions import Positions
 from vitray.models.rope import AxialRope
@@ -42,9 +43,10 @@ class Member:
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """The names of the tensors that are not the base's, and of their layers."""
+        """The names of the tensors that are not the base's, and of the modules that they are in."""
         names = {name for name, tensor in self.state.items() if tensor is not self.base.get(name)}
-        return frozenset(names | {name.rpartition(".")[0] for name in names})
+        parts = [name.split(".") for name in names]
+        return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
 
     @cached_property
     def trunk(self) -> Model:
@@ -223,9 +225,14 @@ class _Trunk:
             self.vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)
         self.lock = threading.Lock()
         self.layers: list[Layer] = []
+        inside = ""
         for name, layer in list(self.vit.named_modules()):
+            if inside and name.startswith(inside):
+                continue
             tensors = [key for key, _ in [*layer.named_parameters(), *layer.named_buffers()]]
-            if tensors and not list(layer.children()):
+            is_whole = isinstance(layer, LocalTransformer)  # its layers see a row for each patch
+            inside = f"{name}." if is_whole else inside
+            if tensors and (is_whole or not list(layer.children())):
                 self.layers.append(Layer(name, layer.requires_grad_(False)))
                 self.vit.set_submodule(name, self.layers[-1])
         self.vectors = [name for name, _ in self.vit.named_parameters()]  # class token, registers, LayerScale, offsets
