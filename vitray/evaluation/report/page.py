@@ -251,6 +251,7 @@ def _origin(evaluation: Evaluation) -> Html:
     for result in evaluation.results:
         spec = result.spec
         size = " x ".join(map(str, spec.size))
-        crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, {spec.precision}"
-        facts[result.name] = f"{spec.url}: {spec.network} at {size}, {crop}; weights {spec.identity}"
+        facts[result.name] = (
+            f"{spec.url}: {spec.network} at {size}, {spec.crop}, {spec.precision}; weights {spec.identity}"
+        )
     return joined(command_box(evaluation.command), fact_list(facts))
