@@ -18,6 +18,7 @@ from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
+from vitray.models import flexible
 from vitray.models.flexible import resize_kernel, resize_matrix
 from vitray.models.network import training_gflops
 from vitray.models.sizes import sizes_of
@@ -112,8 +113,19 @@ def test_a_repatched_network_is_the_network_at_that_patch(patch):
     new = repatched(LoadedModel(run, vit, None), patch, "m").vit
     assert new.model.name == f"vit_u2x1_{patch}"
     assert new.model.grid == (48 // patch, 48 // patch)
-    vit.stem.patch = patch
+    vit.stem.use_patch(patch)
     torch.testing.assert_close(new(x), vit(x), atol=1e-4, rtol=1e-4)
+
+
+def test_a_forward_pass_at_another_patch_inverts_no_matrix(monkeypatch):
+    """A compiled one would do so in every step."""
+    vit = network()
+    names = list(vit.state_dict())
+    vit.stem.use_patch(12)
+    monkeypatch.setattr(flexible, "kernel_matrix", None)
+    monkeypatch.setattr(flexible, "kernel_matrix_on", None)
+    assert vit.stem(torch.zeros(1, 3, 48, 48))[1] == (4, 4)
+    assert list(vit.state_dict()) == names
 
 
 @torch.no_grad()
@@ -123,7 +135,7 @@ def test_tokens_of_an_enlarged_image_are_the_tokens_of_the_image():
     by_patch = image.unflatten(3, (6, 8)).unflatten(2, (6, 8)).movedim(4, 3)
     big = resized(by_patch.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 8, 8), 12)
     big = big.view(2, 6, 6, 3, 12, 12).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 72, 72)
-    vit.stem.patch = 12
+    vit.stem.use_patch(12)
     got, grid = vit.stem(big)
     assert grid == (6, 6)
     torch.testing.assert_close(got, tokens, atol=1e-9, rtol=1e-9)
@@ -242,7 +254,7 @@ def test_200_steps_learn_the_images_at_every_patch_size():
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(256, size=(8, 48, 48, 3), dtype=np.uint8))
     for patch in (4, 8, 12):
-        task.vit.stem.patch = patch
+        task.vit.stem.use_patch(patch)
         with torch.no_grad():
             predicted = task.vit(normalised(images, run.data.normalise)).argmax(1)
         assert predicted.tolist() == [index % 5 for index in range(8)], patch
