@@ -123,8 +123,11 @@ def _describe_adaptation(initial: AnyNetwork, run: Run, state: dict[str, Tensor]
     changes, head = [], "head."
     if isinstance(initial, ViT):
         (rows, columns), (new_rows, new_columns) = initial.model.grid, run.model.grid
-        if (rows, columns) != (new_rows, new_columns):
+        kind = "none" if initial.model.grid == run.model.grid else run.model.positions.kind
+        if kind in ("learned", "learned2d"):
             changes.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
+        elif kind in ("sincos2d", "rope"):
+            changes.append(f"positions computed for {new_rows} x {new_columns}")
     else:
         head = initial.head_name
     old = initial.state_dict()
