@@ -18,7 +18,6 @@ from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
-from vitray.models import flexible
 from vitray.models.flexible import resize_kernel, resize_matrix
 from vitray.models.network import training_gflops
 from vitray.models.sizes import sizes_of
@@ -117,15 +116,21 @@ def test_a_repatched_network_is_the_network_at_that_patch(patch):
     torch.testing.assert_close(new(x), vit(x), atol=1e-4, rtol=1e-4)
 
 
-def test_a_forward_pass_at_another_patch_inverts_no_matrix(monkeypatch):
-    """A compiled one would do so in every step."""
-    vit = network()
-    names = list(vit.state_dict())
-    vit.stem.use_patch(12)
-    monkeypatch.setattr(flexible, "kernel_matrix", None)
-    monkeypatch.setattr(flexible, "kernel_matrix_on", None)
-    assert vit.stem(torch.zeros(1, 3, 48, 48))[1] == (4, 4)
-    assert list(vit.state_dict()) == names
+def test_a_compiled_stem_has_one_graph_per_patch_size_and_inverts_no_matrix():
+    stem, graphs = network().stem, []
+    names = list(stem.state_dict())
+
+    def backend(module, _inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op != "placeholder"])
+        return module
+
+    compiled = torch.compile(stem, backend=backend)
+    for patch in (8, 12, 4, 12, 8, 4):
+        stem.use_patch(patch)
+        assert compiled(torch.zeros(1, 3, 48, 48))[1] == (48 // patch, 48 // patch)
+    assert len(graphs) == 3
+    assert not any("pinv" in target for graph in graphs for target in graph)
+    assert list(stem.state_dict()) == names
 
 
 @torch.no_grad()

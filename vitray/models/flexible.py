@@ -3,7 +3,6 @@
 Shapes: D width, C colours, P x P pixels of a patch.
 """
 
-import math
 from functools import lru_cache
 
 import torch
@@ -40,10 +39,9 @@ def resize_kernel(weight_DCPP: Tensor, patch: int) -> Tensor:
     old = weight_DCPP.shape[-1]
     if old == patch:
         return weight_DCPP
-    return apply_matrix(kernel_matrix_on(old, patch, weight_DCPP.dtype, weight_DCPP.device), weight_DCPP)
+    return apply_matrix(kernel_matrix_on(old, patch, weight_DCPP.dtype, weight_DCPP.device), weight_DCPP, patch)
 
 
-def apply_matrix(matrix: Tensor, weight_DCPP: Tensor) -> Tensor:
+def apply_matrix(matrix: Tensor, weight_DCPP: Tensor, patch: int) -> Tensor:
     """Return the kernel that a matrix of `kernel_matrix_on` makes of a kernel."""
-    patch = math.isqrt(len(matrix))
     return (weight_DCPP.flatten(2) @ matrix.T).unflatten(2, (patch, patch))

@@ -42,7 +42,7 @@ class Stem(nn.Module):
             x_BDHW = self.proj(images_BCHW)
         else:
             first: Any = self.proj[0]
-            kernel = apply_matrix(self._matrix, first.weight)
+            kernel = apply_matrix(self._matrix, first.weight, self.patch)
             x_BDHW = self.proj[1:](F.conv2d(images_BCHW, kernel, first.bias, self.patch))
         x_BND = x_BDHW.flatten(2).transpose(1, 2)
         return x_BND, (height // self.patch, width // self.patch)
