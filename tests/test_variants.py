@@ -24,7 +24,7 @@ from vitray.inspection import attention_distances, attention_maps, compare_branc
 from vitray.inspection.levels import run_levels
 from vitray.inspection.tensors import named_tensors
 from vitray.models.patches import gather_patches
-from vitray.models.positions import Places, resample
+from vitray.models.positions import VisiblePatches, resample
 from vitray.models.rope import axial_rotation, rotate
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT, regroup
@@ -298,11 +298,11 @@ def test_the_order_of_the_patches_does_not_matter_where_their_places_are_given(k
     x_BND = vit.positions(x_BND, GRID)
     order_BN = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)])
     first = vit.num_prefix
-    expected = gather_patches(vit.encode(x_BND, Places(GRID))[:, first:], order_BN)
-    got = vit.encode(gather_patches(x_BND, order_BN), Places(GRID, order_BN))[:, first:]
+    expected = gather_patches(vit.encode(x_BND, VisiblePatches(GRID))[:, first:], order_BN)
+    got = vit.encode(gather_patches(x_BND, order_BN), VisiblePatches(GRID, order_BN))[:, first:]
     torch.testing.assert_close(got, expected)
     if kind not in ("none", "learned2d", "sincos2d, mae"):  # what is added at the stem is in the tokens
-        other = vit.encode(gather_patches(x_BND, order_BN), Places(GRID))[:, first:]
+        other = vit.encode(gather_patches(x_BND, order_BN), VisiblePatches(GRID))[:, first:]
         assert (other - expected).abs().max() > 1e-3
 
 

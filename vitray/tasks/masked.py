@@ -15,7 +15,7 @@ from vitray.config.pretraining import Beit, Mae, Masked, predicted_patches
 from vitray.data.augment.masks import HIDDEN, VISIBLE
 from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, gather_patches, patchify, scatter_patches, unpatchify
-from vitray.models.positions import Places
+from vitray.models.positions import VisiblePatches
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, initialise_linear
 from vitray.tasks.targets import build_targets
@@ -75,10 +75,10 @@ class MaskedPrediction(nn.Module):
         x_BND, grid = self.vit.stem(images_BCHW)
         if self.drops_hidden:
             visible_BMD = gather_patches(self.vit.positions(x_BND, grid), visible_BM)
-            x_BND = self.vit.encode(visible_BMD, Places(grid, visible_BM))
+            x_BND = self.vit.encode(visible_BMD, VisiblePatches(grid, visible_BM))
             return index_BM, self._decode(x_BND, index_BM, visible_BM).float()
         x_BND = self.vit.positions(mask_patches(x_BND, source_BN, self.mask_token), grid)
-        x_BND = self.vit.encode(x_BND, Places(grid))[:, -source_BN.shape[1] :]
+        x_BND = self.vit.encode(x_BND, VisiblePatches(grid))[:, -source_BN.shape[1] :]
         return index_BM, self.head(self.vit.norm(gather_patches(x_BND, index_BM))).float()
 
     def _decode(self, x_BND: Tensor, index_BM: Tensor, visible_BM: Tensor) -> Tensor:
