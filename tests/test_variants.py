@@ -484,7 +484,7 @@ def test_tables_of_column_and_row_are_resized_as_the_table_of_both():
 def test_regrouping_keeps_every_variant_whose_levels_are_alike():
     for kind in VARIANTS:
         vit = network(kind)
-        if vit.where == "levels" or vit.model.attention == "axial":
+        if vit.positions_added_at == "levels" or vit.model.attention == "axial":
             with pytest.raises(ValueError, match=r"before every level|rows and columns in turn"):
                 regroup(vit, 1)
             continue

@@ -28,9 +28,11 @@ class ViT(nn.Module):
         self.model = model
         self.stem = Stem(shape, model.resnet_eps, model.stem_norm_eps, model.batch_momentum)
         self.positions = Positions(model.positions, model.grid, shape.size)
-        self.where = getattr(model.positions, "where", "stem")
-        others = shape.depth - 1 if self.where == "levels" else 0
-        self.level_positions = nn.ModuleList(Positions(model.positions, model.grid, shape.size) for _ in range(others))
+        self.positions_added_at = getattr(model.positions, "where", "stem")
+        num_level_tables = shape.depth - 1 if self.positions_added_at == "levels" else 0
+        self.level_positions = nn.ModuleList(
+            Positions(model.positions, model.grid, shape.size) for _ in range(num_level_tables)
+        )
         self.rope = None
         if isinstance(model.positions, Rope):
             self.rope = AxialRope(model.grid, model.head_size, model.positions.base)
@@ -115,9 +117,9 @@ class ViT(nn.Module):
 
     def level_input(self, level: int, x_BND: Tensor, places: VisiblePatches) -> Tensor:
         """Return the input of a level, from the output of the level before: positions may be added again."""
-        if level == 0 or self.where == "stem":
+        if level == 0 or self.positions_added_at == "stem":
             return x_BND
-        positions = self.positions if self.where == "shared" else self.level_positions[level - 1]
+        positions = self.positions if self.positions_added_at == "shared" else self.level_positions[level - 1]
         return positions(x_BND, places.grid, places.chosen, self.num_prefix)
 
     def attention_positions(self, places: VisiblePatches) -> AttentionPositions:
@@ -235,7 +237,7 @@ def regroup(vit: ViT, branches: int) -> ViT:
     pairs = old.depth * old.branches
     if branches < 1 or pairs % branches:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
-    if vit.where == "levels" and branches != old.branches:
+    if vit.positions_added_at == "levels" and branches != old.branches:
         raise ValueError(f"{old} adds other positions before every level, of which other branches have another number")
     if vit.model.attention == "axial" and branches != old.branches:
         raise ValueError(f"{old} attends along rows and columns in turn, and other branches would exchange them")
