@@ -193,7 +193,7 @@ def test_each_head_has_its_own_term(distill):
     theirs.load_state_dict(export_weights(module.vit, "timm"))
     theirs.train().set_distilled_training(True)
     own, taught = theirs(images())
-    answers = wise.answers(images(), Normalise())
+    answers = wise.logits(images(), Normalise())
     settings = module.settings.distill
     share = settings.weight
     expected = (1 - share) * F.cross_entropy(own, LABELS) + share * distillation_loss(taught, answers, settings)
@@ -202,7 +202,7 @@ def test_each_head_has_its_own_term(distill):
 
 def test_without_a_distillation_token_both_terms_read_the_only_head():
     module = task({"weight": 0.3}, teacher())
-    own, answers = module.vit(images()), teacher().answers(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -212,7 +212,7 @@ def test_a_network_of_torchvision_learns_from_a_teacher_with_its_only_head():
     model = {"name": "torchvision/resnet18", "image_size": 32, "num_classes": CLASSES}
     run = Run().replace({"model": model, "task.distill": {"teacher": "t", "weight": 0.3}})
     module = build_task(run, teacher=teacher())
-    own, answers = module.vit(images()), teacher().answers(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -231,13 +231,13 @@ def test_a_teacher_is_neither_trained_nor_saved_and_answers_as_in_evaluation():
     assert {name.partition(".")[0] for name in module.state_dict()} == {"vit"}
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in wise.network.parameters())
     assert all(parameter.grad is not None for parameter in module.parameters())
-    assert torch.equal(wise.answers(images(), Normalise()), wise.answers(images(), Normalise()))
+    assert torch.equal(wise.logits(images(), Normalise()), wise.logits(images(), Normalise()))
 
 
 def test_a_teacher_computes_in_bfloat16():
     wise, seen = teacher(), []
     wise.network.blocks[0].attn1.qkv.register_forward_hook(lambda *each: seen.append(each[2].dtype))
-    answers = wise.answers(images(), Normalise())
+    answers = wise.logits(images(), Normalise())
     assert seen == [torch.bfloat16]
     assert answers.dtype == torch.float32
     assert not answers.requires_grad
@@ -274,7 +274,7 @@ def test_a_network_learns_to_answer_as_its_teacher_in_200_steps(target):
     convolution = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.GELU(), nn.Flatten(), nn.Linear(128, CLASSES))
     nn.init.normal_(convolution[-1].weight)
     module = task({"target": target, "weight": 1.0}, Teacher(convolution, Normalise()), distillation_token=True).train()
-    answers = module.teacher.answers(images(16), Normalise())
+    answers = module.teacher.logits(images(16), Normalise())
     assert len(set(answers.argmax(1).tolist())) > 1
     run = load_run(None, ["optim.lr=2e-3", "optim.weight_decay=0"])
     optimizer = build_optimizer(module, run.optim, torch.device("cpu"))
