@@ -358,6 +358,13 @@ def test_the_centre_crop_equals_torchvisions(interpolation, ratio, short, shape)
     assert difference(ours, steps(Image.fromarray(image))).max() <= 2
 
 
+@pytest.mark.parametrize("shape", [(500, 375), (60, 130)])
+def test_without_a_crop_ratio_the_whole_image_is_squeezed(shape):
+    image = photo(*shape)
+    ours = crop_centre(image, CentreCrop(crop_ratio=None, interpolation="bilinear"), (96, 64))
+    assert difference(ours, T.Resize((96, 64))(Image.fromarray(image))).max() <= 2
+
+
 @pytest.mark.parametrize("shape", [(120, 90), (90, 120), (64, 64)])
 def test_the_simple_random_crop_is_a_window_of_torchvisions(shape):
     image, crop = photo(*shape), Augment(crop=SimpleRandomCrop(), flip=0.0)

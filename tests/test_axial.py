@@ -11,7 +11,7 @@ from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, tensor_changes
 from vitray.inspection.levels import run_levels
 from vitray.models.axial import AXES, join_lines, split_lines, spread_weights
-from vitray.models.positions import Places
+from vitray.models.positions import VisiblePatches
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.weights.folder import LoadedModel
@@ -92,7 +92,7 @@ def test_entropy_and_distance_are_those_of_lines():
 def test_some_of_the_patches_are_no_rows_and_columns():
     vit = network()
     with pytest.raises(ValueError, match="axial attention needs whole rows and columns"):
-        vit.encode(torch.randn(1, 4, 64).double(), Places(GRID, torch.arange(4)[None]))
+        vit.encode(torch.randn(1, 4, 64).double(), VisiblePatches(GRID, torch.arange(4)[None]))
 
 
 def test_weights_do_not_fit_another_attention():

@@ -561,6 +561,10 @@ def test_every_odd_value_in_a_config_of_hugging_face_is_refused_or_harmless(base
     (tmp_path / "m/model.safetensors").write_bytes((base / "hf.safetensors").read_bytes())
     for value in ODD_VALUES:
         (tmp_path / "m/config.json").write_text(json.dumps(known | {setting: value}))
+        verb(model, tmp_path / "m", "normalise={}")
+    (tmp_path / "m/config.json").write_text(json.dumps(known))
+    for value in ODD_VALUES:
+        (tmp_path / "m/preprocessor_config.json").write_text(json.dumps({"image_mean": value, "image_std": [1, 1, 1]}))
         verb(model, tmp_path / "m")
 
 

@@ -1,5 +1,6 @@
 """Distillation: DeiT's two-headed network, the two targets of a teacher, and a teacher that does not fit the run."""
 
+import json
 import math
 
 import pytest
@@ -63,7 +64,7 @@ def hugging_face_deit():
 def test_timms_distilled_deit_is_imported_with_both_heads(tmp_path):
     theirs = timm_deit()
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2})
+    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
     assert run.model.distillation_token
     theirs.train().set_distilled_training(True)
     pooled_BD = ours.pooled(ours.tokens(images()))
@@ -80,7 +81,7 @@ def test_hugging_faces_distilled_deit_is_imported_with_both_heads(tmp_path, in_m
     theirs.save_pretrained(tmp_path)
     if in_memory:
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    run, ours = import_weights(str(tmp_path))
+    run, ours = import_weights(str(tmp_path), settings={"normalise": {}})
     assert (run.model.norm_eps, run.model.distillation_token) == (1e-12, True)
     got, expected = ours.head.both(ours.pooled(ours.tokens(images()))), theirs(images())
     torch.testing.assert_close(got[0], expected.cls_logits, atol=1e-5, rtol=1e-5)
@@ -95,7 +96,7 @@ def test_a_network_with_two_heads_is_exported_to_timm_and_back(tmp_path):
     assert difference(ours, theirs, 32) < 1e-7
     ours.float()
     save_file(export_weights(ours, "timm"), tmp_path / "w.safetensors")
-    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2})
+    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
     assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
     assert "timm.create_model('deit_base_distilled_patch16_224', img_size=(32, 32)" in library_program(ours, "timm")
 
@@ -192,7 +193,7 @@ def test_each_head_has_its_own_term(distill):
     theirs.load_state_dict(export_weights(module.vit, "timm"))
     theirs.train().set_distilled_training(True)
     own, taught = theirs(images())
-    answers = wise.answers(images(), Normalise())
+    answers = wise.logits(images(), Normalise())
     settings = module.settings.distill
     share = settings.weight
     expected = (1 - share) * F.cross_entropy(own, LABELS) + share * distillation_loss(taught, answers, settings)
@@ -201,7 +202,7 @@ def test_each_head_has_its_own_term(distill):
 
 def test_without_a_distillation_token_both_terms_read_the_only_head():
     module = task({"weight": 0.3}, teacher())
-    own, answers = module.vit(images()), teacher().answers(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -211,7 +212,7 @@ def test_a_network_of_torchvision_learns_from_a_teacher_with_its_only_head():
     model = {"name": "torchvision/resnet18", "image_size": 32, "num_classes": CLASSES}
     run = Run().replace({"model": model, "task.distill": {"teacher": "t", "weight": 0.3}})
     module = build_task(run, teacher=teacher())
-    own, answers = module.vit(images()), teacher().answers(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -230,13 +231,13 @@ def test_a_teacher_is_neither_trained_nor_saved_and_answers_as_in_evaluation():
     assert {name.partition(".")[0] for name in module.state_dict()} == {"vit"}
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in wise.network.parameters())
     assert all(parameter.grad is not None for parameter in module.parameters())
-    assert torch.equal(wise.answers(images(), Normalise()), wise.answers(images(), Normalise()))
+    assert torch.equal(wise.logits(images(), Normalise()), wise.logits(images(), Normalise()))
 
 
 def test_a_teacher_computes_in_bfloat16():
     wise, seen = teacher(), []
     wise.network.blocks[0].attn1.qkv.register_forward_hook(lambda *each: seen.append(each[2].dtype))
-    answers = wise.answers(images(), Normalise())
+    answers = wise.logits(images(), Normalise())
     assert seen == [torch.bfloat16]
     assert answers.dtype == torch.float32
     assert not answers.requires_grad
@@ -273,7 +274,7 @@ def test_a_network_learns_to_answer_as_its_teacher_in_200_steps(target):
     convolution = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.GELU(), nn.Flatten(), nn.Linear(128, CLASSES))
     nn.init.normal_(convolution[-1].weight)
     module = task({"target": target, "weight": 1.0}, Teacher(convolution, Normalise()), distillation_token=True).train()
-    answers = module.teacher.answers(images(16), Normalise())
+    answers = module.teacher.logits(images(16), Normalise())
     assert len(set(answers.argmax(1).tolist())) > 1
     run = load_run(None, ["optim.lr=2e-3", "optim.weight_decay=0"])
     optimizer = build_optimizer(module, run.optim, torch.device("cpu"))
@@ -327,6 +328,8 @@ def test_a_network_of_torchvision_is_a_teacher(tmp_path):
 def test_a_weights_file_of_another_library_is_a_teacher(tmp_path):
     theirs = hugging_face_deit()
     theirs.save_pretrained(tmp_path)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(half))
     source = open_teacher(student(), Distillation(teacher=str(tmp_path)), NAMES)
     with torch.no_grad():
         expected = theirs.double()(images().double()).logits

@@ -175,6 +175,23 @@ def test_classes_are_matched_by_name(place, tmp_path):
     assert "cannot be told from zero" in result["comparisons"][0]["verdict"]
 
 
+def test_networks_of_another_order_are_not_compared_on_images_without_names(place):
+    """Both would be scored by number, one of them wrongly."""
+    spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
+    other, unnamed = spec._replace(classes=spec.classes[::-1]), images._replace(classes=tuple(map(str, range(10))))
+    check_same_classes([spec, other], images)
+    check_same_classes([spec, spec], unnamed)
+    with pytest.raises(ConfigError, match=r"got another order than that of .*, and .* has only the numbers"):
+        check_same_classes([spec, other], unnamed)
+
+
+def test_a_named_and_an_unnamed_network_agree_by_number(place):
+    evaluation = synthetic(place, 12, 101, 2)
+    first, second = evaluation.results
+    twin = second._replace(scored=first.scored, classes=tuple(map(str, range(12))))
+    assert compare([first, twin])[1].tolist() == [[1, 1], [1, 1]]
+
+
 def test_names_that_look_like_numbers_are_matched_by_name(place):
     spec, images = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
     names = tuple(sorted(map(str, range(1, 11))))  # 1, 10, 2, ...
@@ -205,7 +222,7 @@ def test_classes_of_the_same_name_stay_apart(place):
     twice = ("crane", "crane", *SHAPES[2:])
     spec, images = spec._replace(classes=twice), images._replace(classes=twice)
     assert class_numbers(spec, images).tolist() == list(range(10))
-    check_same_classes([spec, spec])
+    check_same_classes([spec, spec], images)
     assert all_classes(images, images) == list(twice)
     found = Outputs(np.arange(2), ["a", "b"], np.array([0, 1]), None, np.zeros((2, 4)), ())
     assert numbered(found, images, twice).labels.tolist() == [0, 1]
@@ -214,7 +231,7 @@ def test_classes_of_the_same_name_stay_apart(place):
         lambda: class_numbers(other, images),
         lambda: class_numbers(spec, others),
         lambda: class_numbers(spec._replace(classes=SHAPES), images),
-        lambda: check_same_classes([spec, other]),
+        lambda: check_same_classes([spec, other], images),
         lambda: all_classes(images, others),
     ):
         with pytest.raises(ConfigError, match="classes: got crane more than once"):
@@ -596,6 +613,16 @@ def synthetic(place, classes, images, networks):
         more = {"knn10": 0.5, "knn10_low": 0.4, "knn10_high": 0.6, "few_shot5": 0.25, "few_shot5_std": 0.01}
         results.append(Result(f"vit_b12x{seed}_16", spec, found, names, score(logits, labels, keys), more))
     return Evaluation(opened._replace(classes=names), results, *compare(results), "vitray evaluate a b data")
+
+
+def test_a_page_may_begin_with_a_network_without_a_head(place):
+    evaluation = synthetic(place, 10, 101, 2)
+    first, second = evaluation.results
+    errors = {"corruption_error_contrast": 0.5, "error_contrast_1": 0.5, "corruption_images": 101}
+    results = [first._replace(scored=None), second._replace(more={**second.more, **errors})]
+    page = render(evaluation._replace(results=results, pairs=[], agreement=None))
+    assert "Each is of 101 images" in page
+    assert "highest top-1" in page
 
 
 def test_a_score_and_its_interval_do_not_break_at_the_end_of_a_line(place):

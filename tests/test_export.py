@@ -25,6 +25,7 @@ from vitray.serving.export import options
 from vitray.serving.export.driver import export_network
 from vitray.serving.export.options import ExportRequest
 from vitray.serving.export.parity import compare_logits, views
+from vitray.serving.export.preparation import image_processor_of, preprocessing_of
 
 CLASSES = ["cat", "dog", "owl", "fox", "hen"]
 
@@ -85,6 +86,14 @@ def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
     assert prepared["resize"]["smallest_that_covers"] == [36, 36]
     assert prepared["input"] == {"name": "images", "type": "uint8", "layout": "BCHW", "shape": ["any", 3, 32, 32]}
     assert prepared["normalise"]["inside_the_export"] is True
+
+
+def test_a_squeezed_view_is_stated_as_one():
+    run = Run().replace({"data.eval_crop.crop_ratio": None})
+    steps = preprocessing_of(run, (32, 48), in_graph=True, any_multiple_of=None)
+    assert (steps["resize"]["to"], steps["resize"]["keeps_aspect_ratio"]) == ([32, 48], False)
+    processor = image_processor_of(run, (32, 32))
+    assert (processor["size"], processor["do_center_crop"]) == ({"height": 32, "width": 32}, False)
 
 
 def test_hugging_face_gives_sigmoids_after_bce(tmp_path):

@@ -68,8 +68,9 @@ PLAIN = [mode for mode in MODES if mode not in ("registers", "offsets", "level_p
         settings("vit_u2x2_8_hmlp_bn", pool="mean", class_token=False, positions="sincos2d"),
         settings("vit_u2x2_8_hmlp_ln", pool="mean_then_norm", head="mlp"),
         settings("vit_u2x1_16_conv", layerscale=None, positions="none", activation="gelu_tanh"),
+        settings("vit_u1x1_16_local"),
     ],
-    ids=["sequential", "parallel", "layer norms", "convolutions"],
+    ids=["sequential", "parallel", "layer norms", "convolutions", "local"],
 )
 def test_a_mixed_batch_gives_the_outputs_of_each_network_alone(tmp_path, model, mode):
     base = fresh(model)
@@ -173,9 +174,14 @@ def test_shared_layers_are_one_product_and_differing_ones_one_per_network(tmp_pa
     save(tmp_path / "3", tuned(base, MODES["head"], seed=9), tmp_path / "base")
     family = load_deltas(str(tmp_path / "base"), {str(number): str(tmp_path / str(number)) for number in range(4)})
     plan = Plan([family.member(name) for name in ("3", "0", "0", "1", "2")])
-    assert [(start, stop) for start, stop, _ in plan.runs_of("blocks.0.attn1.qkv")] == [(0, 1), (1, 3), (3, 4), (4, 5)]
-    assert [(start, stop) for start, stop, _ in plan.runs_of("blocks.0.ffn1.up")] == [(0, 5)]
-    assert [(start, stop) for start, stop, _ in plan.runs_of_heads()] == [(0, 1), (1, 5)]
+    assert [(start, stop) for start, stop, _ in plan.segments_of("blocks.0.attn1.qkv")] == [
+        (0, 1),
+        (1, 3),
+        (3, 4),
+        (4, 5),
+    ]
+    assert [(start, stop) for start, stop, _ in plan.segments_of("blocks.0.ffn1.up")] == [(0, 5)]
+    assert [(start, stop) for start, stop, _ in plan.segments_of_heads()] == [(0, 1), (1, 5)]
 
 
 def test_a_replaced_member_answers_the_batches_that_hold_it(tmp_path):

@@ -112,8 +112,25 @@ def test_a_repatched_network_is_the_network_at_that_patch(patch):
     new = repatched(LoadedModel(run, vit, None), patch, "m").vit
     assert new.model.name == f"vit_u2x1_{patch}"
     assert new.model.grid == (48 // patch, 48 // patch)
-    vit.stem.patch = patch
+    vit.stem.use_patch(patch)
     torch.testing.assert_close(new(x), vit(x), atol=1e-4, rtol=1e-4)
+
+
+def test_a_compiled_stem_has_one_graph_per_patch_size_and_inverts_no_matrix():
+    stem, graphs = network().stem, []
+    names = list(stem.state_dict())
+
+    def backend(module, _inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op != "placeholder"])
+        return module
+
+    compiled = torch.compile(stem, backend=backend)
+    for patch in (8, 12, 4, 12, 8, 4):
+        stem.use_patch(patch)
+        assert compiled(torch.zeros(1, 3, 48, 48))[1] == (48 // patch, 48 // patch)
+    assert len(graphs) == 3
+    assert not any("pinv" in target for graph in graphs for target in graph)
+    assert list(stem.state_dict()) == names
 
 
 @torch.no_grad()
@@ -123,7 +140,7 @@ def test_tokens_of_an_enlarged_image_are_the_tokens_of_the_image():
     by_patch = image.unflatten(3, (6, 8)).unflatten(2, (6, 8)).movedim(4, 3)
     big = resized(by_patch.permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 8, 8), 12)
     big = big.view(2, 6, 6, 3, 12, 12).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 72, 72)
-    vit.stem.patch = 12
+    vit.stem.use_patch(12)
     got, grid = vit.stem(big)
     assert grid == (6, 6)
     torch.testing.assert_close(got, tokens, atol=1e-9, rtol=1e-9)
@@ -136,7 +153,7 @@ def test_repatch_is_timms_resize_of_stem_and_positions(tmp_path, capsys):
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
     source, target = str(tmp_path / "w.safetensors"), str(tmp_path / "out")
     whole = str(tmp_path / "whole")
-    assert main(["model", source, "heads=2", "activation=gelu", "--save", whole]) == 0
+    assert main(["model", source, "heads=2", "activation=gelu", "normalise={}", "--save", whole]) == 0
     assert main(["weights", "repatch", whole, "12", target]) == 0
     run, ours, _ = load_model(target)
     assert (run.model.name, run.model.image_size) == ("vit_u2x1_12", 48)
@@ -242,7 +259,7 @@ def test_200_steps_learn_the_images_at_every_patch_size():
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(256, size=(8, 48, 48, 3), dtype=np.uint8))
     for patch in (4, 8, 12):
-        task.vit.stem.patch = patch
+        task.vit.stem.use_patch(patch)
         with torch.no_grad():
             predicted = task.vit(normalised(images, run.data.normalise)).argmax(1)
         assert predicted.tolist() == [index % 5 for index in range(8)], patch

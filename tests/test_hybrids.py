@@ -151,7 +151,8 @@ def check_logits(folder: Path, theirs: str, ours: str) -> None:
     reference = scrambled(timm.create_model(theirs, img_size=64, depth=2, num_classes=7))
     reference.pos_embed.data[:, 0] = 0  # added to the class token in float32, which rounds
     save_file(reference.state_dict(), folder / "m.safetensors")
-    run, vit = import_weights(str(folder / "m.safetensors"), settings={"heads": parse_name(ours).heads})
+    settings = {"heads": parse_name(ours).heads, "normalise": {}}
+    run, vit = import_weights(str(folder / "m.safetensors"), settings=settings)
     assert str(parse_name(run.model.name)) == re.sub(r"\d+x1", "2x1", ours)
     assert (run.model.resnet_eps, run.model.image_size) == ("timm", 64)
     assert difference(vit, reference, 64) < 1e-12

@@ -39,7 +39,7 @@ def write(layout, folder):
         case "hugging_face":
             theirs = hugging_face()
             theirs.save_pretrained(folder)
-            return theirs, str(folder), import_weights(str(folder))
+            return theirs, str(folder), import_weights(str(folder), settings={"normalise": {}})
         case "deit" | "deit_parallel":
             theirs = scrambled(Deit(2 if layout.endswith("parallel") else 1))
         case _:

@@ -509,7 +509,7 @@ def test_an_imported_network_has_the_states_of_its_own_library(tmp_path):
     )
     theirs = scrambled(ViTForImageClassification(settings))
     theirs.save_pretrained(tmp_path)
-    _, vit = import_weights(str(tmp_path / "model.safetensors"))
+    _, vit = import_weights(str(tmp_path / "model.safetensors"), settings={"normalise": {}})
     batch = images(5, 16, 16, torch.float32)
     with torch.no_grad():
         hidden = theirs(batch, output_hidden_states=True).hidden_states

@@ -7,8 +7,12 @@ import torch
 import torchvision
 from timm.layers import resample_abs_pos_embed
 
-from vitray.config import Learned, NoPositions, SinCos2d
+from vitray.config import Learned, NoPositions, SinCos2d, load_run
+from vitray.config.training import Finetune
 from vitray.models.positions import RESAMPLE, Positions, resample, sincos2d
+from vitray.models.vit import ViT
+from vitray.weights import save_model
+from vitray.weights.pretrained import open_initial_weights
 
 
 @pytest.mark.parametrize("frequencies", ["big_vision", "mae"])
@@ -80,3 +84,23 @@ def test_a_learned_table_learns_through_resizing():
     positions = Positions(Learned(resample="google"), (4, 4), 16)
     positions(torch.zeros(1, 36, 16), (6, 6)).sum().backward()
     assert (positions.table.grad > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("learned", "positions 4 x 4 resized to 6 x 6"),
+        ("learned2d", "positions 4 x 4 resized to 6 x 6"),
+        ("sincos2d", "positions computed for 6 x 6"),
+        ("rope", "positions computed for 6 x 6"),
+        ("none", "as it is"),
+    ],
+)
+def test_a_fine_tuning_at_another_size_says_what_becomes_of_the_positions(tmp_path, kind, said):
+    tiny = ["model.name=vit_u1x1_8", "model.num_classes=2", "data.url=d"]
+    run = load_run(None, [*tiny, "model.image_size=32", f"model.positions={kind}"])
+    save_model(str(tmp_path / "m"), run, ViT(run.model), ["a", "b"])
+    words = ["task.kind=finetune", f"task.weights={tmp_path / 'm'}", "model.image_size=48", "data.url=d"]
+    task = (tuning := load_run(None, words)).task
+    assert isinstance(task, Finetune)
+    assert open_initial_weights(tuning, task, ["a", "b"])[1].adaptation == said

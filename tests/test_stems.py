@@ -217,6 +217,25 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
             torch.testing.assert_close(worker["state"][name], tensor)
 
 
+def test_a_batch_norm_of_cpu_workers_takes_bfloat16(tmp_path):
+    """The sums over images and the running statistics stay float32."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        exact, rounded = (stem("vit_u1x1_16_hmlp_bn").train() for _ in range(2))
+        synchronise_norms(exact, torch.device("cpu"))
+        synchronise_norms(rounded, torch.device("cpu"))
+        tokens = exact(images(batch=8))[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            got = rounded(images(batch=8))[0]
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), tokens, rtol=0.05, atol=0.05)
+        got.float().square().sum().backward()
+        for name, tensor in exact.state_dict().items():
+            torch.testing.assert_close(rounded.state_dict()[name], tensor, rtol=0.05, atol=0.01)
+    finally:
+        dist.destroy_process_group()
+
+
 # ---- conventions of the norms, recorded with the weights -------------------------------------------------------------
 
 NORMS = [("hmlp_bn", 1e-3, 1e-5), ("linear_bn", 0.1, 1e-5), ("hmlp_ln", 1e-2, 1e-6)]

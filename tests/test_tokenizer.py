@@ -1,17 +1,22 @@
 """The tokenizer: its loss compared with a slow loop, its codes, their perplexity, and its model folder."""
 
 import math
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.config import Run, load_run
+from vitray.config.augmentation import Normalise
 from vitray.config.training import Optim
+from vitray.data.augment.batch import DeviceBatch
 from vitray.errors import ConfigError
+from vitray.evaluation.scores import EvaluationSet, evaluate_loss
 from vitray.models.patches import patchify
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import build_task
@@ -157,16 +162,28 @@ def test_perplexity_counts_equally_used_codes():
     module = tokenizer()
     level_BNL = torch.zeros(2, 6, 3, dtype=torch.int64)
     module._count(level_BNL)
-    assert module.read_perplexity() == pytest.approx(1)
+    assert module.read_perplexity(training=True) == pytest.approx(1)
     level_BNL[..., 1] = torch.arange(12).view(2, 6) % 4
     module._count(level_BNL[:1])
     module._count(level_BNL[1:])
-    assert module.read_perplexity() == pytest.approx(4)
-    assert math.isnan(module.read_perplexity())  # no codes since the last call
+    assert module.read_perplexity(training=True) == pytest.approx(4)
+    assert math.isnan(module.read_perplexity(training=True))  # no codes since the last call
     module(images())
     share_V = torch.bincount(module.encode(images()).flatten(), minlength=60) / 48
     expected = math.exp(-sum(share * math.log(share) for share in share_V.tolist() if share))
-    assert module.read_perplexity() == pytest.approx(expected, rel=1e-5)
+    assert module.read_perplexity(training=True) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_evaluation_leaves_the_counts_of_training():
+    once, interrupted = tokenizer(), tokenizer()
+    interrupted.load_state_dict(once.state_dict())
+    for module in (once, interrupted):
+        module(images())
+    pixels, rows = torch.arange(2 * 32 * 24 * 3, dtype=torch.uint8).view(2, 32, 24, 3), np.arange(2)
+    data = EvaluationSet([DeviceBatch(pixels, torch.zeros(2), rows, rows)], 2, Normalise())
+    score = evaluate_loss(interrupted, interrupted.pictures, data, torch.device("cpu"), nullcontext())
+    assert score.perplexity > 0
+    assert interrupted.read_perplexity(training=True) == once.read_perplexity(training=True)
 
 
 def test_code_counts_are_not_in_the_state_dict():

@@ -23,8 +23,10 @@ from vitray.serving.export.graphs import trace_program, write_onnx
 from vitray.tasks.build import build_task
 from vitray.training.optim import parameter_groups
 from vitray.weights import import_weights, load_deltas, load_model, save_model
+from vitray.weights.convert import published_normalise
 from vitray.weights.export import write_library
 from vitray.weights.freezing import audit, freeze
+from vitray.weights.layouts import MINUS_ONE_TO_ONE as HALF
 from vitray.weights.pretrained import adapt
 
 SMALL = "torchvision/resnet18"
@@ -203,10 +205,29 @@ def test_weights_files_of_torchvision_are_read(tmp_path, name):
     settings = {"name": f"torchvision/{name}", "image_size": 64}
     run, ours = import_weights(str(tmp_path / "w.pth"), settings=settings)
     assert (run.model.num_classes, run.model.image_size) == (5, 64)
+    assert run.data.normalise == (HALF if name == "googlenet" else Normalise())
     with torch.no_grad():
         assert torch.equal(ours(images()), theirs(images()))
     with pytest.raises(ConfigError, match=r"read as torchvision/resnet34, but .*(no place here|is missing)"):
         import_weights(str(tmp_path / "w.pth"), settings={"name": "torchvision/resnet34"})
+
+
+def test_all_matrices_of_a_vit_of_torchvision_decay():
+    with torch.device("meta"):
+        task = nn.ModuleDict({"vit": TorchvisionNetwork(model("torchvision/vit_b_32"))})
+    groups = parameter_groups(task, load_run(None, ["optim.weight_decay=0.3"]).optim)
+    decaying = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    names = {name for name, parameter in task.named_parameters() if id(parameter) in decaying}
+    tables = {"vit.body.class_token", "vit.body.encoder.pos_embedding"}
+    assert names == {name for name, parameter in task.named_parameters() if parameter.ndim > 1} - tables
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_published_weights_are_read_with_their_normalisation(name):
+    published = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    wanted = Normalise(mean=tuple(published.mean), std=tuple(published.std))
+    # torchvision builds these with transform_input=True for published weights, which turns one into the other.
+    assert published_normalise(f"torchvision/{name}") == (HALF if name in ("googlenet", "inception_v3") else wanted)
 
 
 def test_a_fine_tuning_gets_a_head_of_zeros_or_is_refused():

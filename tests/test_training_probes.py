@@ -22,6 +22,7 @@ from vitray.data.shards import holdout_mask
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.errors import ConfigError, RunError
 from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.calibration import adaptive_ece, brier
 from vitray.evaluation.feature_rank import effective_rank, rankme
 from vitray.evaluation.few_shot import probe_few_shot
 from vitray.evaluation.knn import probe_knn
@@ -155,6 +156,20 @@ def test_the_values_are_those_of_the_network_image_by_image(dataset):
     gap = sum(abs((hits - shares.max(1))[cells == cell].sum()) for cell in set(cells)) / len(hits)
     assert values["ece"] == pytest.approx(gap, abs=1e-5)
     assert values["attention_distance"] == pytest.approx(distances.mean(), abs=1e-4)
+
+
+SIGMOID_SCORES = {"brier": brier, "adaptive_ece": adaptive_ece}
+
+
+def test_calibration_after_a_binary_loss_is_that_of_sigmoids(dataset):
+    run = recipe(dataset, "evaluate.probes=[calibration]", "task.loss=bce")
+    images, vit = read_probe_images(run, dataset, None), ViT(run.model).eval()
+    values = probe_weights(run, vit.state_dict(), images, torch.device("cpu"))
+    with torch.no_grad():
+        logits = vit(normalised(torch.from_numpy(images.val.views), run.data.normalise)).numpy()
+    wanted = {name: of(logits, images.val.labels, probability="sigmoid") for name, of in SIGMOID_SCORES.items()}
+    assert {name: values[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert values["brier"] != pytest.approx(brier(logits, images.val.labels), abs=1e-3)
 
 
 def slow_distance(weights_HNN):

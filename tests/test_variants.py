@@ -24,7 +24,7 @@ from vitray.inspection import attention_distances, attention_maps, compare_branc
 from vitray.inspection.levels import run_levels
 from vitray.inspection.tensors import named_tensors
 from vitray.models.patches import gather_patches
-from vitray.models.positions import Places, resample
+from vitray.models.positions import VisiblePatches, resample
 from vitray.models.rope import axial_rotation, rotate
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT, regroup
@@ -298,11 +298,11 @@ def test_the_order_of_the_patches_does_not_matter_where_their_places_are_given(k
     x_BND = vit.positions(x_BND, GRID)
     order_BN = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)])
     first = vit.num_prefix
-    expected = gather_patches(vit.encode(x_BND, Places(GRID))[:, first:], order_BN)
-    got = vit.encode(gather_patches(x_BND, order_BN), Places(GRID, order_BN))[:, first:]
+    expected = gather_patches(vit.encode(x_BND, VisiblePatches(GRID))[:, first:], order_BN)
+    got = vit.encode(gather_patches(x_BND, order_BN), VisiblePatches(GRID, order_BN))[:, first:]
     torch.testing.assert_close(got, expected)
     if kind not in ("none", "learned2d", "sincos2d, mae"):  # what is added at the stem is in the tokens
-        other = vit.encode(gather_patches(x_BND, order_BN), Places(GRID))[:, first:]
+        other = vit.encode(gather_patches(x_BND, order_BN), VisiblePatches(GRID))[:, first:]
         assert (other - expected).abs().max() > 1e-3
 
 
@@ -344,7 +344,7 @@ def test_timm_has_the_same_variants(tmp_path, theirs, given):
     if "activation" in given and "mlp_layer" in theirs:
         with pytest.raises(ConfigError, match=r"do not show activation \(swiglu, if its gates have SiLU\)"):
             import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3})
-    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3} | given)
+    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3, "normalise": {}} | given)
     assert difference(ours, network, 32) < 1e-7
 
 
@@ -354,7 +354,7 @@ def test_timm_has_the_same_rope(tmp_path):
         timm.create_model("vit_small_patch16_rope_224", img_size=64, depth=2, embed_dim=192, num_heads=3, num_classes=5)
     )
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    settings = {"heads": 3, "positions": "rope", "image_size": 64}
+    settings = {"heads": 3, "positions": "rope", "image_size": 64, "normalise": {}}
     _, ours = import_weights(str(tmp_path / "w.safetensors"), settings=settings)
     assert difference(ours, theirs, 64) < 1e-5  # angles in single precision
 
@@ -484,7 +484,7 @@ def test_tables_of_column_and_row_are_resized_as_the_table_of_both():
 def test_regrouping_keeps_every_variant_whose_levels_are_alike():
     for kind in VARIANTS:
         vit = network(kind)
-        if vit.where == "levels" or vit.model.attention == "axial":
+        if vit.positions_added_at == "levels" or vit.model.attention == "axial":
             with pytest.raises(ValueError, match=r"before every level|rows and columns in turn"):
                 regroup(vit, 1)
             continue

@@ -76,6 +76,8 @@ def test_the_sweep_and_the_recipe_are_those_of_the_paper():
     assert (run.optim.schedule.kind, run.optim.schedule.floor, run.optim.layer_decay) == ("cosine", 0, 1)
     assert (run.model.image_size, run.task.mode, run.task.smoothing) == (384, "full", 0)
     assert (run.data.augment.crop.kind, run.data.augment.flip, run.data.augment.policy.kind) == ("centre", 0, "none")
+    assert run.data.augment.crop.crop_ratio is None  # the whole image
+    assert run.data.eval_crop.crop_ratio is None
     assert not run.data.mix.is_mixing
 
 
@@ -204,7 +206,7 @@ def correct(model, path):
     from vitray.data.augment.image import crop_centre
 
     run, vit, classes = load_model(model)
-    crop = CentreCrop(crop_ratio=1.0, interpolation="bilinear")
+    crop = CentreCrop(crop_ratio=None, interpolation="bilinear")
     view = crop_centre(decode_image(path.read_bytes()), crop, (32, 32))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
         logits = vit.eval()(normalised(torch.from_numpy(view)[None], run.data.normalise))

@@ -49,10 +49,15 @@ class CentreCrop(Section):
     """The centre of the image, without randomness, as evaluations use it."""
 
     kind: Literal["centre"] = "centre"
-    crop_ratio: Annotated[float, Field(ge=0.01, le=1)] = 0.875
+    crop_ratio: Annotated[float, Field(ge=0.01, le=1)] | None = 0.875
     """Output size / length to which the short side is resized (rounded down): commonly 0.875; 0.95 for A2, 1 for DeiT
-    III."""
+    III. null: no crop; the whole image is squeezed to the output size, as in VTAB."""
     interpolation: Interpolation = "bicubic"
+
+    def __str__(self) -> str:
+        """Return the settings as a page shows them."""
+        crop = "the whole image, squeezed" if self.crop_ratio is None else f"crop ratio {self.crop_ratio:g}"
+        return f"{crop}, {self.interpolation}"
 
 
 class NoPolicy(Section):

@@ -97,7 +97,8 @@ class SinCos2d(Section):
     where: Literal["stem", "shared"] = "stem"
     """Where the embedding is added: after the stem, or before every level."""
     frequencies: Literal["big_vision", "mae"] = "mae"
-    """Spacing of the frequencies. The two published spacings are not interchangeable."""
+    """Spacing of the frequencies. The two published spacings are not interchangeable. With both, another image size
+    computes the table anew, as big_vision does; MAE's code resizes its table bicubically."""
 
 
 class Relative(Section):

@@ -209,7 +209,8 @@ class Optim(Section):
     rule: Annotated[AdamW | Sgd | LambSettings, Field(discriminator="kind"), one_of("adamw")] = AdamW()
     """The optimizer."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay, multiplied by lr. Applies to matrices and kernels only."""
+    """AdamW: decoupled, multiplied by lr. Sgd: added to the gradient. Lamb: added before the trust ratio. Matrices and
+    kernels only."""
     schedule: Annotated[Cosine | Linear | Constant, Field(discriminator="kind"), one_of("cosine")] = Cosine()
     """Learning-rate schedule after the warm-up."""
     warmup: Annotated[str, duration_in("epochs", "steps", least=0)] = "5 epochs"

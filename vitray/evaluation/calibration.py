@@ -91,22 +91,24 @@ def brier(logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: 
 
 
 def nll(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> float:
-    """Return the mean negative log-likelihood of the labels."""
+    """Return the mean negative log-likelihood of the labels, of a softmax."""
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
     chunks = log_probability_chunks(logits_NK, temperature)
     total = sum(float(np.take_along_axis(log_BK, labels_N[rows, None], 1).sum()) for rows, log_BK in chunks)
     return -total / len(labels_N)
 
 
-def calibration_scores(logits_NK: Any, labels_N: Any, temperature: float = 1.0) -> Calibration:
-    """Return all scores of calibration, of logits that are divided by a temperature."""
+def calibration_scores(
+    logits_NK: Any, labels_N: Any, temperature: float = 1.0, probability: Probability = "softmax"
+) -> Calibration:
+    """Return all scores of calibration, of logits that are divided by a temperature; the NLL is that of a softmax."""
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
-    confidences_N, hits_N = _confidences(logits_NK, labels_N, temperature=temperature)
+    confidences_N, hits_N = _confidences(logits_NK, labels_N, probability, temperature)
     return Calibration(
         images=len(labels_N),
         ece=_gap(_bins(confidences_N, hits_N, BINS, False)),
         adaptive_ece=_gap(_bins(confidences_N, hits_N, BINS, True)),
-        brier=brier(logits_NK, labels_N, temperature),
+        brier=brier(logits_NK, labels_N, temperature, probability),
         nll=nll(logits_NK, labels_N, temperature),
     )
 

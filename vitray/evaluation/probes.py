@@ -15,6 +15,7 @@ from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot, shots_with
 from vitray.evaluation.intervals import wilson
 from vitray.evaluation.knn import NEIGHBOURS, probe_knn
 from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
+from vitray.models.probabilities import Probability
 
 # Another one than that of the linear probe's development part, which a hash of the keys chooses too.
 SHARE_SEED = 1
@@ -61,9 +62,9 @@ def probe_shares(
     return values
 
 
-def probe_calibration(logits_NK: Any, labels_N: Any) -> dict[str, float]:
+def probe_calibration(logits_NK: Any, labels_N: Any, probability: Probability) -> dict[str, float]:
     """Return the scores of calibration by name."""
-    scores = calibration_scores(logits_NK, labels_N)._asdict()
+    scores = calibration_scores(logits_NK, labels_N, probability=probability)._asdict()
     return {name: value for name, value in scores.items() if name != "images"}
 
 

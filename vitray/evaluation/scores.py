@@ -111,7 +111,7 @@ def evaluate_loss(
     `forward` is the compiled task. It sees whole batches only, because another batch size would be compiled anew.
     """
     if isinstance(task, VisualTokenizer):
-        task.read_perplexity()  # resets the counts
+        task.read_perplexity(training=False)  # resets the counts
     total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
     for batch, padded_BCHW in _normalised_batches(task, data):
         real = len(batch.rows)
@@ -125,7 +125,7 @@ def evaluate_loss(
                 pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES])
         images += real
     [loss] = _means(images, total, data.images)
-    perplexity = task.read_perplexity() if isinstance(task, VisualTokenizer) else None
+    perplexity = task.read_perplexity(training=False) if isinstance(task, VisualTokenizer) else None
     drawn = None if pictures is None else pictures.float().cpu().numpy()
     return Score(data.images, loss, perplexity=perplexity, pictures=drawn)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitray.errors import ConfigError
 from vitray.models.blocks import Block
 from vitray.models.network import AnyNetwork
-from vitray.models.positions import AttentionPositions, Places
+from vitray.models.positions import AttentionPositions, VisiblePatches
 from vitray.models.vit import ViT
 
 # The largest explicit attention of one branch in bytes, where a single image allows it. Reductions need a few copies.
@@ -41,7 +41,7 @@ def run_levels(vit: ViT, images_BCHW: Tensor) -> Iterator[Level]:
     """Yield each level with its input and output. `vit.head(vit.pooled(last.output))` are the logits."""
     check_network(vit)
     x_BND, grid = vit.stem(images_BCHW)
-    output_BND, places = vit.first_input(vit.positions(x_BND, grid)), Places(grid)
+    output_BND, places = vit.first_input(vit.positions(x_BND, grid)), VisiblePatches(grid)
     positions = vit.attention_positions(places)
     for index, block in enumerate(blocks(vit)):
         x_BND = vit.level_input(index, output_BND, places)

@@ -53,7 +53,7 @@ def _added_before(vit: ViT, level: int) -> Positions:
     if not 0 <= level < len(vit.blocks):
         raise ValueError(f"got level {level}, wanted 0 to {len(vit.blocks) - 1}")
     own: Any = [vit.positions, *vit.level_positions]
-    return own[level] if vit.where == "levels" else vit.positions
+    return own[level] if vit.positions_added_at == "levels" else vit.positions
 
 
 def _similarity(table_ND: Tensor, grid: tuple[int, int]) -> Tensor:

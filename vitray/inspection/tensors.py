@@ -205,6 +205,11 @@ def aligned(base: ViT, other: ViT) -> ViT:
     old, new = base.model.shape, other.model.shape
     has_other_layers = old.depth * old.branches != new.depth * new.branches
     # A level with positions or an axis of its own is no branch of another.
-    if old.branches == new.branches or has_other_layers or base.where == "levels" or base.model.attention == "axial":
+    if (
+        old.branches == new.branches
+        or has_other_layers
+        or base.positions_added_at == "levels"
+        or base.model.attention == "axial"
+    ):
         return base
     return regroup(base, new.branches)

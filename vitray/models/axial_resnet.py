@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitray.config.model_names import AXIAL_RESNETS
 from vitray.models.axial import Axis, join_lines, split_lines
-from vitray.models.positions import Grid, Places
+from vitray.models.positions import Grid, VisiblePatches
 from vitray.models.relative import num_offsets, offset_index
 
 HEADS, LAYERS, ROOT, EXPANSION = 8, (3, 4, 6, 3), 64, 2
@@ -39,7 +39,7 @@ class PositionalAttention(nn.Module):
         height, width = grid = (x_BCHW.shape[2], x_BCHW.shape[3])
         heads_BGCN = self.qkv_norm(self.qkv(x_BCHW)).flatten(2).unflatten(1, (HEADS, -1))
         q_XGLc, k_XGLc, v_XGLd = split_lines(heads_BGCN.mT, self.axis, grid).split(self.sizes, dim=-1)
-        index_LL = offset_index(Places((1, width if self.axis == "rows" else height)), x_BCHW.device)[0, 0]
+        index_LL = offset_index(VisiblePatches((1, width if self.axis == "rows" else height)), x_BCHW.device)[0, 0]
         q_LLc, k_LLc, v_LLd = self.relative[index_LL].split(self.sizes, dim=-1)
         logits = [
             q_XGLc @ k_XGLc.mT,

@@ -22,13 +22,13 @@ from vitray.models.branches import (
     FeedForward,
     Trace,
     activate,
+    apply_positions,
     attend,
     join_heads,
-    place,
     split_heads,
 )
 from vitray.models.norms import bias_of, normalise, normalise_heads
-from vitray.models.positions import NOWHERE, AttentionPositions
+from vitray.models.positions import NO_POSITIONS, AttentionPositions
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ class Block(nn.Module):
         x_BND: Tensor,
         trace: Trace | None = None,
         key: str = "block",
-        positions: AttentionPositions = NOWHERE,
+        positions: AttentionPositions = NO_POSITIONS,
     ) -> Tensor:
         """Return the output of the level; a `trace` receives each branch's attention weights."""
         # A trace needs the attention weights of each branch, so it excludes fusing.
@@ -84,7 +84,7 @@ class Block(nn.Module):
     # ---- one by one --------------------------------------------------------------------------------------------------
 
     def _attend_loop(
-        self, x_BND: Tensor, trace: Trace | None, key: str, positions: AttentionPositions = NOWHERE
+        self, x_BND: Tensor, trace: Trace | None, key: str, positions: AttentionPositions = NO_POSITIONS
     ) -> Tensor:
         numbered = enumerate(self.attentions, start=1)
         outputs = (branch(x_BND, self.dropout, positions, trace, f"{key}.attn{index}") for index, branch in numbered)
@@ -109,7 +109,7 @@ class Block(nn.Module):
             k_norms = [branch.k_norm for branch in self.attentions if branch.k_norm is not None]
             q, k = normalise_heads(q, q_norms).type_as(v), normalise_heads(k, k_norms).type_as(v)
         tables: list[Tensor] = [branch.relative for branch in self.attentions if branch.relative is not None]
-        q, k, bias = place(q, k, positions, torch.stack(tables) if tables else None)
+        q, k, bias = apply_positions(q, k, positions, torch.stack(tables) if tables else None)
         h_BNK = join_heads(attend(q, k, v, bias, self.attentions[0].axis, positions.grid))
         return self._add_fused(x_BND, h_BNK, weights)
 

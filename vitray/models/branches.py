@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitray.models.adapters import Adapter
 from vitray.models.axial import Axis, join_lines, split_lines, spread_weights
 from vitray.models.norms import build_norm
-from vitray.models.positions import NOWHERE, AttentionPositions, Grid
+from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid
 from vitray.models.relative import num_offsets, relative_bias
 from vitray.models.rope import rotate
 from vitray.models.sizes import inner_width, up_width
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self,
         x_BND: Tensor,
         dropout: float,
-        positions: AttentionPositions = NOWHERE,
+        positions: AttentionPositions = NO_POSITIONS,
         trace: Trace | None = None,
         key: str = "",
     ) -> Tensor:
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         h_BND = F.dropout(self.out(join_heads(h_BHNd)), dropout, self.training)
         return h_BND if self.scale is None else h_BND * self.scale
 
-    def weights(self, x_BND: Tensor, positions: AttentionPositions = NOWHERE) -> Tensor:
+    def weights(self, x_BND: Tensor, positions: AttentionPositions = NO_POSITIONS) -> Tensor:
         """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
         q, k, _, bias = self._heads(x_BND, positions)
         return attention_weights(q, k, bias, self.axis, positions.grid)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         q, k, v = split_heads(self.qkv(self.norm(x_BND)), self.heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        q, k, bias = place(q, k, positions, None if self.relative is None else self.relative.unsqueeze(-3))
+        q, k, bias = apply_positions(q, k, positions, None if self.relative is None else self.relative.unsqueeze(-3))
         return q, k, v, bias
 
 
@@ -137,7 +137,7 @@ def join_heads(h_BHNd: Tensor) -> Tensor:
     return h_BHNd.transpose(1, 2).flatten(2)
 
 
-def place(
+def apply_positions(
     q_BHNd: Tensor, k_BHNd: Tensor, positions: AttentionPositions, tables_PKd: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return queries and keys at their positions, and the bias of their logits (BHNN) if they have one."""

@@ -81,8 +81,8 @@ def diagram(model: Model, counts: Counts) -> str:
     positions, head = model.positions.kind, "no head"
     if isinstance(model.positions, Learned | Learned2d):
         positions += f", resized as {model.positions.resample}"
-    if vit.where != "stem":
-        positions += f", before every level{' the same' if vit.where == 'shared' else ''}"
+    if vit.positions_added_at != "stem":
+        positions += f", before every level{' the same' if vit.positions_added_at == 'shared' else ''}"
     if model.num_classes:
         mean = ", the mean of two" if model.distillation_token else ""
         head = f"head {model.head.kind} > {model.num_classes} classes{mean}"

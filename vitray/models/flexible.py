@@ -27,10 +27,21 @@ def kernel_matrix(old: int, new: int) -> Tensor:
     return torch.linalg.pinv(resize_matrix(old, new).T)
 
 
+@lru_cache(maxsize=64)
+def kernel_matrix_on(old: int, new: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the same matrix in the type and on the device of a kernel; training steps reuse it."""
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used in a training step
+        return kernel_matrix(old, new).to(device, dtype)
+
+
 def resize_kernel(weight_DCPP: Tensor, patch: int) -> Tensor:
     """Return a kernel for patches of another size; the kernel itself for its own."""
     old = weight_DCPP.shape[-1]
     if old == patch:
         return weight_DCPP
-    matrix = kernel_matrix(old, patch).to(weight_DCPP)
+    return apply_matrix(kernel_matrix_on(old, patch, weight_DCPP.dtype, weight_DCPP.device), weight_DCPP, patch)
+
+
+def apply_matrix(matrix: Tensor, weight_DCPP: Tensor, patch: int) -> Tensor:
+    """Return the kernel that a matrix of `kernel_matrix_on` makes of a kernel."""
     return (weight_DCPP.flatten(2) @ matrix.T).unflatten(2, (patch, patch))

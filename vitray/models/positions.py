@@ -24,8 +24,8 @@ RESAMPLE: dict[str, dict[str, bool | str]] = {
 }
 
 
-class Places(NamedTuple):
-    """The places of the patches that a network sees: all of a grid, or some of it."""
+class VisiblePatches(NamedTuple):
+    """The patches that a network sees: all of a grid, or some of it."""
 
     grid: Grid
     chosen: Tensor | None = None
@@ -43,7 +43,7 @@ class AttentionPositions(NamedTuple):
     """Of axial attention: the rows and columns of the patches, all of which are there."""
 
 
-NOWHERE = AttentionPositions()
+NO_POSITIONS = AttentionPositions()
 
 
 def resample(table_ND: Tensor, old: Grid, new: Grid, convention: str) -> Tensor:

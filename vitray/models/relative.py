@@ -10,7 +10,7 @@ Shapes: B images, H heads, P branches whose heads are one after another, N patch
 import torch
 from torch import Tensor
 
-from vitray.models.positions import Places
+from vitray.models.positions import VisiblePatches
 
 
 def num_offsets(patches: int) -> int:
@@ -18,7 +18,7 @@ def num_offsets(patches: int) -> int:
     return 2 * patches - 1
 
 
-def offset_index(places: Places, device: torch.device) -> Tensor:
+def offset_index(places: VisiblePatches, device: torch.device) -> Tensor:
     """Return the row of the table for each query and key, (1 or B)1NN."""
     patches = places.grid[0] * places.grid[1]
     place_BN = torch.arange(patches, device=device)[None] if places.chosen is None else places.chosen

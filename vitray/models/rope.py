@@ -9,7 +9,7 @@ Shapes: B images, H heads, N tokens, d channels of a head.
 import torch
 from torch import Tensor, nn
 
-from vitray.models.positions import Grid, Places
+from vitray.models.positions import Grid, VisiblePatches
 
 
 def axial_rotation(grid: Grid, head_size: int, base: float) -> Tensor:
@@ -37,12 +37,13 @@ class AxialRope(nn.Module):
         self.grid, self.head_size, self.base = grid, head_size, base
         self.register_buffer("own", axial_rotation(grid, head_size, base), persistent=False)
 
-    def forward(self, places: Places, num_prefix: int) -> Tensor:
+    def forward(self, places: VisiblePatches, num_prefix: int) -> Tensor:
         """Return the rotation of the prefix, which is none, and of the patches: 2(1 or B)1Nd."""
         rotation = self.own
         if places.grid != self.grid:
             rotation = axial_rotation(places.grid, self.head_size, self.base).to(self.own)
         rotation = rotation[:, None] if places.chosen is None else rotation[:, places.chosen]
+        # The prefix keeps its direction: cosine 1, sine 0.
         still = torch.zeros_like(rotation[:, :, :1]).expand(-1, -1, num_prefix, -1).clone()
         still[0] = 1
         return torch.cat([still, rotation], dim=2)[:, :, None]

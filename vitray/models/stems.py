@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
-from vitray.models.flexible import resize_kernel
+from vitray.models.flexible import apply_matrix, kernel_matrix_on
 from vitray.models.local_stem import LocalTransformer
 from vitray.models.resnet import ResNet
 from vitray.models.sizes import convolutions, feature_map
@@ -30,21 +30,32 @@ class Stem(nn.Module):
         super().__init__()
         self.proj = nn.Sequential(*_layers(name, resnet_eps, norm_eps, momentum))
         self.patch = self.own_patch = name.patch
-        """The patch size; settable where the stem is linear, which then resizes its kernel."""
+        """The patch size; `use_patch` sets another one where the stem is linear."""
+        self._matrix: Tensor | None = None
 
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Return the tokens (BND) and their grid."""
         height, width = images_BCHW.shape[-2:]
         if height % self.patch or width % self.patch:
             raise ValueError(f"images of {height} x {width} pixels do not divide into patches of {self.patch}")
-        if self.patch == self.own_patch:
+        if self._matrix is None:
             x_BDHW = self.proj(images_BCHW)
         else:
             first: Any = self.proj[0]
-            kernel = resize_kernel(first.weight, self.patch)
+            kernel = apply_matrix(self._matrix, first.weight, self.patch)
             x_BDHW = self.proj[1:](F.conv2d(images_BCHW, kernel, first.bias, self.patch))
         x_BND = x_BDHW.flatten(2).transpose(1, 2)
         return x_BND, (height // self.patch, width // self.patch)
+
+    def use_patch(self, patch: int) -> None:
+        """Set the patch size: a linear stem resizes its kernel in each forward pass.
+
+        The matrix that resizes it is computed here, because a compiled forward pass would compute it in every step.
+        """
+        first: Any = self.proj[0]
+        self.patch, self._matrix = patch, None
+        if patch != self.own_patch:
+            self._matrix = kernel_matrix_on(self.own_patch, patch, first.weight.dtype, first.weight.device)
 
     def train(self, mode: bool = True) -> Self:
         """Switch the mode, except that a frozen stem stays in evaluation mode.
@@ -99,12 +110,12 @@ class SumOverWorkers(torch.autograd.Function):
 
 
 class GlooBatchNorm(nn.BatchNorm2d):
-    """Batch norm over the images of all CPU workers; torch's SyncBatchNorm rejects CPU tensors."""
+    """Batch norm over the images of all CPU workers, in float32; torch's SyncBatchNorm rejects CPU tensors."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         if not self.training:
             return super().forward(input)
-        over = (0, 2, 3)
+        over, dtype, input = (0, 2, 3), input.dtype, input.float()  # noqa: A001
         count = input.new_tensor([input.numel() / self.num_features])
         sums: Tensor = SumOverWorkers.apply(torch.cat([input.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]
@@ -112,7 +123,7 @@ class GlooBatchNorm(nn.BatchNorm2d):
         variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
         self._track(mean.detach(), variance.detach() * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
-        return centred * scale[:, None, None] + self.bias[:, None, None]
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(dtype)
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         momentum: Any = self.momentum
@@ -127,7 +138,7 @@ def use_patch(network: nn.Module, patch: int | None) -> None:
     """Set the patch size of the stems of a network; None restores their own."""
     for stem in network.modules():
         if isinstance(stem, Stem):
-            stem.patch = patch or stem.own_patch
+            stem.use_patch(patch or stem.own_patch)
 
 
 def synchronise_norms(model: nn.Module, device: torch.device) -> None:

@@ -44,7 +44,7 @@ class VisualTokenizer(nn.Module):
         self.register_buffer("levels", levels_L, persistent=False)
         self.register_buffer("strides", levels_L.cumprod(0) // levels_L, persistent=False)
         # Not a buffer: DDP would overwrite it with the first worker's counts.
-        self._count_V = torch.zeros(self.codes, dtype=torch.int64)
+        self._count_2V = torch.zeros(2, self.codes, dtype=torch.int64)  # of evaluation, and of training
 
     def forward(self, images_BCHW: Tensor, _targets: Tensor | None = None) -> Tensor:
         """Return the mean squared error of the reconstructed pixels."""
@@ -77,13 +77,13 @@ class VisualTokenizer(nn.Module):
         """Return rows of images for the log: originals and reconstructions (RBCHW)."""
         return torch.stack([images_BCHW, self.reconstruct(images_BCHW)])
 
-    def read_perplexity(self) -> float:
-        """Return the perplexity of all workers' codes since the last call, and reset the counts.
+    def read_perplexity(self, *, training: bool) -> float:
+        """Return the perplexity of all workers' codes since the last call, in one mode, and reset its counts.
 
         It is the number of equally frequent codes with the same entropy.
         """
-        count_V = self._count_V.clone()
-        self._count_V.zero_()
+        count_V = self._count_2V[int(training)].clone()
+        self._count_2V[int(training)].zero_()
         if dist.is_initialized():
             dist.all_reduce(count_V)
         share_V = count_V.double() / count_V.sum()
@@ -108,8 +108,9 @@ class VisualTokenizer(nn.Module):
 
     def _count(self, level_BNL: Tensor) -> None:
         codes = self._code(level_BNL).flatten()
-        self._count_V = self._count_V.to(codes.device)
-        self._count_V.scatter_add_(0, codes, torch.ones_like(codes))  # bincount would wait for the device
+        self._count_2V = self._count_2V.to(codes.device)
+        # bincount would wait for the device
+        self._count_2V[int(self.training)].scatter_add_(0, codes, torch.ones_like(codes))
 
     def _decode_patches(self, numbers_BNL: Tensor) -> Tensor:
         """The pixels of patches, BNK."""

@@ -13,7 +13,7 @@ from vitray.models.axial import AXES
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec, Execution, Trace
 from vitray.models.norms import build_norm
-from vitray.models.positions import AttentionPositions, Grid, Places, Positions
+from vitray.models.positions import AttentionPositions, Grid, Positions, VisiblePatches
 from vitray.models.relative import offset_index
 from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
@@ -28,9 +28,11 @@ class ViT(nn.Module):
         self.model = model
         self.stem = Stem(shape, model.resnet_eps, model.stem_norm_eps, model.batch_momentum)
         self.positions = Positions(model.positions, model.grid, shape.size)
-        self.where = getattr(model.positions, "where", "stem")
-        others = shape.depth - 1 if self.where == "levels" else 0
-        self.level_positions = nn.ModuleList(Positions(model.positions, model.grid, shape.size) for _ in range(others))
+        self.positions_added_at = getattr(model.positions, "where", "stem")
+        num_level_tables = shape.depth - 1 if self.positions_added_at == "levels" else 0
+        self.level_positions = nn.ModuleList(
+            Positions(model.positions, model.grid, shape.size) for _ in range(num_level_tables)
+        )
         self.rope = None
         if isinstance(model.positions, Rope):
             self.rope = AxialRope(model.grid, model.head_size, model.positions.base)
@@ -88,9 +90,9 @@ class ViT(nn.Module):
     def tokens(self, images_BCHW: Tensor, trace: Trace | None = None) -> Tensor:
         """Return the last block's output: class token, distillation token and registers, if any, then the patches."""
         x_BND, grid = self.stem(images_BCHW)
-        return self.encode(self.positions(x_BND, grid), Places(grid), trace)
+        return self.encode(self.positions(x_BND, grid), VisiblePatches(grid), trace)
 
-    def encode(self, x_BND: Tensor, places: Places, trace: Trace | None = None) -> Tensor:
+    def encode(self, x_BND: Tensor, places: VisiblePatches, trace: Trace | None = None) -> Tensor:
         """Return the last block's output for patches with positions added: all of an image, or a subset."""
         x_BND, positions = self.first_input(x_BND), self.attention_positions(places)
         for level, block in enumerate(self.blocks):
@@ -113,14 +115,14 @@ class ViT(nn.Module):
             x_BND = torch.cat([*prefix, x_BND], dim=1)
         return self.dropout(x_BND)
 
-    def level_input(self, level: int, x_BND: Tensor, places: Places) -> Tensor:
+    def level_input(self, level: int, x_BND: Tensor, places: VisiblePatches) -> Tensor:
         """Return the input of a level, from the output of the level before: positions may be added again."""
-        if level == 0 or self.where == "stem":
+        if level == 0 or self.positions_added_at == "stem":
             return x_BND
-        positions = self.positions if self.where == "shared" else self.level_positions[level - 1]
+        positions = self.positions if self.positions_added_at == "shared" else self.level_positions[level - 1]
         return positions(x_BND, places.grid, places.chosen, self.num_prefix)
 
-    def attention_positions(self, places: Places) -> AttentionPositions:
+    def attention_positions(self, places: VisiblePatches) -> AttentionPositions:
         """Return the positions that act inside attention."""
         grid = None
         if self.model.attention == "axial":
@@ -235,7 +237,7 @@ def regroup(vit: ViT, branches: int) -> ViT:
     pairs = old.depth * old.branches
     if branches < 1 or pairs % branches:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
-    if vit.where == "levels" and branches != old.branches:
+    if vit.positions_added_at == "levels" and branches != old.branches:
         raise ValueError(f"{old} adds other positions before every level, of which other branches have another number")
     if vit.model.attention == "axial" and branches != old.branches:
         raise ValueError(f"{old} attends along rows and columns in turn, and other branches would exchange them")

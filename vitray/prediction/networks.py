@@ -18,7 +18,7 @@ from vitray.data.augment.batch import normalised, to_device
 from vitray.data.augment.image import crop_centre
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.models.positions import Places
+from vitray.models.positions import VisiblePatches
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
@@ -193,7 +193,7 @@ def _stage(member: Member, level: int, inputs: Sequence[Tensor]) -> Tensor:
     spec, vit, view, _ = member
     if level:
         height, width = (side // vit.stem.patch for side in spec.size)
-        places = Places((height, width))
+        places = VisiblePatches((height, width))
         x_BND = vit.level_input(level - 1, inputs[0], places)
         return vit.blocks[level - 1](x_BND, None, "", vit.attention_positions(places))
     x_BND, grid = vit.stem(normalised(inputs[view], spec.normalise))

@@ -26,7 +26,7 @@ class Teacher:
         return self
 
     @torch.no_grad()
-    def answers(self, images_BCHW: Tensor, normalise: Normalise) -> Tensor:
+    def logits(self, images_BCHW: Tensor, normalise: Normalise) -> Tensor:
         """Return the logits, computed in bfloat16, for images that are normalised in another way."""
         images_BCHW = renormalise(images_BCHW, normalise, self.normalise)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
@@ -58,17 +58,17 @@ def distillation_loss(logits_BK: Tensor, teacher_BK: Tensor, settings: Distillat
     return settings.temperature**2 * F.kl_div(log_p_BK, log_q_BK, reduction="batchmean", log_target=True)
 
 
-def submodel_loss(logits_BK: Tensor, answers_BK: Tensor, loss: Loss) -> Tensor:
+def submodel_loss(logits_BK: Tensor, peer_logits_BK: Tensor, loss: Loss) -> Tensor:
     """Return the mean loss with another submodel's logits as targets, computed in float32, without label smoothing.
 
     Softmax: -sum_k q(k) log p(k), with q and p the softmax of the other's and the own logits. Bce: the binary
     cross-entropy with the other's sigmoid, the mean over images and classes.
     """
-    logits_BK, answers_BK = logits_BK.float(), answers_BK.detach().float()
+    logits_BK, peer_logits_BK = logits_BK.float(), peer_logits_BK.detach().float()
     match loss:
         case "softmax":
-            return F.cross_entropy(logits_BK, answers_BK.softmax(dim=1))
+            return F.cross_entropy(logits_BK, peer_logits_BK.softmax(dim=1))
         case "bce":
-            return F.binary_cross_entropy_with_logits(logits_BK, answers_BK.sigmoid())
+            return F.binary_cross_entropy_with_logits(logits_BK, peer_logits_BK.sigmoid())
         case _:
             assert_never(loss)

@@ -15,7 +15,7 @@ from vitray.config.pretraining import Beit, Mae, Masked, predicted_patches
 from vitray.data.augment.masks import HIDDEN, VISIBLE
 from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, gather_patches, patchify, scatter_patches, unpatchify
-from vitray.models.positions import Places
+from vitray.models.positions import VisiblePatches
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, initialise_linear
 from vitray.tasks.targets import build_targets
@@ -49,36 +49,39 @@ class MaskedPrediction(nn.Module):
         if isinstance(task.objective, Beit):
             scale_branches(self.vit)
 
-    def forward(self, images_BCHW: Tensor, source_BN: Tensor) -> Tensor:
-        """Return the mean loss over the predicted patches; `augment.masks` defines the sources."""
-        index_BM, prediction_BMP = self.predict(images_BCHW, source_BN)
+    def forward(self, images_BCHW: Tensor, mask_BN: Tensor) -> Tensor:
+        """Return the mean loss over the predicted patches.
+
+        `mask_BN` holds VISIBLE, HIDDEN, or the number of the patch shown in this place (see `draw_sources`).
+        """
+        index_BM, prediction_BMP = self.predict(images_BCHW, mask_BN)
         return self.targets.loss(prediction_BMP, images_BCHW.float(), index_BM)
 
     @torch.no_grad()
-    def reconstruct(self, images_BCHW: Tensor, source_BN: Tensor) -> Tensor:
+    def reconstruct(self, images_BCHW: Tensor, mask_BN: Tensor) -> Tensor:
         """Return the images with the predicted patches in place of the true ones."""
-        index_BM, prediction_BMP = self.predict(images_BCHW, source_BN)
+        index_BM, prediction_BMP = self.predict(images_BCHW, mask_BN)
         rendered_BMK = self.targets.render(prediction_BMP, images_BCHW.float(), index_BM)
         patches_BNK = scatter_patches(patchify(images_BCHW, self.patch), index_BM, rendered_BMK)
         return unpatchify(patches_BNK, self.grid, self.patch)
 
-    def pictures(self, images_BCHW: Tensor, source_BN: Tensor) -> Tensor:
+    def pictures(self, images_BCHW: Tensor, mask_BN: Tensor) -> Tensor:
         """Return rows of images for the log: originals, masked inputs and reconstructions (RBCHW)."""
-        masked_BCHW = mask_pixels(images_BCHW, source_BN, self.patch)
-        return torch.stack([images_BCHW, masked_BCHW, self.reconstruct(images_BCHW, source_BN).to(images_BCHW)])
+        masked_BCHW = mask_pixels(images_BCHW, mask_BN, self.patch)
+        return torch.stack([images_BCHW, masked_BCHW, self.reconstruct(images_BCHW, mask_BN).to(images_BCHW)])
 
-    def predict(self, images_BCHW: Tensor, source_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, images_BCHW: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the predicted patches (BM) and their predictions (BMP) in float32."""
         # Every image has the same number of predicted patches, so no device synchronisation is needed.
-        order_BN = (source_BN == VISIBLE).byte().argsort(dim=1, stable=True)
+        order_BN = (mask_BN == VISIBLE).byte().argsort(dim=1, stable=True)
         index_BM, visible_BM = order_BN[:, : self.predicted], order_BN[:, self.predicted :]
         x_BND, grid = self.vit.stem(images_BCHW)
         if self.drops_hidden:
             visible_BMD = gather_patches(self.vit.positions(x_BND, grid), visible_BM)
-            x_BND = self.vit.encode(visible_BMD, Places(grid, visible_BM))
+            x_BND = self.vit.encode(visible_BMD, VisiblePatches(grid, visible_BM))
             return index_BM, self._decode(x_BND, index_BM, visible_BM).float()
-        x_BND = self.vit.positions(mask_patches(x_BND, source_BN, self.mask_token), grid)
-        x_BND = self.vit.encode(x_BND, Places(grid))[:, -source_BN.shape[1] :]
+        x_BND = self.vit.positions(mask_patches(x_BND, mask_BN, self.mask_token), grid)
+        x_BND = self.vit.encode(x_BND, VisiblePatches(grid))[:, -mask_BN.shape[1] :]
         return index_BM, self.head(self.vit.norm(gather_patches(x_BND, index_BM))).float()
 
     def _decode(self, x_BND: Tensor, index_BM: Tensor, visible_BM: Tensor) -> Tensor:
@@ -90,18 +93,18 @@ class MaskedPrediction(nn.Module):
         return self.decoder.head(gather_patches(patches_BND, index_BM))
 
 
-def mask_patches(x_BND: Tensor, source_BN: Tensor, token_D: Tensor) -> Tensor:
+def mask_patches(x_BND: Tensor, mask_BN: Tensor, token_D: Tensor) -> Tensor:
     """Return patches, or their tokens, as the network sees them: kept, exchanged or masked by `token_D`."""
-    own_N = torch.arange(source_BN.shape[1], device=source_BN.device)
-    x_BND = gather_patches(x_BND, torch.where(source_BN < 0, own_N, source_BN))
-    return torch.where((source_BN == HIDDEN)[..., None], token_D.to(x_BND.dtype), x_BND)
+    own_N = torch.arange(mask_BN.shape[1], device=mask_BN.device)
+    x_BND = gather_patches(x_BND, torch.where(mask_BN < 0, own_N, mask_BN))
+    return torch.where((mask_BN == HIDDEN)[..., None], token_D.to(x_BND.dtype), x_BND)
 
 
-def mask_pixels(images_BCHW: Tensor, source_BN: Tensor, patch: int) -> Tensor:
+def mask_pixels(images_BCHW: Tensor, mask_BN: Tensor, patch: int) -> Tensor:
     """Return images as the network sees them, with the mean colour of the dataset as mask."""
     patches_BNK = patchify(images_BCHW, patch)
     grid = images_BCHW.shape[2] // patch, images_BCHW.shape[3] // patch
-    return unpatchify(mask_patches(patches_BNK, source_BN, patches_BNK.new_zeros(())), grid, patch)
+    return unpatchify(mask_patches(patches_BNK, mask_BN, patches_BNK.new_zeros(())), grid, patch)
 
 
 @torch.no_grad()

@@ -33,22 +33,22 @@ class Supervised(nn.Module):
             return self.label_loss(self.vit(images_BCHW), targets_BK)
         assert self.teacher is not None, "a task without its teacher only evaluates"
         if isinstance(self.vit, ViT) and isinstance(self.vit.head, TwoHeads):
-            logits_BK, taught_BK = self.vit.head.both(self.vit.pooled(self.vit.tokens(images_BCHW)))
+            logits_BK, distilled_logits_BK = self.vit.head.both(self.vit.pooled(self.vit.tokens(images_BCHW)))
         else:
-            logits_BK = taught_BK = self.vit(images_BCHW)
-        answers_BK = self.teacher.answers(images_BCHW, self.normalise)
+            logits_BK = distilled_logits_BK = self.vit(images_BCHW)
+        teacher_logits_BK = self.teacher.logits(images_BCHW, self.normalise)
         label_loss, taught_loss = (
             self.label_loss(logits_BK, targets_BK),
-            distillation_loss(taught_BK, answers_BK, distill),
+            distillation_loss(distilled_logits_BK, teacher_logits_BK, distill),
         )
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
 
     def cosub_loss(self, images_BCHW: Tensor, targets_BK: Tensor, weight: float) -> Tensor:
         """Return the mean loss of two submodels: drop path is drawn anew for the second copy of each image."""
         logits_SK = self.vit(images_BCHW.repeat(2, 1, 1, 1))
-        others_SK = logits_SK.roll(len(images_BCHW), dims=0)
+        peer_logits_SK = logits_SK.roll(len(images_BCHW), dims=0)
         label_loss = self.label_loss(logits_SK, targets_BK.repeat(2, 1))
-        return (1 - weight) * label_loss + weight * submodel_loss(logits_SK, others_SK, self.settings.loss)
+        return (1 - weight) * label_loss + weight * submodel_loss(logits_SK, peer_logits_SK, self.settings.loss)
 
     def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss of logits by the labels."""

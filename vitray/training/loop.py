@@ -171,7 +171,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
                 "data/corrupt": float(len(train.corrupt)),
             }
             if isinstance(learner.task, VisualTokenizer):
-                values["train/perplexity"] = learner.task.read_perplexity()
+                values["train/perplexity"] = learner.task.read_perplexity(training=True)
             client.metrics(state.step, state, values)
             saved = saver and saver.latest
             # For Ray's own pages; Ray Train waits for all workers here, as the metrics have just done.

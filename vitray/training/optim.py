@@ -15,8 +15,8 @@ from vitray.models.torchvision_networks import TorchvisionNetwork
 
 # ---- parameter groups ------------------------------------------------------------------------------------------------
 
-# Modules whose `weight` decays, a matrix or a kernel. Norms, biases, scales, tokens, positions and unknown modules do
-# not decay.
+# Modules whose `weight` decays, a matrix or a kernel. So does `in_proj_weight`, the matrix of queries, keys and values
+# of nn.MultiheadAttention, in torchvision's ViTs. Norms, biases, scales, tokens, positions and unknown modules do not.
 DECAYING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -32,7 +32,8 @@ def parameter_groups(module: nn.Module, optim: Optim) -> list[dict[str, Any]]:
     for path, parameter in module.named_parameters():  # a shared parameter once, under its first owner
         if parameter.requires_grad:
             owner, _, name = path.rpartition(".")
-            decays = isinstance(module.get_submodule(owner), DECAYING) and name == "weight"
+            is_matrix = isinstance(module.get_submodule(owner), DECAYING) and name == "weight"
+            decays = is_matrix or name == "in_proj_weight"
             lr_scale = optim.layer_decay ** (top - levels.get(parameter, top))
             groups.setdefault((lr_scale, optim.weight_decay if decays else 0.0), []).append(parameter)
     return [

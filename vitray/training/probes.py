@@ -24,6 +24,7 @@ from vitray.evaluation.probes import mean_distances, probe_calibration, probe_fe
 from vitray.inspection.attention_distance import attention_distances
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network, vit_of
+from vitray.models.probabilities import probability_of
 
 # Images of a forward pass. A fixed number: the last bits of an output depend on it.
 BATCH = 64
@@ -91,7 +92,7 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
     train = images.train and Labelled(_run_network(vit, run, images.train, device).features, images.train.labels)
     values = probe_features(names, train, Labelled(outputs.features, labels), images.classes, ())
     if "calibration" in names:
-        values |= probe_calibration(outputs.logits, labels)
+        values |= probe_calibration(outputs.logits, labels, probability_of(run))
     if "attention_distance" in names:
         views = images.val.views[:ATTENTION_IMAGES]
         attentive = vit_of(vit, "evaluate.probes: attention_distance")

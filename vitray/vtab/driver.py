@@ -33,9 +33,9 @@ from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation
 from vitray.vtab.tasks import BOTH_SPLIT, DEVELOPMENT_SPLIT, TRAIN_SPLIT, Task, open_tasks, write_subset
 
 FORMAT = 1
-# The whole image squeezed to its central square, without augmentation: a crop or a flip can change the label of an
-# image whose position or orientation is asked for.
-VIEW = {"crop_ratio": 1.0, "interpolation": "bilinear"}
+# The whole image squeezed to the network's size, as by VTAB's code, without augmentation: a crop or a flip can change
+# the label of an image whose objects are counted, or whose position or orientation is asked for.
+VIEW = {"crop_ratio": None, "interpolation": "bilinear"}
 PROTOCOL: dict[str, Any] = {
     "data.augment": {"crop": {"kind": "centre", **VIEW}, "flip": 0.0},
     "data.eval_crop": VIEW,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Model, Run
+from vitray.config.augmentation import Normalise
 from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, nearest
@@ -15,7 +16,7 @@ from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 from vitray.weights.files import State, WeightsFile, few, read_weights
 from vitray.weights.inference import detect_layout, settings_of
-from vitray.weights.layouts import LAYOUTS, WeightLayout, tensor_names
+from vitray.weights.layouts import LAYOUTS, MINUS_ONE_TO_ONE, WeightLayout, tensor_names
 
 NOT_WEIGHTS = "num_batches_tracked"
 
@@ -30,7 +31,8 @@ def import_weights(
     """Return the network in another library's weights file (.safetensors, .pth, .npz), and a run with its settings.
 
     Without `layout`, the tensor names decide. `settings` are `model.` settings that the file does not show, such as
-    heads, or the image_size of a grid that is not square; of `fallback`, only those count that would be missing.
+    heads, or the image_size of a grid that is not square, and `normalise`, the setting `data.normalise`; of `fallback`,
+    only those count that would be missing.
     A file of one of torchvision's networks needs its `name`, as in torchvision/resnet50.
     """
     file = read_weights(url)
@@ -58,14 +60,27 @@ def _layout_of(state: State, layout: str | None, url: str) -> str:
 
 
 def _build(file: WeightsFile, layout: str, settings: dict[str, Any], url: str) -> tuple[Run, ViT]:
-    run = Run().replace({f"model.{setting}": value for setting, value in settings.items()})
+    run = _run_of(settings)
     vit = ViT(run.model)
     vit.load_state_dict(_renamed(file.tensors, LAYOUTS[layout], vit, url), assign=True)
     return run, vit.eval()
 
 
+def _run_of(settings: Mapping[str, Any]) -> Run:
+    sections = {"normalise": "data"}
+    return Run().replace({f"{sections.get(name, 'model')}.{name}": value for name, value in settings.items()})
+
+
+# Networks whose published weights read colours from -1 to 1. The first two convert ImageNet's normalisation to that by
+# themselves in torchvision (transform_input), and not here.
+_MINUS_ONE_TO_ONE = ("torchvision/googlenet", "torchvision/inception_v3", "torchvision/efficientnet_v2_l")
 # Heads that help in training alone; vitray builds the networks without them.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+
+
+def published_normalise(name: str) -> Normalise:
+    """Return the normalisation of torchvision's published weights of a network."""
+    return MINUS_ONE_TO_ONE if name in _MINUS_ONE_TO_ONE else Normalise()
 
 
 def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run, AnyNetwork]:
@@ -73,11 +88,9 @@ def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run,
         head = TorchvisionNetwork(Model(name=settings["name"], num_classes=1)).head_name
     ours = {f"body.{name}": tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
     classes = ours.get(f"{head}weight")
-    settings = {name: settings[name] for name in ("name", "image_size") if name in settings}
-    run = Run().replace(
-        {f"model.{name}": value for name, value in settings.items()}
-        | {"model.num_classes": None if classes is None else len(classes)}
-    )
+    settings = {name: settings[name] for name in ("name", "image_size", "normalise") if name in settings}
+    usual = published_normalise(settings["name"]).model_dump(mode="json")
+    run = _run_of({"normalise": usual} | settings | {"num_classes": None if classes is None else len(classes)})
     network = TorchvisionNetwork(run.model)
     wanted = network.state_dict()
     wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
+from vitray.models.local_stem import LocalTransformer
 from vitray.models.network import build_network
 from vitray.models.positions import Positions
 from vitray.models.rope import AxialRope
@@ -42,9 +43,10 @@ class Member:
 
     @cached_property
     def own(self) -> frozenset[str]:
-        """The names of the tensors that are not the base's, and of their layers."""
+        """The names of the tensors that are not the base's, and of the modules that they are in."""
         names = {name for name, tensor in self.state.items() if tensor is not self.base.get(name)}
-        return frozenset(names | {name.rpartition(".")[0] for name in names})
+        parts = [name.split(".") for name in names]
+        return frozenset(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
 
     @cached_property
     def trunk(self) -> Model:
@@ -75,8 +77,8 @@ class Member:
         return self.trunk.model_dump_json(), sorted(self.own)
 
 
-# Rows start to stop of a sorted batch, which use the same tensors.
-Rows = tuple[int, int, Member]
+# Rows start to stop of a sorted batch, which use the tensors of one member.
+Segment = tuple[int, int, Member]
 
 
 class Family:
@@ -140,13 +142,13 @@ class Family:
         plan = Plan(members)
         model = members[0].trunk
         if not model.is_vit:
-            for start, stop, member in plan.runs:
+            for start, stop, member in plan.segments:
                 yield from member.whole(images_BCHW[start:stop])
             return
         if model not in self._trunks:
             self._trunks[model] = _Trunk(model, self.device)
         pooled_BD = self._trunks[model](images_BCHW, plan)
-        for start, stop, member in plan.runs_of_heads():
+        for start, stop, member in plan.segments_of_heads():
             head = {name.removeprefix("head."): t for name, t in member.state.items() if name.startswith("head.")}
             yield from functional_call(member.head, head, (pooled_BD[start:stop],))
 
@@ -163,25 +165,25 @@ class Family:
 
 
 class Plan:
-    """The networks of the rows of a sorted batch."""
+    """The networks of the rows of a sorted batch, in segments of rows that use the same tensors."""
 
     def __init__(self, members: list[Member]) -> None:
         self.size = len(members)
-        self.runs: list[Rows] = []
+        self.segments: list[Segment] = []
         for row, member in enumerate(members):
-            if self.runs and self.runs[-1][2] is member:
-                self.runs[-1] = (self.runs[-1][0], row + 1, member)
+            if self.segments and self.segments[-1][2] is member:
+                self.segments[-1] = (self.segments[-1][0], row + 1, member)
             else:
-                self.runs.append((row, row + 1, member))
-        self.own = frozenset().union(*(member.own for _, _, member in self.runs))
+                self.segments.append((row, row + 1, member))
+        self.own = frozenset().union(*(member.own for _, _, member in self.segments))
 
-    def runs_of(self, layer: str) -> list[Rows]:
+    def segments_of(self, layer: str) -> list[Segment]:
         """Return the rows of a layer (or a tensor) that use the same tensors."""
         if layer not in self.own:
-            return [(0, self.size, self.runs[0][2])]
-        return _joined(self.runs, lambda one, other: layer not in one.own and layer not in other.own)
+            return [(0, self.size, self.segments[0][2])]
+        return _joined(self.segments, lambda one, other: layer not in one.own and layer not in other.own)
 
-    def runs_of_heads(self) -> list[Rows]:
+    def segments_of_heads(self) -> list[Segment]:
         """Return the rows that use the same head."""
 
         def is_same(one: Member, other: Member) -> bool:
@@ -189,21 +191,21 @@ class Plan:
             has_same = all(one.state.get(name) is other.state.get(name) for name in names)
             return has_same and one.run.model.head == other.run.model.head
 
-        return _joined(self.runs, is_same)
+        return _joined(self.segments, is_same)
 
     def vector(self, name: str) -> Tensor:
         """Return a vector or a table of the network, D or RD; if it differs between rows, B1D or BRD."""
-        runs = self.runs_of(name)
-        if len(runs) == 1:
-            return runs[0][2].state[name]
-        counts = torch.tensor([stop - start for start, stop, _ in runs], device=runs[0][2].state[name].device)
-        tensors = [member.state[name] for _, _, member in runs]
+        segments = self.segments_of(name)
+        if len(segments) == 1:
+            return segments[0][2].state[name]
+        counts = torch.tensor([stop - start for start, stop, _ in segments], device=segments[0][2].state[name].device)
+        tensors = [member.state[name] for _, _, member in segments]
         return torch.stack([torch.atleast_2d(tensor) for tensor in tensors]).repeat_interleave(counts, dim=0)
 
 
-def _joined(runs: list[Rows], is_same: Callable[[Member, Member], bool]) -> list[Rows]:
-    joined = runs[:1]
-    for start, stop, member in runs[1:]:
+def _joined(segments: list[Segment], is_same: Callable[[Member, Member], bool]) -> list[Segment]:
+    joined = segments[:1]
+    for start, stop, member in segments[1:]:
         if is_same(joined[-1][2], member):
             joined[-1] = (joined[-1][0], stop, joined[-1][2])
         else:
@@ -223,9 +225,14 @@ class _Trunk:
             self.vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)
         self.lock = threading.Lock()
         self.layers: list[Layer] = []
+        inside = ""
         for name, layer in list(self.vit.named_modules()):
+            if inside and name.startswith(inside):
+                continue
             tensors = [key for key, _ in [*layer.named_parameters(), *layer.named_buffers()]]
-            if tensors and not list(layer.children()):
+            is_whole = isinstance(layer, LocalTransformer)  # its layers see a row for each patch
+            inside = f"{name}." if is_whole else inside
+            if tensors and (is_whole or not list(layer.children())):
                 self.layers.append(Layer(name, layer.requires_grad_(False)))
                 self.vit.set_submodule(name, self.layers[-1])
         self.vectors = [name for name, _ in self.vit.named_parameters()]  # class token, registers, LayerScale, offsets
@@ -251,16 +258,16 @@ class Layer(nn.Module):
     def weight(self) -> Tensor:
         """The weight of the first network, for its type and its device."""
         assert self.plan is not None
-        return self.plan.runs[0][2].state[f"{self.name}.weight"]
+        return self.plan.segments[0][2].state[f"{self.name}.weight"]
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         assert self.plan is not None
-        runs = self.plan.runs_of(self.name)
-        if len(runs) == 1:
-            return self._compute(runs[0][2], x, rest)
+        segments = self.plan.segments_of(self.name)
+        if len(segments) == 1:
+            return self._compute(segments[0][2], x, rest)
         if isinstance(self.layer[0], nn.Linear) and not torch.is_autocast_enabled(x.device.type):
-            return self._linear(x.contiguous(), runs)
-        return torch.cat([self._compute(member, x[start:stop], rest) for start, stop, member in runs])
+            return self._linear(x.contiguous(), segments)
+        return torch.cat([self._compute(member, x[start:stop], rest) for start, stop, member in segments])
 
     def _compute(self, member: Member, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
         tensors = [member.state[f"{self.name}.{key}"] for key in self.keys]
@@ -274,11 +281,11 @@ class Layer(nn.Module):
             case layer:
                 return functional_call(layer, dict(zip(self.keys, tensors, strict=True)), (x, *rest))
 
-    def _linear(self, x: Tensor, runs: list[Rows]) -> Tensor:
+    def _linear(self, x: Tensor, segments: list[Segment]) -> Tensor:
         """Write each product to its rows of the output; a concatenation would copy them."""
         weight, bias = f"{self.name}.weight", f"{self.name}.bias"
-        out = x.new_empty(*x.shape[:-1], len(runs[0][2].state[weight]))
-        for start, stop, member in runs:
+        out = x.new_empty(*x.shape[:-1], len(segments[0][2].state[weight]))
+        for start, stop, member in segments:
             rows, target = (part[start:stop].flatten(0, -2) for part in (x, out))
             if bias in member.state:
                 torch.addmm(member.state[bias], rows, member.state[weight].t(), out=target)

@@ -28,6 +28,8 @@ class WeightsFile(NamedTuple):
     tensors: State
     config: dict[str, Any]
     """The config.json of its folder; empty without one."""
+    processor: dict[str, Any]
+    """The preprocessor_config.json of its folder, as Hugging Face writes it; empty without one."""
     network: str | None
     """The library's name of the network, from config.json or the arguments of the training script."""
 
@@ -42,7 +44,7 @@ def read_weights(url: str) -> WeightsFile:
         except (SafetensorError, BadZipFile, OSError, ValueError, RuntimeError, EOFError, MemoryError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"{url}: not a {path.suffix or 'known'} weights file: {cut_middle(text, 400)}") from None
-    config = _read_config(url)
+    config, processor = (_read_beside(url, name) for name in ("config.json", "preprocessor_config.json"))
     names = (config.get("architecture"), content.get("arch"), getattr(content.get("args"), "model", None))
     # timm's config.json has the first; checkpoints of timm, DeiT, MAE and torchvision have the others.
     network = next((name for name in names if isinstance(name, str)), None)
@@ -54,13 +56,13 @@ def read_weights(url: str) -> WeightsFile:
     state = {key.removeprefix(prefix): value for key, value in named.items() if isinstance(value, Tensor)}
     if not state:
         raise ConfigError(f"{url}: holds no tensors by name")
-    return WeightsFile(state, config, network)
+    return WeightsFile(state, config, processor, network)
 
 
-def _read_config(url: str) -> dict[str, Any]:
-    """The config.json beside a model.safetensors, which describes that file only."""
+def _read_beside(url: str, description: str) -> dict[str, Any]:
+    """A description beside a model.safetensors, of which it describes that file only."""
     folder, _, name = url.rpartition("/")
-    place = storage.join(folder or ".", "config.json")
+    place = storage.join(folder or ".", description)
     if name != "model.safetensors" or not storage.exists(place):
         return {}
     config = storage.read_json(place)

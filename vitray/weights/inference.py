@@ -1,6 +1,7 @@
-"""The `model.` settings of another library's weights: from names, shapes, config.json and the name of the network.
+"""The settings of another library's weights: from names, shapes, the name of the network, and the files beside them.
 
-A setting that decides the function of the network and appears in none of them is demanded, never assumed.
+They are those of `model.`, and `normalise` of `data.`. A setting that decides the function of the network and appears
+in none of these places is demanded, never assumed.
 """
 
 import math
@@ -40,6 +41,8 @@ _DEMANDS = {
     "activation": "activation ({activations})",
     "norm_eps": "norm_eps (epsilon of the norms)",
     "positions": "positions ({positions})",
+    "normalise": 'normalise (mean and std of the colours; "normalise={{}}" are those of ImageNet,'
+    ' "normalise={{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}}" those of Google)',
 }
 
 
@@ -90,14 +93,14 @@ def _kind_of(state: State) -> str:
 def settings_of(
     file: WeightsFile, layout: str, url: str, given: Mapping[str, Any], fallback: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the `model.` settings of a weights file, completed by `given`; for the tensors alone, `fallback` is None.
+    """Return the settings of a weights file, completed by `given`; for the tensors alone, `fallback` is None.
 
     A setting that the file lacks and `given` too is that of `fallback`, or an error.
     """
     shapes = _read_shapes(file.tensors, LAYOUTS[layout], url)
     stated = _stated_settings(file, layout, shapes, url) | ({"heads": shapes.heads} if shapes.heads else {})
     stated = {name: value for name, value in stated.items() if value is not None}
-    for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions"}):
+    for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions", "normalise"}):
         if stated[setting] != given[setting]:
             raise ConfigError(
                 f"{url}: {setting}: got {given[setting]}, and the network of the file has {stated[setting]}"
@@ -109,9 +112,12 @@ def settings_of(
         demanded.add("activation")
     if not shapes.has_table or shapes.maybe_rope:
         demanded.add("positions")
+    if LAYOUTS[layout].normalise is None:
+        demanded.add("normalise")
     lacking = demanded - stated.keys() - given.keys()
     if fallback is not None and (missing := lacking - fallback.keys()):
-        raise ConfigError(_demand(sorted(missing), shapes, file.network, url))
+        ordered = sorted(missing, key=lambda name: (name == "normalise", name))
+        raise ConfigError(_demand(ordered, shapes, file.network, url))
     settings = shapes.settings | stated | dict(given) | {name: fallback[name] for name in lacking if fallback}
     positions = settings["positions"]
     positions = {"kind": positions} if isinstance(positions, str) else positions
@@ -138,9 +144,10 @@ def _demand(missing: list[str], shapes: Shapes, network: str | None, url: str) -
         else "none, sincos2d or rope",
     }
     origin = f" of {network}" if network else ""
+    section = "data" if missing[0] == "normalise" else "model"
     return (
         f"{url}: the weights{origin} do not show {', '.join(_DEMANDS[name].format(**facts) for name in missing)}; add"
-        f" model.{missing[0]}=... to the run, or save a model folder once: vitray model {url}"
+        f" {section}.{missing[0]}=... to the run, or save a model folder once: vitray model {url}"
         f" {' '.join(f'{name}=...' for name in missing)} --save FOLDER"
     )
 
@@ -179,6 +186,8 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
         "positions": "none",
         "num_classes": None,
     }
+    if layout.normalise is not None:
+        settings["normalise"] = layout.normalise.model_dump(mode="json")
     if stem in RESNETS:
         settings["resnet_eps"] = layout.resnet_eps
     if scaled:
@@ -245,10 +254,11 @@ def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url
 
 
 def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -> dict[str, Any]:
-    """The settings in config.json, and those that follow from the network's name."""
+    """The settings in the files beside the tensors, and those that follow from the network's name."""
     if layout.startswith("hf"):
         kind = "deit" if layout.endswith("_distilled") else "vit"
-        return _of_hugging_face(file.config, kind, url) if file.config else {}
+        stated = _of_hugging_face(file.config, kind, url) if file.config else {}
+        return stated | {"normalise": _normalise_of_hugging_face(file.processor)}
     stated: dict[str, Any] = {}
     if file.network and (named := _ROPE.fullmatch(file.network)):
         stated = {"heads": WIDTHS[_LETTERS[named[1]]].heads, "positions": {"kind": "rope", "base": 100.0}}
@@ -279,6 +289,9 @@ def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, A
         raise ConfigError(f"{url}: config.json: model_args has {few(other)}, for which vitray has no network")
     same = {"num_heads": "heads", "img_size": "image_size"}
     stated = {same[name]: value for name, value in arguments.items() if name in same}
+    trained = config.get("pretrained_cfg", config)  # early files have its content one level up
+    if isinstance(trained, dict) and {"mean", "std"} <= trained.keys():
+        stated["normalise"] = {"mean": trained["mean"], "std": trained["std"]}
     match arguments.get("global_pool", config.get("global_pool")):
         case None:
             return stated
@@ -307,3 +320,12 @@ def _of_hugging_face(config: Mapping[str, Any], wanted: str, url: str) -> dict[s
         "norm_eps": config.get("layer_norm_eps", 1e-12),
         "image_size": size,
     }
+
+
+def _normalise_of_hugging_face(processor: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The normalisation of a preprocessor_config.json; None if it states none, as defaults depend on its class."""
+    if processor.get("do_normalize") is False:
+        return {"mean": [0.0] * 3, "std": [1.0] * 3}
+    if {"image_mean", "image_std"} <= processor.keys():
+        return {"mean": processor["image_mean"], "std": processor["image_std"]}
+    return None

@@ -20,7 +20,7 @@ from vitray.weights import LoadedModel, identity_of, load_tokenizer, open_weight
 from vitray.weights.freezing import Audit, audit, part_of, prepare
 
 # Settings that define the function of a network. The others only affect execution or training, or are adapted.
-FIXED = (
+FUNCTION_SETTINGS = (
     "name",
     "class_token",
     "distillation_token",
@@ -41,8 +41,8 @@ FIXED = (
 )
 
 
-# Those of a network of torchvision.
-_ANY = ["name", "image_size"]
+# The settings that define the function of a network of torchvision; its name decides the rest.
+TORCHVISION_SETTINGS = ["name", "image_size"]
 
 
 class InitialWeights(NamedTuple):
@@ -100,6 +100,8 @@ def _stated(run: Run) -> dict[str, Any]:
     if not run.model.is_vit:
         return run.model.model_dump(mode="json", include={"name", "image_size"})
     settings = run.model.model_dump(mode="json", include=stated & {"positions", "activation", "norm_eps"})
+    if "normalise" in run.data.model_fields_set:
+        settings["normalise"] = run.data.normalise.model_dump(mode="json")
     return settings | ({"heads": run.model.num_heads} if stated & {"name", "heads"} else {})
 
 
@@ -107,7 +109,9 @@ def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: 
     """The run with its omitted settings taken from the weights."""
     old = loaded.vit.model.model_dump(mode="json")
     inherited = (
-        [*FIXED, "batch_momentum", "image_size", *([] if new_head else ["head"])] if loaded.vit.model.is_vit else _ANY
+        [*FUNCTION_SETTINGS, "batch_momentum", "image_size", *([] if new_head else ["head"])]
+        if loaded.vit.model.is_vit
+        else TORCHVISION_SETTINGS
     )
     changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
@@ -121,8 +125,11 @@ def _describe_adaptation(initial: AnyNetwork, run: Run, state: dict[str, Tensor]
     changes, head = [], "head."
     if isinstance(initial, ViT):
         (rows, columns), (new_rows, new_columns) = initial.model.grid, run.model.grid
-        if (rows, columns) != (new_rows, new_columns):
+        kind = "none" if initial.model.grid == run.model.grid else run.model.positions.kind
+        if kind in ("learned", "learned2d"):
             changes.append(f"positions {rows} x {columns} resized to {new_rows} x {new_columns}")
+        elif kind in ("sincos2d", "rope"):
+            changes.append(f"positions computed for {new_rows} x {new_columns}")
     else:
         head = initial.head_name
     old = initial.state_dict()
@@ -191,7 +198,7 @@ def _other_settings(old: Model, new: Model) -> list[str]:
         after["layerscale"] = old.layerscale  # the initial value has no effect on loaded weights
     return [
         f"model.{setting}: got {json.dumps(before[setting])}, wanted {json.dumps(after[setting])}"
-        for setting in FIXED
+        for setting in FUNCTION_SETTINGS
         if before[setting] != after[setting]
     ]
 

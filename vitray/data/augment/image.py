@@ -76,9 +76,12 @@ def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize, whole:
 
     `whole` is as of `crop_and_draw`.
     """
+    whole = whole or (image_HWC.shape[0], image_HWC.shape[1])
+    if crop.crop_ratio is None:
+        return resize(_without_padding(image_HWC, whole), size, crop.interpolation)
     height, width = size
     least = int(height / crop.crop_ratio), int(width / crop.crop_ratio)
-    cover_HWC = _cover(image_HWC, least, crop.interpolation, whole or (image_HWC.shape[0], image_HWC.shape[1]))
+    cover_HWC = _cover(image_HWC, least, crop.interpolation, whole)
     top, left = round((cover_HWC.shape[0] - height) / 2), round((cover_HWC.shape[1] - width) / 2)
     return np.ascontiguousarray(cover_HWC[top : top + height, left : left + width])
 
@@ -92,7 +95,7 @@ def _reduction(whole: ImageSize, crop: Crop, size: ImageSize, rng: np.random.Gen
         case SimpleRandomCrop():
             return min(whole[0] / size[0], whole[1] / size[1])
         case CentreCrop():
-            return crop.crop_ratio * min(whole[0] / size[0], whole[1] / size[1])
+            return (crop.crop_ratio or 1.0) * min(whole[0] / size[0], whole[1] / size[1])
         case _:
             assert_never(crop)
 
@@ -145,8 +148,13 @@ def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation,
         cover = height, max(width, int(height * columns / rows))
     else:
         cover = max(height, int(width * rows / columns)), width
-    part_HWC = image_HWC[_scaled(0, rows, image_HWC.shape[0], rows), _scaled(0, columns, image_HWC.shape[1], columns)]
-    return resize(part_HWC, cover, interpolation)
+    return resize(_without_padding(image_HWC, whole), cover, interpolation)
+
+
+def _without_padding(image_HWC: np.ndarray, whole: ImageSize) -> np.ndarray:
+    """Return the pixels of an image of size `whole` at a smaller scale, without those that stand for no part of it."""
+    rows, columns = whole
+    return image_HWC[_scaled(0, rows, image_HWC.shape[0], rows), _scaled(0, columns, image_HWC.shape[1], columns)]
 
 
 def resize(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation) -> np.ndarray:

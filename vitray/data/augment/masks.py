@@ -53,17 +53,17 @@ def _shares(draws: np.ndarray) -> np.ndarray:
 def _draw_patches(keys: Sequence[str], mask: RandomMask, patches: int, predicted: int) -> np.ndarray:
     kinds = 3 if mask.other + mask.kept else 1
     draws_KBN = _draws(keys, kinds * patches).reshape(len(keys), kinds, patches).swapaxes(0, 1)
-    source_BN = np.full((len(keys), patches), VISIBLE)
+    mask_BN = np.full((len(keys), patches), VISIBLE)
     own_BM = np.argsort(draws_KBN[0], axis=1, kind="stable")[:, :predicted]
     if kinds == 1:
-        np.put_along_axis(source_BN, own_BM, HIDDEN, axis=1)
-        return source_BN
+        np.put_along_axis(mask_BN, own_BM, HIDDEN, axis=1)
+        return mask_BN
     fate_BM = _shares(np.take_along_axis(draws_KBN[1], own_BM, axis=1))
     other_BM = (np.take_along_axis(draws_KBN[2], own_BM, axis=1) % np.uint64(patches - 1)).astype(np.int64)
     other_BM += other_BM >= own_BM  # any patch but itself
     seen_BM = np.select([fate_BM < mask.other, fate_BM < mask.other + mask.kept], [other_BM, own_BM], HIDDEN)
-    np.put_along_axis(source_BN, own_BM, seen_BM, axis=1)
-    return source_BN
+    np.put_along_axis(mask_BN, own_BM, seen_BM, axis=1)
+    return mask_BN
 
 
 # ---- rectangles ------------------------------------------------------------------------------------------------------

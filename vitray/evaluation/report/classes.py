@@ -57,8 +57,8 @@ def check_distinct(url: str, classes: Sequence[str]) -> None:
         raise ConfigError(f"{url}: classes: got {few(repeated)} more than once, wanted distinct names")
 
 
-def check_same_classes(specs: Sequence[NetworkSpec]) -> None:
-    """Refuse to compare networks whose predictions have different names."""
+def check_same_classes(specs: Sequence[NetworkSpec], images: ImageSet) -> None:
+    """Refuse to compare networks whose predictions have different names, or another order on images without names."""
     for spec in specs[1:]:
         first = specs[0]
         if first.classes is None or spec.classes is None:
@@ -69,6 +69,11 @@ def check_same_classes(specs: Sequence[NetworkSpec]) -> None:
             check_distinct(first.url, first.classes)
             check_distinct(spec.url, spec.classes)
             differing = sorted(set(first.classes) ^ set(spec.classes))
+            if not differing and is_unnamed(images.classes) and not set(images.classes) <= set(spec.classes):
+                raise ConfigError(
+                    f"{spec.url}: classes: got another order than that of {first.url}, and {images.url} has only the"
+                    " numbers of its classes; wanted images with class names, or one network at a time"
+                )
         if differing:
             raise ConfigError(f"{spec.url}: classes: they differ from those of {first.url} in {few(differing)}")
 

@@ -134,7 +134,7 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
     images = data.scored
     if not images.images:
         raise ConfigError(f"{images.url}: {images.split} has no images")
-    check_same_classes([network.spec for network in networks if network.spec.num_classes is not None])
+    check_same_classes([network.spec for network in networks if network.spec.num_classes is not None], images)
     for network in networks:
         if network.spec.num_classes is not None:
             if request.labels:

@@ -71,7 +71,8 @@ def _best(evaluation: Evaluation) -> Html:
             "div", tag("p", "No network predicts the classes of these images; the table below has other scores.")
         )
     name, top1 = max(scored, key=lambda pair: pair[1].estimate)
-    is_alone, title = len(evaluation.results) == 1, "top-1" if evaluation.results[0].scored else TITLES["labels_top1"]
+    is_alone, has_labels = len(evaluation.results) == 1, any(result.scored for result in evaluation.results)
+    title = "top-1" if has_labels else TITLES["labels_top1"]
     return tag(
         "div",
         tag("p.big", f"{100 * top1.estimate:.2f} %", tag("small", title if is_alone else f"highest {title}")),
@@ -178,7 +179,7 @@ def _corruptions(evaluation: Evaluation) -> PageSection | None:
         for name, errors in tables
         for kind, row in errors.items()
     ]
-    images = evaluation.results[0].more["corruption_images"]
+    images = next(each.more["corruption_images"] for each in evaluation.results if "corruption_images" in each.more)
     prose = f"Top-1 errors. Each is of {images:,} images, and has no interval of its own."
     return PageSection("corruptions", "Corruptions", joined(tag("p", prose), table("Corruptions", columns, rows)))
 
@@ -250,6 +251,7 @@ def _origin(evaluation: Evaluation) -> Html:
     for result in evaluation.results:
         spec = result.spec
         size = " x ".join(map(str, spec.size))
-        crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, {spec.precision}"
-        facts[result.name] = f"{spec.url}: {spec.network} at {size}, {crop}; weights {spec.identity}"
+        facts[result.name] = (
+            f"{spec.url}: {spec.network} at {size}, {spec.crop}, {spec.precision}; weights {spec.identity}"
+        )
     return joined(command_box(evaluation.command), fact_list(facts))

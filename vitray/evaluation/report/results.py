@@ -174,12 +174,14 @@ def compare(results: Sequence[Result]) -> tuple[list[PairResult], np.ndarray | N
         PairResult(one.name, other.name, compare_hits(one.hits, other.hits), "top1" if one.scored else "labels_top1")
         for one, other in combinations([result for result in results if result.hits is not None], 2)
     ]
-    predictions = [_named_predictions(result) for result in results if result.scored is not None]
-    return pairs, agreement(predictions) if len(predictions) > 1 else None
+    return pairs, _agreement([(result.classes, result.scored) for result in results if result.scored is not None])
 
 
-def _named_predictions(result: Result) -> np.ndarray:
-    """Predictions as places among the sorted class names: networks may number the same classes differently."""
-    assert result.scored is not None
-    order = np.argsort(np.argsort(np.array(result.classes)))
-    return order[result.scored.classification.predictions]
+def _agreement(heads: Sequence[tuple[tuple[str, ...], Scored]]) -> np.ndarray | None:
+    """Return the shares of equal predictions: by class name, or by number if the networks' names are not the same."""
+    predictions = [scored.classification.predictions for _, scored in heads]
+    if len({frozenset(classes) for classes, _ in heads}) == 1:
+        # Places among the sorted names: networks may number the same classes differently.
+        places = [np.argsort(np.argsort(np.array(classes))) for classes, _ in heads]
+        predictions = [order[each] for order, each in zip(places, predictions, strict=True)]
+    return agreement(predictions) if len(predictions) > 1 else None

@@ -85,6 +85,6 @@ def _origin(inspection: Inspection) -> Html:
         facts |= {"left out": ", ".join(inspection.images.left_out)} if inspection.images.left_out else {}
     for subject in inspection.subjects:
         spec = subject.spec
-        crop = f"crop ratio {spec.crop.crop_ratio:g}, {spec.crop.interpolation}, computed in float32"
-        facts[subject.name] = f"{spec.url}: {network_text(subject)}, {crop}; weights {spec.identity}"
+        preparation = f"{spec.crop}, computed in float32"
+        facts[subject.name] = f"{spec.url}: {network_text(subject)}, {preparation}; weights {spec.identity}"
     return joined(command_box(inspection.command) if inspection.command else None, fact_list(facts))

@@ -97,7 +97,7 @@ def _show_positions(subject: Subject) -> Part | str:
         return f"{subject.name} has no position embedding."
     rows, columns = similarity.shape[:2]
     kind, grid = KINDS[subject.network.model.positions.kind], f"on a grid of {rows} x {columns} patches"
-    where = subject.vit.where if isinstance(subject.network, ViT) else "stem"
+    where = subject.vit.positions_added_at if isinstance(subject.network, ViT) else "stem"
     if where != "levels":
         again = ", added before every level," if where == "shared" else ","
         return Part(f"{kind}{again} {grid}.", partial(draw_positions, [similarity]), position_rows([similarity]))

@@ -15,7 +15,7 @@ from vitray.config.augmentation import Normalise
 from vitray.models.blocks import Block, fuse_weights
 from vitray.models.branches import activate, join_heads, split_heads
 from vitray.models.network import AnyNetwork
-from vitray.models.positions import Grid, Places, sincos2d
+from vitray.models.positions import Grid, VisiblePatches, sincos2d
 from vitray.models.rope import axial_rotation
 from vitray.models.vit import ViT
 
@@ -81,7 +81,7 @@ class AnyGridRope(nn.Module):
         super().__init__()
         self.head_size, self.base = head_size, base
 
-    def forward(self, places: Places, num_prefix: int) -> Tensor:
+    def forward(self, places: VisiblePatches, num_prefix: int) -> Tensor:
         rotation = axial_rotation(places.grid, self.head_size, self.base)
         before = (0, 0, num_prefix, 0)  # the prefix does not turn: cosine 1, sine 0
         turned = torch.cat([F.pad(rotation[:1], before, value=1.0), F.pad(rotation[1:], before)])

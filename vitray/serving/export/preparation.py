@@ -9,11 +9,13 @@ from vitray.serving.export.graphs import INPUT
 def preprocessing_of(run: Run, size: tuple[int, int], *, in_graph: bool, any_multiple_of: int | None) -> dict[str, Any]:
     """Return the steps from an encoded image to the input of an export; `in_graph`: the export normalises."""
     (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
+    covers = None if crop.crop_ratio is None else [int(height / crop.crop_ratio), int(width / crop.crop_ratio)]
+    resize = {"to": [height, width]} if covers is None else {"smallest_that_covers": covers}
     steps = {
         "decode": {"colours": "RGB", "orientation": "upright by EXIF", "transparency": "over white"},
         "resize": {
-            "smallest_that_covers": [int(height / crop.crop_ratio), int(width / crop.crop_ratio)],
-            "keeps_aspect_ratio": True,
+            **resize,
+            "keeps_aspect_ratio": covers is not None,
             "interpolation": crop.interpolation,
             "antialias": True,
         },
@@ -35,14 +37,15 @@ def image_processor_of(run: Run, size: tuple[int, int]) -> dict[str, Any] | None
     (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
     if height != width:
         return None
+    square = {"height": height, "width": width}
     return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": int(height / crop.crop_ratio)},
+        "size": square if crop.crop_ratio is None else {"shortest_edge": int(height / crop.crop_ratio)},
         "resample": {"bilinear": 2, "bicubic": 3}[crop.interpolation],  # Pillow's numbers
-        "do_center_crop": True,
-        "crop_size": {"height": height, "width": width},
+        "do_center_crop": crop.crop_ratio is not None,
+        "crop_size": square,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
