@@ -11,6 +11,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
+from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
 from vitray.config.sweep import Goal
@@ -20,6 +21,7 @@ from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
+from vitray.sweep.driver import trial_environment
 from vitray.sweep.interruption import interruptible, is_interrupted
 from vitray.sweep.plan import plan_sweep
 from vitray.sweep.schedulers import build_scheduler, progress
@@ -171,6 +173,30 @@ def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
     _, store, searcher = open_sweep(tmp_path, base, text)
     assert searcher.suggest("")["data.url"] == f"{tmp_path}/here"
     store.close()
+
+
+def test_a_trial_gets_the_absolute_address_of_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitray.sweep.plan.make_plan", lambda run: None)  # there is no data set
+    text = "space: {optim.lr: {grid: [1.0e-3]}}\ngoal: {metric: val/loss, mode: min}\n"
+    (tmp_path / "space.yaml").write_text(text)
+    run = load_run(recipes.path_of("masked_beit_imagenet"), ["task.objective.tokenizer=codes/model"])
+    plan = plan_sweep(run, read_space(tmp_path / "space.yaml"), [Node(cpus=4)])
+    assert plan.base.task.objective.tokenizer == f"{tmp_path}/codes/model"
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///mlruns.db", None, "http://10.0.0.5:5000"])
+def test_a_trial_gets_the_absolute_addresses_of_the_store_and_of_the_users_files(tmp_path, monkeypatch, uri):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAY_HOME", "home")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    embedded = f"sqlite:///{tmp_path}/mlruns.db"
+    assert trial_environment() == {
+        "MLFLOW_TRACKING_URI": uri if uri and "http" in uri else embedded,
+        "VITRAY_HOME": f"{tmp_path}/home",
+    }
 
 
 def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch):

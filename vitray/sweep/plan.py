@@ -197,6 +197,8 @@ def _with_absolute_urls(base: Run) -> Run:
         changes["task.weights"] = pin_uri(base.task.weights)
     if base.distill is not None:
         changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
+    if base.task.kind == "masked" and base.task.objective.kind == "beit":
+        changes["task.objective.tokenizer"] = pin_uri(base.task.objective.tokenizer)
     return base.replace(changes) if changes else base
 
 
