@@ -4,7 +4,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vitray.errors import one_line
+from vitray.errors import ConfigError, one_line
 from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
@@ -276,10 +276,13 @@ class Uploader:
             LOG.debug("tracking: %s", one_line(tag_error))
 
 
-def _is_permanent(error: Exception) -> bool:
+def _is_permanent(error: BaseException) -> bool:
     """Whether a retry cannot succeed."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         return error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE")
-    return not isinstance(error, OSError)
+    if isinstance(error, ConfigError) and error.__context__ is not None:  # a message in place of another error
+        return isinstance(error.__context__, FileNotFoundError) or _is_permanent(error.__context__)
+    is_from_s3 = type(error).__module__.partition(".")[0] in ("boto3", "botocore")  # unreachable, or it refuses
+    return not (is_from_s3 or isinstance(error, OSError))
