@@ -26,7 +26,7 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
 from vitray.sweep.expressions import evaluate, names_in
-from vitray.sweep.plan import with_absolute_addresses
+from vitray.sweep.plan import Recipe, plan_stages, with_absolute_addresses
 from vitray.sweep.space import (
     Space,
     SweepPoint,
@@ -251,6 +251,21 @@ def test_a_stage_name_directs_an_override_to_the_stage(tmp_path):
         "codes": ["tokenizer_demo", "optim.lr=2"],
         "pretrained": ["masked_demo", "optim.duration=1 epoch"],
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", "before.pretrained: override seed=...: the space sets seed too"),
+        ("data.url=elsewhere", "before.pretrained: override data.url=...: the sweep sets data.url too"),
+    ],
+)
+def test_an_override_of_a_setting_that_a_stage_has_from_elsewhere_is_refused(tmp_path, override, message):
+    space, base = space_of(tmp_path, STEMS), load_run(recipes.path_of("demo"), ["model.image_size=32"])
+    _, stages = split_overrides(space, [f"pretrained.{override}"])
+    given = {name: Recipe(load_run(recipes.path_of(path), own), [path, *own]) for name, (path, *own) in stages.items()}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_stages(base, space, given, "home")
 
 
 def test_the_second_case_of_stems_equals_the_recipe_of_fine_tuned_beit():

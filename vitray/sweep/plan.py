@@ -14,7 +14,16 @@ from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import evaluation_gpus
 from vitray.runs.plan import Plan, PlannedRun, check_schedule, make_plan
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
-from vitray.sweep.space import Space, SweepPoint, check_space, name_of, placeholders, run_of, stage_space
+from vitray.sweep.space import (
+    Space,
+    SweepPoint,
+    check_set_once,
+    check_space,
+    name_of,
+    placeholders,
+    run_of,
+    stage_space,
+)
 
 # Metrics of every evaluation.
 METRICS = ("val/top1", "val/top5", "val/loss")
@@ -78,6 +87,8 @@ def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_di
     for name in space.before:
         run, args = recipes[name]
         try:
+            check_set_once(args[1:], space.before[name].settings, "the space")
+            check_set_once(args[1:], shared, "the sweep")
             recipe = Recipe(run.replace(shared), [*args, *(f"{path}={json.dumps(shared[path])}" for path in shared)])
             stages.append(Stage(name, recipe, stage_space(space, name, points, sweep_dir)))
             check_space(stages[-1].space, recipe.run)

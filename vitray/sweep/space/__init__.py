@@ -1,6 +1,7 @@
 """Search spaces: distributions, constraints and stages, and the points that follow from them."""
 
 from vitray.sweep.space.checks import check_overrides as check_overrides
+from vitray.sweep.space.checks import check_set_once as check_set_once
 from vitray.sweep.space.checks import check_space as check_space
 from vitray.sweep.space.checks import extend_space as extend_space
 from vitray.sweep.space.checks import read_space as read_space

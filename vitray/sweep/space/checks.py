@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,14 @@ def split_overrides(space: Space, overrides: Sequence[str]) -> tuple[list[str], 
 
 def check_overrides(space: Space, overrides: Sequence[str]) -> None:
     """Refuse an override of a setting that the space sets."""
-    for path in parse_overrides(overrides):
-        other = next((setting for _, setting in swept_settings(space) if f"{path}.".startswith(f"{setting}.")), None)
-        if other:
-            raise ConfigError(f"override {path}=...: the space sets {other} too; set it in one place")
+    check_set_once(overrides, [setting for _, setting in swept_settings(space)], "the space")
+
+
+def check_set_once(overrides: Sequence[str], settings: Iterable[str], setter: str) -> None:
+    """Refuse an override of one of these settings, which another place sets too."""
+    for path, setting in itertools.product(parse_overrides(overrides), settings):
+        if f"{path}.".startswith(f"{setting}."):
+            raise ConfigError(f"override {path}=...: {setter} sets {setting} too; set it in one place")
 
 
 def check_space(space: Space, base: Run) -> list[SweepPoint]:
