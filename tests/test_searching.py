@@ -125,6 +125,19 @@ def test_an_added_value_is_one_more_trial(tmp_path, base):
     assert plan.trials == 5
 
 
+def test_trials_keep_their_names_when_an_added_value_renames_all_points(tmp_path, base):
+    text = "space: {model.name: {grid: [vit_u2x1_8, vit_u1x2_8]}}\n"
+    _, store, _ = open_sweep(tmp_path, base, text)
+    assert list(store.entries) == ["2x1", "1x2"]
+    end(store, "2x1")
+    for _ in range(2):
+        _, wider, searcher = open_sweep(tmp_path, base, text, "model.name=vit_ti1x1_8")
+        assert list(wider.entries) == ["2x1", "1x2", "vit_ti1x1_8"]
+        assert suggest_all(searcher) == ["1x2", "vit_ti1x1_8"]
+        assert wider.settings("2x1") == {"model.name": "vit_u2x1_8"}
+        wider.close()
+
+
 def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     text = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
     _, store, _ = open_sweep(tmp_path, base, text)

@@ -157,14 +157,19 @@ class TrialStore:
         self._submitting = threading.Lock()
         stored = read_entries(sweep_dir)
         # Through JSON, so that tuples compare equal to stored lists.
-        given = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
-        for name, entry in given.items():
-            old, new = stored.get(name, entry).point, entry.point
-            if (old.settings, old.before) != (new.settings, new.before):
+        entries = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
+        # A trial keeps its first name and its folder: an added value may change the names of all points.
+        names = {_identity(entry): name for name, entry in reversed(stored.items()) if not entry.continues}
+        names |= {_identity(stored[name]): name for name in entries if name in stored}
+        given: dict[str, TrialEntry] = {}
+        for name, entry in ((names.get(_identity(entry), name), entry) for name, entry in entries.items()):
+            old = given.get(name, stored.get(name, entry))
+            if _identity(old) != _identity(entry):
                 raise ConfigError(
-                    f"{sweep_dir}: the space now gives trial {name} {new.settings}, it started with {old.settings};"
-                    " choose another --name"
+                    f"{sweep_dir}: the space now gives trial {name} {entry.point.settings}, it started with"
+                    f" {old.point.settings}; choose another --name"
                 )
+            given[name] = entry
         continuations = {name: entry for name, entry in stored.items() if entry.continues}
         self.entries = stored if learns else given | continuations
         # Points that the space has lost stay on disk: the space may get them back.
@@ -334,6 +339,11 @@ class TrialStore:
         if self._owner:
             check_owner(self.sweep_dir, self._owner)
         storage.write_bytes(storage.join(self.sweep_dir, POINTS), content)
+
+
+def _identity(entry: TrialEntry) -> str:
+    """Return the settings and stages of a trial as text; its name only describes them."""
+    return json.dumps([entry.point.settings, entry.point.before], sort_keys=True)
 
 
 def _for_each(read: Callable[[str], None], names: Collection[str]) -> None:
