@@ -5,6 +5,7 @@ import io
 import json
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from ray.tune.experiment import Trial
@@ -406,6 +407,26 @@ def test_only_a_sweep_that_keeps_its_folder_says_how_to_resume_it(capsys, error,
     logger._tracker, logger.info = contextlib.nullcontext(), SimpleNamespace(command="vitray sweep")
     logger.__exit__(type(error), error, None)
     assert ("the same command resumes it" in capsys.readouterr().out) is is_printed
+
+
+def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, base, monkeypatch):
+    monkeypatch.setattr("vitray.runs.registered_figures.log_registered_figures", lambda *_: None)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    end(store, "lr=1e-3", "stopped early", score=0.9)
+    end(store, "lr=0.01", score=0.5)
+    end(store, "lr=0.1", score=float("nan"))
+    storage.write_bytes(f"{store.run_dir('lr=0.01')}/outcome.json", b'{"model": "home/lr=0.01/model"}')
+    logger = SweepLogger.__new__(SweepLogger)  # without MLflow
+    logger._stopped, logger._thread, logger._tracker = threading.Event(), MagicMock(), MagicMock(run_id="1")
+    logger._console, logger._on_imagenet, logger.store = MagicMock(), False, store
+    recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
+    logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
+    logger.plan, logger._kill_children = SimpleNamespace(trials=4), MagicMock()
+    logger.report = lambda: [logger._trial_result(name) for name in store.entries]
+    outcome = logger.finish()
+    assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
+    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", register_as="vit", top1=None)
+    store.close()
 
 
 def suppressed(error, call):

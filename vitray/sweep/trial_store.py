@@ -1,6 +1,7 @@
 """Trials of a sweep: their points, in order, and the record and outcome of each, on disk and in the driver's memory."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -40,8 +41,9 @@ class TrialRecord(NamedTuple):
     """Of the whole run; None before its first score."""
 
     def best(self, mode: Literal["max", "min"]) -> float | None:
-        """Return the best score so far."""
-        return (max if mode == "max" else min)((value for _, value in self.scores), default=None)
+        """Return the best finite score so far: a loss of NaN is none."""
+        finite = (value for _, value in self.scores if math.isfinite(value))
+        return (max if mode == "max" else min)(finite, default=None)
 
     @property
     def is_over(self) -> bool:
