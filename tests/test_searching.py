@@ -15,14 +15,15 @@ from ray.tune.search import Searcher
 from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
+from vitray.config.parsing import dump_yaml, parse_yaml
 from vitray.config.sweep import Goal
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
+from vitray.sweep import driver
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
-from vitray.sweep.driver import trial_environment
 from vitray.sweep.interruption import interruptible, is_interrupted
 from vitray.sweep.plan import plan_sweep
 from vitray.sweep.schedulers import build_scheduler, progress
@@ -148,6 +149,19 @@ def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
         open_sweep(tmp_path, base, text.replace("e-3", "e-2"))
 
 
+def test_a_sweep_resumes_after_an_upgrade_that_brings_a_setting(tmp_path, base):
+    (tmp_path / "space.yaml").write_text(GRID)
+    space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
+    started = driver.open_sweep(home, "rates", base, space)
+    meta = storage.read_json(f"{home}/sweep.json")
+    settings = parse_yaml(meta["base"], "")[0]
+    del settings["optim"]["lr"]  # as of a version without it
+    storage.write_bytes(f"{home}/sweep.json", json.dumps(meta | {"base": dump_yaml(settings)}).encode())
+    assert driver.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space) == started
+    with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7; choose another"):
+        driver.open_sweep(home, "rates", base.replace({"seed": 7}), space)
+
+
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     """Trials run one after another; the search is interrupted after 1 and after 3 of them."""
     (tmp_path / "one").mkdir()
@@ -207,7 +221,7 @@ def test_a_trial_gets_the_absolute_addresses_of_the_store_and_of_the_users_files
     if uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     embedded = f"sqlite:///{tmp_path}/mlruns.db"
-    assert trial_environment() == {
+    assert driver.trial_environment() == {
         "MLFLOW_TRACKING_URI": uri if uri and "http" in uri else embedded,
         "VITRAY_HOME": f"{tmp_path}/home",
     }

@@ -81,8 +81,7 @@ def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str,
     path = storage.join(sweep_dir, SWEEP_META)
     if storage.exists(path):
         meta = json.loads(storage.read_bytes(path))
-        if meta["base"] != base.to_yaml():
-            changes = difference(_run_from(meta["base"]), base)
+        if changes := difference(_run_from(meta["base"]), base):
             raise ConfigError(f"{name}: a sweep of this name differs in {'; '.join(changes)}; choose another --name")
         # The space may have grown or shrunk: the trial store compares the settings of each trial.
         return meta["uid"], meta["began"]
