@@ -315,13 +315,13 @@ def test_points_that_could_not_be_written_are_written_again(tmp_path, base, monk
     assert list(read_entries(store.sweep_dir)) == [first, second]
 
 
-def open_trial(store, base, name="lr=0.1"):
+def open_trial(store, base, name="lr=0.1", owner=""):
     """A trial as Tune starts it."""
     context = TrialContext(
         base=base,
         dataset=None,
         sweep_dir=store.sweep_dir,
-        owner="",
+        owner=owner,
         parent_uid="parent",
         metric="val/top1",
         has_scheduler=True,
@@ -362,6 +362,15 @@ def test_a_trial_reports_its_last_score_with_its_end(tmp_path, base, training, s
         store.update("lr=0.1", result)
     assert store.record("lr=0.1").scores == ((2, 0.2), (4, 0.4))
     assert store.record("lr=0.1").state == "finished"
+
+
+def test_a_trial_fails_on_a_node_that_does_not_see_the_sweep(tmp_path, base, training):
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    result = open_trial(store, base, owner="of another node").step()
+    store.update("lr=0.1", result)
+    assert store.record("lr=0.1").state == "failed"
+    assert "is not visible on node" in store.record("lr=0.1").reason
+    assert not (tmp_path / "home" / "lr=0.1").exists()
 
 
 def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, training):
