@@ -146,6 +146,20 @@ def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_
     assert environment.get("RAY_AUTH_MODE") == expected
 
 
+def test_a_run_starts_where_the_dashboard_admits_the_head_alone(monkeypatch):
+    import ray
+    from ray.util.state.exception import RayStateApiException
+
+    def refused():
+        raise RayStateApiException("127.0.0.1:8265 does not answer")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(session, "check_reachable", lambda *_: None)
+    monkeypatch.setattr(session, "remove_stale_groups", refused)
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="127.0.0.1:8265"))
+    assert session._connect_or_start(None, None) is True
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "127.0.0.1:99999"])
 def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)

@@ -326,7 +326,8 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
                 f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"
             ) from None
         if has_dashboard:
-            remove_stale_groups()
+            with suppress(Exception):  # it may admit the head alone, where another command or the next one cleans up
+                remove_stale_groups()
         return has_dashboard
     from vitray.cluster import local_ray
 
