@@ -194,6 +194,21 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     assert read_entries(store.sweep_dir)[names[0]].asked is not None
 
 
+def test_a_sweep_is_planned_by_a_trial_whose_stage_has_a_model(tmp_path, base, monkeypatch):
+    planned, folder = [], tmp_path / "home" / "before" / "second" / "second=once" / "model"
+    monkeypatch.setattr("vitray.sweep.plan.make_plan", planned.append)
+    cases = "{a: {task: {kind: finetune, weights: '{first}'}}, b: {task: {kind: finetune, weights: '{second}'}}}"
+    stages = "before: {first: {recipe: demo}, second: {recipe: demo}}\n"
+    (tmp_path / "space.yaml").write_text(f"space: {{route: {{cases: {cases}}}}}\n{stages}")
+    space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
+    assert plan_sweep(base, space, [Node(cpus=4)], home, ready=False).trials == 2
+    with pytest.raises(ConfigError, match=r"before\.first, before\.second: no trial can start"):
+        plan_sweep(base, space, [Node(cpus=4)], home)
+    storage.write_bytes(str(folder / "run.yaml"), b"")
+    plan_sweep(base, space, [Node(cpus=4)], home)
+    assert [run.task.weights for run in planned] == [str(folder)]
+
+
 def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").symlink_to(base.data.url)

@@ -22,6 +22,7 @@ from vitray.sweep.space import (
     name_of,
     placeholders,
     run_of,
+    stage_models,
     stage_space,
 )
 
@@ -120,8 +121,12 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     runs = [run_of(base, point, sweep_dir) for point in points.values()]
     for run in runs:
         _check_goal(run, space)
-    startable = [run for run, point in zip(runs, points.values(), strict=True) if ready or not point.before]
-    first = make_plan(startable[0]) if startable else None
+    missing = [_stages_without_model(point, sweep_dir) if ready else list(point.before) for point in points.values()]
+    startable = next((run for run, stages in zip(runs, missing, strict=True) if not stages), None)
+    if ready and startable is None:
+        failed = ", ".join(dict.fromkeys(f"before.{stage}" for stages in missing for stage in stages))
+        raise ConfigError(f"{failed}: no trial can start, as each one starts from a run that failed")
+    first = make_plan(startable) if startable else None
     if first:
         for name, run in zip(points, runs, strict=True):
             _check_schedule(name, run, first)
@@ -135,6 +140,11 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         capacity=capacity,
         summary=describe_capacity(capacity, trials, nodes),
     )
+
+
+def _stages_without_model(point: SweepPoint, sweep_dir: str) -> list[str]:
+    folders = stage_models(point.before, sweep_dir)
+    return [stage for stage, folder in folders.items() if not storage.exists(storage.join(folder, "run.yaml"))]
 
 
 def _check_goal(run: Run, space: Space) -> None:

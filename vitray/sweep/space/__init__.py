@@ -17,4 +17,5 @@ from vitray.sweep.space.points import random_points as random_points
 from vitray.sweep.space.points import resolve_stages as resolve_stages
 from vitray.sweep.space.points import run_of as run_of
 from vitray.sweep.space.points import shape_of as shape_of
+from vitray.sweep.space.points import stage_models as stage_models
 from vitray.sweep.space.points import stage_space as stage_space
