@@ -19,8 +19,9 @@ from test_recipes import CIFAR_RESULT
 
 import tune_spaces
 from pipelines import recipes
+from vitray import storage
 from vitray.config import Run, load_run
-from vitray.config.sweep import Distribution, slug
+from vitray.config.sweep import MOST_POINTS, Distribution, slug
 from vitray.data.augment.batch import normalised, one_hot
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards.demo import demo_item
@@ -36,6 +37,7 @@ from vitray.sweep.space import (
     extend_space,
     grid_points,
     name_of,
+    points,
     random_points,
     read_space,
     run_of,
@@ -509,7 +511,7 @@ FAULTY = [
     ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, wanted a number within 1e+30"),
     (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "wanted a number within 1e+30"),
     ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', wanted one line of text"),
-    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 240 bytes"),
+    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 180 bytes"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'not ' * 200}seed == 1']", "where[0]: 'not not", "at most 50 levels"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, wanted"),
     ("space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]", "where[0]: '1e999 > seed': wanted numbers of at most 1e+30"),
@@ -609,6 +611,10 @@ def test_an_added_value_changes_no_other_point(tmp_path):
     assert set(point_names(one)) < set(point_names(extend_space(one, ["optim.lr=0.2"])))
 
 
+def test_the_name_of_a_trial_and_of_its_continuations_is_one_of_a_folder():
+    storage.check_name("x" * points.LONGEST_NAME + f" continuation={MOST_POINTS}", "name")
+
+
 @pytest.mark.parametrize(
     ("addition", "message"),
     [
@@ -617,6 +623,9 @@ def test_an_added_value_changes_no_other_point(tmp_path):
         ("model.name=vit_u1x1_8", "the space lists no values of model.name"),
         ("depth=7", "--add 'depth=7': adds no point that `where` allows"),
         ("depth", "override 'depth': wanted setting=value"),
+        ("optim.lr=1e40", "--add 'optim.lr=1e40': grid: got 1e+40, wanted a number within 1e+30"),
+        ("optim.lr=.inf", "--add 'optim.lr=.inf': grid: got inf, wanted a number within 1e+30"),
+        ("optim.lr=.nan", "--add 'optim.lr=.nan': grid: got nan, wanted a number within 1e+30"),
     ],
 )
 def test_a_useless_added_value_is_refused(tmp_path, addition, message):

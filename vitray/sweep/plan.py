@@ -77,6 +77,9 @@ class Stage(NamedTuple):
 
 def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_dir: str) -> list[Stage]:
     """Return the stages of the sweep in a folder, each checked to be a sweep of valid runs."""
+    from vitray.tracking.model_uri import check_model_name
+
+    check_model_name(base.tracking.register_as)
     base = _with_absolute_urls(base)
     values = base.dotted()
     if base.tracking.promote:

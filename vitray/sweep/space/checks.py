@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides, read_recipe, short
-from vitray.config.sweep import MOST_POINTS, slug
+from vitray.config.sweep import MOST_POINTS, Distribution, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
@@ -59,12 +59,16 @@ def extend_space(space: Space, additions: Sequence[str]) -> Space:
         distribution = listing[name]
         if distribution.cases:
             raise ConfigError(f"{where}: add a case in the file of the space")
-        if slug(value) in map(slug, distribution.values or ()):
-            raise ConfigError(f"{where}: the space already has this value of {name}")
         tree = space.model_dump()
         kind = "grid" if distribution.seeds else distribution.kind
         tree["space"][name] = {kind: [*(distribution.values or ()), value]}
-        wider = Space.model_validate(tree)
+        try:
+            Distribution(grid=(value,))  # first, as `slug` reads no NaN
+            if slug(value) in map(slug, distribution.values or ()):
+                raise ConfigError(f"{where}: the space already has this value of {name}")
+            wider = Space.model_validate(tree)
+        except ValidationError as invalid:
+            raise explain_error(invalid, Space, {}, where) from None
         _check(wider, {}, where)
         if space.search.kind == "grid" and len(grid_points(wider)) == len(grid_points(space)):
             raise ConfigError(f"{where}: adds no point that `where` allows")

@@ -34,7 +34,7 @@ from vitray.config.validation import sections_in
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
-LONGEST_NAME = 240  # bytes; file systems allow 255 for a folder
+LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
 Scheduler = NoScheduler | Asha | Median | Population
 # Settings that a checkpoint of a run does not depend on; with a final dot, all settings of a section.
 CHANGEABLE = ("optim.lr", "data.augment.", "data.mix.")
