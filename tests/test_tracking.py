@@ -207,6 +207,8 @@ def test_one_process_at_a_time_opens_a_spool(tmp_path):
         ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=...&x=1"),
         ("failed: https://token@host/path, mail me@host", "failed: https://host/path, mail me@host"),
         ("s3://bucket/a@b", "s3://bucket/a@b"),
+        (json.dumps('GET "http://t/api?token=abc" failed'), json.dumps('GET "http://t/api?token=..." failed')),
+        (json.dumps("http://t/api?token=a\u00e9b\\c failed"), json.dumps("http://t/api?token=... failed")),
     ],
 )
 def test_credentials_are_redacted(text, redacted):
@@ -377,6 +379,20 @@ def test_a_run_is_nested_under_its_parent():
     with begin("u1", "sweep"), begin("u2", "trial", parent="u1"):
         pass
     assert the_run("u2").data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
+
+
+def test_a_run_that_reached_mlflow_before_its_parent_is_nested_at_its_end():
+    with begin("u2", "trial", parent="u1") as trial:
+        assert trial.flush(30) is None
+        with begin("u1", "sweep"):
+            pass
+    assert the_run("u2").data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
+
+
+def test_a_home_that_cannot_be_written_is_one_message(folder):
+    (folder / "home").write_text("a file")
+    with pytest.raises(ConfigError, match=r"home/.*cannot keep the run's records: .*; wanted VITRAY_HOME as a folder"):
+        begin()
 
 
 def storage_error() -> ConfigError:
