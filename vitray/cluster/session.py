@@ -145,9 +145,9 @@ def failed_starts_released() -> AbstractContextManager[None]:
 
 
 def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
-    """Return at how many looks in a row each of this job's placement groups was broken; remove those broken for long.
+    """Remove this job's placement groups that were broken in several consecutive checks; return {group: these checks}.
 
-    A group with a dead worker is removed at the second look: Ray Train never replaces a single worker, and removes such
+    A group with a dead worker is removed at the second check: Ray Train never replaces a single worker, and removes such
     a group itself if it has not forgotten it. A group without an actor is removed later, as it may be starting.
     """
     import ray

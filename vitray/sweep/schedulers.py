@@ -30,7 +30,7 @@ def progress(step: int, steps: int | None) -> int:
 
 
 def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
-    """Return the scheduler of a space; `grace` is converted to a share by the plan of the sweep's own run."""
+    """Return the scheduler of a space; the plan, of the first trial that can start, converts `grace` to a share."""
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
