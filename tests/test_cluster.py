@@ -353,7 +353,7 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
     assert groups() & set(ids.values()) == set(ids.values())
     looks = session.remove_broken_groups(looks)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
-    for _ in range(session.LOOKS_WITHOUT_ACTOR - 3):
+    for _ in range(session.CHECKS_WITHOUT_ACTOR - 3):
         looks = session.remove_broken_groups(looks)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
     session.remove_broken_groups(looks)

@@ -272,8 +272,8 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})  # repeated by a trial whose process had died
     store.update(names[0], {"step": 4, "steps": 4, "goal": 0.5, "state": "finished", "device_seconds": 9.0})
     for name in names[:3]:
-        store.stop(name)  # called at every end
-    store.lose(names[3])
+        store.mark_stopped(name)  # called at every end
+    store.mark_failed(names[3])
     states = [record.state for record in store.records().values()]
     assert states == ["finished", "stopped early", "stopped early", "failed"]
     assert store.record(names[0]).scores == ((2, 0.25), (4, 0.5))  # the last score comes with the end
@@ -296,7 +296,7 @@ def test_a_trial_that_is_killed_while_it_stops_has_an_end(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
     for name in ("lr=0.1", "lr=0.2"):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
-        store.stop(name)
+        store.mark_stopped(name)
     end_on_disk(store, "lr=0.1", "failed")  # by itself, in the same seconds
     write_record(store.run_dir("lr=0.2"), TrialRecord("running", ((2, 0.25),)))
     store.close()

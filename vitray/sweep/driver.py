@@ -99,7 +99,7 @@ def _run_from(text: str) -> Run:
 
 @contextmanager
 def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]]:
-    """Yield file system and path of Tune's folder: a local one that nothing reads, or one to pass checkpoints on."""
+    """Yield file system and path of Tune's folder: a part of the sweep's if trials share checkpoints, else local."""
     if is_shared:
         url = storage.join(sweep_dir, "population")
         storage.remove(url)

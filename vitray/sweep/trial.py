@@ -25,7 +25,7 @@ from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
-from vitray.sweep.schedulers import TIME, progress
+from vitray.sweep.schedulers import PROGRESS_KEY, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
     TrialRecord,
@@ -220,7 +220,7 @@ class TrialTrainable(tune.Trainable):
 
 
 def _score(step: int, steps: int | None, value: float) -> dict[str, Any]:
-    return {"step": step, "steps": steps, TIME: progress(step, steps), "goal": value}
+    return {"step": step, "steps": steps, PROGRESS_KEY: progress(step, steps), "goal": value}
 
 
 def _results(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, Any]:

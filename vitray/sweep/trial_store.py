@@ -233,17 +233,17 @@ class TrialStore:
             self._costs[name] = {cost: result[cost] for cost in get_args(Cost) if cost in result}
         self._records[name] = record
 
-    def stop(self, name: str) -> None:
+    def mark_stopped(self, name: str) -> None:
         """Record that Tune has stopped a trial, unless it has ended by itself."""
         self._end(name, "stopped early")
 
     def replace(self, name: str, earlier: str) -> None:
         """Record that a trial has taken the place of an earlier one; a thread writes it."""
         self.entries[name] = self.entries[name]._replace(replaces=earlier)
-        self.stop(earlier)
+        self.mark_stopped(earlier)
         self._submit_points()
 
-    def lose(self, name: str) -> None:
+    def mark_failed(self, name: str) -> None:
         """Record that the process of a trial has failed for the last time."""
         self._end(name, "failed", "its process failed")
 
