@@ -5,7 +5,6 @@ exactly.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, assert_never
 
@@ -64,7 +63,7 @@ def ask(space: Space, observations: Sequence[Observation], attempt: int) -> Sugg
     study = optuna.create_study(sampler=sampler, directions=goals)
     distributions = _distributions(space)
     for observation in observations:
-        if params := _params(space, observation.drawn):  # without points that the space has lost
+        if params := _params(space, observation):  # without points that the space has lost
             study.add_trial(_optuna_trial(space, observation, params, distributions))
     trial = study.ask(dict(distributions))
     asked = {"params": trial.params, "notes": study.trials[-1].system_attrs}
@@ -136,21 +135,25 @@ def _values(space: Space, params: dict[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-def _params(space: Space, drawn: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the parameters that `_values` turns into these values; None if the space no longer has them.
+def _params(space: Space, observation: Observation) -> dict[str, Any] | None:
+    """Return the sampler's parameters of a point in this space; None if the space no longer has the point.
 
-    Those that the sampler gave number the listed values, which may have changed since.
+    The stored ones number the listed values, which may have changed since; in a range they have all digits.
     """
-    tied, params = _tied(space), dict[str, Any]()
+    tied, drawn, params = _tied(space), observation.drawn, dict[str, Any]()
     try:
         if tied:
             params[" ".join(tied)] = list(space.combinations(tied)).index({name: drawn[name] for name in tied})
         for name, each in space.drawn.items():
             if name in tied:
                 continue
-            params[name] = drawn[name] if each.values is None else each.values.index(drawn[name])
-            low, high = each.bounds or (0, math.inf)
-            if not low <= params[name] <= high or (each.quniform and each.snap(drawn[name]) != drawn[name]):
+            if each.values is not None:
+                params[name] = each.values.index(drawn[name])
+                continue
+            exact = observation.asked["params"].get(name, drawn[name])
+            params[name] = value = exact if each.snap(exact) == drawn[name] else drawn[name]
+            low, high = each.extremes
+            if not low <= value <= high or (each.quniform and each.snap(value) != drawn[name]):
                 return None
     except (KeyError, ValueError):  # another name, or another value
         return None
