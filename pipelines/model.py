@@ -34,9 +34,12 @@ def main(args: list[str]) -> dict[str, Any]:
     run = Run() if is_weights else load_run(None, overrides)
 
     # Imported late, because torch takes a second.
+    from vitray.cluster.storage_check import check_outlives_job
     from vitray.models.counts import count, diagram
     from vitray.weights import open_weights, save_model
 
+    if options.save:
+        check_outlives_job(options.save)
     if is_weights:
         run, vit, classes = open_weights(options.name, parse_overrides(options.settings))
         if options.save:

@@ -32,24 +32,24 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.image_size is not None and (options.action != "repatch" or options.image_size < 1):
         parser.error(f"--image-size {options.image_size}: wanted a number of pixels, and action repatch")
 
+    from vitray.cluster.storage_check import check_outlives_job
     from vitray.tracking.model_uri import resolve_uri
     from vitray.weights import flatten_model, open_weights, read_delta, read_own
     from vitray.weights.repatch import repatch_model
 
+    if options.action != "show":
+        check_outlives_job(options.target)
     if options.action == "flatten":
         flatten_model(options.url, options.target)
     if options.action == "repatch":
         repatch_model(options.url, int(options.patch), options.target, options.image_size)
-    url = options.target or options.url
-    place = resolve_uri(url)
+    place = resolve_uri(url := options.target or options.url)
     delta, loaded = read_delta(place), open_weights(place)
-    network = loaded.vit.state_dict()
+    network, model = loaded.vit.state_dict(), loaded.run.model.name
     taken, base, identity = ((), None, None) if delta is None else (delta.taken, delta.base.url, delta.base.identity)
-    tensors = network if delta is None else read_own(place)  # of LoRA, the factors
+    kept = len(tensors := network if delta is None else read_own(place))  # of LoRA, the factors
     own, whole = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, network))
-    kept = len(tensors)
     kind = "whole" if identity is None else f"a delta of {base} ({identity[:12]})"
-    model = loaded.run.model.name
     print(f"{url}: {model}, {kind}: {kept} of {kept + len(taken)} tensors, {own:,} bytes, {own / whole:.1%}")
     facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta"}
     facts |= {"base": base, "base_identity": identity, "taken": len(taken), "kept": kept}

@@ -146,6 +146,20 @@ def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_
     assert environment.get("RAY_AUTH_MODE") == expected
 
 
+def test_a_run_starts_where_the_dashboard_admits_the_head_alone(monkeypatch):
+    import ray
+    from ray.util.state.exception import RayStateApiException
+
+    def refused():
+        raise RayStateApiException("127.0.0.1:8265 does not answer")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(session, "check_reachable", lambda *_: None)
+    monkeypatch.setattr(session, "remove_stale_groups", refused)
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="127.0.0.1:8265"))
+    assert session._connect_or_start(None, None) is True
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "127.0.0.1:99999"])
 def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -339,7 +353,7 @@ def test_groups_of_failed_starts_are_removed(ray_cluster):
     assert groups() & set(ids.values()) == set(ids.values())
     looks = session.remove_broken_groups(looks)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
-    for _ in range(session.LOOKS_WITHOUT_ACTOR - 3):
+    for _ in range(session.CHECKS_WITHOUT_ACTOR - 3):
         looks = session.remove_broken_groups(looks)
     assert groups() & set(ids.values()) == {ids["running"], ids["starting"]}
     session.remove_broken_groups(looks)

@@ -332,10 +332,10 @@ def test_spot_comes_first_and_on_demand_if_there_is_none(aws, demand, failed, ch
     assert {launch.instance_type for launch in launched if launch.instance_type != "head"} == {chosen}
 
 
-def statements(role):
+def statements(role, cluster="vitray"):
     import boto3
 
-    document = boto3.client("iam").get_role_policy(RoleName=role, PolicyName="vitray")["PolicyDocument"]
+    document = boto3.client("iam").get_role_policy(RoleName=role, PolicyName=f"vitray-{cluster}")["PolicyDocument"]
     return document["Statement"]
 
 
@@ -354,6 +354,28 @@ def test_nodes_may_use_one_bucket_and_the_head_may_launch_and_end_its_own(aws):
     assert terminating[0]["Condition"] == {"StringEquals": {"aws:ResourceTag/ray-cluster-name": "vitray"}}
     (pass_role,) = (statement for statement in statements("vitray-head") if statement["Action"] == "iam:PassRole")
     assert pass_role["Resource"].endswith(":role/vitray-node")
+
+
+def test_a_second_cluster_leaves_the_first_one_its_rights(aws):
+    before = statements("vitray-head")
+    aws_account.make_account(aws.tree | {"cluster_name": "other"})
+    assert statements("vitray-head") == before
+    assert '"other"' in json.dumps(statements("vitray-head", "other"))
+
+
+def test_a_missing_instance_profile_of_a_role_is_made(aws):
+    import boto3
+
+    name = {"InstanceProfileName": "vitray-node"}
+    iam = boto3.client("iam")
+    iam.remove_role_from_instance_profile(**name, RoleName="vitray-node")
+    assert aws_account.make_account(aws.tree) == ["made the instance profile vitray-node"]
+    iam.remove_role_from_instance_profile(**name, RoleName="vitray-node")
+    iam.delete_instance_profile(**name)
+    assert aws_account.make_account(aws.tree) == ["made the instance profile vitray-node"]
+    assert [role["RoleName"] for role in iam.get_instance_profile(**name)["InstanceProfile"]["Roles"]] == [
+        "vitray-node"
+    ]
 
 
 def test_a_missing_bucket_is_reported_and_not_made(aws):

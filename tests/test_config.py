@@ -190,9 +190,14 @@ def test_overrides_apply_to_the_recipe(tmp_path):
     run = load_run(tmp_path / "recipe.yaml", ["model.head.hidden=32", "model.image_size=[32,64]"])
     assert run.model.head.model_dump() == {"kind": "mlp", "hidden": 32}
     assert run.model.image_size == (32, 64)
+    # The short form of the same kind discards nothing.
+    assert run.replace({"model.positions": "learned"}) == run
+    assert run.replace({"model.positions": "sincos2d"}) == run.replace({"model.positions.kind": "sincos2d"})
     # Another kind discards the other settings, in any order of the overrides.
     other = run.replace({"model.positions.frequencies": "big_vision", "model.positions.kind": "sincos2d"})
     assert other.model.positions.model_dump() == {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}
+    for overrides in (["optim.rule=sgd", "optim.rule.momentum=0.95"], ["optim.rule.momentum=0.95", "optim.rule=sgd"]):
+        assert load_run(None, overrides).optim.rule.momentum == 0.95
 
 
 def test_recompute_accepts_booleans_of_earlier_versions():

@@ -8,8 +8,8 @@ import pytest
 from test_layers import ROOT
 
 from pipelines import doctor
-from vitray.cluster.doctor import UNAUTHORIZED, NodeProbe, check_cluster, find_problems
-from vitray.errors import RunError
+from vitray.cluster.doctor import UNAUTHORIZED, NodeProbe, check_cluster, check_results, find_problems
+from vitray.errors import ConfigError, RunError
 
 HEALTHY = NodeProbe(
     name="one", address="10.0.0.1", cpus=8.0, gpus=1.0, store=8e9, versions={"python": "3.12.3", "ray": "2.60.0"},
@@ -58,6 +58,14 @@ def test_each_problem_is_reported_for_its_node(change, problem, remedy):
     assert finding.node == "one"
     assert problem in finding.problem
     assert remedy in finding.remedy
+
+
+def test_results_on_a_path_that_a_node_does_not_share_are_reported(tmp_path):
+    marker = tmp_path / "runs" / ".vitray-doctor-1"
+    with pytest.raises(ConfigError, match="runs: is another folder here than for the driver; wanted s3://bucket/key"):
+        check_results(str(tmp_path / "runs"), str(marker))
+    marker.touch()
+    assert check_results(str(tmp_path / "runs"), str(marker)) is None
 
 
 def test_a_cluster_without_a_token_is_reported(monkeypatch):

@@ -28,6 +28,7 @@ from vitray.cluster.job_package import (
     write_package,
 )
 from vitray.cluster.source import commit_facts, commit_variables
+from vitray.cluster.storage_check import check_outlives_job
 from vitray.errors import ConfigError
 from vitray.tracking import system_info
 from vitray.tracking.mlflow_client import tracking_uri
@@ -79,6 +80,16 @@ def test_a_folder_outside_git_is_sent_without_environments(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     assert set(list_files(tmp_path).sizes) == {"a.py", "b/c.yaml"}
+
+
+def test_a_git_that_speaks_another_language_is_understood(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    answer = '[ "$LC_ALL" = C ] && echo "fatal: not a git repository" >&2 || echo "kein Repository" >&2'
+    (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{answer}\nexit 128\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert "bin/git" in list_files(tmp_path).sizes
 
 
 def test_files_that_cannot_be_sent_are_listed(folder):
@@ -280,6 +291,20 @@ def test_results_and_records_in_a_jobs_own_folder_are_rejected(job, tmp_path):
             tracking_uri()
     job.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shared}/mlruns.db")
     assert tracking_uri().endswith("/mlruns.db")
+
+
+def test_exports_and_model_folders_in_a_jobs_own_folder_are_rejected(job):
+    from pipelines import export, model, weights
+
+    for verb, args in (
+        (export.main, ["runs/first/model", "--to", "onnx"]),
+        (model.main, ["deit_b.pth", "--save", "models/deit_b"]),
+        (weights.main, ["flatten", "runs/first/model", "models/whole"]),
+        (weights.main, ["repatch", "runs/first/model", "8", "models/whole"]),
+    ):
+        with pytest.raises(ConfigError, match=r"(exports|models)/\S+: lies in the folder of this job"):
+            verb(args)
+    check_outlives_job("s3://bucket/models/whole")
 
 
 def test_a_dataset_that_was_not_sent_is_reported(job):

@@ -21,7 +21,7 @@ from vitray.runs.shutdown import GracefulShutdown
 from vitray.sweep.listener import InterruptionStopper
 from vitray.training import ownership
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
-from vitray.training.ownership import FOLDER, Watch, check_owner, own_folder
+from vitray.training.ownership import FOLDER, Watch, check_owner, check_visible, own_folder
 
 ROOT = Path(__file__).parent.parent
 PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
@@ -182,6 +182,17 @@ def test_no_checkpoint_is_written_after_another_process_took_over(place, short_l
                     saver.close()
                 assert complete_steps(place) == steps
             assert check_owner(place, second.id) is None
+
+
+def test_a_folder_that_another_node_does_not_see_is_refused_there(tmp_path):
+    with own_folder(str(tmp_path / "head"), "first") as owner:
+        assert check_visible(str(tmp_path / "head"), owner.id) is None
+        with pytest.raises(
+            ConfigError, match=r"--out: .* not visible on node \S+; wanted s3://bucket/key, or a path that"
+        ):
+            check_visible(str(tmp_path / "node"), owner.id)
+        assert check_visible("s3://bucket/node", owner.id) is None
+    assert not (tmp_path / "node").exists()
 
 
 @pytest.mark.parametrize("at", ["upload", "prune"])

@@ -392,6 +392,8 @@ def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
             ["tracking.register_as=vit", "tracking.promote.alias=Latest"],
             "tracking.promote.alias: got 'Latest', wanted letters, digits, - and _",
         ),
+        (["tracking.register_as=team/vit"], "tracking.register_as: got 'team/vit', wanted a name without /, : and @"),
+        (["tracking.register_as=vit@champion"], "register_as: got 'vit@champion', wanted a name without"),
         (["tracking.register_as=vit", "tracking.promote.alias=v2"], "tracking.promote.alias: got 'v2', wanted letters"),
         (
             ["tracking.register_as=vit", "tracking.promote.when=beter"],
@@ -418,10 +420,13 @@ def test_a_task_without_classes_has_no_rule(place):
         make_plan(load_run(None, [*settings, "tracking.register_as=vit", "tracking.promote={}"]))
 
 
-def test_a_sweep_refuses_a_rule():
+def test_a_sweep_refuses_a_rule_and_a_name_that_mlflow_refuses():
     run = load_run(None, [*SETTINGS, "tracking.register_as=vit", "tracking.promote={}"])
     space = read_space(tune_spaces.path_of("demo_lr"))
     with pytest.raises(ConfigError, match=r"tracking.promote: got a rule for champion, wanted null in a sweep"):
+        plan_stages(run, space, {}, "")
+    run = load_run(None, [*SETTINGS, "tracking.register_as=vit:1"])
+    with pytest.raises(ConfigError, match=r"tracking.register_as: got 'vit:1', wanted a name without"):
         plan_stages(run, space, {}, "")
 
 

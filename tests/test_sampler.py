@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitray.errors import ConfigError
+from vitray.sweep import sampler
 from vitray.sweep.report.groups import pareto_front
-from vitray.sweep.sampler import Observation, ask
+from vitray.sweep.sampler import Observation, _optuna_trial, ask
 from vitray.sweep.space import draw_point, name_of, random_points, read_space
 from vitray.sweep.trial_store import TrialRecord
 
@@ -37,12 +38,16 @@ def finished(score):
     return TrialRecord("finished", ((10, score),))
 
 
+def observed(space, suggestion, record, cost=None):
+    return Observation(suggestion.asked, draw_point(space, suggestion.values).drawn, record, cost)
+
+
 def searched(space, number, score, cost=None):
     """Observations and values of this many points, drawn one after another."""
     observations, sampled = [], []
     for _ in range(number):
         new = ask(space, observations, 0)
-        observations.append(Observation(new.asked, finished(score(new.values)), cost and cost(new.values)))
+        observations.append(observed(space, new, finished(score(new.values)), cost and cost(new.values)))
         sampled.append(new.values)
     return observations, sampled
 
@@ -79,8 +84,41 @@ def test_every_state_of_the_trials_allows_a_next_point(tmp_path_factory, states)
         for number, state in enumerate(states):
             scores = ((5, 0.1), (10, 0.01 * number)) if state in ("finished", "stopped early", "running") else ()
             cost = float(number) if state == "finished" and number % 2 else None
-            observations.append(Observation(ask(space, observations, 0).asked, TrialRecord(state, scores), cost))
+            observations.append(observed(space, ask(space, observations, 0), TrialRecord(state, scores), cost))
         assert draw_point(space, ask(space, observations, 0).values) is not None
+
+
+@pytest.mark.parametrize("search", [TPE, NSGA2])
+def test_a_goal_that_is_not_finite_allows_a_next_point(tmp_path, search):
+    space = space_of(tmp_path, search)
+    observations, _ = searched(space, 3, lambda _: math.nan, lambda _: 1.0)
+    assert draw_point(space, ask(space, observations, 0).values) is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [
+        (
+            "[adamw, {kind: sgd, momentum: 0.8}]",
+            "[{kind: sgd, momentum: 0.8}]",
+            lambda drawn: "a" in drawn["optim.rule"],
+        ),
+        ("[12, 6, 4, 3]", "[6, 4, 3]", lambda drawn: drawn["depth"] == 12),
+        ("[1.0e-5, 1.0]", "[1.0e-5, 1.0e-3]", lambda drawn: drawn["optim.lr"] > 1e-3),
+        ("[0.0, 0.3, 0.1]", "[0.0, 0.3, 0.15]", lambda drawn: drawn["optim.weight_decay"] in (0.1, 0.2)),
+        ("[1, 2, 3, 4]", "[1, 2, 3, 4, 12]", lambda _: False),
+    ],
+)
+def test_a_changed_space_forgets_only_the_points_that_it_has_lost(tmp_path, monkeypatch, old, new, lost):
+    known = []
+    monkeypatch.setattr(sampler, "_optuna_trial", lambda *args: known.append(args) or _optuna_trial(*args))
+    observations, _ = searched(space_of(tmp_path, TPE), 12, lambda values: values["optim.lr"])
+    known.clear()
+    space = space_of(tmp_path, TPE, SPACE.replace(old, new))
+    ask(space, observations, 0)
+    assert [args[1] for args in known] == [each for each in observations if not lost(each.drawn)]
+    for _, observation, params, _ in known:
+        assert draw_point(space, sampler._values(space, params)).drawn == observation.drawn
 
 
 def test_tpe_learns(tmp_path):

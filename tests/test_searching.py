@@ -5,19 +5,23 @@ import io
 import json
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
+from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
+from vitray.config.parsing import dump_yaml, parse_yaml
 from vitray.config.sweep import Goal
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
 from vitray.runs.run_dir import RUN_META, SETTINGS
+from vitray.sweep import driver
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.interruption import interruptible, is_interrupted
@@ -123,6 +127,19 @@ def test_an_added_value_is_one_more_trial(tmp_path, base):
     assert plan.trials == 5
 
 
+def test_trials_keep_their_names_when_an_added_value_renames_all_points(tmp_path, base):
+    text = "space: {model.name: {grid: [vit_u2x1_8, vit_u1x2_8]}}\n"
+    _, store, _ = open_sweep(tmp_path, base, text)
+    assert list(store.entries) == ["2x1", "1x2"]
+    end(store, "2x1")
+    for _ in range(2):
+        _, wider, searcher = open_sweep(tmp_path, base, text, "model.name=vit_ti1x1_8")
+        assert list(wider.entries) == ["2x1", "1x2", "vit_ti1x1_8"]
+        assert suggest_all(searcher) == ["1x2", "vit_ti1x1_8"]
+        assert wider.settings("2x1") == {"model.name": "vit_u2x1_8"}
+        wider.close()
+
+
 def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     text = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
     _, store, _ = open_sweep(tmp_path, base, text)
@@ -130,6 +147,19 @@ def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     end(store, "rate=1")
     with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it started with .*0.001"):
         open_sweep(tmp_path, base, text.replace("e-3", "e-2"))
+
+
+def test_a_sweep_resumes_after_an_upgrade_that_brings_a_setting(tmp_path, base):
+    (tmp_path / "space.yaml").write_text(GRID)
+    space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
+    started = driver.open_sweep(home, "rates", base, space)
+    meta = storage.read_json(f"{home}/sweep.json")
+    settings = parse_yaml(meta["base"], "")[0]
+    del settings["optim"]["lr"]  # as of a version without it
+    storage.write_bytes(f"{home}/sweep.json", json.dumps(meta | {"base": dump_yaml(settings)}).encode())
+    assert driver.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space) == started
+    with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7; choose another"):
+        driver.open_sweep(home, "rates", base.replace({"seed": 7}), space)
 
 
 def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
@@ -164,6 +194,21 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
     assert read_entries(store.sweep_dir)[names[0]].asked is not None
 
 
+def test_a_sweep_is_planned_by_a_trial_whose_stage_has_a_model(tmp_path, base, monkeypatch):
+    planned, folder = [], tmp_path / "home" / "before" / "second" / "second=once" / "model"
+    monkeypatch.setattr("vitray.sweep.plan.make_plan", planned.append)
+    cases = "{a: {task: {kind: finetune, weights: '{first}'}}, b: {task: {kind: finetune, weights: '{second}'}}}"
+    stages = "before: {first: {recipe: demo}, second: {recipe: demo}}\n"
+    (tmp_path / "space.yaml").write_text(f"space: {{route: {{cases: {cases}}}}}\n{stages}")
+    space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
+    assert plan_sweep(base, space, [Node(cpus=4)], home, ready=False).trials == 2
+    with pytest.raises(ConfigError, match=r"before\.first, before\.second: no trial can start"):
+        plan_sweep(base, space, [Node(cpus=4)], home)
+    storage.write_bytes(str(folder / "run.yaml"), b"")
+    plan_sweep(base, space, [Node(cpus=4)], home)
+    assert [run.task.weights for run in planned] == [str(folder)]
+
+
 def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").symlink_to(base.data.url)
@@ -171,6 +216,30 @@ def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
     _, store, searcher = open_sweep(tmp_path, base, text)
     assert searcher.suggest("")["data.url"] == f"{tmp_path}/here"
     store.close()
+
+
+def test_a_trial_gets_the_absolute_address_of_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitray.sweep.plan.make_plan", lambda run: None)  # there is no data set
+    text = "space: {optim.lr: {grid: [1.0e-3]}}\ngoal: {metric: val/loss, mode: min}\n"
+    (tmp_path / "space.yaml").write_text(text)
+    run = load_run(recipes.path_of("masked_beit_imagenet"), ["task.objective.tokenizer=codes/model"])
+    plan = plan_sweep(run, read_space(tmp_path / "space.yaml"), [Node(cpus=4)])
+    assert plan.base.task.objective.tokenizer == f"{tmp_path}/codes/model"
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///mlruns.db", None, "http://10.0.0.5:5000"])
+def test_a_trial_gets_the_absolute_addresses_of_the_store_and_of_the_users_files(tmp_path, monkeypatch, uri):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAY_HOME", "home")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    embedded = f"sqlite:///{tmp_path}/mlruns.db"
+    assert driver.trial_environment() == {
+        "MLFLOW_TRACKING_URI": uri if uri and "http" in uri else embedded,
+        "VITRAY_HOME": f"{tmp_path}/home",
+    }
 
 
 def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch):
@@ -203,8 +272,8 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})  # repeated by a trial whose process had died
     store.update(names[0], {"step": 4, "steps": 4, "goal": 0.5, "state": "finished", "device_seconds": 9.0})
     for name in names[:3]:
-        store.stop(name)  # called at every end
-    store.lose(names[3])
+        store.mark_stopped(name)  # called at every end
+    store.mark_failed(names[3])
     states = [record.state for record in store.records().values()]
     assert states == ["finished", "stopped early", "stopped early", "failed"]
     assert store.record(names[0]).scores == ((2, 0.25), (4, 0.5))  # the last score comes with the end
@@ -227,7 +296,7 @@ def test_a_trial_that_is_killed_while_it_stops_has_an_end(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
     for name in ("lr=0.1", "lr=0.2"):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
-        store.stop(name)
+        store.mark_stopped(name)
     end_on_disk(store, "lr=0.1", "failed")  # by itself, in the same seconds
     write_record(store.run_dir("lr=0.2"), TrialRecord("running", ((2, 0.25),)))
     store.close()
@@ -261,13 +330,13 @@ def test_points_that_could_not_be_written_are_written_again(tmp_path, base, monk
     assert list(read_entries(store.sweep_dir)) == [first, second]
 
 
-def open_trial(store, base, name="lr=0.1"):
+def open_trial(store, base, name="lr=0.1", owner=""):
     """A trial as Tune starts it."""
     context = TrialContext(
         base=base,
         dataset=None,
         sweep_dir=store.sweep_dir,
-        owner="",
+        owner=owner,
         parent_uid="parent",
         metric="val/top1",
         has_scheduler=True,
@@ -308,6 +377,15 @@ def test_a_trial_reports_its_last_score_with_its_end(tmp_path, base, training, s
         store.update("lr=0.1", result)
     assert store.record("lr=0.1").scores == ((2, 0.2), (4, 0.4))
     assert store.record("lr=0.1").state == "finished"
+
+
+def test_a_trial_fails_on_a_node_that_does_not_see_the_sweep(tmp_path, base, training):
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    result = open_trial(store, base, owner="of another node").step()
+    store.update("lr=0.1", result)
+    assert store.record("lr=0.1").state == "failed"
+    assert "is not visible on node" in store.record("lr=0.1").reason
+    assert not (tmp_path / "home" / "lr=0.1").exists()
 
 
 def test_a_trial_stops_at_the_score_at_which_tune_stops_it(tmp_path, base, training):
@@ -367,6 +445,26 @@ def test_only_a_sweep_that_keeps_its_folder_says_how_to_resume_it(capsys, error,
     logger._tracker, logger.info = contextlib.nullcontext(), SimpleNamespace(command="vitray sweep")
     logger.__exit__(type(error), error, None)
     assert ("the same command resumes it" in capsys.readouterr().out) is is_printed
+
+
+def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, base, monkeypatch):
+    monkeypatch.setattr("vitray.runs.registered_figures.log_registered_figures", lambda *_: None)
+    _, store, _ = open_sweep(tmp_path, base, GRID)
+    end(store, "lr=1e-3", "stopped early", score=0.9)
+    end(store, "lr=0.01", score=0.5)
+    end(store, "lr=0.1", score=float("nan"))
+    storage.write_bytes(f"{store.run_dir('lr=0.01')}/outcome.json", b'{"model": "home/lr=0.01/model"}')
+    logger = SweepLogger.__new__(SweepLogger)  # without MLflow
+    logger._stopped, logger._thread, logger._tracker = threading.Event(), MagicMock(), MagicMock(run_id="1")
+    logger._console, logger._on_imagenet, logger.store = MagicMock(), False, store
+    recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
+    logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
+    logger.plan, logger._kill_children = SimpleNamespace(trials=4), MagicMock()
+    logger.report = lambda: [logger._trial_result(name) for name in store.entries]
+    outcome = logger.finish()
+    assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
+    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", register_as="vit", top1=None)
+    store.close()
 
 
 def suppressed(error, call):

@@ -19,14 +19,15 @@ from test_recipes import CIFAR_RESULT
 
 import tune_spaces
 from pipelines import recipes
+from vitray import storage
 from vitray.config import Run, load_run
-from vitray.config.sweep import Distribution, slug
+from vitray.config.sweep import MOST_POINTS, Distribution, slug
 from vitray.data.augment.batch import normalised, one_hot
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
 from vitray.sweep.expressions import evaluate, names_in
-from vitray.sweep.plan import with_absolute_addresses
+from vitray.sweep.plan import Recipe, plan_stages, with_absolute_addresses
 from vitray.sweep.space import (
     Space,
     SweepPoint,
@@ -36,6 +37,7 @@ from vitray.sweep.space import (
     extend_space,
     grid_points,
     name_of,
+    points,
     random_points,
     read_space,
     run_of,
@@ -251,6 +253,21 @@ def test_a_stage_name_directs_an_override_to_the_stage(tmp_path):
         "codes": ["tokenizer_demo", "optim.lr=2"],
         "pretrained": ["masked_demo", "optim.duration=1 epoch"],
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", "before.pretrained: override seed=...: the space sets seed too"),
+        ("data.url=elsewhere", "before.pretrained: override data.url=...: the sweep sets data.url too"),
+    ],
+)
+def test_an_override_of_a_setting_that_a_stage_has_from_elsewhere_is_refused(tmp_path, override, message):
+    space, base = space_of(tmp_path, STEMS), load_run(recipes.path_of("demo"), ["model.image_size=32"])
+    _, stages = split_overrides(space, [f"pretrained.{override}"])
+    given = {name: Recipe(load_run(recipes.path_of(path), own), [path, *own]) for name, (path, *own) in stages.items()}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_stages(base, space, given, "home")
 
 
 def test_the_second_case_of_stems_equals_the_recipe_of_fine_tuned_beit():
@@ -494,7 +511,7 @@ FAULTY = [
     ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, wanted a number within 1e+30"),
     (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "wanted a number within 1e+30"),
     ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', wanted one line of text"),
-    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 240 bytes"),
+    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 180 bytes"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'not ' * 200}seed == 1']", "where[0]: 'not not", "at most 50 levels"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, wanted"),
     ("space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]", "where[0]: '1e999 > seed': wanted numbers of at most 1e+30"),
@@ -594,6 +611,10 @@ def test_an_added_value_changes_no_other_point(tmp_path):
     assert set(point_names(one)) < set(point_names(extend_space(one, ["optim.lr=0.2"])))
 
 
+def test_the_name_of_a_trial_and_of_its_continuations_is_one_of_a_folder():
+    storage.check_name("x" * points.LONGEST_NAME + f" continuation={MOST_POINTS}", "name")
+
+
 @pytest.mark.parametrize(
     ("addition", "message"),
     [
@@ -602,6 +623,9 @@ def test_an_added_value_changes_no_other_point(tmp_path):
         ("model.name=vit_u1x1_8", "the space lists no values of model.name"),
         ("depth=7", "--add 'depth=7': adds no point that `where` allows"),
         ("depth", "override 'depth': wanted setting=value"),
+        ("optim.lr=1e40", "--add 'optim.lr=1e40': grid: got 1e+40, wanted a number within 1e+30"),
+        ("optim.lr=.inf", "--add 'optim.lr=.inf': grid: got inf, wanted a number within 1e+30"),
+        ("optim.lr=.nan", "--add 'optim.lr=.nan': grid: got nan, wanted a number within 1e+30"),
     ],
 )
 def test_a_useless_added_value_is_refused(tmp_path, addition, message):

@@ -20,9 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from boto3.exceptions import S3UploadFailedError
+from botocore.exceptions import EndpointConnectionError
 from hosts import until
 
 from pipelines import track, ui
+from vitray import storage
 from vitray.errors import ConfigError, redact, redact_uri
 from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
@@ -204,6 +207,8 @@ def test_one_process_at_a_time_opens_a_spool(tmp_path):
         ("postgresql://host/db?user=me&password=secret&x=1", "postgresql://host/db?user=me&password=...&x=1"),
         ("failed: https://token@host/path, mail me@host", "failed: https://host/path, mail me@host"),
         ("s3://bucket/a@b", "s3://bucket/a@b"),
+        (json.dumps('GET "http://t/api?token=abc" failed'), json.dumps('GET "http://t/api?token=..." failed')),
+        (json.dumps("http://t/api?token=a\u00e9b\\c failed"), json.dumps("http://t/api?token=... failed")),
     ],
 )
 def test_credentials_are_redacted(text, redacted):
@@ -376,14 +381,47 @@ def test_a_run_is_nested_under_its_parent():
     assert the_run("u2").data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
 
 
-def test_metrics_do_not_wait_for_a_file_that_its_store_rejects(monkeypatch):
+def test_a_run_that_reached_mlflow_before_its_parent_is_nested_at_its_end():
+    with begin("u2", "trial", parent="u1") as trial:
+        assert trial.flush(30) is None
+        with begin("u1", "sweep"):
+            pass
+    assert the_run("u2").data.tags["mlflow.parentRunId"] == the_run("u1").info.run_id
+
+
+def test_a_home_that_cannot_be_written_is_one_message(folder):
+    (folder / "home").write_text("a file")
+    with pytest.raises(ConfigError, match=r"home/.*cannot keep the run's records: .*; wanted VITRAY_HOME as a folder"):
+        begin()
+
+
+def storage_error() -> ConfigError:
+    """Return the message of our storage about a bucket that does not answer."""
+    try:
+        with storage._as_config_error("s3://bucket"):
+            raise OSError("timed out")
+    except ConfigError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("the bucket is offline"),
+        storage_error(),
+        S3UploadFailedError("the bucket is offline"),
+        EndpointConnectionError(endpoint_url="http://10.0.0.5:9000"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_metrics_do_not_wait_for_a_file_that_its_store_rejects(monkeypatch, error):
     from mlflow import MlflowClient
 
     original, rejecting = MlflowClient.log_artifact, [True]
 
     def log_artifact(*args):
         if rejecting:
-            raise OSError("the bucket is offline")
+            raise error
         original(*args)
 
     monkeypatch.setattr(MlflowClient, "log_artifact", log_artifact)
@@ -403,6 +441,14 @@ def test_a_record_that_mlflow_rejects_is_skipped_and_named(caplog):
     assert points("loss") == [(0, 1), (2, 1)]
     assert "a%b" in the_run().data.tags["vitray.refused"]
     assert "MLflow refuses a record" in caplog.text
+
+
+def test_a_model_whose_folder_is_gone_is_skipped_and_named(folder):
+    with begin() as run:
+        run.model(str(folder / "gone"))
+        run.metrics(1, {"loss": 1})
+    assert f"{folder}/gone" in the_run().data.tags["vitray.refused"]
+    assert (points("loss"), spools()) == ([(1, 1)], [])
 
 
 def test_a_full_disk_does_not_stop_the_run(monkeypatch, caplog):

@@ -47,11 +47,13 @@ def nearest(word: str, legal: Iterable[str]) -> str:
 
 
 _USER = re.compile(r"://[^/\s\"'<>]*@")
+# In JSON too: the value ends before the backslash of an escaped quote, but not at other escapes, as in \u00e9.
+_SECRET = re.compile(r"([?&](?:password|passwd|token|secret)=)(?:[^&\s\"'\\]|\\[u\\])*")
 
 
 def redact(text: str) -> str:
     """Return the text without the user names, passwords and tokens of its addresses."""
-    return re.sub(r"([?&](?:password|passwd|token|secret)=)[^&\s\"']*", r"\1...", _USER.sub("://", text))
+    return _SECRET.sub(r"\1...", _USER.sub("://", text))
 
 
 def redact_uri(uri: str) -> str:

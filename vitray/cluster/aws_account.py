@@ -122,7 +122,10 @@ def _permission(protocol: str, first: int | None, last: int | None, key: str, so
 
 
 def _update_roles(bucket: str, cluster: str, iam: Any) -> list[str]:
-    """Make the roles of the head and of the other nodes, so that no node holds keys; return a line for each new one."""
+    """Make the roles of the head and of the other nodes, so that no node holds keys; return a line for each new one.
+
+    The clusters of an account share the roles; each has its own policy in them.
+    """
     new = []
     trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
     arns: dict[str, str] = {}
@@ -131,14 +134,20 @@ def _update_roles(bucket: str, cluster: str, iam: Any) -> list[str]:
             role = iam.get_role(RoleName=name)["Role"]
         except iam.exceptions.NoSuchEntityException:
             role = iam.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(trust))["Role"]
-            iam.create_instance_profile(InstanceProfileName=name)
-            iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
             new.append(f"made the role {name}")
+        # Checked by itself: an earlier launch may have made the role and then have been refused the profile.
+        try:
+            profile = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+        except iam.exceptions.NoSuchEntityException:
+            profile = iam.create_instance_profile(InstanceProfileName=name)["InstanceProfile"]
+        if not profile["Roles"]:
+            iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
+            new.append(f"made the instance profile {name}")
         arns[name] = role["Arn"]
         statements = _bucket_statements(bucket)
         if name == HEAD_ROLE:
             statements += _launch_statements(cluster, arns[NODE_ROLE])
-        iam.put_role_policy(RoleName=name, PolicyName="vitray", PolicyDocument=_policy(*statements))
+        iam.put_role_policy(RoleName=name, PolicyName=f"vitray-{cluster}", PolicyDocument=_policy(*statements))
     return new
 
 

@@ -11,11 +11,13 @@ import socket
 import statistics
 import subprocess
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError, one_line, redact_uri
 from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
@@ -65,8 +67,11 @@ class Finding(NamedTuple):
 class ProbeActor:
     """The process that inspects one node."""
 
-    def probe(self, node: dict[str, Any], results_url: str, uri: str) -> NodeProbe:
-        """Return the facts about this node, an entry of ray.nodes(); its clock is left to the driver."""
+    def probe(self, node: dict[str, Any], results_url: str, marker: str, uri: str) -> NodeProbe:
+        """Return the facts about this node, an entry of ray.nodes(); its clock is left to the driver.
+
+        `marker` is a file that the driver has written below `results_url`, if that is a path.
+        """
         import psutil
         import torch
 
@@ -86,7 +91,7 @@ class ProbeActor:
             clock=0.0,
             listens=_gloo_address(),
             interface=next((name for name, at in _interfaces().items() if at == address), None),
-            storage=_error_of(lambda: check_writable(results_url)),
+            storage=_error_of(lambda: check_results(results_url, marker)),
             tracking=None if uri.startswith("sqlite:") else _error_of(lambda: _check_tracking(uri)),
         )
 
@@ -124,13 +129,15 @@ def check_cluster(results_url: str) -> tuple[list[NodeProbe], list[Finding]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    uri = tracking_uri()
+    uri, marker = tracking_uri(), storage.join(results_url, f".vitray-doctor-{uuid.uuid4().hex[:12]}")
+    if not storage.is_remote(results_url):
+        _error_of(lambda: storage.write_bytes(marker, b"written by the driver of vitray doctor\n"))
     nodes = [node for node in ray.nodes() if node["Alive"]]
     actors = []
     for node in nodes:
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actors.append(ray.remote(ProbeActor).options(num_cpus=0, scheduling_strategy=strategy).remote())
-    pending = [actor.probe.remote(node, results_url, uri) for actor, node in zip(actors, nodes, strict=True)]
+    pending = [actor.probe.remote(node, results_url, marker, uri) for actor, node in zip(actors, nodes, strict=True)]
     ray.wait(pending, num_returns=len(pending), timeout=PROBE_TIMEOUT)
     answers: list[tuple[NodeProbe, Any]] = []
     findings: list[Finding] = []
@@ -149,6 +156,8 @@ def check_cluster(results_url: str) -> tuple[list[NodeProbe], list[Finding]]:
     findings += _check_all_reduce([(probe, actor) for probe, actor in answers if probe.cpus or probe.gpus])
     for actor in actors:
         ray.kill(actor)
+    if not storage.is_remote(results_url):
+        _error_of(lambda: storage.remove(marker))
     return probes, findings
 
 
@@ -265,6 +274,16 @@ def _gloo_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "a host name without an address"
+
+
+def check_results(results_url: str, marker: str) -> None:
+    """Refuse a destination of results that is not writable here, or a path without the driver's `marker`."""
+    check_writable(results_url)
+    if not storage.is_remote(results_url) and not storage.exists(marker):
+        raise ConfigError(
+            f"{results_url}: is another folder here than for the driver; wanted s3://bucket/key, or a path that all"
+            " nodes share"
+        )
 
 
 def _check_tracking(uri: str) -> None:

@@ -59,8 +59,8 @@ START_TIMED_OUT = "timed out during startup"
 # Seconds between two removals of placement groups: of those that ended jobs have left, and of those that failed starts
 # of a run's workers have left.
 CLEANUP_INTERVAL, START_CLEANUP_INTERVAL = 60.0, 10.0
-# Looks in a row, START_CLEANUP_INTERVAL apart, after which a broken placement group is removed.
-LOOKS_WITH_DEAD_WORKER, LOOKS_WITHOUT_ACTOR = 2, 6
+# Checks in a row, START_CLEANUP_INTERVAL apart, after which a broken placement group is removed.
+CHECKS_WITH_DEAD_WORKER, CHECKS_WITHOUT_ACTOR = 2, 6
 # The most jobs, actors or placement groups that Ray lists.
 LIST_LIMIT = 10_000
 # An interrupted sweep waits RELEASE_SECONDS for the end of its trials' actors, and QUICK_LISTING_SECONDS for each of
@@ -135,20 +135,21 @@ def failed_starts_released() -> AbstractContextManager[None]:
     first, with its other workers. A group whose start times out may even be left without a worker. The next start, or
     the decoding of images, would wait for those CPUs.
     """
-    looks: dict[str, int] = {}
+    broken_checks: dict[str, int] = {}
 
     def release() -> None:
-        nonlocal looks
-        looks = remove_broken_groups(looks)
+        nonlocal broken_checks
+        broken_checks = remove_broken_groups(broken_checks)
 
     return _repeated(release, START_CLEANUP_INTERVAL)
 
 
 def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
-    """Return at how many looks in a row each of this job's placement groups was broken; remove those broken for long.
+    """Remove this job's placement groups that were broken in several consecutive checks.
 
-    A group with a dead worker is removed at the second look: Ray Train never replaces a single worker, and removes such
-    a group itself if it has not forgotten it. A group without an actor is removed later, as it may be starting.
+    Return {group: consecutive broken checks}, for the next call. A group with a dead worker is removed at the second
+    check: Ray Train never replaces a single worker, and removes such a group itself if it has not forgotten it. A group
+    without an actor is removed later, as it may be starting.
     """
     import ray
     from ray.util.state import list_actors
@@ -161,17 +162,17 @@ def remove_broken_groups(before: Mapping[str, int]) -> dict[str, int]:
 
     failed = groups_with(("class_name", "=", TRAIN_WORKER), ("state", "=", "DEAD"))
     used = groups_with(("state", "!=", "DEAD"))
-    looks: dict[str, int] = {}
+    broken_checks: dict[str, int] = {}
 
     def is_removed(group: Any) -> bool:
         place = group.placement_group_id
         if group.creator_job_id != job or group.is_detached or (place in used and place not in failed):
             return False
-        looks[place] = before.get(place, 0) + 1
-        return looks[place] >= (LOOKS_WITH_DEAD_WORKER if place in failed else LOOKS_WITHOUT_ACTOR)
+        broken_checks[place] = before.get(place, 0) + 1
+        return broken_checks[place] >= (CHECKS_WITH_DEAD_WORKER if place in failed else CHECKS_WITHOUT_ACTOR)
 
     _remove_groups(is_removed)
-    return looks
+    return broken_checks
 
 
 @contextmanager
@@ -326,7 +327,8 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
                 f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"
             ) from None
         if has_dashboard:
-            remove_stale_groups()
+            with suppress(Exception):  # it may admit the head alone, where another command or the next one cleans up
+                remove_stale_groups()
         return has_dashboard
     from vitray.cluster import local_ray
 

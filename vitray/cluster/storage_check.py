@@ -49,9 +49,13 @@ def check_writable(url: str) -> None:
 
 
 def check_outlives_job(url: str) -> None:
-    """Raise a ConfigError if the path lies in the temporary folder of a submitted job."""
+    """Raise a ConfigError if the address is a path in the temporary folder of a submitted job."""
     folder = session.job_dir()
-    if folder is not None and (folder / storage.filesystem(url)[1]).is_relative_to(folder):
+    if (
+        folder is not None
+        and not storage.is_remote(url)
+        and (folder / storage.filesystem(url)[1]).is_relative_to(folder)
+    ):
         raise ConfigError(
             f"{url}: lies in the folder of this job, which is removed after it and which other nodes do not see;"
             " wanted s3://bucket/key, or an absolute path that all nodes share"

@@ -159,8 +159,11 @@ def dump_yaml(tree: Any) -> str:
 
 
 def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
-    """Set dotted settings in a tree; a new `kind` discards the other settings of its section."""
-    for path in sorted(changes, key=lambda path: path.rpartition(".")[2] != "kind"):
+    """Set dotted settings in a tree; a new `kind` discards the other settings of its section.
+
+    The order of the changes is of no importance: a section comes before its settings, and its kind before the others.
+    """
+    for path in sorted(changes, key=lambda path: (path.count("."), path.rpartition(".")[2] != "kind")):
         *parents, last = path.split(".")
         section = tree
         for depth, name in enumerate(parents):
@@ -172,6 +175,9 @@ def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
             section = below
         if last == "kind" and section.get("kind") != changes[path]:
             section.clear()
+        below = section.get(last)
+        if isinstance(below, dict) and "kind" in below and below["kind"] == changes[path]:
+            continue  # `rule=sgd` is short for `rule.kind=sgd`
         section[last] = changes[path]
 
 

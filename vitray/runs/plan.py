@@ -17,6 +17,7 @@ from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
+from vitray.tracking.model_uri import check_model_name
 from vitray.training.schedule import Triggers, in_steps, total_steps
 
 if TYPE_CHECKING:
@@ -302,6 +303,7 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
     if run.data.mix.is_mixing and batch % 2:
         raise ConfigError(f"optim.batch: got {batch}, wanted an even number, as mixup and cutmix pair images")
+    check_model_name(run.tracking.register_as)
     if run.tracking.promote and run.task.kind in ("masked", "tokenizer"):
         raise ConfigError(f"tracking.promote: got a rule, wanted null: a task of kind {run.task.kind} has no top-1")
     if run.tracking.promote and (run.data.val is None or run.data.development):

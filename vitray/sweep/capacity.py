@@ -78,17 +78,18 @@ def fit_trials(nodes: Sequence[Node], resources: TrialResources, trials: int = 1
     free = [_free_cpus(node, resources, max(1, drivers_per_cpu), trials * workers) for node in nodes]
     prices = [_price(steps, 0, index) for index, steps in enumerate(free) if len(steps) > 1]
     heapq.heapify(prices)
-    whole, fine = sum(steps[0].whole for steps in free), sum(steps[0].drivers for steps in free)
+    free_cpus, driver_slots = sum(steps[0].whole for steps in free), sum(steps[0].drivers for steps in free)
     placed, best, spread = [0] * len(nodes), 0, [0] * len(nodes)
     while prices and sum(placed) < trials * workers:
         *_, index = heapq.heappop(prices)
         before, after = free[index][placed[index] : placed[index] + 2]
         placed[index] += 1
-        whole, fine = whole - before.whole + after.whole, fine - before.drivers + after.drivers
+        free_cpus += after.whole - before.whole
+        driver_slots += after.drivers - before.drivers
         if placed[index] + 1 < len(free[index]):
             heapq.heappush(prices, _price(free[index], placed[index], index))
         number, rest = divmod(sum(placed), workers)
-        if not rest and whole >= number * data and fine >= number * drivers:
+        if not rest and free_cpus >= number * data and driver_slots >= number * drivers:
             best, spread = number, list(placed)
     return Capacity(best, tuple(spread), resources, _limit(nodes, resources, trials, best))
 

@@ -81,8 +81,7 @@ def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str,
     path = storage.join(sweep_dir, SWEEP_META)
     if storage.exists(path):
         meta = json.loads(storage.read_bytes(path))
-        if meta["base"] != base.to_yaml():
-            changes = difference(_run_from(meta["base"]), base)
+        if changes := difference(_run_from(meta["base"]), base):
             raise ConfigError(f"{name}: a sweep of this name differs in {'; '.join(changes)}; choose another --name")
         # The space may have grown or shrunk: the trial store compares the settings of each trial.
         return meta["uid"], meta["began"]
@@ -100,7 +99,7 @@ def _run_from(text: str) -> Run:
 
 @contextmanager
 def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]]:
-    """Yield file system and path of Tune's folder: a local one that nothing reads, or one to pass checkpoints on."""
+    """Yield file system and path of Tune's folder: a part of the sweep's if trials share checkpoints, else local."""
     if is_shared:
         url = storage.join(sweep_dir, "population")
         storage.remove(url)
@@ -109,6 +108,15 @@ def _tune_folder(sweep_dir: str, *, is_shared: bool) -> Iterator[tuple[Any, str]
     else:
         with scratch_folder() as scratch:
             yield storage.filesystem(str(scratch))
+
+
+def trial_environment() -> dict[str, str]:
+    """Return the absolute addresses of MLflow and of the user's files: a trial has its own working folder."""
+    from vitray.tracking.mlflow_client import database_file, tracking_uri, user_dir
+
+    file = database_file(uri := tracking_uri())
+    home = {"VITRAY_HOME": str(user_dir().absolute())} if "VITRAY_HOME" in os.environ else {}
+    return {"MLFLOW_TRACKING_URI": f"sqlite:///{file}" if file else uri} | home
 
 
 def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Ownership) -> None:
@@ -121,12 +129,9 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
     from vitray.sweep.schedulers import build_scheduler
     from vitray.sweep.searcher import TrialSearcher
     from vitray.sweep.trial import TrialContext, TrialTrainable
-    from vitray.tracking.mlflow_client import tracking_uri
 
     for module, level in QUIET_LOGGERS.items():
         logging.getLogger(module).setLevel(level)
-    environment = {"MLFLOW_TRACKING_URI": tracking_uri()}
-    environment |= {name: os.environ[name] for name in ("VITRAY_HOME",) if name in os.environ}
     assert plan.run_plan is not None, "planned before its stages were ready"
     assert plan.dataset is not None, "planned before its stages were ready"
     space, resources = info.space, plan.capacity.resources
@@ -142,7 +147,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
         trials=plan.trials,
         resources=resources,
         has_cpus=plan.has_cpus,
-        environment=environment,
+        environment=trial_environment(),
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
     listener, searcher = TrialListener(store), None

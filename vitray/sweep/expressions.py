@@ -31,8 +31,10 @@ COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], bool]] = {
     ast.In: lambda part, whole: part in whole,
     ast.NotIn: lambda part, whole: part not in whole,
 }
-PARTS = (ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or)
-SIGNS = (ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare)
+ALLOWED_NODES = (
+    *(ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not),
+    *(ast.USub, ast.BinOp, ast.Compare, *ARITHMETIC, *COMPARISONS),
+)
 
 
 def names_in(expression: str) -> frozenset[str]:
@@ -66,7 +68,7 @@ def _parsed(expression: str) -> ast.expr:
         if depth > DEEPEST:
             raise ConfigError(f"{short(expression)}: wanted at most {DEEPEST} levels of operators and brackets")
     for node in ast.walk(tree):
-        legal = isinstance(node, (*PARTS, *SIGNS, *ARITHMETIC, *COMPARISONS))
+        legal = isinstance(node, ALLOWED_NODES)
         if not legal or (isinstance(node, ast.Constant) and not isinstance(node.value, str | int | float | None)):
             got = type(node).__name__.lower()
             raise ConfigError(f"{short(expression)}: {got} is not part of the language, wanted {LANGUAGE}")

@@ -46,11 +46,11 @@ class TrialListener(tune.Callback):
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """Record that Tune has stopped a trial, unless it has ended by itself."""
-        self._store.stop(trial.config["name"])
+        self._store.mark_stopped(trial.config["name"])
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """Record that the process of a trial has failed for the last time."""
-        self._store.lose(trial.config["name"])
+        self._store.mark_failed(trial.config["name"])
 
 
 class InterruptionStopper(tune.Stopper):

@@ -14,7 +14,17 @@ from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import evaluation_gpus
 from vitray.runs.plan import Plan, PlannedRun, check_schedule, make_plan
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
-from vitray.sweep.space import Space, SweepPoint, check_space, name_of, placeholders, run_of, stage_space
+from vitray.sweep.space import (
+    Space,
+    SweepPoint,
+    check_set_once,
+    check_space,
+    name_of,
+    placeholders,
+    run_of,
+    stage_models,
+    stage_space,
+)
 
 # Metrics of every evaluation.
 METRICS = ("val/top1", "val/top5", "val/loss")
@@ -67,6 +77,9 @@ class Stage(NamedTuple):
 
 def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_dir: str) -> list[Stage]:
     """Return the stages of the sweep in a folder, each checked to be a sweep of valid runs."""
+    from vitray.tracking.model_uri import check_model_name
+
+    check_model_name(base.tracking.register_as)
     base = _with_absolute_urls(base)
     values = base.dotted()
     if base.tracking.promote:
@@ -78,6 +91,8 @@ def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_di
     for name in space.before:
         run, args = recipes[name]
         try:
+            check_set_once(args[1:], space.before[name].settings, "the space")
+            check_set_once(args[1:], shared, "the sweep")
             recipe = Recipe(run.replace(shared), [*args, *(f"{path}={json.dumps(shared[path])}" for path in shared)])
             stages.append(Stage(name, recipe, stage_space(space, name, points, sweep_dir)))
             check_space(stages[-1].space, recipe.run)
@@ -109,8 +124,12 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     runs = [run_of(base, point, sweep_dir) for point in points.values()]
     for run in runs:
         _check_goal(run, space)
-    startable = [run for run, point in zip(runs, points.values(), strict=True) if ready or not point.before]
-    first = make_plan(startable[0]) if startable else None
+    missing = [_stages_without_model(point, sweep_dir) if ready else list(point.before) for point in points.values()]
+    startable = next((run for run, stages in zip(runs, missing, strict=True) if not stages), None)
+    if ready and startable is None:
+        failed = ", ".join(dict.fromkeys(f"before.{stage}" for stages in missing for stage in stages))
+        raise ConfigError(f"{failed}: no trial can start, as each one starts from a run that failed")
+    first = make_plan(startable) if startable else None
     if first:
         for name, run in zip(points, runs, strict=True):
             _check_schedule(name, run, first)
@@ -124,6 +143,11 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         capacity=capacity,
         summary=describe_capacity(capacity, trials, nodes),
     )
+
+
+def _stages_without_model(point: SweepPoint, sweep_dir: str) -> list[str]:
+    folders = stage_models(point.before, sweep_dir)
+    return [stage for stage, folder in folders.items() if not storage.exists(storage.join(folder, "run.yaml"))]
 
 
 def _check_goal(run: Run, space: Space) -> None:
@@ -197,6 +221,8 @@ def _with_absolute_urls(base: Run) -> Run:
         changes["task.weights"] = pin_uri(base.task.weights)
     if base.distill is not None:
         changes["task.distill.teacher"] = pin_uri(base.distill.teacher)
+    if base.task.kind == "masked" and base.task.objective.kind == "beit":
+        changes["task.objective.tokenizer"] = pin_uri(base.task.objective.tokenizer)
     return base.replace(changes) if changes else base
 
 

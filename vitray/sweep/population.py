@@ -19,7 +19,7 @@ from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
 from vitray.runs.plan import Plan
 from vitray.sweep.plan import with_absolute_addresses
-from vitray.sweep.schedulers import TIME, share_of
+from vitray.sweep.schedulers import PROGRESS_KEY, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
 
@@ -61,7 +61,7 @@ class _Scheduler(PopulationBasedTraining):
 def build_population(settings: Population, plan: Plan, space: Space, store: TrialStore) -> TrialScheduler:
     """Return the scheduler of a population."""
     return _Scheduler(
-        time_attr=TIME,
+        time_attr=PROGRESS_KEY,
         perturbation_interval=share_of(settings.every, plan),
         hyperparam_mutations={name: _draws(space.space[name]) for name in space.changeable},
         quantile_fraction=settings.share,

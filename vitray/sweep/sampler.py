@@ -27,6 +27,8 @@ class Observation(NamedTuple):
 
     asked: dict[str, Any]
     """The sampler's own parameters and notes of the point, as in `Suggestion`."""
+    drawn: dict[str, Any]
+    """{setting or variable: value} of the point."""
     record: TrialRecord
     cost: float | None
     """The cost that NSGA-II minimises; None while unknown."""
@@ -61,14 +63,17 @@ def ask(space: Space, observations: Sequence[Observation], attempt: int) -> Sugg
     study = optuna.create_study(sampler=sampler, directions=goals)
     distributions = _distributions(space)
     for observation in observations:
-        study.add_trial(_optuna_trial(space, observation, distributions))
+        if params := _params(space, observation):  # without points that the space has lost
+            study.add_trial(_optuna_trial(space, observation, params, distributions))
     trial = study.ask(dict(distributions))
     asked = {"params": trial.params, "notes": study.trials[-1].system_attrs}
     return Suggestion(_values(space, trial.params), asked)
 
 
-def _optuna_trial(space: Space, observation: Observation, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
-    """Return an observation as a trial of Optuna."""
+def _optuna_trial(
+    space: Space, observation: Observation, params: dict[str, Any], distributions: dict[str, BaseDistribution]
+) -> FrozenTrial:
+    """Return an observation, of a point with these parameters, as a trial of Optuna."""
     record = observation.record
     goal, has_cost = record.best(space.goal.mode), isinstance(space.search, Nsga2)
     values = None
@@ -86,7 +91,7 @@ def _optuna_trial(space: Space, observation: Observation, distributions: dict[st
     return optuna.create_trial(
         state=state,
         values=values,
-        params=observation.asked["params"],
+        params=params,
         distributions=distributions,
         system_attrs=observation.asked["notes"],
         intermediate_values=None if has_cost else dict(record.scores),
@@ -128,3 +133,28 @@ def _values(space: Space, params: dict[str, Any]) -> dict[str, Any]:
         if name not in drawn:
             drawn[name] = params[name] if each.values is None else each.values[params[name]]
     return drawn
+
+
+def _params(space: Space, observation: Observation) -> dict[str, Any] | None:
+    """Return the sampler's parameters of a point in this space; None if the space no longer has the point.
+
+    The stored ones number the listed values, which may have changed since; in a range they have all digits.
+    """
+    tied, drawn, params = _tied(space), observation.drawn, dict[str, Any]()
+    try:
+        if tied:
+            params[" ".join(tied)] = list(space.combinations(tied)).index({name: drawn[name] for name in tied})
+        for name, each in space.drawn.items():
+            if name in tied:
+                continue
+            if each.values is not None:
+                params[name] = each.values.index(drawn[name])
+                continue
+            exact = observation.asked["params"].get(name, drawn[name])
+            params[name] = value = exact if each.snap(exact) == drawn[name] else drawn[name]
+            low, high = each.extremes
+            if not low <= value <= high or (each.quniform and each.snap(value) != drawn[name]):
+                return None
+    except (KeyError, ValueError):  # another name, or another value
+        return None
+    return params

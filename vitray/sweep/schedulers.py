@@ -13,7 +13,7 @@ from vitray.sweep.space import Space
 from vitray.training.schedule import in_steps
 
 # The name of a result's share of the run, and the share of a whole run: a whole number, as rungs must be met exactly.
-TIME, WHOLE = "share", 10**6
+PROGRESS_KEY, FULL_RUN = "share", 10**6
 
 
 class _Median(MedianStoppingRule):
@@ -25,19 +25,19 @@ class _Median(MedianStoppingRule):
 
 
 def progress(step: int, steps: int | None) -> int:
-    """Return the share of a run in parts of `WHOLE`, rounded up; 0, before any rung, for a run of unknown length."""
-    return -(-WHOLE * step // steps) if steps else 0
+    """Return the share of a run in parts of `FULL_RUN`, rounded up; 0, before any rung, for a run of unknown length."""
+    return -(-FULL_RUN * step // steps) if steps else 0
 
 
 def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
-    """Return the scheduler of a space; `grace` is converted to a share by the plan of the sweep's own run."""
+    """Return the scheduler of a space; the plan, of the first trial that can start, converts `grace` to a share."""
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
-                time_attr=TIME, max_t=WHOLE, grace_period=share_of(grace, plan), reduction_factor=reduction
+                time_attr=PROGRESS_KEY, max_t=FULL_RUN, grace_period=share_of(grace, plan), reduction_factor=reduction
             )
         case Median(grace=grace):
-            return _Median(time_attr=TIME, grace_period=share_of(grace, plan))
+            return _Median(time_attr=PROGRESS_KEY, grace_period=share_of(grace, plan))
         case _:
             return FIFOScheduler()
 
@@ -45,4 +45,4 @@ def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
 def share_of(duration: str, plan: Plan) -> int:
     """Return a duration as a share of the plan's run."""
     # Rounded down, so that a run which is there by its steps is there by its share.
-    return max(1, min(WHOLE, WHOLE * in_steps(duration, plan.steps_per_epoch) // plan.steps))
+    return max(1, min(FULL_RUN, FULL_RUN * in_steps(duration, plan.steps_per_epoch) // plan.steps))

@@ -93,7 +93,7 @@ class TrialSearcher(Searcher):
 
         cost = getattr(self._space.search, "against", None)
         observations = [
-            Observation(entry.asked, self._store.record(name), cost and self._store.cost(name, cost))
+            Observation(entry.asked, entry.point.drawn, self._store.record(name), cost and self._store.cost(name, cost))
             for name, entry in self._store.entries.items()
             if entry.asked is not None
         ]

@@ -14,7 +14,15 @@ from vitray.runs.run_dir import RUN_META
 from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import SweepPlan
-from vitray.sweep.report import SweepResult, TrialResult, is_imagenet, paper_result, write_report
+from vitray.sweep.report import (
+    Measure,
+    SweepResult,
+    TrialResult,
+    is_imagenet,
+    leader,
+    paper_result,
+    write_report,
+)
 from vitray.sweep.space import resolve_stages
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 from vitray.sweep.trial_store import TrialStore
@@ -88,8 +96,7 @@ class SweepLogger:
                 if trial.state in ("stopped early", "failed") and self.store.outcome(trial.name).mlflow_run is None
             }
         )
-        scored = [trial for trial in trials if trial.goal is not None and trial.state != "failed"]
-        best = (max if goal.mode == "max" else min)(scored, key=lambda trial: trial.goal or 0, default=None)
+        best = leader([trial for trial in trials if trial.state != "failed"], Measure(goal.metric, goal.mode))
         if best:
             from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
 
@@ -98,6 +105,8 @@ class SweepLogger:
                 self._tracker.model(result.model, register_as=registered, top1=result.val_top1)
                 if fault := log_registered_figures(self._tracker, result.model):
                     self._console.line(f"  {fault}")
+            elif registered:
+                self._console.line(f"  no model is registered as {registered}: {best.name} is {best.state}")
             self._tracker.tag("vitray.best", best.name)
         self._tracker.end("FINISHED")
         states = [trial.state for trial in trials]

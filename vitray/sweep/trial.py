@@ -25,7 +25,7 @@ from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
-from vitray.sweep.schedulers import TIME, progress
+from vitray.sweep.schedulers import PROGRESS_KEY, progress
 from vitray.sweep.trial_store import (
     TrialOutcome,
     TrialRecord,
@@ -36,7 +36,7 @@ from vitray.sweep.trial_store import (
     write_record,
 )
 from vitray.training.checkpoints import complete_steps
-from vitray.training.ownership import check_owner
+from vitray.training.ownership import check_owner, check_visible
 
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0
@@ -140,6 +140,11 @@ class TrialTrainable(tune.Trainable):
 
     def _run(self, name: str, settings: Mapping[str, Any]) -> None:
         run_dir = storage.join(self._context.sweep_dir, name)
+        try:
+            check_visible(self._context.sweep_dir, self._context.owner)
+        except ConfigError as error:  # nothing is written: the folder would be one of this node
+            self._results.put(_score(0, None, float("nan")) | {"state": "failed", "done": True, "reason": str(error)})
+            return
         record = read_record(run_dir)
         for step, value in () if self._context.is_population else record.scores:
             if self._should_stop(step, record.steps, value):
@@ -215,7 +220,7 @@ class TrialTrainable(tune.Trainable):
 
 
 def _score(step: int, steps: int | None, value: float) -> dict[str, Any]:
-    return {"step": step, "steps": steps, TIME: progress(step, steps), "goal": value}
+    return {"step": step, "steps": steps, PROGRESS_KEY: progress(step, steps), "goal": value}
 
 
 def _results(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Trials of a sweep: their points, in order, and the record and outcome of each, on disk and in the driver's memory."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -40,8 +41,9 @@ class TrialRecord(NamedTuple):
     """Of the whole run; None before its first score."""
 
     def best(self, mode: Literal["max", "min"]) -> float | None:
-        """Return the best score so far."""
-        return (max if mode == "max" else min)((value for _, value in self.scores), default=None)
+        """Return the best finite score so far: a loss of NaN is none."""
+        finite = (value for _, value in self.scores if math.isfinite(value))
+        return (max if mode == "max" else min)(finite, default=None)
 
     @property
     def is_over(self) -> bool:
@@ -157,14 +159,19 @@ class TrialStore:
         self._submitting = threading.Lock()
         stored = read_entries(sweep_dir)
         # Through JSON, so that tuples compare equal to stored lists.
-        given = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
-        for name, entry in given.items():
-            old, new = stored.get(name, entry).point, entry.point
-            if (old.settings, old.before) != (new.settings, new.before):
+        entries = {name: TrialEntry(SweepPoint(*json.loads(json.dumps(point)))) for name, point in points.items()}
+        # A trial keeps its first name and its folder: an added value may change the names of all points.
+        names = {_identity(entry): name for name, entry in reversed(stored.items()) if not entry.continues}
+        names |= {_identity(stored[name]): name for name in entries if name in stored}
+        given: dict[str, TrialEntry] = {}
+        for name, entry in ((names.get(_identity(entry), name), entry) for name, entry in entries.items()):
+            old = given.get(name, stored.get(name, entry))
+            if _identity(old) != _identity(entry):
                 raise ConfigError(
-                    f"{sweep_dir}: the space now gives trial {name} {new.settings}, it started with {old.settings};"
-                    " choose another --name"
+                    f"{sweep_dir}: the space now gives trial {name} {entry.point.settings}, it started with"
+                    f" {old.point.settings}; choose another --name"
                 )
+            given[name] = entry
         continuations = {name: entry for name, entry in stored.items() if entry.continues}
         self.entries = stored if learns else given | continuations
         # Points that the space has lost stay on disk: the space may get them back.
@@ -226,17 +233,17 @@ class TrialStore:
             self._costs[name] = {cost: result[cost] for cost in get_args(Cost) if cost in result}
         self._records[name] = record
 
-    def stop(self, name: str) -> None:
+    def mark_stopped(self, name: str) -> None:
         """Record that Tune has stopped a trial, unless it has ended by itself."""
         self._end(name, "stopped early")
 
     def replace(self, name: str, earlier: str) -> None:
         """Record that a trial has taken the place of an earlier one; a thread writes it."""
         self.entries[name] = self.entries[name]._replace(replaces=earlier)
-        self.stop(earlier)
+        self.mark_stopped(earlier)
         self._submit_points()
 
-    def lose(self, name: str) -> None:
+    def mark_failed(self, name: str) -> None:
         """Record that the process of a trial has failed for the last time."""
         self._end(name, "failed", "its process failed")
 
@@ -334,6 +341,11 @@ class TrialStore:
         if self._owner:
             check_owner(self.sweep_dir, self._owner)
         storage.write_bytes(storage.join(self.sweep_dir, POINTS), content)
+
+
+def _identity(entry: TrialEntry) -> str:
+    """Return the settings and stages of a trial as text; its name only describes them."""
+    return json.dumps([entry.point.settings, entry.point.before], sort_keys=True)
 
 
 def _for_each(read: Callable[[str], None], names: Collection[str]) -> None:

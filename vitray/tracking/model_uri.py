@@ -33,6 +33,12 @@ _MODEL_URI = re.compile(
 )
 
 
+def check_model_name(name: str | None) -> None:
+    """Refuse a name that MLflow's registry refuses, or that its addresses cannot hold; None is no name."""
+    if set(name or "") & set("/:@"):
+        raise ConfigError(f"tracking.register_as: got {name!r}, wanted a name without /, : and @")
+
+
 def is_model_uri(url: str) -> bool:
     """Whether only MLflow can resolve the address."""
     return url.startswith(("models:/", "runs:/"))

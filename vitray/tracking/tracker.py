@@ -65,6 +65,9 @@ class Tracker:
             self._spool = Spool(folder, LOCK_TIMEOUT)
         except BlockingIOError:
             raise ConfigError(f"{folder}: another process tracks this run; wanted that it ends first") from None
+        except OSError as error:
+            wanted = "wanted VITRAY_HOME as a folder that this process may write to"
+            raise ConfigError(f"{folder}: cannot keep the run's records: {one_line(error)}; {wanted}") from None
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in params.items()}
         source = {"mlflow.source.name": source_name(), "mlflow.source.type": "LOCAL"}
         source |= {f"mlflow.source.{key}": tags[key] for key in ("git.commit", "git.dirty") if key in tags}

@@ -4,7 +4,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vitray.errors import one_line
+from vitray.errors import ConfigError, one_line
 from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
@@ -18,6 +18,7 @@ LOG = logging.getLogger("vitray.tracking")
 
 BEGIN_TAG = "vitray.begun"
 REASON_TAG = "vitray.reason"
+PARENT_TAG = "mlflow.parentRunId"
 # MLflow's pages of model training, rather than of language models.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -153,7 +154,11 @@ class Uploader:
         parents = self._find_runs(begin["parent"])
         if not parents and (spool_dir() / begin["parent"]).exists():
             raise OSError("the parent run has not reached MLflow yet")
-        return {"mlflow.parentRunId": parents[0].info.run_id} if parents else {}
+        return {PARENT_TAG: parents[0].info.run_id} if parents else {}
+
+    def _missing_parent_tag(self, run: "Run") -> dict[str, str]:
+        """Return the tag of a run that was created before its parent, on another node, had reached MLflow."""
+        return {} if PARENT_TAG in run.data.tags else self._parent_tag(self.spool.read(0)[0].body)
 
     def _send(self, run_id: str, batch: list[SpoolRecord]) -> None:
         body = batch[0].body
@@ -225,7 +230,11 @@ class Uploader:
             for param in params
             if run.data.params.get(param.key, param.value) != param.value
         ]
-        tags = body["tags"] | {BEGIN_TAG: str(body["time"]), "mlflow.note.content": body["description"]}
+        tags = (
+            body["tags"]
+            | self._missing_parent_tag(run)
+            | {BEGIN_TAG: str(body["time"]), "mlflow.note.content": body["description"]}
+        )
         self._send_tags(run_id, tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
@@ -256,8 +265,11 @@ class Uploader:
         self._delete_duplicates(run.data.tags[UID_TAG])
         if self._is_stale:
             return
+        tags = self._missing_parent_tag(run)
         if body["reason"] is not None or REASON_TAG in run.data.tags:  # replace the reason of an earlier attempt
-            self._send_tags(run_id, {REASON_TAG: body["reason"] or ""})
+            tags[REASON_TAG] = body["reason"] or ""
+        if tags:
+            self._send_tags(run_id, tags)
         self.client.set_terminated(run_id, body["status"], body["time"])
 
     def _send_kill(self, body: dict[str, Any]) -> None:
@@ -276,10 +288,13 @@ class Uploader:
             LOG.debug("tracking: %s", one_line(tag_error))
 
 
-def _is_permanent(error: Exception) -> bool:
+def _is_permanent(error: BaseException) -> bool:
     """Whether a retry cannot succeed."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         return error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE")
-    return not isinstance(error, OSError)
+    if isinstance(error, ConfigError) and error.__context__ is not None:  # a message in place of another error
+        return isinstance(error.__context__, FileNotFoundError) or _is_permanent(error.__context__)
+    is_from_s3 = type(error).__module__.partition(".")[0] in ("boto3", "botocore")  # unreachable, or it refuses
+    return not (is_from_s3 or isinstance(error, OSError))

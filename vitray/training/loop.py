@@ -39,6 +39,7 @@ from vitray.training.heartbeat import HeartbeatSender
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
 from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
+from vitray.training.ownership import check_visible
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
 from vitray.training.schedule import CheckTimer, Triggers, learning_rate, total_steps
@@ -72,6 +73,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
     """Take every step from the last checkpoint to the end."""
     run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
     client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
+    check_visible(context.run_dir, context.owner)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     client.send(WorkersStarted(device_name, share.workers))
     if device.type == "cpu":

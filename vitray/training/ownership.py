@@ -15,6 +15,7 @@ reads it for LEASE_SECONDS. No clocks of two machines are compared.
 import itertools
 import json
 import random
+import socket
 import sys
 import threading
 import time
@@ -198,6 +199,16 @@ def check_owner(folder: str, owner: str) -> None:
         f"{folder}: taken over by {latest or 'another process'}, as this process did not renew its lease for"
         f" {LEASE_SECONDS:.0f} s; this process ends and writes nothing more"
     )
+
+
+def check_visible(folder: str, owner: str | None) -> None:
+    """Refuse a folder in which this node does not see its owner's claim; None or "" is no owner."""
+    # By its name, which is new: a network file system may repeat an earlier listing for a minute.
+    if owner and not storage.is_remote(folder) and not storage.exists(_file(folder, owner, CLAIM)):
+        raise ConfigError(
+            f"--out: {folder} of the driver is not visible on node {socket.gethostname()}; wanted s3://bucket/key, or a"
+            " path that all nodes share"
+        )
 
 
 def _names(folder: str) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.bench.rounds import circumstances, progress
+from vitray.cluster.storage_check import check_outlives_job
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides
 from vitray.data.augment.batch import normalised
@@ -75,6 +76,7 @@ class Export(NamedTuple):
 def export_network(request: ExportRequest) -> Export:
     """Write an export and return it; refuse one whose top-1 changes exceed the bound, and leave nothing then."""
     out = request.out or f"exports/{short_name(request.model)}-{request.target}"
+    check_outlives_job(out)
     check_request(request, out)
     url = pin_uri(request.model)
     run, vit, classes = open_weights(url, parse_overrides(request.settings))

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides, read_recipe, short
-from vitray.config.sweep import MOST_POINTS, slug
+from vitray.config.sweep import MOST_POINTS, Distribution, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
@@ -59,12 +59,16 @@ def extend_space(space: Space, additions: Sequence[str]) -> Space:
         distribution = listing[name]
         if distribution.cases:
             raise ConfigError(f"{where}: add a case in the file of the space")
-        if slug(value) in map(slug, distribution.values or ()):
-            raise ConfigError(f"{where}: the space already has this value of {name}")
         tree = space.model_dump()
         kind = "grid" if distribution.seeds else distribution.kind
         tree["space"][name] = {kind: [*(distribution.values or ()), value]}
-        wider = Space.model_validate(tree)
+        try:
+            Distribution(grid=(value,))  # first, as `slug` reads no NaN
+            if slug(value) in map(slug, distribution.values or ()):
+                raise ConfigError(f"{where}: the space already has this value of {name}")
+            wider = Space.model_validate(tree)
+        except ValidationError as invalid:
+            raise explain_error(invalid, Space, {}, where) from None
         _check(wider, {}, where)
         if space.search.kind == "grid" and len(grid_points(wider)) == len(grid_points(space)):
             raise ConfigError(f"{where}: adds no point that `where` allows")
@@ -84,10 +88,14 @@ def split_overrides(space: Space, overrides: Sequence[str]) -> tuple[list[str], 
 
 def check_overrides(space: Space, overrides: Sequence[str]) -> None:
     """Refuse an override of a setting that the space sets."""
-    for path in parse_overrides(overrides):
-        other = next((setting for _, setting in swept_settings(space) if f"{path}.".startswith(f"{setting}.")), None)
-        if other:
-            raise ConfigError(f"override {path}=...: the space sets {other} too; set it in one place")
+    check_set_once(overrides, [setting for _, setting in swept_settings(space)], "the space")
+
+
+def check_set_once(overrides: Sequence[str], settings: Iterable[str], setter: str) -> None:
+    """Refuse an override of one of these settings, which another place sets too."""
+    for path, setting in itertools.product(parse_overrides(overrides), settings):
+        if f"{path}.".startswith(f"{setting}."):
+            raise ConfigError(f"override {path}=...: {setter} sets {setting} too; set it in one place")
 
 
 def check_space(space: Space, base: Run) -> list[SweepPoint]:

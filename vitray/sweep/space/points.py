@@ -34,7 +34,7 @@ from vitray.config.validation import sections_in
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
-LONGEST_NAME = 240  # bytes; file systems allow 255 for a folder
+LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
 Scheduler = NoScheduler | Asha | Median | Population
 # Settings that a checkpoint of a run does not depend on; with a final dot, all settings of a section.
 CHANGEABLE = ("optim.lr", "data.augment.", "data.mix.")
@@ -167,10 +167,13 @@ def run_of(base: Run, point: SweepPoint, sweep_dir: str = "") -> Run:
 
 def resolve_stages(settings: Mapping[str, Any], before: Mapping[str, str], sweep_dir: str) -> dict[str, Any]:
     """Return settings with the model folder of the stage in place of `{stage}`."""
-    folders = {
-        f"{{{stage}}}": f"{sweep_dir}/{STAGES_DIR}/{stage}/{stage}={case}/model" for stage, case in before.items()
-    }
+    folders = {f"{{{stage}}}": folder for stage, folder in stage_models(before, sweep_dir).items()}
     return _map_texts(settings, lambda text: folders.get(text, text))
+
+
+def stage_models(before: Mapping[str, str], sweep_dir: str) -> dict[str, str]:
+    """Return {stage: model folder of its run} for {stage: case}."""
+    return {stage: f"{sweep_dir}/{STAGES_DIR}/{stage}/{stage}={case}/model" for stage, case in before.items()}
 
 
 def stage_space(space: Space, stage: str, points: Iterable[SweepPoint], sweep_dir: str) -> Space:
