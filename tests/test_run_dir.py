@@ -52,6 +52,8 @@ def test_a_fork_keeps_its_source_until_it_has_a_checkpoint(tmp_path, group):
 def test_an_existing_run_is_not_forked_again(tmp_path):
     first, second = (opened(tmp_path, name, settings()) for name in ("first", "second"))
     save(first, settings())
-    with pytest.raises(ConfigError, match="--fork: got first, second exists and started from random weights"):
+    with pytest.raises(
+        ConfigError, match="--fork: got first, wanted another --name: second exists and started from no"
+    ):
         opened(tmp_path, "second", settings(), "first")
     assert fork_source(second) is None

@@ -57,8 +57,8 @@ def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
         if fork and fork != meta["forked_from"]:
-            before = meta["forked_from"] or "random weights"
-            raise ConfigError(f"--fork: got {fork}, {name} exists and started from {before}; wanted another --name")
+            before = meta["forked_from"] or "no other run"
+            raise ConfigError(f"--fork: got {fork}, wanted another --name: {name} exists and started from {before}")
         _check_same(run_dir, name, run, plan, meta)
         storage.abort_uploads(run_dir)  # left by a killed writer
         return meta["uid"]

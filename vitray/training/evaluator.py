@@ -73,6 +73,11 @@ class Evaluator:
             del self._started[step]
             yield step, scores
 
+    def is_ready(self, seconds: float) -> bool:
+        """Whether all evaluations have finished; waits for them for some seconds."""
+        tasks = list(self._started.values()) if self._is_separate else []
+        return not tasks or not ray.wait(tasks, num_returns=len(tasks), timeout=seconds)[1]
+
     @property
     def pending(self) -> list[int]:
         """The steps whose evaluations are running."""

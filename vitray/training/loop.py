@@ -46,6 +46,8 @@ from vitray.training.schedule import CheckTimer, Triggers, learning_rate, total_
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Seconds between two meetings of the workers while rank 0 waits at the end of a run.
+MEET_SECONDS = 5.0
 
 
 def worker(config: dict[str, WorkerContext]) -> WorkerResult:
@@ -228,12 +230,13 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             evaluator.start(total)
             if total not in prober.pending:
                 prober.start(total, learner, is_last=True)
+        await_results(evaluator, prober)
         log_scores(evaluator.finished(wait=True), state, client)
         log_probes(prober.finished(wait=True), context, state, client)
         if state.latest:
             client.evaluation(state.latest)
     close_pipeline()
-    if has_collapsed() and ending != "stopped early":
+    if largest(int(has_collapsed())) and ending != "stopped early":  # only rank 0 has probes
         return WorkerResult("failed", state.step, f"stopped by guard.on_collapse: {state.collapse}")
     return WorkerResult(
         ending,
@@ -326,6 +329,18 @@ def largest(number: int) -> int:
     numbers = torch.tensor([number], device=ray.train.torch.get_device())
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return int(numbers)
+
+
+def await_results(evaluator: Evaluator, prober: Prober) -> None:
+    """Wait for rank 0's separate evaluations and probes; the workers meet meanwhile, as a collective has a time limit.
+
+    Probes have one, too.
+    """
+    while largest(int(not evaluator.is_ready(MEET_SECONDS))):
+        continue
+    since = time.monotonic()
+    while largest(int(not prober.is_ready(MEET_SECONDS, time.monotonic() - since))):
+        continue
 
 
 def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss: float) -> str:
