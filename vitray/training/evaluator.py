@@ -132,12 +132,16 @@ class Scorer:
         """Return the score of the task's current weights."""
         run, task, device = self._run, self._task, self._device
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
-        data, precision = EvaluationSet(batches, self._val.images, run.data.normalise), autocast(run, device)
+        val, precision = self._val, autocast(run, device)
+        data = EvaluationSet(batches, val.images, run.data.normalise, lambda: list(val.corrupt))
         if isinstance(task, Supervised):
             classes = run.model.num_classes or 0
             score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
-            return score._replace(examples=self._examples and self._examples.look(task.vit))
-        return evaluate_loss(task, task.pictures, data, device, precision, self._forward)
+            score = score._replace(examples=self._examples and self._examples.look(task.vit))
+        else:
+            score = evaluate_loss(task, task.pictures, data, device, precision, self._forward)
+        val.check_corrupt(score.corrupt)
+        return score
 
 
 def autocast(run: Run, device: torch.device) -> torch.autocast:
@@ -148,6 +152,10 @@ def autocast(run: Run, device: torch.device) -> torch.autocast:
 def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, client: DriverClient) -> None:
     """Add finished evaluations to the state and send their metrics."""
     for step, scores in finished:
+        corrupt = scores[-1].corrupt
+        if corrupt and (state.latest is None or state.latest.corrupt != corrupt):
+            few = ", ".join(corrupt[:5]) + (f" and {len(corrupt) - 5} more" if len(corrupt) > 5 else "")
+            client.note(f"no score counts {len(corrupt)} of the evaluated images, which cannot be decoded: {few}")
         state.add_scores(step, scores)
         best = {"best/val_top1": state.best_top1, "best/val_loss": state.best_loss}
         values = {name: value for name, value in best.items() if value is not None}

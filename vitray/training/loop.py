@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -26,6 +27,7 @@ from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, OwnershipLost
+from vitray.evaluation.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tracking.system_info import SystemSampler
@@ -137,7 +139,11 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         heartbeat.at(step, "metrics")
         wanted = timer.steps_to_next(state.step) if is_check and share.rank == 0 else 0
         is_stopping = client.is_stop_requested() or has_collapsed()
-        metrics, is_interrupted, interval = all_reduce_metrics(unread, device, is_stopping, wanted)
+        corrupt = train.new_corrupt()
+        metrics, (stops, interval, new) = all_reduce_metrics(unread, device, [is_stopping, wanted, len(corrupt)])
+        is_interrupted = stops > 0
+        if new:
+            train.merge_corrupt(gather_names(corrupt))
         elapsed = time.perf_counter() - since
         if is_check:
             next_check = state.step + interval
@@ -308,18 +314,18 @@ def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) ->
 
 
 def all_reduce_metrics(
-    unread: dict[int, Tensor], device: torch.device, is_stop_requested: bool, interval: int
-) -> tuple[list[list[float]], bool, int]:
-    """Return loss and gradient norm of each step over all workers, whether any flag is set, and rank 0's interval.
+    unread: dict[int, Tensor], device: torch.device, counts: Sequence[int]
+) -> tuple[list[list[float]], list[int]]:
+    """Sum losses and gradient norms of each step over the workers in one collective, which also carries some counts.
 
-    The interval of the other workers is 0. The only place that waits for the device.
+    The only place that waits for the device.
     """
-    flags = torch.tensor([float(is_stop_requested), float(interval)], device=device)
-    numbers = torch.stack([flags, *unread.values()]).double()
+    own = torch.tensor(counts, dtype=torch.float64, device=device)
+    numbers = torch.cat([own, *(each.double() for each in unread.values())])
     if dist.is_initialized():
         dist.all_reduce(numbers)
-    (stops, agreed), *metrics = numbers.tolist()
-    return metrics, stops > 0, int(agreed)
+    sums, at = numbers.tolist(), len(counts)
+    return [sums[start : start + 2] for start in range(at, len(sums), 2)], [int(each) for each in sums[:at]]
 
 
 def largest(number: int) -> int:
