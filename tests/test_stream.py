@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from ray.exceptions import RayError
 
 from pipelines.__main__ import main
 from vitray import storage
@@ -33,9 +35,10 @@ from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, S
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
+from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
+from vitray.data.stream.preview import sample_sheet
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
@@ -439,6 +442,13 @@ def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
     assert len(stream.corrupt) == 2
 
 
+def test_a_preview_leaves_out_corrupt_images(tmp_path):
+    dataset = broken(tmp_path, rows=(0, 150))
+    assert len(sample_sheet(dataset, "train", Augment(), (16, 16), (3, 1))) > 0
+    with pytest.raises(ConfigError, match="none of 1 images of split train can be decoded"):
+        sample_sheet(dataset, "train", Augment(), (16, 16), (1, 1))
+
+
 @pytest.mark.ray
 def test_the_stream_follows_the_planned_order(dataset, one_worker):
     stream = train_stream(dataset)
@@ -697,6 +707,19 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
     finally:
         forget_decoded(small, "train")
     forget_decoded(small, "train")
+
+
+@pytest.mark.ray
+def test_a_split_that_could_not_be_decoded_is_decoded_again(tmp_path, ray_cluster):
+    dataset = write(tmp_path / "away", [jpeg(index) for index in range(30)])
+    [shard] = [dataset.address(each) for each in dataset.splits["train"].shards]
+    open_shard(shard)  # this process keeps it open
+    Path(shard).rename(tmp_path / "elsewhere")
+    with pytest.raises(RayError):
+        decoded_split(dataset, "train")
+    (tmp_path / "elsewhere").rename(shard)
+    assert len(decoded_split(dataset, "train").blocks) == 1
+    forget_decoded(dataset, "train")
 
 
 @pytest.mark.ray
