@@ -14,9 +14,12 @@ from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
 TINY = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=5", "optim.batch=4"]
 
+MEAN, L1 = (f"task={{kind: masked, objective: {{kind: {kind}}}}}" for kind in ("mean_colour", "pixels_l1"))
+NO_CLASSES = "model.num_classes=null"
+
 
 def settings(*overrides):
-    return load_run(None, [*TINY, *overrides])
+    return load_run(None, list({each.partition("=")[0]: each for each in [*TINY, *overrides]}.values()))
 
 
 def save(run_dir, run):
@@ -57,3 +60,20 @@ def test_an_existing_run_is_not_forked_again(tmp_path):
     ):
         opened(tmp_path, "second", settings(), "first")
     assert fork_source(second) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "first"),
+    [
+        ([], ["model.layerscale=0.1"], r"vit.blocks.0.attn1.scale: got none, wanted \[64\]"),
+        ([], ["model.registers=2"], r"vit.registers: got none, wanted \[\S+ 64\]"),
+        (["model.pool=mean", "model.class_token=false"], ["model.pool=token"], "vit.class_token: got none"),
+        ([MEAN, NO_CLASSES], [L1, NO_CLASSES], r"head.weight: got \[512, 64\], wanted \[192, 64\]"),
+    ],
+)
+def test_a_fork_of_another_network_is_refused_before_ray_starts(tmp_path, before, after, first):
+    save(opened(tmp_path, "first", settings(*before)), settings(*before))
+    opened(tmp_path, "same", settings(*before, "optim.lr=1e-4"), "first")
+    with pytest.raises(ConfigError, match=f"--fork: .*/first is of another network: .*{first}"):
+        opened(tmp_path, "second", settings(*after), "first")
+    assert not (tmp_path / "second").exists()

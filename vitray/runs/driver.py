@@ -44,7 +44,8 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     run_dir = storage.join(out, name)
     check_storage(run_dir)
     with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
-        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork)
+        tokenizer = planned.tokenizer and planned.tokenizer.tokenizer
+        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork, tokenizer)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
             return outcome

@@ -4,7 +4,7 @@ import json
 import shlex
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vitray import storage
 from vitray.cluster import session
@@ -12,6 +12,9 @@ from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError, nearest
 from vitray.runs.plan import Plan, difference
+
+if TYPE_CHECKING:
+    from vitray.models.tokenizer import VisualTokenizer
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"
 
@@ -52,8 +55,13 @@ def finished_outcome(run_dir: str) -> Outcome | None:
     return Outcome(*(content.get(field) for field in Outcome._fields)) if content["state"] == "finished" else None
 
 
-def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None) -> str:
-    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one."""
+def open_run_dir(
+    run_dir: str, name: str, run: Run, plan: Plan, fork: str | None, tokenizer: "VisualTokenizer | None" = None
+) -> str:
+    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one.
+
+    A fork with objective beit needs its `tokenizer`.
+    """
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
         if fork and fork != meta["forked_from"]:
@@ -65,7 +73,7 @@ def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None
     if fork and isinstance(run.task, Finetune):
         raise ConfigError("--fork: task finetune starts from task.weights; wanted one of the two")
     if fork:
-        _check_fork(_source(run_dir, name, fork), run)
+        _check_fork(_source(run_dir, name, fork), run, tokenizer)
     uid = uuid.uuid4().hex
     meta = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
     meta |= {"weights_identity": plan.weights_identity, "teacher_identity": plan.teacher_identity}
@@ -129,10 +137,24 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
         )
 
 
-def _check_fork(source: str, run: Run) -> None:
+def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> None:
+    import torch
+
+    from vitray.tasks.build import build_task
+    from vitray.training import checkpoints
+
     before, now = stored_run(source).model, run.model
     if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
         raise ConfigError(
             f"--fork: the weights of {before.name} at {before.image_size} px do not fit {now.name} at {now.image_size};"
             f" wanted the same network, or task.kind=finetune task.weights={source}/model"
         )
+    got = checkpoints.weight_shapes(source, checkpoints.complete_steps(source)[-1])
+    with torch.device("meta"):
+        wanted = {name: list(each.shape) for name, each in build_task(run, tokenizer).state_dict().items()}
+    for name in {**wanted, **got}:
+        if wanted.get(name) != got.get(name):
+            raise ConfigError(
+                f"--fork: {source} is of another network: {name}: got {got.get(name, 'none')}, wanted"
+                f" {wanted.get(name, 'none')}; settings of model and task have changed"
+            )
