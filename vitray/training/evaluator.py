@@ -85,7 +85,10 @@ class Evaluator:
 
     def discard_after(self, step: int) -> None:
         """Discard the evaluations of later steps, which the run repeats."""
-        self._started = {started: scores for started, scores in self._started.items() if started <= step}
+        for started in [each for each in self._started if each > step]:
+            scores = self._started.pop(started)
+            if self._is_separate:
+                ray.cancel(scores)
 
     def _score_here(self, scorer: "Scorer") -> Iterator[Score]:
         task, average = self._learner.task, self._learner.average
