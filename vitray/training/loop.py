@@ -43,7 +43,7 @@ from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStart
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import CheckTimer, Triggers, learning_rate, total_steps
+from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, total_steps
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
@@ -292,15 +292,6 @@ def drawn_patch(run: Run, step: int) -> int | None:
     """Return the patch size of a step, equal on all workers; None where the run draws none."""
     patches = run.model.patches
     return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
-
-
-def micro_batches(images: int, run: Run) -> list[slice]:
-    """Return the slices of a worker's batch for gradient accumulation: few, of equal size, and even for mixing."""
-    largest = run.compute.local_batch or images
-    passes = -(-images // largest)
-    pairs = 2 if images % 2 == 0 else 1
-    size = -(-images // pairs // passes) * pairs
-    return [slice(start, min(start + size, images)) for start in range(0, images, size)]
 
 
 def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
