@@ -22,15 +22,15 @@ EXAMPLES = (
 def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="vitray train", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("words", nargs="*", metavar="RECIPE setting=value", help="a YAML file or a built-in recipe")
-    parser.add_argument("--name", help="of the run; resumes an interrupted run of this name (default: recipe and time)")
+    naming = parser.add_mutually_exclusive_group()
+    naming.add_argument("--name", help="of the run; resumes an interrupted run of this name (default: recipe and time)")
     parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (default: %(default)s)")
-    parser.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
+    naming.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
     parser.add_argument("--fork", metavar="NAME", help="start from the last weights of that run")
     parser.add_argument("--dry-run", action="store_true", help="check settings, data and storage, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
-    names = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+    names, overrides = ([word for word in options.words if ("=" in word) == is_set] for is_set in (False, True))
     if len(names) != (0 if options.resume else 1):
         recipe = f"one recipe: a file, or one of {', '.join(recipes.names())}"
         wanted = "no recipe: the run has its own" if options.resume else recipe

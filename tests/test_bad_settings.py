@@ -213,6 +213,13 @@ def test_a_name_that_is_no_folder_is_refused_before_anything_else(place, capsys,
         train_run(load_run(None, TINY), name)
 
 
+def test_a_resumed_run_gets_no_other_name(place, capsys):
+    with pytest.raises(SystemExit) as error:
+        train.main(["--resume", "first", "--name", "second", "--dry-run"])
+    assert error.value.code == 2
+    assert "--name: not allowed with argument --resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["a\0b", "\udcff"])
 def test_an_address_that_is_no_text_is_one_message(place, capsys, folder):
     for args in ((train, "tiny.yaml", "--dry-run", "--out", folder), (weights, "show", folder)):

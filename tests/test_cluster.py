@@ -22,6 +22,7 @@ from vitray.errors import ConfigError, RunError
 from vitray.runs.placement import await_nodes, place_workers, start_attempts
 
 ROOT = Path(__file__).parent.parent
+MIXING = "data.mix={mixup: 0.8}"
 
 
 @pytest.fixture
@@ -213,6 +214,7 @@ def test_the_threads_of_a_worker_are_its_cpus_or_a_share_of_the_node(
         (4, ["evaluate.where=gpu"], 3),
         (4, ["evaluate.where=gpu", "evaluate.gpus=0.5"], 3),  # a worker takes a whole GPU
         (1, ["evaluate.where=gpu", "compute.device=gpu"], None),
+        (1, ["evaluate.where=gpu"], None),  # and not the CPU
         (1, ["evaluate.where=gpu", "data.val=null"], 1),
         (1, ["evaluate.where=gpu", "evaluate.gpus=0.5", "compute.workers=1", "compute.gpus=0.5"], 1),
         (
@@ -237,6 +239,38 @@ def test_separate_evaluations_take_their_share_of_a_gpu(gpus, overrides, workers
             place_workers(run)
     else:
         assert place_workers(run).workers == (workers, workers)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "message"),
+    [
+        (8, ["optim.batch=4"], "optim.batch: got 4, wanted at least an image for each of 8"),
+        (8, ["optim.batch=12", MIXING], "optim.batch: got 12, wanted at least two images, which mixup and cutmix pair"),
+        (4, ["optim.batch=16", "evaluate.batch=1"], "evaluate.batch: got 1, wanted at least an image for each of 4"),
+        (4, ["optim.batch=16", "evaluate.batch=1", "data.val=null"], None),
+        (4, ["optim.batch=16", "evaluate.batch=1", "evaluate.where=cpu"], None),
+        (2, ["optim.batch=6", MIXING], "optim.batch: got 6, which gives each of 2 workers 3 images, wanted an even"),
+        (2, ["optim.batch=6"], None),
+        (8, ["optim.batch=1000", MIXING], "optim.batch: got 1000, which gives each of 8 workers 125 images"),
+        (8, ["optim.batch=48", MIXING, "compute.workers=2..8"], None),
+        (8, ["optim.batch=20", MIXING, "compute.workers=2..8"], "gives each of 4 workers 5 images"),
+        (8, ["optim.batch=20", MIXING, "compute.workers=8"], None),  # some have a pair more
+        (1, ["optim.batch=6", MIXING, "compute.workers=1"], None),
+    ],
+)
+def test_a_batch_that_the_workers_cannot_divide_is_refused(gpus, overrides, message, monkeypatch):
+    import ray
+
+    node = {"CPU": 32.0, "GPU": float(gpus)}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: node)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node}])
+    workers = [] if any(override.startswith("compute.workers") for override in overrides) else ["compute.workers=auto"]
+    run = load_run(None, [*overrides, *workers])
+    if message is None:
+        place_workers(run)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            place_workers(run)
 
 
 def test_evaluations_on_a_gpu_need_one(monkeypatch):

@@ -181,6 +181,24 @@ def test_a_missing_or_doubled_image_stops_the_evaluation():
             score(images, labels, 4, claimed)
 
 
+def test_a_corrupt_image_counts_in_no_score():
+    images, labels = data(50)
+    kept = np.arange(50) % 10 != 3  # five are missing in their batches
+    parts = [
+        batch_of(images[at : at + 10][kept[:10]], labels[at : at + 10][kept[:10]], at, 10) for at in range(0, 50, 10)
+    ]
+    corrupt = EvaluationSet(parts, 50, PLAIN, lambda: list("edcba"))
+    scored = evaluate(Reader(), corrupt, 7, CPU, nullcontext())
+    assert scored.corrupt == list("abcde")
+    assert scored.images == 45
+    plain = score_of(parts, 45)
+    assert (scored.loss, scored.top1, scored.top5) == (plain.loss, plain.top1, plain.top5)
+    lost = evaluate_loss(PixelLoss(), lambda images, _: images[None], corrupt, CPU, nullcontext())
+    assert (lost.images, lost.loss) == (45, loss_of(parts, 45).loss)
+    with pytest.raises(AssertionError, match="49 images were counted"):
+        evaluate(Reader(), corrupt._replace(corrupt=lambda: ["a"] * 4), 7, CPU, nullcontext())
+
+
 def test_the_network_returns_to_training():
     images, labels = data(3)
     reader = Reader().train()

@@ -16,11 +16,13 @@ from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.tasks.build import build_task
-from vitray.training import checkpoints
+from vitray.training import checkpoints, evaluator, learner
 from vitray.training.checkpoints import META, Checkpoint
+from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, Learner
 from vitray.training.loop import take_step
 from vitray.training.optim import Average, build_optimizer
+from vitray.training.state import TrainState
 
 CPU = torch.device("cpu")
 # Frozen parameters, gradient accumulation with an uneven last part, and a gradient that is clipped.
@@ -58,7 +60,7 @@ def trained(share, **ddp):
     torch.manual_seed(0)
     task = build_task(run)
     model = DistributedDataParallel(task, **ddp) if dist.is_initialized() else task
-    learner = Learner(task, model, build_optimizer(task, run.optim, CPU), Average(task, run.optim.ema))
+    learned = Learner(task, model, build_optimizer(task, run.optim, CPU), Average(task, run.optim.ema))
     tensors = {}
     for step in range(3):
         rng = np.random.default_rng(step)
@@ -66,9 +68,9 @@ def trained(share, **ddp):
         own = positions_of(0, 20, share.rank, share.workers)
         images, labels = torch.from_numpy(images[own]), torch.from_numpy(labels[own])
         batch = DeviceBatch(images, labels, own, own)
-        tensors[f"loss and norm {step}"] = take_step(run, step, batch, share, learner, 10)
+        tensors[f"loss and norm {step}"] = take_step(run, step, batch, share, learned, 10)
     return (
-        tensors | dict(task.state_dict()) | {f"average {name}": each for name, each in learner.average.state().items()}
+        tensors | dict(task.state_dict()) | {f"average {name}": each for name, each in learned.average.state().items()}
     )
 
 
@@ -133,6 +135,23 @@ def test_without_other_workers_the_checkpoint_is_read_here(tmp_path):
     storage.remove(storage.join(checkpoints.folder_of(str(tmp_path), 7), "model.safetensors"))
     with pytest.raises(ConfigError, match="step-00000007"):
         checkpoints.read_latest(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(("best", "kept"), [(4, (0.5, 4)), (8, (0.3, 2)), (None, (0.3, 2))])
+def test_a_rewind_keeps_the_best_score_up_to_its_checkpoint(best, kept, monkeypatch):
+    """A separate evaluation of step 4 may end after the checkpoint of step 6 is written."""
+    monkeypatch.setattr(learner, "resume", lambda *_: TrainState(step=6, best_top1=0.3, best_step=2))
+    earlier = learner.rewind(None, None, None, TrainState(step=9, best_top1=best and 0.5, best_step=best), 8)
+    assert (earlier.best_top1, earlier.best_step) == kept
+    assert (earlier.skipped, earlier.rewinds) == ([8], 1)
+
+
+def test_a_rewind_cancels_the_separate_evaluations_of_later_steps(monkeypatch):
+    cancelled, each = [], Evaluator.__new__(Evaluator)
+    monkeypatch.setattr(evaluator.ray, "cancel", cancelled.append)
+    each._is_separate, each._started = True, {2: "two", 4: "four", 6: "six"}
+    each.discard_after(3)
+    assert (each.pending, cancelled) == ([2], ["four", "six"])
 
 
 def test_gradients_in_the_buckets_of_ddp_change_no_bit(folder):

@@ -24,13 +24,13 @@ from pipelines import shard
 from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
-from vitray.data.shards import ShardSettings, open_dataset, read_request, write_dataset
+from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
-from vitray.data.shards.writing import select_classes
+from vitray.data.shards.writing import _check_indexable, select_classes
 from vitray.errors import ConfigError
 from vitray.inference.images import open_images
 
@@ -200,6 +200,51 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
     assert [item.label for item in listing.items] == [2, 0]
     with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; nearest"):
         listed(source, "label=klass")
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
+def test_a_changed_file_is_inspected_again(tmp_path, monkeypatch, kind):
+    source, names = tmp_path / "source", []
+    source.mkdir()
+
+    def stop(_function, calls, *_):
+        names.append(calls[0][3])
+        raise InterruptedError
+
+    monkeypatch.setattr(inspection, "run_with_progress", stop)
+    for content in (b"one", b"two", b"two"):  # of equal size
+        match kind:
+            case "folder":
+                file = source / "x/0.jpg"
+            case "tar":
+                file = source / "a.tar"
+            case "parquet":
+                file = source / "a.parquet"
+        if not file.exists() or content not in file.read_bytes():
+            file.parent.mkdir(exist_ok=True)
+            if kind == "folder":
+                file.write_bytes(content)
+            elif kind == "parquet":
+                pq.write_table(pa.table({"image": [content], "label": [0]}), file)
+            else:
+                with tarfile.open(file, "w") as tar:
+                    add(tar, "0.jpg", content)
+                    add(tar, "0.cls", b"1")
+        with pytest.raises(InterruptedError):
+            inspection.inspect_source(read_request(str(source), str(tmp_path / "data")), listed(source), 1)
+    assert names[0] != names[1]
+    assert names[1] == names[2]
+
+
+def test_a_file_with_an_empty_row_group_cannot_stay_as_it_is(tmp_path):
+    table = pa.table({"image": [b"x", b"y"], "label": [0, 1]})
+    with pq.ParquetWriter(tmp_path / "train.parquet", table.schema) as writer:
+        for part in (table.slice(0, 1), table.slice(0, 0), table.slice(1)):
+            writer.write_table(part)
+    listing = listed(tmp_path)
+    assert [item.place for item in listing.items] == [0, 1]
+    with pytest.raises(ConfigError, match=r"train.parquet: row group 1 is empty; wanted files without such groups"):
+        _check_indexable(listing)
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from ray.exceptions import RayError
 
 from pipelines.__main__ import main
 from vitray import storage
@@ -33,9 +35,10 @@ from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, S
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
+from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
+from vitray.data.stream.preview import sample_sheet
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)
@@ -356,15 +359,17 @@ def train_stream(dataset, **kind) -> Stream:
 
 def on_workers(stream: Stream, workers: int, batches) -> list[list[HostBatch]]:
     """Return the batches of each worker; workers are concurrent threads, each with its own stream."""
-    broadcast = ThreadBroadcast(workers)
+    broadcast, streams = ThreadBroadcast(workers), [Stream(stream.dataset, stream.spec) for _ in range(workers)]
 
     def work(rank: int) -> list[HostBatch]:
-        own = Stream(stream.dataset, stream.spec)
-        own.corrupt = stream.corrupt
-        return list(batches(own, Share(rank, workers, broadcast)))
+        return list(batches(streams[rank], Share(rank, workers, broadcast)))
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, range(workers)))
+        results = list(pool.map(work, range(workers)))
+    for own in streams:
+        for name, count in own.corrupt.items():
+            stream.corrupt[name] = stream.corrupt.get(name, 0) + count
+    return results
 
 
 def finished(images: np.ndarray, draws: Draws | None) -> np.ndarray:
@@ -393,6 +398,55 @@ def images_of_epoch(stream: Stream, workers: int, epoch=0, step=0) -> dict[int, 
 @pytest.fixture(scope="module")
 def one_worker(dataset, ray_cluster):
     return images_of_epoch(train_stream(dataset), 1)
+
+
+def broken(folder, rows=(7, 130)):
+    """A dataset of 300 images, some of which are cut off or no images."""
+    images = [jpeg(index) for index in range(300)]
+    for row in rows:
+        images[row] = images[row][:40] if row % 2 else b"not an image"
+    return write(folder / "broken", images, per_shard=100, row_group=30)
+
+
+def test_the_limit_of_corrupt_images_counts_those_of_all_workers(tmp_path):
+    dataset = broken(tmp_path)
+    streams = [train_stream(dataset, batch=20, max_corrupt=0.01) for _ in range(2)]
+    names = []
+    for stream, rows in zip(streams, ([-1, 7, 7, 130], [7, 250, 251]), strict=True):
+        stream._count_corrupt(np.array(rows))
+        names += stream.new_corrupt()
+    assert len(set(names)) == 4
+    for stream in streams:
+        with pytest.raises(ConfigError, match=r"4 of 300 images cannot be decoded, more than max_corrupt 0.01: "):
+            stream.merge_corrupt(names)
+        assert stream.new_corrupt() == []
+        assert {name.rpartition("/")[2] for name in stream.corrupt} == {
+            "train-00000.parquet:7",
+            "train-00001.parquet:30",
+            "train-00002.parquet:50",
+            "train-00002.parquet:51",
+        }
+
+
+def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
+    spec = StreamSpec("train", 32, (16, 16), CentreCrop(), max_corrupt=0.01)
+    stream = Stream(broken(tmp_path), spec)
+    [images] = decode_positions([np.arange(300)], stream.rows, stream.order(None), stream.view(0))
+    monkeypatch.setattr(stream_module, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
+    monkeypatch.setattr(stream, "_evaluation", [None])
+    batches = list(stream.evaluate(Share(0, 1)))
+    assert {len(batch.images) for batch in batches} == {32}
+    rows = np.concatenate([batch.rows for batch in batches]).tolist()
+    assert rows == [row for row in range(300) if row not in (7, 130)]
+    assert all(np.array_equal(batch.labels[: len(batch.rows)], batch.rows % 7) for batch in batches)
+    assert len(stream.corrupt) == 2
+
+
+def test_a_preview_leaves_out_corrupt_images(tmp_path):
+    dataset = broken(tmp_path, rows=(0, 150))
+    assert len(sample_sheet(dataset, "train", Augment(), (16, 16), (3, 1))) > 0
+    with pytest.raises(ConfigError, match="none of 1 images of split train can be decoded"):
+        sample_sheet(dataset, "train", Augment(), (16, 16), (1, 1))
 
 
 @pytest.mark.ray
@@ -585,10 +639,7 @@ def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_clust
 
 @pytest.mark.ray
 def test_a_corrupt_image_is_named_counted_and_replaced_by_the_next(tmp_path, ray_cluster):
-    images = [jpeg(index) for index in range(300)]
-    images[7] = images[7][:40]
-    images[130] = b"not an image"
-    dataset = write(tmp_path / "broken", images, per_shard=100, row_group=30)
+    dataset = broken(tmp_path)
     streams = {workers: train_stream(dataset, batch=20, max_corrupt=0.01) for workers in (1, 2)}
     epochs = {workers: images_of_epoch(stream, workers) for workers, stream in streams.items()}
     assert epochs[1] == epochs[2]
@@ -656,6 +707,19 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
     finally:
         forget_decoded(small, "train")
     forget_decoded(small, "train")
+
+
+@pytest.mark.ray
+def test_a_split_that_could_not_be_decoded_is_decoded_again(tmp_path, ray_cluster):
+    dataset = write(tmp_path / "away", [jpeg(index) for index in range(30)])
+    [shard] = [dataset.address(each) for each in dataset.splits["train"].shards]
+    open_shard(shard)  # this process keeps it open
+    Path(shard).rename(tmp_path / "elsewhere")
+    with pytest.raises(RayError):
+        decoded_split(dataset, "train")
+    (tmp_path / "elsewhere").rename(shard)
+    assert len(decoded_split(dataset, "train").blocks) == 1
+    forget_decoded(dataset, "train")
 
 
 @pytest.mark.ray

@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import numpy as np
@@ -35,7 +36,7 @@ from vitray.runs.training_probes import probe_checkpoints
 from vitray.sweep.driver import sweep
 from vitray.sweep.plan import Recipe
 from vitray.sweep.space import read_space
-from vitray.training import checkpoints
+from vitray.training import checkpoints, loop, prober
 from vitray.training.checkpoints import Checkpoint
 from vitray.training.context import WorkerContext
 from vitray.training.prober import Prober
@@ -340,6 +341,54 @@ def test_the_best_accuracy_is_in_checkpoints_and_the_alarm_is_not():
     assert state.protected_steps == {2, 4}
 
 
+class Notes:
+    """The part of the driver's client that a prober uses."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+class Waiting:
+    """Evaluations or probes that are ready after some looks."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def is_ready(self, *_):
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_the_workers_meet_while_one_waits_for_results_at_the_end(monkeypatch):
+    met = []
+    monkeypatch.setattr(loop, "largest", lambda number: met.append(number) or number)
+    loop.await_results(Waiting(2), Waiting(1))
+    assert met == [1, 1, 0, 1, 0]
+
+
+def test_probes_that_are_too_late_at_the_end_are_left_out(tmp_path, dataset, monkeypatch):
+    client = Notes()
+    context = WorkerContext(recipe(dataset), dataset, None, str(tmp_path), 1, None)
+    probers = [Prober(context, client, is_reporter=is_reporter) for is_reporter in (True, False)]
+    actor = SimpleNamespace(probe=SimpleNamespace(remote=lambda step, _: f"probes of {step}"))
+    monkeypatch.setattr(prober, "start_actor", lambda _: actor)
+    monkeypatch.setattr(prober.ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))  # the first has finished
+    learner = SimpleNamespace(average=None, task=torch.nn.Linear(1, 1))
+    for step in (2, 4):
+        for each in probers:
+            each.start(step, learner, is_last=True)
+    assert probers[1].is_ready(0, 0)
+    assert not probers[0].is_ready(0, 2 * prober.LONGEST_WAIT)
+    assert probers[0].pending == [2, 4]
+    assert probers[0].is_ready(0, 2 * prober.LONGEST_WAIT + 1)
+    assert probers[0].pending == [2]
+    (note,) = client.notes
+    assert note == "the probes of step 4 are left out: they have not finished in 3601 s"
+
+
 # ---- on a real Ray ---------------------------------------------------------------------------------------------------
 
 
@@ -462,14 +511,14 @@ def test_a_collapse_ends_the_run_or_is_a_warning_and_the_run_can_be_resumed(plac
     check_equal(got, [row for row in rows if row["step"] in got])  # others are left out while the actor is busy
 
 
-class Notes:
-    """The part of the driver's client that a prober uses."""
-
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the other worker would wait for half an hour
+def test_a_collapse_in_the_last_probes_ends_both_workers(place, clean):
+    settings = ["evaluate.probes=[rank]", "optim.duration=2 steps", "compute.workers=2"]
+    run = recipe(clean, *settings, "guard={least_rank: 1000.0, on_collapse: stop}", base=MASKED)
+    with pytest.raises(RunError, match=r"guard.on_collapse: at step 2 RankMe is"):
+        train(run, "collapsed at last", str(place / "runs"))
 
 
 @pytest.mark.ray

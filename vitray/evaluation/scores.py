@@ -5,7 +5,7 @@ Shapes: B images, K classes.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class Score(NamedTuple):
     """A few images on rank 0: original, masked, reconstructed (RBCHW, normalised)."""
     examples: Examples | None = None
     """A few images on rank 0, the same at every evaluation."""
+    corrupt: Sequence[str] = ()
+    """Images that could not be decoded; no number counts them."""
 
     def metrics(self, suffix: str = "") -> dict[str, float]:
         """Return the numbers under their metric names."""
@@ -63,6 +65,8 @@ class EvaluationSet(NamedTuple):
     batches: Iterable[DeviceBatch]
     images: int
     normalise: Normalise
+    corrupt: Callable[[], Sequence[str]] = tuple
+    """Returns, after the batches, those of this worker's images that could not be decoded and are in no batch."""
 
 
 @torch.no_grad()
@@ -81,7 +85,7 @@ def evaluate(
             logits_BK = vit(images_BCHW)
         add_batch(sums, logits_BK, batch, probability)
         images += len(batch.rows)
-    loss, top1, top5 = _means(images, sums.totals, data.images)
+    counted, corrupt, (loss, top1, top5) = _means(images, sums.totals, data)
     mistakes_M4 = sums.mistakes
     if dist.is_initialized():
         dist.all_reduce(sums.confusion)
@@ -94,7 +98,7 @@ def evaluate(
         for probability, row, label, predicted in mistakes_M4.tolist()
         if row >= 0
     ]
-    return Score(data.images, loss, top1, top5, matrix, mistakes)
+    return Score(counted, loss, top1, top5, matrix, mistakes, corrupt=corrupt)
 
 
 @torch.no_grad()
@@ -124,10 +128,10 @@ def evaluate_loss(
             if pictures is None:
                 pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES])
         images += real
-    [loss] = _means(images, total, data.images)
+    counted, corrupt, [loss] = _means(images, total, data)
     perplexity = task.read_perplexity(training=False) if isinstance(task, VisualTokenizer) else None
     drawn = None if pictures is None else pictures.float().cpu().numpy()
-    return Score(data.images, loss, perplexity=perplexity, pictures=drawn)
+    return Score(counted, loss, perplexity=perplexity, pictures=drawn, corrupt=corrupt)
 
 
 def broadcast_buffers(module: nn.Module) -> None:
@@ -146,14 +150,24 @@ def _normalised_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tup
     network.train(was_training)
 
 
-def _means(images: int, totals: Tensor, expected: int) -> list[float]:
-    """Return the means over the images of all workers, of which there must be as many as expected."""
-    sums = torch.cat([totals.new_full((1,), images), totals])
+def _means(images: int, totals: Tensor, data: EvaluationSet) -> tuple[int, list[str], list[float]]:
+    """Return the number of images of all workers, the names of the corrupt ones, and the means over the others."""
+    names = data.corrupt()
+    sums = torch.cat([totals.new_tensor([images, len(names)]), totals])
     if dist.is_initialized():
         dist.all_reduce(sums)
-    count, *values = sums.tolist()
-    assert count == expected, f"{count:.0f} images were counted, the split has {expected}"
-    return [value / expected for value in values]
+    count, corrupt, *values = sums.tolist()
+    assert count + corrupt == data.images, f"{count + corrupt:.0f} images were counted, the split has {data.images}"
+    return int(count), gather_names(names) if corrupt else [], [value / count for value in values]
+
+
+def gather_names(names: Sequence[str]) -> list[str]:
+    """Return the names of all workers, sorted; all workers call this."""
+    if not dist.is_initialized():
+        return sorted(names)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, list(names))
+    return sorted(name for part in parts for name in part)
 
 
 # ---- sums on the device ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from vitray.runs.console import Console
 from vitray.runs.placement import await_nodes, place_workers, start_attempts
 from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.promotion import promote_finished
-from vitray.runs.run_dir import Outcome, finished_outcome, open_run_dir
+from vitray.runs.run_dir import Outcome, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.storage import scratch_folder
 from vitray.training.ownership import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
@@ -44,10 +44,12 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     run_dir = storage.join(out, name)
     check_storage(run_dir)
     with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
-        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork)
+        tokenizer = planned.tokenizer and planned.tokenizer.tokenizer
+        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork, tokenizer)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
             return outcome
+        source = fork_source(run_dir)
         session.prepare_environment()
         shutdown = GracefulShutdown(hook.stop_requested if hook else None, ownership.check)
         with session.ray_session(), shutdown.handle_signals():
@@ -57,18 +59,17 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
             await_nodes(planned.run)
             placement = place_workers(planned.run, hook.concurrent_trials if hook else 1, hook is None or hook.has_cpus)
             info = RunInfo(name, run_dir, uid, ownership.id, planned, placement, called, fork, hook)
-            outcome = _train(info, shutdown)
+            outcome = _train(info, shutdown, source)
             return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
 
 
-def _train(info: RunInfo, shutdown: GracefulShutdown) -> Outcome:
-    """Train on the workers, save the model and return the outcome."""
+def _train(info: RunInfo, shutdown: GracefulShutdown, source: str | None) -> Outcome:
+    """Train on the workers, save the model and return the outcome; a fork starts from the run in folder `source`."""
     from vitray.runs.model_output import last_weights, save_weights
     from vitray.runs.run_logger import RunLogger
 
-    planned, run_dir, fork = info.planned, info.run_dir, info.fork
+    planned, run_dir = info.planned, info.run_dir
     start, console = planned.start, Console(quiet=info.hook is not None)
-    source = fork and storage.join(run_dir.rpartition("/")[0], fork)
     initial = start.task_state if start else last_weights(source) if source else None
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     with scratch_folder() as scratch, RunLogger(info, console) as logger:

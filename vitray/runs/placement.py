@@ -81,7 +81,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     beside += [" and ".join(f"evaluate.{name}" for name in measured)] if measured else []
     reserved = 1 + len(beside)  # image decoding
     gpus, cpus = int(resources.get("GPU", 0)) - evaluation_gpus(run), resources.get("CPU", 0.0)
-    use_gpu = compute.device == "gpu" or (compute.device == "auto" and gpus > 0)
+    use_gpu = compute.device == "gpu" or (compute.device == "auto" and resources.get("GPU", 0) > 0)
     lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
     if evaluator == "gpu" and not resources.get("GPU", 0):
         raise ConfigError("evaluate.where: got gpu, the cluster has no GPU; wanted workers or cpu")
@@ -104,6 +104,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
             f"compute.workers: {lowest} workers{share} with one CPU to decode images{others} do not fit into the"
             f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}{later}"
         )
+    _check_batch(run, lowest, highest)
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
     threads = max(1, int((has_cpus and compute.cpus) or smallest // neighbours))
     # The GPUs of a sweep are for its trials.
@@ -112,6 +113,26 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     # Without a limit, the first trial asks Ray Data for all CPUs, and the others get none while it has images to read.
     shared = max(1, int(cpus / concurrent_trials - highest * each - len(beside))) if concurrent_trials > 1 else None
     return Placement((lowest, highest), use_gpu, each, threads, probe_gpus, shared)
+
+
+def _check_batch(run: Run, lowest: int, highest: int) -> None:
+    """Refuse numbers of workers among which a batch cannot be divided."""
+    from vitray.data.stream.epoch_order import PAIR, dealt_unit  # imports Ray Data
+
+    batch, each = run.optim.batch, 2 if run.data.mix.is_mixing else 1
+    if batch < highest * each:
+        images = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "an image"
+        raise ConfigError(f"optim.batch: got {batch}, wanted at least {images} for each of {highest} workers")
+    if run.data.evaluated and run.evaluate.where == "workers" and (run.evaluate.batch or batch) < highest:
+        raise ConfigError(
+            f"evaluate.batch: got {run.evaluate.batch}, wanted at least an image for each of {highest} workers"
+        )
+    odd = [workers for workers in range(lowest, highest + 1) if dealt_unit(batch, workers) < PAIR]
+    if run.data.mix.is_mixing and odd:
+        raise ConfigError(
+            f"optim.batch: got {batch}, which gives each of {odd[0]} workers {batch // odd[0]} images, wanted an even"
+            " number for each, as mixup and cutmix pair them; or another compute.workers"
+        )
 
 
 def evaluation_gpus(run: Run) -> int:

@@ -4,7 +4,7 @@ import json
 import shlex
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vitray import storage
 from vitray.cluster import session
@@ -12,6 +12,9 @@ from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError, nearest
 from vitray.runs.plan import Plan, difference
+
+if TYPE_CHECKING:
+    from vitray.models.tokenizer import VisualTokenizer
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"
 
@@ -52,23 +55,53 @@ def finished_outcome(run_dir: str) -> Outcome | None:
     return Outcome(*(content.get(field) for field in Outcome._fields)) if content["state"] == "finished" else None
 
 
-def open_run_dir(run_dir: str, name: str, run: Run, plan: Plan, fork: str | None) -> str:
-    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one."""
+def open_run_dir(
+    run_dir: str, name: str, run: Run, plan: Plan, fork: str | None, tokenizer: "VisualTokenizer | None" = None
+) -> str:
+    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one.
+
+    A fork with objective beit needs its `tokenizer`.
+    """
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
+        if fork and fork != meta["forked_from"]:
+            before = meta["forked_from"] or "no other run"
+            raise ConfigError(f"--fork: got {fork}, wanted another --name: {name} exists and started from {before}")
         _check_same(run_dir, name, run, plan, meta)
         storage.abort_uploads(run_dir)  # left by a killed writer
         return meta["uid"]
     if fork and isinstance(run.task, Finetune):
         raise ConfigError("--fork: task finetune starts from task.weights; wanted one of the two")
     if fork:
-        _check_fork(storage.join(run_dir.rpartition("/")[0], fork), run)
+        _check_fork(_source(run_dir, name, fork), run, tokenizer)
     uid = uuid.uuid4().hex
     meta = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
     meta |= {"weights_identity": plan.weights_identity, "teacher_identity": plan.teacher_identity}
     storage.write_bytes(storage.join(run_dir, SETTINGS), run.to_yaml().encode())
     storage.write_bytes(path, json.dumps(meta).encode())
     return uid
+
+
+def fork_source(run_dir: str) -> str | None:
+    """Return the run folder whose last weights a run starts from; None if it has a checkpoint or is no fork."""
+    meta = json.loads(storage.read_bytes(storage.join(run_dir, RUN_META)))
+    if not meta["forked_from"]:
+        return None
+    from vitray.training import checkpoints  # imports torch, which takes seconds
+
+    if checkpoints.complete_steps(run_dir):
+        return None
+    return _source(run_dir, meta["name"], meta["forked_from"])
+
+
+def _source(run_dir: str, name: str, fork: str) -> str:
+    """Return the folder of the forked run, a complete one; `name` places a run in the folder of all runs."""
+    from vitray.training import checkpoints  # imports torch, which takes seconds
+
+    source = storage.join(run_dir.rsplit("/", name.count("/") + 1)[0], fork)
+    if not checkpoints.complete_steps(source):
+        raise ConfigError(f"--fork {fork}: {source} has no checkpoint to start from")
+    return source
 
 
 def stored_run(run_dir: str, overrides: Sequence[str] = ()) -> Run:
@@ -104,14 +137,24 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
         )
 
 
-def _check_fork(source: str, run: Run) -> None:
-    from vitray.training import checkpoints  # imports torch, which takes seconds
+def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> None:
+    import torch
 
-    if not checkpoints.complete_steps(source):
-        raise ConfigError(f"--fork {source.rpartition('/')[2]}: {source} has no checkpoint to start from")
+    from vitray.tasks.build import build_task
+    from vitray.training import checkpoints
+
     before, now = stored_run(source).model, run.model
     if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
         raise ConfigError(
             f"--fork: the weights of {before.name} at {before.image_size} px do not fit {now.name} at {now.image_size};"
             f" wanted the same network, or task.kind=finetune task.weights={source}/model"
         )
+    got = checkpoints.weight_shapes(source, checkpoints.complete_steps(source)[-1])
+    with torch.device("meta"):
+        wanted = {name: list(each.shape) for name, each in build_task(run, tokenizer).state_dict().items()}
+    for name in {**wanted, **got}:
+        if wanted.get(name) != got.get(name):
+            raise ConfigError(
+                f"--fork: {source} is of another network: {name}: got {got.get(name, 'none')}, wanted"
+                f" {wanted.get(name, 'none')}; settings of model and task have changed"
+            )

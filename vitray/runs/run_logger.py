@@ -4,6 +4,9 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from statistics import median
 from typing import Any, assert_never
 
@@ -18,11 +21,12 @@ from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
+from vitray.errors import cut_middle, one_line
 from vitray.evaluation.arrays import Examples
 from vitray.models.network import training_gflops
 from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
-from vitray.runs.plan import RunInfo
+from vitray.runs.plan import RunInfo, TrialHook
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
 from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block
 from vitray.runs.wait_warning import WaitWarning
@@ -38,6 +42,7 @@ from vitray.weights.freezing import audit_table
 
 # Notes kept in the run's tag, which holds 8000 characters.
 MAX_NOTES = 20
+LONGEST_NOTE = 400
 
 
 class RunLogger:
@@ -184,14 +189,26 @@ class RunLogger:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        run = self._info.planned.run
-        sheet = sample_sheet(self._info.planned.dataset, run.data.train, run.data.augment, run.model.image_shape)
-        self._tracker.figure("augmented.png", sheet)
+        self._guarded(self._draw_samples)
         is_last = False
         while not is_last:  # after the stop, the last messages are fetched
             is_last = self._stopped.wait(0.25)
             for message in self._take():
-                self._log(message)
+                self._guarded(partial(self._log, message))
+
+    def _guarded(self, log: Callable[[], None]) -> None:
+        """Log something; an error is a note, as training goes on and may wait for this thread's decisions."""
+        try:
+            log()
+        except Exception as error:
+            text = f"something is missing in MLflow: {one_line(error)}"
+            with suppress(Exception):
+                self._log(messages.Note(cut_middle(text, LONGEST_NOTE)))
+
+    def _draw_samples(self) -> None:
+        data, shape = self._info.planned.run.data, self._info.planned.run.model.image_shape
+        sheet = sample_sheet(self._info.planned.dataset, data.train, data.augment, shape)
+        self._tracker.figure("augmented.png", sheet)
 
     def _take(self) -> list[messages.Message]:
         try:
@@ -245,7 +262,9 @@ class RunLogger:
                 assert_never(message)
 
     def _log_metrics(self, message: messages.Metrics) -> None:
-        step, values, hook = message.step, message.values, self._info.hook
+        step, values = message.step, message.values
+        if self._info.hook and "val/loss" in values:
+            self._decide(self._info.hook, step, values)
         self._tracker.metrics(step, values)  # ignores repeated values
         for key, value in values.items():
             points = self._history.setdefault(key, [])
@@ -258,10 +277,15 @@ class RunLogger:
             share = values.get("train/data_wait_share")
             if share is not None and (warning := self._wait_warning.report(share)):
                 self._log(messages.Note(warning))
-        if hook and "val/loss" in values:
-            steps = self._info.planned.plan.steps
-            self.mailbox.decide.remote(step, hook.should_stop(step, steps, values))
         self._log_best(self._best.evaluated(step, values))
+
+    def _decide(self, hook: TrialHook, step: int, values: dict[str, float]) -> None:
+        """Send the sweep's decision; without one the run goes on."""
+        stop = False
+        try:
+            stop = hook.should_stop(step, self._info.planned.plan.steps, values)
+        finally:
+            self.mailbox.decide.remote(step, stop)
 
     def _log_best(self, best: Best | None) -> None:
         if best is None:

@@ -16,6 +16,7 @@ from vitray.runs.run_dir import Outcome
 from vitray.tracking.lineage import TrackedDataset
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
+from vitray.training.schedule import micro_batches
 from vitray.weights import SavedModel
 
 
@@ -24,8 +25,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
     run, plan, placement, start = info.planned.run, info.planned.plan, info.placement, info.planned.start
     lowest, highest = placement.workers
     workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-    local = plan.global_batch // highest
-    passes = -(-local // (run.compute.local_batch or local))
+    parts = micro_batches(plan.global_batch // highest, run)
     holdout = f", {run.data.development:.0%} of train" if run.data.development else ""
     return {
         "run": info.name,
@@ -36,7 +36,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
         f" {plan.val_images:,} to validate on{holdout}",
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
         "augment": _describe_augmentation(run, placement),
-        "batch": f"{plan.global_batch} = {highest} workers x {-(-local // passes)} images x {passes} passes",
+        "batch": f"{plan.global_batch} = {highest} workers x {parts[0].stop} images x {len(parts)} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
         **_describe_prober(run, plan, placement),
         "results": info.run_dir,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -117,6 +117,13 @@ def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
         # Copied, because the mapped file may be removed while its tensors are in use.
         parts[name.removesuffix(".safetensors")] = {key: tensor.clone() for key, tensor in tensors.items()}
     return Checkpoint(step, parts, content["state"])
+
+
+def weight_shapes(run_dir: str, step: int) -> dict[str, list[int]]:
+    """Return the shapes of the task's weights in a checkpoint, by name."""
+    url = storage.join(folder_of(run_dir, step), "model.safetensors")
+    with storage.local_copy(url) as path, safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no dict)
 
 
 def read_latest(run_dir: str, device: torch.device) -> Checkpoint | None:

@@ -73,6 +73,11 @@ class Evaluator:
             del self._started[step]
             yield step, scores
 
+    def is_ready(self, seconds: float) -> bool:
+        """Whether all evaluations have finished; waits for them for some seconds."""
+        tasks = list(self._started.values()) if self._is_separate else []
+        return not tasks or not ray.wait(tasks, num_returns=len(tasks), timeout=seconds)[1]
+
     @property
     def pending(self) -> list[int]:
         """The steps whose evaluations are running."""
@@ -80,7 +85,10 @@ class Evaluator:
 
     def discard_after(self, step: int) -> None:
         """Discard the evaluations of later steps, which the run repeats."""
-        self._started = {started: scores for started, scores in self._started.items() if started <= step}
+        for started in [each for each in self._started if each > step]:
+            scores = self._started.pop(started)
+            if self._is_separate:
+                ray.cancel(scores)
 
     def _score_here(self, scorer: "Scorer") -> Iterator[Score]:
         task, average = self._learner.task, self._learner.average
@@ -127,12 +135,16 @@ class Scorer:
         """Return the score of the task's current weights."""
         run, task, device = self._run, self._task, self._device
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
-        data, precision = EvaluationSet(batches, self._val.images, run.data.normalise), autocast(run, device)
+        val, precision = self._val, autocast(run, device)
+        data = EvaluationSet(batches, val.images, run.data.normalise, lambda: list(val.corrupt))
         if isinstance(task, Supervised):
             classes = run.model.num_classes or 0
             score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
-            return score._replace(examples=self._examples and self._examples.look(task.vit))
-        return evaluate_loss(task, task.pictures, data, device, precision, self._forward)
+            score = score._replace(examples=self._examples and self._examples.look(task.vit))
+        else:
+            score = evaluate_loss(task, task.pictures, data, device, precision, self._forward)
+        val.check_corrupt(score.corrupt)
+        return score
 
 
 def autocast(run: Run, device: torch.device) -> torch.autocast:
@@ -143,6 +155,10 @@ def autocast(run: Run, device: torch.device) -> torch.autocast:
 def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, client: DriverClient) -> None:
     """Add finished evaluations to the state and send their metrics."""
     for step, scores in finished:
+        corrupt = scores[-1].corrupt
+        if corrupt and (state.latest is None or state.latest.corrupt != corrupt):
+            few = ", ".join(corrupt[:5]) + (f" and {len(corrupt) - 5} more" if len(corrupt) > 5 else "")
+            client.note(f"no score counts {len(corrupt)} of the evaluated images, which cannot be decoded: {few}")
         state.add_scores(step, scores)
         best = {"best/val_top1": state.best_top1, "best/val_loss": state.best_loss}
         values = {name: value for name, value in best.items() if value is not None}

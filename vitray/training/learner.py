@@ -117,4 +117,7 @@ def rewind(
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
     if state.best_knn_step is not None and state.best_knn_step <= earlier.step:
         earlier.best_knn, earlier.best_knn_step = state.best_knn, state.best_knn_step
+    # Of a separate evaluation that was finished after that checkpoint was written.
+    if state.best_step is not None and state.best_step <= earlier.step:
+        earlier.best_top1, earlier.best_loss, earlier.best_step = state.best_top1, state.best_loss, state.best_step
     return earlier

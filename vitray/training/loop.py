@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -26,6 +27,7 @@ from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import ConfigError, OwnershipLost
+from vitray.evaluation.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tracking.system_info import SystemSampler
@@ -42,11 +44,13 @@ from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.ownership import check_visible
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import CheckTimer, Triggers, learning_rate, total_steps
+from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, total_steps
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# Seconds between two meetings of the workers while rank 0 waits at the end of a run.
+MEET_SECONDS = 5.0
 
 
 def worker(config: dict[str, WorkerContext]) -> WorkerResult:
@@ -137,7 +141,11 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         heartbeat.at(step, "metrics")
         wanted = timer.steps_to_next(state.step) if is_check and share.rank == 0 else 0
         is_stopping = client.is_stop_requested() or has_collapsed()
-        metrics, is_interrupted, interval = all_reduce_metrics(unread, device, is_stopping, wanted)
+        corrupt = train.new_corrupt()
+        metrics, (stops, interval, new) = all_reduce_metrics(unread, device, [is_stopping, wanted, len(corrupt)])
+        is_interrupted = stops > 0
+        if new:
+            train.merge_corrupt(gather_names(corrupt))
         elapsed = time.perf_counter() - since
         if is_check:
             next_check = state.step + interval
@@ -230,12 +238,13 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             evaluator.start(total)
             if total not in prober.pending:
                 prober.start(total, learner, is_last=True)
+        await_results(evaluator, prober)
         log_scores(evaluator.finished(wait=True), state, client)
         log_probes(prober.finished(wait=True), context, state, client)
         if state.latest:
             client.evaluation(state.latest)
     close_pipeline()
-    if has_collapsed() and ending != "stopped early":
+    if largest(int(has_collapsed())) and ending != "stopped early":  # only rank 0 has probes
         return WorkerResult("failed", state.step, f"stopped by guard.on_collapse: {state.collapse}")
     return WorkerResult(
         ending,
@@ -287,15 +296,6 @@ def drawn_patch(run: Run, step: int) -> int | None:
     return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
 
 
-def micro_batches(images: int, run: Run) -> list[slice]:
-    """Return the slices of a worker's batch for gradient accumulation: few, of equal size, and even for mixing."""
-    largest = run.compute.local_batch or images
-    passes = -(-images // largest)
-    pairs = 2 if images % 2 == 0 else 1
-    size = -(-images // pairs // passes) * pairs
-    return [slice(start, min(start + size, images)) for start in range(0, images, size)]
-
-
 def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
     """Return a slice of the batch as the task's inputs and targets."""
     if isinstance(run.task, Masked | Tokenizer):  # without mixing or erasing
@@ -307,18 +307,18 @@ def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) ->
 
 
 def all_reduce_metrics(
-    unread: dict[int, Tensor], device: torch.device, is_stop_requested: bool, interval: int
-) -> tuple[list[list[float]], bool, int]:
-    """Return loss and gradient norm of each step over all workers, whether any flag is set, and rank 0's interval.
+    unread: dict[int, Tensor], device: torch.device, counts: Sequence[int]
+) -> tuple[list[list[float]], list[int]]:
+    """Sum losses and gradient norms of each step over the workers in one collective, which also carries some counts.
 
-    The interval of the other workers is 0. The only place that waits for the device.
+    The only place that waits for the device.
     """
-    flags = torch.tensor([float(is_stop_requested), float(interval)], device=device)
-    numbers = torch.stack([flags, *unread.values()]).double()
+    own = torch.tensor(counts, dtype=torch.float64, device=device)
+    numbers = torch.cat([own, *(each.double() for each in unread.values())])
     if dist.is_initialized():
         dist.all_reduce(numbers)
-    (stops, agreed), *metrics = numbers.tolist()
-    return metrics, stops > 0, int(agreed)
+    sums, at = numbers.tolist(), len(counts)
+    return [sums[start : start + 2] for start in range(at, len(sums), 2)], [int(each) for each in sums[:at]]
 
 
 def largest(number: int) -> int:
@@ -328,6 +328,18 @@ def largest(number: int) -> int:
     numbers = torch.tensor([number], device=ray.train.torch.get_device())
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return int(numbers)
+
+
+def await_results(evaluator: Evaluator, prober: Prober) -> None:
+    """Wait for rank 0's separate evaluations and probes; the workers meet meanwhile, as a collective has a time limit.
+
+    Probes have one, too.
+    """
+    while largest(int(not evaluator.is_ready(MEET_SECONDS))):
+        continue
+    since = time.monotonic()
+    while largest(int(not prober.is_ready(MEET_SECONDS, time.monotonic() - since))):
+        continue
 
 
 def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss: float) -> str:

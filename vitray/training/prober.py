@@ -88,6 +88,22 @@ class Prober:
                 reason = cut_middle(one_line(getattr(error, "cause", None) or error), LONGEST_REASON)
                 self._client.note(f"the {self._jobs} of step {step:,} failed, and training goes on: {reason}")
 
+    def is_ready(self, seconds: float, waited: float) -> bool:
+        """Whether all probes have finished; waits for them for some seconds.
+
+        After `waited` seconds, those that are too late are left out with a note.
+        """
+        running = self._running(seconds)
+        if running and waited > LONGEST_WAIT * len(self._started):
+            late = [step for step, probed in self._started.items() if probed in running]
+            self._started = {step: probed for step, probed in self._started.items() if step not in late}
+            steps = ", ".join(f"{step:,}" for step in late)
+            self._client.note(
+                f"the {self._jobs} of step {steps} are left out: they have not finished in {waited:.0f} s"
+            )
+            return True
+        return not running
+
     @property
     def pending(self) -> list[int]:
         """The steps whose probes are running or waiting."""
@@ -97,12 +113,13 @@ class Prober:
         """Discard the probes of later steps, which the run repeats."""
         self._started = {started: probed for started, probed in self._started.items() if started <= step}
 
+    def _running(self, seconds: float) -> list[Any]:
+        """Return the probes that have not finished after some seconds."""
+        started = list(self._started.values())
+        return ray.wait(started, num_returns=len(started), timeout=seconds)[1] if started else []
+
     def _start(self, step: int, weights: Mapping[str, Tensor], *, is_needed: bool) -> None:
-        waiting = (
-            ray.wait(list(self._started.values()), num_returns=len(self._started), timeout=0)[1]
-            if self._started
-            else []
-        )
+        waiting = self._running(0)
         if len(waiting) >= MOST_WAITING and not is_needed:
             self._client.note(
                 f"the {self._jobs} of step {step:,} are left out: those of {len(waiting)} earlier evaluations still"

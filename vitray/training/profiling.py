@@ -14,8 +14,10 @@ from vitray.weights.pretrained import InitialWeights
 
 # Timed forward passes, after the same number of warm-up passes.
 PASSES = 10
-# Dense FLOPs per second from the makers' data sheets; fp32 uses TF32 products.
+# Dense FLOPs per second from the makers' data sheets, by words of the device's name; fp32 uses TF32 products.
 PEAK_FLOPS = {
+    "H100 PCIe": {"fp32": 378e12, "bf16": 756e12},
+    "H100 NVL": {"fp32": 417e12, "bf16": 835e12},
     "A100": {"fp32": 156e12, "bf16": 312e12},
     "H100": {"fp32": 494e12, "bf16": 989e12},
     "H200": {"fp32": 494e12, "bf16": 989e12},
@@ -70,4 +72,5 @@ def forward_passes_per_step(run: Run, start: InitialWeights | None) -> float:
 
 def peak_flops(device: str, precision: str) -> float | None:
     """Return the peak of a device by its name; None for an unknown device."""
-    return next((peak[precision] for name, peak in PEAK_FLOPS.items() if name in device), None)
+    words = {*device.replace("-", " ").split()}
+    return next((peak[precision] for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)

@@ -134,3 +134,14 @@ class CheckTimer:
         pace = max(1e-6, now - self.checked_at) / (step - self.step)
         self.step, self.checked_at = step, now
         return max(1, round(CHECK_SECONDS / pace))
+
+
+def micro_batches(images: int, run: Run) -> list[slice]:
+    """Return the slices of a worker's batch for gradient accumulation: few, of similar size, and even for mixing.
+
+    None exceeds compute.local_batch, except for a pair of images that are mixed.
+    """
+    largest, pair = run.compute.local_batch or images, 2 if run.data.mix.is_mixing else 1
+    passes = -(-images // largest)
+    size = min(-(-images // pair // passes) * pair, max(pair, largest // pair * pair))
+    return [slice(start, min(start + size, images)) for start in range(0, images, size)]

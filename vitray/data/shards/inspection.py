@@ -30,6 +30,9 @@ VERSIONS = (1, PIL.__version__, pa.__version__)
 # Kinds of sources whose images are byte ranges of a file; those of the others are copied.
 IN_PLACE = {"folder", "index", "tar"}
 
+# Kinds of sources with many images in a file.
+MANY_IN_A_FILE = {"tar", "parquet", "cifar", "idx"}
+
 # One row per image; (file, start, size) is the present location of its bytes.
 INSPECTED = pa.schema(
     [(name, pa.string()) for name in ("split", "name", "sha256", "file", "reason")]
@@ -51,7 +54,11 @@ def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> t
     is_perceptual = request.settings.dedupe == "perceptual"
     inputs = {"kind": listing.kind, "perceptual": is_perceptual, "in_place": request.index_only}
     inputs |= request.settings.model_dump(include=used)
-    names = [content_name(inputs, chunk) for chunk in chunks]
+    versions = _file_versions(listing)
+    names = [
+        content_name(inputs, chunk, {item.file: versions[item.file] for item in chunk if item.file in versions})
+        for chunk in chunks
+    ]
     done = set(storage.list_files(storage.join(request.dest, WORK)))
     left = [(chunk, name) for chunk, name in zip(chunks, names, strict=True) if f"found-{name}.parquet" not in done]
     calls = [(request, listing.kind, chunk, name) for chunk, name in left]
@@ -64,6 +71,22 @@ def inspect_source(request: ShardRequest, listing: Listing, at_a_time: int) -> t
     rejects = sorted([*listing.rejects, *map(Reject, *columns)])
     _check_rejects(request, rejects, images.num_rows + len(listing.rejects))
     return images.filter(images["reason"].is_null()), rejects
+
+
+def _file_versions(listing: Listing) -> dict[str, Any]:
+    """Return the versions of files with many images; entries have those of the others."""
+    if listing.kind not in MANY_IN_A_FILE:
+        return {}
+
+    def version_of(file: str) -> Any:
+        if listing.kind != "cifar":
+            return storage.file_version(file)
+        source = file.rpartition("::")[0]  # an archive or a folder
+        return storage.file_version(source) or storage.list_entries(source)
+
+    files = sorted({item.file for item in listing.items})
+    with ThreadPoolExecutor(8) as pool:  # reads may wait for a network
+        return dict(zip(files, pool.map(version_of, files), strict=True))
 
 
 def inspect_chunk(request: ShardRequest, kind: Kind, items: Sequence[SourceEntry], name: str) -> None:

@@ -64,6 +64,8 @@ class SourceEntry(NamedTuple):
     """As the source has it; in a listing the class number, None if only reading yields it."""
     reason: str | None = None
     """Why the image is rejected unread."""
+    changed: int = 0
+    """Time of change of a file with one image, as in its version."""
 
 
 class Reject(NamedTuple):
@@ -248,7 +250,7 @@ def _list_folder(detected: DetectedSource) -> Iterator[SourceEntry]:
         *folders, _ = name.split("/")
         split = SPLITS[folders.pop(0)] if is_split_on_top and folders else ""
         reason = None if folders else "not in a class folder"
-        yield SourceEntry(split, name, file, 0, version.size, folders[0] if folders else None, reason)
+        yield SourceEntry(split, name, file, 0, version.size, folders[0] if folders else None, reason, version.changed)
 
 
 def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[SourceEntry]:
@@ -268,7 +270,7 @@ def _list_index(request: ShardRequest, detected: DetectedSource) -> Iterator[Sou
         elif version is None:
             reason = "no such file"
         file, size = storage.join(root, inside), version.size if version else 0
-        yield SourceEntry(split, path, file, 0, size, row[label_column], reason)
+        yield SourceEntry(split, path, file, 0, size, row[label_column], reason, version.changed if version else 0)
 
 
 def list_tar(url: str, name: str, label: str | None) -> list[SourceEntry]:

@@ -82,7 +82,7 @@ def read_image_table(url: str, image: str | None, label: str | None) -> ImageTab
         image_path = _image_path(schema, image, url)
         label = find_column(schema.names, label, LABEL_COLUMNS, url, "label")
         labels = file.read(columns=[label]).column(0).to_pylist()
-        groups = tuple(rows for rows in _group_sizes(file) if rows)
+        groups = tuple(_group_sizes(file))
         return ImageTable(url, image_path, label, labels, groups, _hugging_face_names(schema.metadata or {}, label))
 
 

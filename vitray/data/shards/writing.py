@@ -184,13 +184,21 @@ def _describe_shard(name: str, path: Any, groups: tuple[int, ...]) -> Shard:
 
 
 def _check_indexable(listing: Listing) -> None:
-    """Refuse files whose rows a run could not read: labels that are no class numbers, other columns in some files."""
+    """Refuse files whose rows a run could not read.
+
+    Their labels are no class numbers, some have other columns, or a row group is empty.
+    """
     first = listing.tables[0][1]
     for _, table in listing.tables:
         if (table.image, table.label) != (first.image, first.label):
             raise ConfigError(
                 f"--index-only: {table.file} has the columns {table.image} and {table.label}, and {first.file} has"
                 f" {first.image} and {first.label}; wanted the same columns in all files"
+            )
+        if 0 in table.row_groups and table.labels:
+            raise ConfigError(
+                f"--index-only: {table.file}: row group {table.row_groups.index(0)} is empty; wanted files without such"
+                " groups, or `vitray shard` without --index-only"
             )
         wrong = [label for label in table.labels if type(label) is not int or not 0 <= label < len(listing.classes)]
         if wrong:
@@ -205,7 +213,9 @@ def index_shard(table: ImageTable, source: str, dest: str) -> Shard:
     address = table.file if storage.is_remote(source) else storage.filesystem(table.file)[1]
     folder = dest if storage.is_remote(dest) else storage.filesystem(dest)[1]
     with storage.local_copy(table.file) as path:
-        return _describe_shard(address.removeprefix(f"{folder.rstrip('/')}/"), path, table.row_groups)
+        return _describe_shard(
+            address.removeprefix(f"{folder.rstrip('/')}/"), path, table.row_groups if table.labels else ()
+        )
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------

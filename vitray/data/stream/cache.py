@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import ray
+from ray.exceptions import RayError
 
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import Dataset
@@ -28,16 +29,16 @@ class DecodedSplit:
 
     def __init__(self, rows: SplitRows, per_block: int) -> None:
         self.starts = np.append(np.arange(0, int(rows.starts[-1]), per_block), rows.starts[-1])
-        decode = ray.remote(num_cpus=1)(_decode_block)
-        shared = ray.put(rows)
-        self.blocks = [
-            decode.remote(shared, int(start), int(end))
-            for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)
-        ]
+        # The second value, of each block, tells whether it failed without a copy of its pixels.
+        options: dict[str, Any] = {"num_cpus": 1, "num_returns": 2, "retry_exceptions": [OSError]}
+        decode = ray.remote(**options)(_decode_block)
+        shared, ends = ray.put(rows), zip(self.starts[:-1], self.starts[1:], strict=True)
+        decoded: list[Any] = [decode.remote(shared, int(start), int(end)) for start, end in ends]
+        self.blocks, self.ends = map(list, zip(*decoded, strict=True))
 
-    def decoded(self) -> DecodedRows:
-        """Return the references of the pixels."""
-        return DecodedRows(self.starts, self.blocks)
+    def decoded(self) -> tuple[DecodedRows, list[ray.ObjectRef]]:
+        """Return the references of the pixels, and references that are ready or fail as they do."""
+        return DecodedRows(self.starts, self.blocks), self.ends
 
 
 def decoded_split(dataset: Dataset, split: str) -> DecodedRows:
@@ -63,8 +64,12 @@ def decoded_split(dataset: Dataset, split: str) -> DecodedRows:
         # By default it would join the placement group of a sweep's trial, which has no CPU left for decoding.
         actor: Any = ray.remote(num_cpus=0, scheduling_strategy="DEFAULT")(DecodedSplit)
         owner = actor.options(lifetime="detached", **options).remote(rows, per_block)
-    decoded: Any = ray.get(owner.decoded.remote())
-    ray.wait(decoded.blocks, num_returns=len(decoded.blocks), fetch_local=False)
+    decoded, ends = ray.get(owner.decoded.remote())
+    try:
+        ray.get(ends)
+    except RayError:  # the actor would keep the failed block for all later runs
+        forget_decoded(dataset, split)
+        raise
     return decoded
 
 
@@ -77,7 +82,7 @@ def forget_decoded(dataset: Dataset, split: str) -> None:
 
 
 def _actor_name(dataset: Dataset, split: str) -> str:
-    return f"decoded {split} of {dataset.identity}, format 2"  # of DecodedBlock: it outlives a version of vitray
+    return f"decoded {split} of {dataset.identity}, format 3"  # of DecodedBlock: it outlives a version of vitray
 
 
 def _mib(size: int) -> str:
@@ -112,9 +117,11 @@ def _decode(content: bytes) -> np.ndarray:
         return np.empty((0, 0, 3), np.uint8)
 
 
-def _decode_block(rows: SplitRows, start: int, end: int) -> DecodedBlock:
+def _decode_block(rows: SplitRows, start: int, end: int) -> tuple[DecodedBlock, int]:
+    """Return some decoded rows and where they end."""
     stored = read_rows(np.arange(start, end), rows)
     contents, labels, keys = zip(*(stored[row] for row in range(start, end)), strict=True)
     images = [_decode(content) for content in contents]
     pixels = np.concatenate([image.reshape(-1) for image in images])
-    return DecodedBlock(pixels, np.array([image.shape[:2] for image in images]), np.array(labels), list(keys))
+    shapes = np.array([image.shape[:2] for image in images])
+    return DecodedBlock(pixels, shapes, np.array(labels), list(keys)), end

@@ -1,6 +1,7 @@
 """Contact sheets of a dataset: some of its images, with the augmented views that training would see."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -10,10 +11,11 @@ from vitray import storage
 from vitray.config.augmentation import Augment
 from vitray.config.sections import Section, Seed
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
-from vitray.data.augment.decode import decode_image
+from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.manifest import Dataset, open_dataset
 from vitray.data.shards.options import read_settings
 from vitray.data.stream.decoding import locate_rows, read_rows
+from vitray.errors import ConfigError
 
 MOST_PIXELS = 2**28  # a sheet of 0.8 GB before it is compressed
 
@@ -57,11 +59,19 @@ def sample_sheet(
     shape: tuple[int, int] = (8, 7),
     seed: int = 0,
 ) -> bytes:
-    """Return a contact sheet (PNG) of a split; `shape` is the number of images and of views of each."""
+    """Return a contact sheet (PNG) of a split; `shape` is the number of images and of views of each.
+
+    Corrupt images are left out.
+    """
     rows = locate_rows(dataset, split)
     total = int(rows.starts[-1])
     # Evenly spaced rows are a random sample: the stored order is shuffled.
     numbers = np.linspace(0, total - 1, min(shape[0], total)).astype(np.int64)
     stored = read_rows(numbers, rows).values()
-    samples = [Sample(decode_image(data), key, dataset.classes[label]) for data, label, key in stored]
+    samples = []
+    for data, label, key in stored:
+        with suppress(UndecodableImage):  # training counts and names them
+            samples.append(Sample(decode_image(data), key, dataset.classes[label]))
+    if not samples:
+        raise ConfigError(f"{dataset.url}: none of {len(numbers)} images of split {split} can be decoded")
     return contact_sheet(samples, augment, size, copies=shape[1], seed=seed)

@@ -6,7 +6,7 @@ pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals t
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -107,7 +107,8 @@ class Stream:
     def __init__(self, dataset: Dataset, spec: StreamSpec) -> None:
         self.dataset, self.spec, self.rows = dataset, spec, locate_rows(dataset, spec.split)
         self.corrupt: dict[str, int] = {}
-        """{shard:row of a corrupt image: number of times that it was replaced}."""
+        """{shard:row of a corrupt image: number of times that this worker replaced it, 0 of those of other workers}."""
+        self._merged: set[str] = set()
         self._evaluation: list[DataIterator] = []
         # An execution ends with its last reference here, at the first worker: one may still be read as the next begins.
         self._executions: list[list[DataIterator]] = []
@@ -183,7 +184,10 @@ class Stream:
         return self._memory // 3 // (self.spec.batch * image) if self.spec.in_bulk and cut.workers == 1 else 0
 
     def evaluate(self, share: Share) -> Iterator[HostBatch]:
-        """Yield a worker's batches of every image once, in the stored order; every worker gets the same number."""
+        """Yield a worker's batches of every image once, in the stored order; every worker gets the same number.
+
+        Corrupt images are left out.
+        """
         if not self._evaluation:  # later evaluations execute the same pieces again
             cut = self._cut(share.workers, copies=1)._replace(held=0)
             self._evaluation = share.broadcast(
@@ -193,7 +197,10 @@ class Stream:
         reader = BlockReader(_started(self._evaluation[share.rank]), self.spec.size)
         for step in range(-(-self.images // self.spec.batch)):
             positions = positions_of(step, self.spec.batch, share.rank, share.workers)
-            yield self._batch(reader.take(0, positions[positions < self.images]), len(positions), 0)
+            images = reader.take(0, positions[positions < self.images])
+            is_real = images["corrupt"] < 0  # a corrupt image is no second one of its neighbour
+            self._count_corrupt(images["corrupt"])
+            yield self._batch({name: column[is_real] for name, column in images.items()}, len(positions), 0)
 
     def _cut(self, workers: int, copies: int) -> Cut:
         return Cut.fitting(self.spec.size, self._memory, self.spec.batch, workers, copies)
@@ -264,10 +271,25 @@ class Stream:
             first = self.rows.starts[np.searchsorted(self.rows.shard_of_group, shard)]
             name = f"{self.rows.addresses[shard]}:{row - first}"
             self.corrupt[name] = self.corrupt.get(name, 0) + 1
-        if len(self.corrupt) > self.spec.max_corrupt * self.images:
-            few = ", ".join(list(self.corrupt)[:5])
+        self.check_corrupt(self.corrupt)
+
+    def new_corrupt(self) -> list[str]:
+        """Return this worker's corrupt images that `merge_corrupt` has not seen."""
+        return [name for name in list(self.corrupt) if name not in self._merged]
+
+    def merge_corrupt(self, names: Iterable[str]) -> None:
+        """Add the new corrupt images of all workers; refuse a larger share than max_corrupt."""
+        for name in names:
+            self.corrupt.setdefault(name, 0)
+            self._merged.add(name)
+        self.check_corrupt(self.corrupt)
+
+    def check_corrupt(self, names: Collection[str]) -> None:
+        """Refuse a larger share of corrupt images than max_corrupt."""
+        if len(names) > self.spec.max_corrupt * self.images:
+            few = ", ".join(list(names)[:5])
             raise ConfigError(
-                f"{self.dataset.url}: {len(self.corrupt)} of {self.images} images cannot be decoded, more than"
+                f"{self.dataset.url}: {len(names)} of {self.images} images cannot be decoded, more than"
                 f" max_corrupt {self.spec.max_corrupt:g}: {few}"
             )
 
