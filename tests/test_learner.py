@@ -11,16 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitray import storage
 from vitray.config import load_run
+from vitray.config.augmentation import Normalise
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
+from vitray.evaluation.scores import EvaluationSet, _means, gather_names
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints, evaluator, learner
 from vitray.training.checkpoints import META, Checkpoint
 from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, Learner
-from vitray.training.loop import take_step
+from vitray.training.loop import all_reduce_metrics, take_step
 from vitray.training.optim import Average, build_optimizer
 from vitray.training.state import TrainState
 
@@ -88,6 +90,11 @@ def work(rank: int, folder: str) -> None:
     torch.save(read, f"{folder}/read-{rank}")
     share = Share(rank, 2)
     torch.save((trained(share), trained(share, **DDP)), f"{folder}/trained-{rank}")
+    sums = all_reduce_metrics({rank: torch.tensor([0.5, rank])}, CPU, [rank, 7 * (rank == 0), rank])
+    data = EvaluationSet([], 3, Normalise(), lambda: [f"corrupt {1 - rank}"])
+    nothing = torch.zeros(1, dtype=torch.float64)
+    counted = _means(1 - rank, nothing, data)
+    torch.save((sums, gather_names(["b", "c"][: rank + 1]), counted), f"{folder}/sums-{rank}")
     dist.destroy_process_group()
 
 
@@ -124,6 +131,14 @@ def test_an_error_of_the_reading_worker_is_raised_on_all(folder):
     assert text.startswith(f"{folder}/damaged/checkpoints/step-00000007/model.safetensors: got 1 bytes, wanted ")
     assert first["unreadable"] == second["unreadable"]
     assert first["unreadable"][0] == "RuntimeError"
+
+
+def test_counts_and_names_are_those_of_all_workers(folder):
+    for rank in range(2):
+        sums, names, (images, corrupt, _) = torch.load(folder / f"sums-{rank}", weights_only=False)
+        assert sums == ([[1.0, 1.0]], [1, 7, 1])
+        assert names == ["b", "b", "c"]
+        assert (images, corrupt) == (1, ["corrupt 0", "corrupt 1"])
 
 
 def test_without_other_workers_the_checkpoint_is_read_here(tmp_path):
