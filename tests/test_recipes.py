@@ -61,7 +61,7 @@ UNMEASURED = {"distil_demo", "flexible_demo", "hybrid_demo", "torchvision_demo"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer"}
 OURS = MEASURED | UNMEASURED | CIFAR  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.
-BEGIN_WITH = {"distil_demo": "demo", "finetune_demo": "demo"}
+BEGIN_WITH = {"distil_demo": "demo", "finetune_demo": "demo", "masked_demo": "tokenizer_demo"}
 BEGIN_WITH |= {"cifar10_finetune": "cifar10_supervised", "cifar10_masked": "cifar10_tokenizer"}
 
 
