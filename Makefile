@@ -36,9 +36,9 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray down $(CLUSTER)
 
 # The tests that share one Ray mostly wait for its processes, so they run beside the others, of which each part is the
-# files of some letters. The output of each appears at its end.
+# files of some letters, a short part last. The output of each appears at its end.
 FAST := not slow and not gpu
-PARTS := a-d e-l m-r s-z
+PARTS := s a-d t-z e-l m-r
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-ray $(PARTS:%=test-%)
