@@ -217,8 +217,8 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
             torch.testing.assert_close(worker["state"][name], tensor)
 
 
-def test_a_batch_norm_of_cpu_workers_takes_bfloat16(tmp_path):
-    """The sums over images and the running statistics stay float32."""
+def test_a_batch_norm_of_cpu_workers_takes_bfloat16_and_keeps_float64(tmp_path):
+    """The sums over images and the running statistics are at least float32."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         exact, rounded = (stem("vit_u1x1_16_hmlp_bn").train() for _ in range(2))
@@ -232,6 +232,9 @@ def test_a_batch_norm_of_cpu_workers_takes_bfloat16(tmp_path):
         got.float().square().sum().backward()
         for name, tensor in exact.state_dict().items():
             torch.testing.assert_close(rounded.state_dict()[name], tensor, rtol=0.05, atol=0.01)
+        double = stem("vit_u1x1_16_hmlp_bn").train().double()
+        synchronise_norms(double, torch.device("cpu"))
+        torch.testing.assert_close(double(images(batch=8).double())[0].float(), tokens)
     finally:
         dist.destroy_process_group()
 

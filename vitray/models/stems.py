@@ -42,7 +42,8 @@ class Stem(nn.Module):
             x_BDHW = self.proj(images_BCHW)
         else:
             first: Any = self.proj[0]
-            kernel = apply_matrix(self._matrix, first.weight, self.patch)
+            # `to` changes nothing unless the network was moved after `use_patch`.
+            kernel = apply_matrix(self._matrix.to(first.weight), first.weight, self.patch)
             x_BDHW = self.proj[1:](F.conv2d(images_BCHW, kernel, first.bias, self.patch))
         x_BND = x_BDHW.flatten(2).transpose(1, 2)
         return x_BND, (height // self.patch, width // self.patch)
@@ -110,12 +111,13 @@ class SumOverWorkers(torch.autograd.Function):
 
 
 class GlooBatchNorm(nn.BatchNorm2d):
-    """Batch norm over the images of all CPU workers, in float32; torch's SyncBatchNorm rejects CPU tensors."""
+    """Batch norm over the images of all CPU workers, at least in float32; torch's SyncBatchNorm rejects CPU tensors."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         if not self.training:
             return super().forward(input)
-        over, dtype, input = (0, 2, 3), input.dtype, input.float()  # noqa: A001
+        over, dtype = (0, 2, 3), input.dtype
+        input = input.to(torch.promote_types(dtype, torch.float32))  # noqa: A001
         count = input.new_tensor([input.numel() / self.num_features])
         sums: Tensor = SumOverWorkers.apply(torch.cat([input.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]

@@ -47,11 +47,12 @@ def decode_image(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> np.n
 
 
 def decode_scaled(
-    data: bytes | memoryview, most: Callable[[tuple[int, int]], float], max_pixels: int = MAX_PIXELS
+    data: bytes | memoryview, max_reduction: Callable[[tuple[int, int]], float], max_pixels: int = MAX_PIXELS
 ) -> DecodedImage:
-    """Return an image whose height and width are divided by the largest of 8, 4 and 2 that is at most `most(size)`.
+    """Return an image whose height and width are divided by the largest of 8, 4 and 2 that is at most
+    `max_reduction(size)`.
 
-    Only plain JPEGs are: their decoder leaves pixels out. Libjpeg's other scales take longer than all pixels.
+    Other formats, and rotated JPEGs, are decoded in full. Libjpeg's other scales take longer than all pixels.
     """
     data = bytes(data)
     if data[:3] == b"\xff\xd8\xff":
@@ -61,7 +62,7 @@ def decode_scaled(
             # simplejpeg converts CMYK differently from viewers.
             check_size(width, height, max_pixels)
             if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
-                limit = most((height, width))
+                limit = max_reduction((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)
                 least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
                 pixels_HWC = simplejpeg.decode_jpeg(data, min_height=least[0], min_width=least[1], min_factor=divisor)

@@ -36,8 +36,10 @@ class CroppedView(NamedTuple):
 
 
 def decode_for_view(data: bytes, settings: Augment, size: ImageSize, rng: np.random.Generator) -> DecodedImage:
-    """Return the pixels that the view of an image needs by `settings.decode`; `rng` is not that of the view, but equal
-    to it."""
+    """Return the pixels that the view of an image needs by `settings.decode`.
+
+    `rng` is a second generator with the view's key: this call advances it.
+    """
     is_scaled = settings.decode == "scaled"
     return decode_scaled(data, lambda whole: _reduction(whole, settings.crop, size, rng) if is_scaled else 1.0)
 

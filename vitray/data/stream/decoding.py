@@ -140,9 +140,9 @@ def decode_positions(
         if view.sent:
             images |= draw_columns(view.sent, len(positions))
         for index, position in enumerate(positions.tolist()):
-            keyed = partial(_write_view, images, index, view=view, copy=int(numbers[index]))
+            write_view = partial(_write_view, images, index, view=view, copy=int(numbers[index]))
             candidates = _candidates(int(wanted[index]), position, order)
-            images["row"][index], images["label"][index] = _first_valid(candidates, keyed, stored, rows)
+            images["row"][index], images["label"][index] = _first_valid(candidates, write_view, stored, rows)
         images["corrupt"] = np.where(images["row"] == wanted, -1, wanted)
         yield images
 

@@ -31,8 +31,8 @@ class Prefetcher:
     ) -> None:
         self.waited = 0.0
         """Seconds that the caller has waited for batches."""
-        self._begun, self._limit = 0, math.inf
-        self._may_begin = threading.Condition()
+        self._batches_started, self._limit = 0, math.inf
+        self._starting = threading.Lock()
         self._largest = largest
         self._device = device
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
@@ -62,12 +62,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop reading ahead, on every worker after the same batch; all workers call it."""
-        with self._may_begin:
-            self._limit = math.nan  # nothing begins until the workers agree
-            begun = self._begun
-        with self._may_begin:
-            self._limit = self._largest(begun)
-            self._may_begin.notify()
+        with self._starting:  # no batch is started until the workers agree
+            self._limit = self._largest(self._batches_started)
         while self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
@@ -76,19 +72,18 @@ class Prefetcher:
 
     def _read(self, batches: Iterator[HostBatch]) -> None:
         try:
-            while self._begin() and (batch := next(batches, None)) is not None:
+            while self._may_start() and (batch := next(batches, None)) is not None:
                 self._ready.put(self._to_device(batch))
             self._ready.put(None)
         except BaseException as error:  # `__next__` raises it in the caller's thread
             self._ready.put(error)
 
-    def _begin(self) -> bool:
-        """Return whether to read another batch."""
-        with self._may_begin:
-            self._may_begin.wait_for(lambda: not math.isnan(self._limit))
-            if self._begun >= self._limit:
+    def _may_start(self) -> bool:
+        """Return whether to read another batch, and count it."""
+        with self._starting:
+            if self._batches_started >= self._limit:
                 return False
-            self._begun += 1
+            self._batches_started += 1
             return True
 
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:

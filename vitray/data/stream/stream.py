@@ -147,7 +147,7 @@ class Stream:
             )
         # The first worker's, since the cluster may grow or shrink while the others ask for its memory.
         cut = share.broadcast(self._cut(share.workers, self.spec.copies))
-        executions, ahead = self._divided(range(start, end), cut)
+        executions, ahead = self._execution_ranges(range(start, end), cut)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
         opener, following = ThreadPoolExecutor(1), None
         try:
@@ -163,7 +163,7 @@ class Stream:
         finally:
             opener.shutdown(wait=False)
 
-    def _divided(self, steps: range, cut: Cut) -> tuple[list[range], int]:
+    def _execution_ranges(self, steps: range, cut: Cut) -> tuple[list[range], int]:
         """Return the steps of each execution, and how many before its end the next one starts."""
         most, ahead = (max(1, pieces * cut.rows // self.spec.batch) for pieces in (PIECES_AT_ONCE, PIECES_AHEAD))
         if not (bulk := min(most, self._bulk(cut))):
