@@ -12,6 +12,7 @@ from test_weights import WIDTH, Deit, google_arrays, hugging_face, images, impor
 from timm.models.vision_transformer import ParallelThingsBlock
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.models.swin_transformer import SwinTransformer
+from transformers import ViTImageProcessor
 
 from pipelines.__main__ import main
 from vitray.inspection import attention_distances, attention_maps
@@ -39,7 +40,8 @@ def write(layout, folder):
         case "hugging_face":
             theirs = hugging_face()
             theirs.save_pretrained(folder)
-            return theirs, str(folder), import_weights(str(folder), settings={"normalise": {}})
+            ViTImageProcessor().save_pretrained(folder)  # the normalisation
+            return theirs, str(folder), import_weights(str(folder))
         case "deit" | "deit_parallel":
             theirs = scrambled(Deit(2 if layout.endswith("parallel") else 1))
         case _:
