@@ -530,7 +530,7 @@ def test_executions_in_bulk_double_while_memory_holds_three_and_shrink_at_the_en
     cut = stream._cut(1, 1)
     assert stream._bulk(cut) == most
     assert stream._bulk(stream._cut(2, 1)) == train_stream(dataset, memory=memory)._bulk(cut) == 0
-    executions, ahead = stream._divided(range(5, 400), cut)
+    executions, ahead = stream._execution_ranges(range(5, 400), cut)
     assert [step for steps in executions for step in steps] == list(range(5, 400))
     if most:
         least = len(executions[0])
