@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines import recipes
 from vitray.cluster import session
-from vitray.config import load_run
+from vitray.config import load_run, split_words
 from vitray.config.parsing import count_up_to, number_up_to
 from vitray.errors import ConfigError
 
@@ -25,10 +25,10 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--cpu-hour", type=number_up_to(10**6), help="price of a CPU in an hour")
     parser.add_argument("--json", action="store_true", help="the result as JSON: bottleneck, images_per_second, ...")
     options = parser.parse_intermixed_args(words)
-    names = [word for word in options.words if "=" not in word]
+    names, overrides = split_words(options.words)
     if len(names) != 1:
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, wanted one recipe: a file or a built-in one")
-    run = load_run(recipes.path_of(names[0]), [word for word in options.words if "=" in word])
+    run = load_run(recipes.path_of(names[0]), overrides)
     if options.cpus and "RAY_ADDRESS" in os.environ:
         raise ConfigError(f"--cpus: got {options.cpus} with RAY_ADDRESS, wanted none: a cluster has its own CPUs")
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipelines import recipes
 from pipelines.__main__ import run_verb
 from vitray import storage
-from vitray.config import load_run
+from vitray.config import load_run, split_words
 from vitray.errors import ConfigError
 from vitray.tracking.mlflow_client import tracking_uri
 
@@ -30,7 +30,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--dry-run", action="store_true", help="check settings, data and storage, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
-    names, overrides = ([word for word in options.words if ("=" in word) == is_set] for is_set in (False, True))
+    names, overrides = split_words(options.words)
     if len(names) != (0 if options.resume else 1):
         recipe = f"one recipe: a file, or one of {', '.join(recipes.names())}"
         wanted = "no recipe: the run has its own" if options.resume else recipe

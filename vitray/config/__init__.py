@@ -4,6 +4,7 @@
 sweep and in MLflow. This package imports neither torch nor ray, so that a recipe loads at once.
 """
 
+from vitray.config.parsing import split_words as split_words
 from vitray.config.run import Run as Run
 from vitray.config.run import load_run as load_run
 from vitray.config.sections import Learned as Learned

@@ -19,6 +19,11 @@ MOST_DEPTH = 20
 LONGEST_KEY = 200
 
 
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command that name something, and its overrides `a.b=c`."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return `a.b=c` overrides as {dotted path: value}, each value parsed as YAML."""
     changes: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from vitray.serving.request_body import BadRequest, read_query
 
 # A request whose replica cannot be reached is sent again; a prediction has no side effects.
 MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
-# Replicas that may die with a request: it may be what kills them.
+# After so many deaths of replicas a request is given up: it may be their cause.
 MOST_DEATHS = 3
 HEALTH_SECONDS = 5
 ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}

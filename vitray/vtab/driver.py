@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
-from vitray.config.parsing import parse_overrides
+from vitray.config.parsing import parse_overrides, split_words
 from vitray.config.training import Finetune
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError
@@ -72,12 +72,12 @@ class VtabRequest(NamedTuple):
     @property
     def models(self) -> list[str]:
         """The addresses of the networks."""
-        return [word for word in self.words if "=" not in word]
+        return split_words(self.words)[0]
 
     @property
     def overrides(self) -> list[str]:
         """The settings of all fine-tunings."""
-        return [word for word in self.words if "=" in word]
+        return split_words(self.words)[1]
 
     @property
     def command(self) -> str:
