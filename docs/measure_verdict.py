@@ -1,9 +1,9 @@
 """python docs/measure_verdict.py [--minutes 20] [--out FILE]: `vitray doctor data` against training, 16 configurations.
 
 Each is predicted, then trained at demo size for the steps of 32 predicted seconds, of which the last two thirds count:
-the others include the start. Ray's object store is small, so that images that were decoded during the start do not hide
-the speed of decoding. The results are in one JSON: a later call measures those that are missing. Run it on a machine
-without other work.
+the others include the start. Where data limits, it trains three times as long and the last third counts: images that
+were decoded during the start last for a while, although Ray's object store is small. The results are in one JSON: a
+later call measures those that are missing. Run it on a machine without other work.
 """
 
 import argparse
@@ -31,7 +31,9 @@ from vitray.tracking import system_info
 
 # Seconds of a prediction's measurements, and of the training beside it.
 PREDICTING, TRAINING = 5.0, 32.0
-RECORDS, STARTING = 9, 3
+RECORDS, COUNTED = 9, 6
+# Of a run that waits for data: how many times as long it trains, and its records that count.
+LONGER, COUNTED_LAST = 3, 3
 STORE_BYTES = 640 * 2**20
 SIZES, POLICIES, WORKERS, NETWORKS = (64, 96), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
 
@@ -85,12 +87,13 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     machines = plan_machines(run, None)
     seconds = measure_stages(run, machines, PREDICTING)
     predicted = predict(seconds, machines)
-    every = max(5, round(TRAINING * predicted.images_per_second / run.optim.batch / RECORDS))
+    longer, counted = (1, COUNTED) if predicted.bottleneck == "step" else (LONGER, COUNTED_LAST)
+    every = max(5, round(longer * TRAINING * predicted.images_per_second / run.optim.batch / RECORDS))
     changes = {"optim.duration": f"{RECORDS * every} steps", "tracking.every": f"{every} steps"}
     home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
     outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
     speeds, waits = (
-        np.array([value for _, value in outcome["curves"][name][STARTING:]])
+        np.array([value for _, value in outcome["curves"][name][-counted:]])
         for name in ("train/images_per_second", "train/data_wait_share")
     )
     times = 1 / speeds / (1 / speeds).sum()

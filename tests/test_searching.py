@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -263,6 +264,12 @@ def test_as_many_trials_start_as_fit_the_cluster_now(tmp_path, base, monkeypatch
     assert searcher.suggest("e") == Searcher.FINISHED
 
 
+@pytest.mark.parametrize(("scores", "score"), [((), None), ((0.9, 0.5), 0.5), ((0.5, math.nan), None)])
+def test_a_trial_counts_with_its_last_score(scores, score):
+    """The model that it leaves has those weights."""
+    assert TrialRecord(scores=tuple(enumerate(scores, start=1))).score == score
+
+
 def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
     names = list(store.entries)
@@ -287,7 +294,7 @@ def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     assert store.outcome(names[1]).device_seconds == 3.0
     end_on_disk(store, names[2])  # finished between the last look and the end of the sweep
     store.close()
-    assert store.record(names[2]).best("max") == 0.5
+    assert store.record(names[2]).score == 0.5
     assert [record.state for record in store.records().values()] == ["finished", "stopped early", "finished", "waiting"]
 
 

@@ -78,14 +78,11 @@ class SweepConsole:
         return f"{len(over)}/{max(self._trials, len(records))} over{f' ({details})' if details else ''}"
 
     def _best(self, records: Mapping[str, TrialRecord]) -> str | None:
-        scores = {
-            name: score for name, record in records.items() if (score := record.best(self._goal.mode)) is not None
-        }
+        scores = {name: record.score for name, record in records.items() if record.score is not None}
         return (max if self._goal.mode == "max" else min)(scores, key=lambda name: scores[name], default=None)
 
     def _score(self, record: TrialRecord) -> str:
-        score = record.best(self._goal.mode)
-        return "-" if score is None else f"{score:.4g}"
+        return "-" if record.score is None else f"{record.score:.4g}"
 
     def _left(self) -> str:
         """Return the remaining time, from the mean time per trial so far."""

@@ -75,7 +75,7 @@ def _optuna_trial(
 ) -> FrozenTrial:
     """Return an observation, of a point with these parameters, as a trial of Optuna."""
     record = observation.record
-    goal, has_cost = record.best(space.goal.mode), isinstance(space.search, Nsga2)
+    goal, has_cost = record.score, isinstance(space.search, Nsga2)
     values = None
     match record.state:
         case "finished" if goal is not None and (observation.cost is not None or not has_cost):

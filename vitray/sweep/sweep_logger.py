@@ -201,7 +201,7 @@ class SweepLogger:
             settings=dict(point.shown),
             state=record.state,
             reason=record.reason,
-            goal=record.best(goal.mode),
+            goal=record.score,
             curves=curves or {goal.metric: list(record.scores)},
             device_seconds=result.device_seconds,
             params=sizes and sizes.params,

@@ -40,10 +40,11 @@ class TrialRecord(NamedTuple):
     steps: int | None = None
     """Of the whole run; None before its first score."""
 
-    def best(self, mode: Literal["max", "min"]) -> float | None:
-        """Return the best finite score so far: a loss of NaN is none."""
-        finite = (value for _, value in self.scores if math.isfinite(value))
-        return (max if mode == "max" else min)(finite, default=None)
+    @property
+    def score(self) -> float | None:
+        """The latest score, that of the weights which the trial leaves; a loss of NaN is none."""
+        latest = self.scores[-1][1] if self.scores else math.nan
+        return latest if math.isfinite(latest) else None
 
     @property
     def is_over(self) -> bool:

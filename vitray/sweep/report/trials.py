@@ -21,7 +21,7 @@ class TrialResult(NamedTuple):
     reason: str | None
     """Of a failure or an early stop."""
     goal: float | None
-    """The best value of the sweep's goal so far."""
+    """The latest value of the sweep's goal."""
     curves: dict[str, list[tuple[int, float]]]
     """{metric: (step, value) pairs}."""
     device_seconds: float | None
