@@ -28,7 +28,6 @@ DOCS = Path(__file__).parent
 RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
 SHARES = ("0.05", "0.1", "0.5", "1")
 NOT_MEASURED = "not measured"
-TOLD, NOT_TOLD = "{} is higher", "cannot be told apart"
 
 
 class Cell(NamedTuple):
@@ -105,7 +104,7 @@ def verdict(pair: tuple[str, str], interval: Interval | None) -> str:
     """Return what can be said of two cells."""
     if interval is None:
         return NOT_MEASURED
-    return TOLD.format(pair[interval.mean < 0]) if interval.is_clear else NOT_TOLD
+    return f"{pair[interval.mean < 0]} is higher" if interval.is_clear else "cannot be told apart"
 
 
 def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
@@ -144,17 +143,16 @@ def summary(records: Mapping[str, Any]) -> str:
     rows = ["| thing | can be told apart | cannot be told apart | not measured |", "|---|---|---|---|"]
     for thing in THINGS:
         cells = measured(thing, records)
-        kinds: dict[str, list[str]] = {}
-        for pair in pairs_of(thing, list(cells)):
-            text = verdict(pair, difference(*(cells[label] for label in pair)))
-            kind = text if text in (NOT_MEASURED, NOT_TOLD) else "told"
-            sign = f"{pair[0]} < {pair[1]}" if text == TOLD.format(pair[1]) else f"{pair[0]} > {pair[1]}"
-            kinds.setdefault(kind, []).append(sign if kind == "told" else f"{pair[0]} and {pair[1]}")
-        texts = [
-            "; ".join(kinds.get("told", [])) or "-",
-            "; ".join(kinds.get(NOT_TOLD, [])) or "-",
-            f"{len(kinds.get(NOT_MEASURED, []))} of {len(pairs_of(thing, list(cells)))} pairs",
-        ]
+        clear, unclear, missing, pairs = [], [], 0, pairs_of(thing, list(cells))
+        for one, other in pairs:
+            interval = difference(cells[one], cells[other])
+            if interval is None:
+                missing += 1
+            elif interval.is_clear:
+                clear.append(f"{one} {'<' if interval.mean < 0 else '>'} {other}")
+            else:
+                unclear.append(f"{one} and {other}")
+        texts = "; ".join(clear) or "-", "; ".join(unclear) or "-", f"{missing} of {len(pairs)} pairs"
         rows.append(f"| {thing.title} | {' | '.join(texts)} |")
     return "\n".join(rows)
 

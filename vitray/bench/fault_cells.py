@@ -78,26 +78,26 @@ class Cell:
             self.check_time()
             if self.tree.status is not None:
                 raise RunError(f"{self.subject.title} ended before step {step}; see {self.place.folder}/log.txt")
-            self.tree.look()
+            self.tree.note_children()
             last = {record.rank: record for record in self.records()}
             latest = [last[rank] for rank in range(self.workers) if rank in last and last[rank].step >= step]
             if len(latest) == self.workers:
                 return latest
             time.sleep(0.03)
 
-    def strike(self, process: int, number: int) -> None:
+    def send_signal(self, process: int, number: int) -> None:
         """Send a signal, and note the time of the first one."""
         self.since = self.since or time.time()
         os.kill(process, number)
 
     def stop(self) -> None:
         """Send SIGTERM to the command, and SIGKILL to all after the grace time."""
-        self.strike(self.tree.process.pid, signal.SIGTERM)
+        self.send_signal(self.tree.process.pid, signal.SIGTERM)
         if self.tree.await_end(GRACE):
             self.notes.append(f"did not end within {GRACE:.0f} s of SIGTERM")  # the machine's SIGKILL, not a person's
             self.tree.kill()
 
-    def see_to_end(self) -> None:
+    def await_success(self) -> None:
         """Do what a person does until the run is finished: end what hangs, remove broken checkpoints, start again."""
         seen, changed = 0, time.monotonic()
         while not self.is_finished:
@@ -146,12 +146,12 @@ def _sigterm(cell: Cell) -> None:
 
 
 def _kill_worker(cell: Cell) -> None:
-    cell.strike(cell.await_step(FAULT_STEP)[-1].process, signal.SIGKILL)
+    cell.send_signal(cell.await_step(FAULT_STEP)[-1].process, signal.SIGKILL)
 
 
 def _kill_driver(cell: Cell) -> None:
     cell.await_step(FAULT_STEP)
-    cell.strike(cell.tree.process.pid, signal.SIGKILL)
+    cell.send_signal(cell.tree.process.pid, signal.SIGKILL)
 
 
 def _kill_in_checkpoint(cell: Cell) -> None:
@@ -161,7 +161,7 @@ def _kill_in_checkpoint(cell: Cell) -> None:
     while _newest_write(cell.place.out) == before:
         cell.check_time()
         time.sleep(0.0005)
-    cell.strike(writer, signal.SIGKILL)
+    cell.send_signal(writer, signal.SIGKILL)
     cell.tree.kill()
     files = [path for path in cell.place.out.rglob("*") if path.is_file() and path.stat().st_mtime_ns > before]
     cell.notes.append(
@@ -188,7 +188,7 @@ def _disk_full(cell: Cell) -> None:
             file.write(bytes(2**16))
     end = time.monotonic() + FULL
     while cell.tree.status is None and time.monotonic() < end:
-        cell.tree.look()
+        cell.tree.note_children()
         time.sleep(0.1)
     cell.notes.append("ended while the disk was full" if cell.tree.status is not None else "outlived the full disk")
     ballast.unlink()
@@ -227,7 +227,7 @@ def run_cell(name: str, fault: str, place: Place, undisturbed: Place | None, set
         try:
             cell.start()
             FAULTS[fault](cell)
-            cell.see_to_end()
+            cell.await_success()
         finally:
             cell.tree.kill()
         shutil.copy(place.out / cell.subject.weights, place.folder / "final.safetensors")

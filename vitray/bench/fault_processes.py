@@ -33,7 +33,7 @@ class Tree:
         """The exit status of the command; None while it runs."""
         return self.process.poll()
 
-    def look(self) -> None:
+    def note_children(self) -> None:
         """Note the present descendants, to know them after the command has died."""
         with suppress(psutil.NoSuchProcess):
             for child in self._root.children(recursive=True):
@@ -41,7 +41,7 @@ class Tree:
 
     def alive(self) -> list[psutil.Process]:
         """Return the processes of the tree that run, those of a dead parent included."""
-        self.look()
+        self.note_children()
         self.process.poll()
         alive = []
         for process in list(self._seen.values()):
