@@ -166,7 +166,8 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     rates = f"{thing.space}_rates"
     commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
     commands.insert(1, "python docs/cifar10_rates.py sweeps")
-    yield "```text\n" + "\n".join(commands) + "\n```"
+    yield f"{HOURS}\n" + "\n".join(commands) + "\n```"
+    yield "[The zoo](zoo.md#commands) has the command of each cell alone."
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
     elif tried := rates_table(thing, records):
@@ -179,8 +180,6 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"
         yield "Means over the seeds of the table, with Student's 95 % interval at each step."
     yield thing.paper
-    yield "A cell alone, with its first seed:"
-    yield f"{HOURS}\n" + "\n".join(train_command(thing, each.cell) for each in cells.values()) + "\n```"
 
 
 def rates_table(thing: Thing, records: Mapping[str, Any]) -> str:

@@ -40,10 +40,22 @@ The tars are attached to a release, and not in the repository; `python docs/cifa
 your own sweeps. The networks of `cifar10_finetune_mode` know five classes: score them on `data/cifar10_second` of [the
 results](results.md).
 
-```text
+```
 tar xf cifar10_depth_x_branches-6x2.tar
 vitray evaluate cifar10_depth_x_branches-6x2 data/cifar10 --split test
 vitray export cifar10_depth_x_branches-6x2 --to onnx --out exports/6x2
+```
+
+For the MLflow at `MLFLOW_TRACKING_URI`, log the folder as a model and register it:
+
+```python
+import mlflow
+
+from vitray.tracking.model_flavour import log_model
+
+with mlflow.start_run() as run:
+    uri = log_model(run.info.run_id, "cifar10_depth_x_branches-6x2")
+mlflow.register_model(uri, "cifar10")
 ```"""
 
 
@@ -54,14 +66,11 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
     commands, sums, written = [], [], written_rows(page)
     for thing in THINGS:
         for place, cell in enumerate(cells_of(thing)):
+            commands.append(train_command(thing, cell))
             run_dir = storage.join(sweeps, thing.space, trial_of(thing, cell))
             name = f"{thing.space}-{cell.label.replace(', ', '-')}"
             if finished_outcome(run_dir) is None:
-                if kept := [
-                    row for file, row in written.items() if re.fullmatch(rf"{re.escape(name)}(-step\d+)?", file)
-                ]:
-                    rows += kept
-                    commands.append(train_command(thing, cell))
+                rows += [row for file, row in written.items() if re.fullmatch(rf"{re.escape(name)}(-step\d+)?", file)]
                 continue
             for step in [*(scored_steps(run_dir)[:-1] if place == 0 else []), None]:
                 file = name if step is None else f"{name}-step{step}"
@@ -69,12 +78,11 @@ def main(sweeps: str, out: Path, page: Path = PAGE) -> None:
                 (out / f"{file}.tar").write_bytes(content)
                 sums.append(f"{hashlib.sha256(content).hexdigest()}  {file}.tar")
                 rows.append(row)
-            commands.append(train_command(thing, cell))
     if not sums:
         sys.exit(f"{sweeps}: no finished network of docs/results.md")
     (out / "SHA256SUMS").write_text("\n".join(sums) + "\n")
     code = f"{HOURS}\n" + "\n".join(commands) + "\n```"
-    parts = [HEAD, "\n".join(rows), "The commands, in this order:", code]
+    parts = [HEAD, "\n".join(rows), "## Commands\n\nEach trains the first seed of a cell, alone:", code]
     page.write_text("\n".join(f"{part}\n" for part in parts))
     print(f"{out}: {len(sums)} files; {page}: written")
 
