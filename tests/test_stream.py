@@ -521,6 +521,28 @@ def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch
     assert images_of_epoch(train_stream(dataset), 2) == one_worker
 
 
+@pytest.mark.ray
+def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
+    """A stream that begins anew, as after a rewind, would meet the other's values."""
+    monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)
+    monkeypatch.setattr(stream_module, "PIECES_AHEAD", 1)  # the next execution starts with the first step
+    broadcast, ended = ThreadBroadcast(2), []
+
+    def broadcast_and_count(value):
+        value = broadcast(value)
+        ended.append(value)
+        return value
+
+    def read_one_batch(rank: int) -> None:
+        batches = train_stream(dataset).train(0, 50, Share(rank, 2, broadcast_and_count))
+        next(batches)
+        batches.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read_one_batch, range(2)))
+    assert len(ended) == 2 * 3  # the cut and two executions
+
+
 STEP_BYTES = 48 * 16 * 16 * 3
 
 

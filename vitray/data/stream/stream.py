@@ -160,6 +160,10 @@ class Stream:
                     epoch, within = divmod(step, self.steps)
                     positions = positions_of(within, self.spec.batch, share.rank, share.workers)
                     yield self._batch(reader.take(epoch, positions), len(positions), epoch)
+        except GeneratorExit:  # closed on all workers after the same step
+            if following and share.workers > 1:
+                following.result()  # a later stream of theirs would broadcast at the same time
+            raise
         finally:
             opener.shutdown(wait=False)
 
