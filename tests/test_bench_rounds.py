@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from vitray.bench import branches, latency, rounds
+from vitray.bench import branches, latency, networks, rounds
 from vitray.bench.branches import BranchesSettings, measure_branches
 from vitray.bench.latency import LatencySettings, measure_latency
+from vitray.bench.networks import NetworksSettings, measure_networks
 from vitray.bench.rounds import interleave
 from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
 
@@ -77,6 +78,21 @@ def test_each_trained_network_is_compiled_anew(compilations, monkeypatch, tmp_pa
     for _ in range(2):
         training_step(run, random_batch(run, CPU))
     assert compilations == [1, 1]
+
+
+def test_more_networks_are_compiled_than_torch_does_by_itself(monkeypatch, tmp_path):
+    compile_for, graphs = torch.compile, []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda network, **_: compile_for(network, dynamic=False, backend=count))
+    monkeypatch.setattr(networks, "interleave", run_once)
+    monkeypatch.setattr(torch.compiler.config, "recompile_limit", torch.compiler.config.recompile_limit)
+    names = [f"vit_u{depth}x1_8" for depth in range(1, torch.compiler.config.recompile_limit + 3)]
+    measure_networks(NetworksSettings(names, 1, 16, compile="default", out=tmp_path))
+    assert len(graphs) == len(names)
 
 
 def run_once(variants, *_):
