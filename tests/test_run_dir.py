@@ -7,7 +7,7 @@ import pytest
 from vitray import storage
 from vitray.config import load_run
 from vitray.errors import ConfigError
-from vitray.runs.run_dir import fork_source, open_run_dir
+from vitray.runs.run_dir import fork_source, open_run_dir, resume_command
 from vitray.tasks.build import build_task
 from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 
@@ -77,3 +77,11 @@ def test_a_fork_of_another_network_is_refused_before_ray_starts(tmp_path, before
     with pytest.raises(ConfigError, match=f"--fork: .*/first is of another network: .*{first}"):
         opened(tmp_path, "second", settings(*after), "first")
     assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(("out", "options"), [("runs", ""), ("elsewhere", " --out {}/elsewhere")])
+@pytest.mark.parametrize("name", ["first", "team/first"])
+def test_the_command_that_resumes_a_run_has_its_name(name, out, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = f"vitray train --resume {name}{options.format(tmp_path)}"
+    assert resume_command(name, storage.join(str(tmp_path), out, name)) == command

@@ -114,9 +114,9 @@ def stored_run(run_dir: str, overrides: Sequence[str] = ()) -> Run:
         return load_run(path, overrides)
 
 
-def resume_command(run_dir: str) -> str:
-    """Return the command that resumes the run in a folder, on this machine or as a job."""
-    out, _, name = run_dir.rpartition("/")
+def resume_command(name: str, run_dir: str) -> str:
+    """Return the command that resumes a run, on this machine or as a job."""
+    out = run_dir.removesuffix(f"/{name}")  # a name may have slashes
     options = [] if out == storage.absolute("runs") else ["--out", out]
     verb = ["vitray", "submit", "train"] if session.job_dir() else ["vitray", "train"]
     return shlex.join([*verb, "--resume", name, *options])

@@ -105,7 +105,8 @@ class RunLogger:
     def __exit__(self, *error: Any) -> None:
         self._stop_thread()
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            self._console.line(f"  stopped; `{resume_command(self._info.run_dir)}` continues from the last checkpoint")
+            resume = resume_command(self._info.name, self._info.run_dir)
+            self._console.line(f"  stopped; `{resume}` continues from the last checkpoint")
         self._tracker.__exit__(*error)
 
     def finish(self, result: messages.WorkerResult, saved: SavedModel | None) -> Outcome:
