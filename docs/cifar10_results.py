@@ -6,6 +6,7 @@ runs. Cells without a finished seed are "not measured".
 """
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
-from cifar10_texts import HEAD, HOURS, LABELS, NOT_TESTED, THINGS, Thing
+from cifar10_texts import HEAD, HOURS, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
@@ -26,7 +27,9 @@ from vitray.sweep.space import check_space, read_space, resolve_stages
 
 DOCS = Path(__file__).parent
 RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
-SHARES = ("0.05", "0.1", "0.5", "1")
+LINEAR_PROBES = {0.05: "linear_share0.05", 0.1: "linear_share0.1", 0.5: "linear_share0.5", 1.0: "linear"}
+"""{share of the labels: its score}"""
+LABELS_PICTURE = "cifar10_labels.png"
 NOT_MEASURED = "not measured"
 
 
@@ -122,7 +125,10 @@ def page(records: Mapping[str, Any]) -> str:
     parts = [HEAD, machine(records), "## In a minute", summary(records)]
     for thing in THINGS:
         parts += thing_parts(thing, records)
-    parts += ["## Scaling of labels", LABELS, labels_table(records), "## Costs", costs_table(records), NOT_TESTED]
+    parts += ["## Scaling of labels", LABELS, labels_table(records)]
+    if label_curves(records):
+        parts += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
+    parts += ["## Costs", costs_table(records), NOT_TESTED]
     return "\n\n".join(parts) + "\n"
 
 
@@ -255,18 +261,21 @@ def train_command(thing: Thing, cell: Cell) -> str:
     return shlex.join(["vitray", "train", thing.recipe, *thing.overrides, *settings, f"seed={cell.seeds[0]}"])
 
 
+def label_scores(records: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return {route: the scores of the probes, by seed} of the networks without labels and with all of them."""
+    routes: dict[str, list[Mapping[str, Any]]] = {"supervised": [], "beit": [], "mae": []}
+    for row in records["labels"]:  # .../before/beit/beit=linear,0 or ... route=supervised seed=0
+        (route,) = re.findall(r"/before/(\w+)/| route=(\w+) ", row["model"])
+        routes["".join(route)].append(row)
+    return routes
+
+
 def labels_table(records: Mapping[str, Any]) -> str:
     """Return the mean scores of probes by the share of labels, over the seeds of each network."""
-    names = {f"linear_share{share}" if share != "1" else "linear": f"{float(share):.0%} of labels" for share in SHARES}
+    names = {name: f"{share:.0%} of labels" for share, name in LINEAR_PROBES.items()}
     names |= {f"few_shot{shots}": f"{shots} a class" for shots in (1, 5, 10, 25)}
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in records["labels"]:
-        route = row["model"].removeprefix("cifar10_stems/").removeprefix("before/")
-        route = route.partition(" seed=")[0].rpartition("route=")[2] if " seed=" in route else route.partition("/")[0]
-        groups.setdefault(route, []).append(row)
     rows = [f"| network | seeds | {' | '.join(names.values())} |", "|---|" + "---|" * (1 + len(names))]
-    for route in ("supervised", "beit", "mae"):
-        found = groups.get(route, [])
+    for route, found in label_scores(records).items():
         texts = []
         for name in names:
             scores = [row[name] for row in found if row.get(name) is not None]
@@ -274,6 +283,15 @@ def labels_table(records: Mapping[str, Any]) -> str:
             texts.append(f"{points(fmean(scores))}{spread}" if scores else NOT_MEASURED)
         rows.append(f"| {route} | {len(found)} | {' | '.join(texts)} |")
     return "\n".join(rows)
+
+
+def label_curves(records: Mapping[str, Any]) -> dict[str, dict[float, list[float]]]:
+    """Return {route: {share of labels: scores}} of the linear probes of routes with three seeds."""
+    return {
+        route: {share: [row[name] for row in found] for share, name in LINEAR_PROBES.items()}
+        for route, found in label_scores(records).items()
+        if len(found) > 2 and all(name in row for row in found for name in LINEAR_PROBES.values())
+    }
 
 
 def costs_table(records: Mapping[str, Any]) -> str:

@@ -134,6 +134,8 @@ vitray evaluate sweeps/cifar10_stems/"vit_u6x1_16 route=supervised"*/model \\
     --probes linear few_shot --train-shares 0.05 0.1 0.5 --out sweeps/labels
 ```"""
 
+LABEL_CURVES = "Means of the linear probes over the seeds of the table, with Student's 95 % interval."
+
 NOT_TESTED = """\
 ## What is not tested
 

@@ -177,6 +177,21 @@ def test_scores_of_probes_are_averaged_over_seeds(tmp_path):
     assert row_of(page, "| mae | ").startswith("| mae | 0 | not measured |")
 
 
+def test_probes_of_three_seeds_are_drawn_by_the_share_of_labels(tmp_path):
+    shares = {name: 0.3 + share / 4 for share, name in cifar10_results.LINEAR_PROBES.items()}
+    names = [f"cifar10_stems/before/{route}/{route}=linear,{seed}" for route in ("beit", "mae") for seed in range(3)]
+    records = cifar10_results.NOTHING | {"labels": [{"model": name, **shares} for name in names[:5]]}
+    assert cifar10_results.label_curves(records) == {
+        "beit": {
+            share: [score] * 3 for share, score in zip(cifar10_results.LINEAR_PROBES, shares.values(), strict=True)
+        }
+    }
+    cifar10_pictures.draw_all(records, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.png")] == [cifar10_results.LABELS_PICTURE]
+    assert f"](images/{cifar10_results.LABELS_PICTURE})" in cifar10_results.page(records)
+    assert cifar10_results.LABELS_PICTURE not in cifar10_results.page(cifar10_results.NOTHING)
+
+
 def test_learning_curves_are_drawn_of_cells_with_three_seeds(tmp_path):
     made_sweep(tmp_path, DEPTH, {f"12x1 seed={seed}": 0.5 for seed in range(3)} | {"6x2 seed=0": 0.7})
     records = cifar10_results.collect(str(tmp_path))
