@@ -107,7 +107,7 @@ def verdict(pair: tuple[str, str], interval: Interval | None) -> str:
     """Return what can be said of two cells."""
     if interval is None:
         return NOT_MEASURED
-    return f"{pair[interval.mean < 0]} is higher" if interval.is_clear else "cannot be told apart"
+    return f"{pair[interval.mean < 0]} is higher" if interval.is_clear else "not significant"
 
 
 def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
@@ -145,8 +145,8 @@ def machine(records: Mapping[str, Any]) -> str:
 
 
 def summary(records: Mapping[str, Any]) -> str:
-    """Return a row for each thing: what holds, what cannot be told apart, what is not measured."""
-    rows = ["| thing | can be told apart | cannot be told apart | not measured |", "|---|---|---|---|"]
+    """Return a row for each thing: what differs, what does not, what is not measured."""
+    rows = ["| thing | significant differences | others | not measured |", "|---|---|---|---|"]
     for thing in THINGS:
         cells = measured(thing, records)
         clear, unclear, missing, pairs = [], [], 0, pairs_of(thing, list(cells))

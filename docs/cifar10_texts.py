@@ -106,7 +106,7 @@ comparison, far from the best accuracy.
 - A mean has Student's 95 % interval over seeds. A difference is paired by seed, which sets the initial weights, the
   order of images and the augmentation. Intervals hold for these test images, and are not corrected for the number of
   pairs: of twenty pairs of equal cells, one is expected to seem different.
-- "cannot be told apart" means that the interval contains zero. It does not mean equal.
+- "not significant" means that the interval contains zero: the two cannot be told apart here. It does not mean equal.
 - wall is the median time of a trial from its start to its end, two at a time on two cores; device, that of its steps.
 
 ```

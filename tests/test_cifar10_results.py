@@ -70,7 +70,7 @@ def test_without_records_every_cell_is_not_measured():
     assert page.count("| not measured | | | 0 of 5 |") == 4 + 6
     assert page.count("| not measured | | | 0 of 3 |") == 12
     assert "Nothing is measured yet" in page
-    assert "cannot be told apart |" not in page.partition("## Thing 1")[2]
+    assert "not significant |" not in page.partition("## Thing 1")[2]
 
 
 def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
@@ -104,7 +104,7 @@ def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
     scores |= {f"mode=attn seed={seed}": 0.7 for seed in range(5)}
     made_sweep(tmp_path, MODES, scores)
     page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
-    assert row_of(page, "| attn − full ").endswith("| 5 | cannot be told apart |")
+    assert row_of(page, "| attn − full ").endswith("| 5 | not significant |")
     assert "attn and full" in row_of(page, f"| {MODES.title} ")
     assert "ffn − attn" not in page
 

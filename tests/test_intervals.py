@@ -94,14 +94,14 @@ def test_mcnemar_equals_scipys_binomial_test(pairs):
     assert mcnemar(b, a).p_value == test.p_value
 
 
-def test_a_comparison_says_plainly_whether_the_difference_can_be_told_from_zero():
+def test_a_comparison_says_plainly_whether_the_difference_is_significant():
     same = compare_hits(np.ones(100), np.ones(100))
-    assert not same.distinguishable
+    assert not same.significant
     assert same.difference[:3] == (0.0, 0.0, 0.0)
-    assert "cannot be told from zero" in same.sentence()
+    assert "is not significant" in same.sentence()
     clear = compare_hits(np.ones(100), np.r_[np.zeros(20), np.ones(80)])
-    assert clear.distinguishable
-    assert "+20.00 points on 100 images can be told from zero (95 % interval +1" in clear.sentence()
+    assert clear.significant
+    assert "+20.00 points on 100 images is significant (95 % interval +1" in clear.sentence()
     assert "20 images right only for the first, 0 only for the second, p = 1.9e-06" in clear.sentence()
 
 
@@ -109,7 +109,7 @@ def test_few_images_are_not_enough_for_a_bootstrap_alone():
     few = compare_hits(np.ones(3), np.zeros(3))
     assert few.difference.excludes_zero
     assert few.mcnemar.p_value == 0.25
-    assert not few.distinguishable
+    assert not few.significant
 
 
 def test_agreement_is_the_share_of_equal_predictions():

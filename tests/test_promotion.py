@@ -174,7 +174,7 @@ def test_a_surely_better_version_gets_the_alias(networks, place, pages, capsys):
     register(networks / "good", "challenger")
     result = verb(capsys, "vit@challenger", "data", "--out", "page")
     assert result["promoted"]
-    assert result["comparison"]["distinguishable"]
+    assert result["comparison"]["significant"]
     assert result["sentence"].startswith(
         "version 2 of vit is now champion: against version 1, which was. The difference"
     )
@@ -195,7 +195,7 @@ def test_a_better_version_gets_the_alias_only_by_the_weaker_rule(networks, place
     register(networks / "good")
     result = verb(capsys, "vit/2", "data", "--alias", "production")
     assert not result["promoted"]
-    assert "version 1, which stays. The difference of +1.98 points on 101 images cannot be told" in result["sentence"]
+    assert "The difference of +1.98 points on 101 images is not significant" in result["sentence"]
     assert tags("2")[PROMOTION_TAG] == result["sentence"]
     assert holder_of("vit", "production") == "1"
     assert verb(capsys, "vit/2", "data", "--alias", "production", "--when", "better")["promoted"]

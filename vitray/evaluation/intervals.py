@@ -55,14 +55,14 @@ class Comparison(NamedTuple):
     mcnemar: McNemar
 
     @property
-    def distinguishable(self) -> bool:
+    def significant(self) -> bool:
         """Whether the interval excludes zero and McNemar's test rejects equality: few images mislead the first."""
         return self.difference.excludes_zero and self.mcnemar.p_value < 1 - self.difference.level
 
     def sentence(self) -> str:
         """Return the verdict in plain words."""
         difference, test = self.difference, self.mcnemar
-        verdict = "can be told from zero" if self.distinguishable else "cannot be told from zero"
+        verdict = "is significant" if self.significant else "is not significant"
         return (
             f"The difference of {100 * difference.difference:+.2f} points on {difference.images:,} images {verdict} "
             f"({100 * difference.level:g} % interval {100 * difference.low:+.2f} to {100 * difference.high:+.2f}; "

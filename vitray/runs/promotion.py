@@ -127,7 +127,7 @@ def decide(comparison: Comparison, when: When) -> tuple[bool, str]:
         case "better":
             return is_higher, sentence
         case "significantly_better":
-            return is_higher and comparison.distinguishable, sentence
+            return is_higher and comparison.significant, sentence
         case _:
             assert_never(when)
 

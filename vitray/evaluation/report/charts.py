@@ -81,13 +81,13 @@ def interval_chart(
 
 
 def difference_chart(pairs: Sequence[PairResult]) -> Chart:
-    """Return the differences of pairs; one that cannot be told from zero is pale."""
+    """Return the differences of pairs; one that is not significant is pale."""
     lines = []
     for pair in pairs:
         found = pair.comparison.difference
         interval = Interval(found.difference, found.low, found.high, found.level)
-        lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.distinguishable))
-    caption = "Grey: a difference that cannot be told from zero, by its interval or by McNemar's test."
+        lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.significant))
+    caption = "Grey: a difference that is not significant, by its interval or by McNemar's test."
     return interval_chart(f"Difference of {TITLES[pairs[0].score]}", lines, [""], "points", caption, with_zero=True)
 
 

@@ -108,7 +108,7 @@ class PairResult(NamedTuple):
             "only_first": test.only_a,
             "only_second": test.only_b,
             "p_value": test.p_value,
-            "distinguishable": bool(self.comparison.distinguishable),
+            "significant": bool(self.comparison.significant),
             "verdict": self.comparison.sentence(),
         }
 
