@@ -21,7 +21,7 @@ MODULES = {
     "vitray.config.augmentation": ("Augment",),
     "vitray.cluster.session": ("ray_session",),
     "vitray.runs.run_dir": ("Outcome",),
-    "vitray.tracking.model_flavour": ("log_family",),
+    "vitray.tracking.model_flavour": ("log_family", "log_model"),
 }
 TOP = """You find here what to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 
