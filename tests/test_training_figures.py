@@ -67,7 +67,7 @@ def test_the_setting_takes_the_figures_of_one_network():
         ),
         (["evaluate.figures=[branches]"], "got branches, wanted others: vit_ti12x1_16 has one branch a level"),
         (["evaluate.figures=[layerscale]"], "got layerscale, wanted others: vit_ti12x1_16 has no LayerScale"),
-        (["evaluate.figures=[positions]", "model.positions=rope"], "got positions, .* has no position embedding"),
+        (["evaluate.figures=[positions]", "model.positions=none"], "got positions, .* has no position embedding"),
     ],
 )
 def test_figures_that_do_not_fit_get_one_message(overrides, message):
@@ -124,6 +124,15 @@ def test_the_pictures_of_two_steps_have_the_same_names_and_other_values(dataset)
     for name in wanted:
         assert size(drawn[0][name]) == size(drawn[1][name])
         assert drawn[0][name] != drawn[1][name]
+
+
+@pytest.mark.parametrize("kind", ["rope", "relative"])
+def test_positions_that_attention_adds_are_drawn_too(dataset, kind):
+    changes = [f"model.positions={kind}", "model.class_token=false", "model.pool=mean"]
+    run = recipe(dataset, "evaluate.figures=[positions]", "evaluate.pictures=4", *changes)
+    weights, images = scrambled(ViT(run.model)).state_dict(), read_shown_images(run, dataset, None)
+    (picture,) = draw_figures(run, weights, images, "first, step 2", torch.device("cpu")).values()
+    assert min(size(picture)) > 100
 
 
 def test_figures_of_the_actor_reach_the_image_grid_by_step(dataset):

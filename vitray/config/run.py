@@ -126,7 +126,7 @@ class Run(Section):
             )
         lacking = {
             "branches": model.shape.branches == 1 and "one branch a level, and none to compare",
-            "positions": model.positions.kind in ("rope", "relative", "none") and "no position embedding",
+            "positions": model.positions.kind == "none" and "no position embedding",
             "layerscale": model.layerscale is None and "no LayerScale",
         }
         for name, reason in lacking.items():
