@@ -20,7 +20,7 @@ COSTS = ("device_seconds", "model_bytes", "peak_memory_bytes", "images_per_secon
 
 
 def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
-    """Return the records of the sweeps of SWEEPS and the scores of the label probes, and of all others those known."""
+    """Return the known records, updated with those of the sweeps and label probes in SWEEPS."""
     records = {key: rows.copy() for key, rows in known.items()}
     for thing in THINGS:
         for name, overrides in ((thing.space, thing.overrides), (f"{thing.space}_rates", thing.rate_overrides)):
@@ -42,7 +42,7 @@ def collect(sweeps: str, known: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
 
 
 def merged(known: list[dict[str, Any]], new: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Return the known rows with new ones in their places, and then the others; a row of fewer runs replaces none."""
+    """Return the known rows updated by key, then the new keys' rows; a row of fewer runs does not replace one."""
     rows = {(row["sweep"], row[key]): row for row in known}
     for row in new:
         place = row["sweep"], row[key]

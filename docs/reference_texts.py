@@ -14,8 +14,8 @@ VARIABLES = {
     "RAY_AUTH_TOKEN": "the token of the cluster",
     "RAY_AUTH_TOKEN_PATH": "file of the token; default `~/.ray/auth_token`",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "`0` ignores notices of preemption; a local Ray has `0`",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "seconds in which placed workers start before they are placed again;"
-    " default 10",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "seconds in which Ray Train places a group of workers before it tries"
+    " again; default 10",
     "RAY_raylet_start_wait_time_s": "seconds in which a local Ray starts; default 180",
     "MLFLOW_TRACKING_URI": "the tracking store; default `mlruns.db` in the working folder",
     "MLFLOW_TRACKING_USERNAME": "user of MLflow's server; not sent with a job",

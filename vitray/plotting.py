@@ -74,7 +74,7 @@ DPI = 130
 def new_figure(theme: Theme, width: float, height: float, dpi: int = DPI) -> Figure:
     """Return an empty figure of a size in inches, with a layout that fits its axes."""
     figure = Figure(figsize=(width, height), dpi=dpi, facecolor=theme.paper)
-    FigureCanvasAgg(figure)  # measures text without a drawing for each
+    FigureCanvasAgg(figure)  # has a renderer to measure text; the default canvas starts a drawing for each
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
     return figure
 

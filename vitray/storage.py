@@ -37,7 +37,7 @@ LONGEST_NAME = 200
 
 
 class FileVersion(NamedTuple):
-    """What a listing tells of a file."""
+    """Size and time of change of a file, from a listing."""
 
     size: int
     """In bytes."""
@@ -66,7 +66,7 @@ def absolute(url: str) -> str:
 
 
 def check_name(name: str | None, option: str) -> None:
-    """Reject a name that is no folder of its own inside another folder; None is no name."""
+    """Reject a name that cannot be a folder inside another folder; None is accepted."""
     if name is None:
         return
     is_folder = all(part.strip() and part not in (".", "..") for part in name.split("/"))
@@ -152,7 +152,7 @@ def _version(info: fs.FileInfo) -> FileVersion:
 
 
 def _local_entries(root: str, url: str) -> Iterator[tuple[str, FileVersion | None]]:
-    """Yield (relative name, version) below a folder; refuse a link to a folder above it, which lists it without end."""
+    """Yield (relative name, version) below a folder; refuse a link to a folder above, which would recurse forever."""
     waiting = [("", frozenset({os.path.realpath(root)}))]
     while waiting:
         folder, above = waiting.pop()

@@ -92,7 +92,7 @@ def elements(name: str, batch: int, settings: BranchesSettings) -> int:
 
 
 def fused_elements(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the limit up to which fusing loses least against the faster of loop and fused, at the worst of the rows.
+    """Return the limit of `auto` whose worst row loses least against the faster of loop and fused.
 
     Of equal limits the lowest.
     """
@@ -126,7 +126,7 @@ def _compiled(networks: Mapping[str, ViT], settings: BranchesSettings) -> dict[s
     if not settings.compile:
         return dict(networks)
     mode: Any = settings.compile
-    torch.compiler.reset()  # after 8 shapes and networks torch would compile no more, and run them as they are
+    torch.compiler.reset()  # after 8 shapes and networks torch would run the others uncompiled
     return {variant: torch.compile(network, dynamic=False, mode=mode) for variant, network in networks.items()}
 
 

@@ -61,7 +61,7 @@ def measure_cluster(run: Run, placement: Any, seconds: float) -> tuple[Machines,
 
 
 def mean_stages(stages: StageSeconds, nodes: list[NodeSeconds]) -> StageSeconds:
-    """Return the stages with the mean of the images that all nodes decode, each at its own speed.
+    """Return the stages with the nodes' mean CPU times, weighted by the images that each node decodes in a second.
 
     Decoding and steps slow each other down as on the node of `stages`.
     """

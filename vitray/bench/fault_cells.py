@@ -21,10 +21,10 @@ from vitray.bench.fault_records import StepRecord, cost_of, history_of, longest_
 from vitray.bench.fault_subjects import SUBJECTS, Place, Settings, environment, shown
 from vitray.errors import RunError
 
-# Steps: in the middle of the second epoch and between two checkpoints; of the elastic run, of each change.
+# Steps, halfway between two checkpoints: of the fault, in the second epoch; of the elastic run's changes.
 FAULT_STEP, ELASTIC_STEPS = 104, (72, 136)
-# Seconds: after SIGTERM until SIGKILL (as of Kubernetes), of a silent run before a person ends it (a start on a busy
-# machine takes a minute), of the processes that outlive their driver, of a full disk, of a whole cell.
+# Seconds: GRACE from SIGTERM to SIGKILL (as in Kubernetes); HANG without a step, before a person kills the run (a start
+# on a busy machine takes a minute); SURVIVAL of processes without their driver; FULL of a full disk; LIMIT of a cell.
 GRACE, HANG, SURVIVAL, FULL, LIMIT = 30.0, 150.0, 5.0, 45.0, 600.0
 DISK_BYTES = 64 * 2**20
 MOST_STARTS = 5

@@ -40,7 +40,7 @@ def measure_latency(settings: LatencySettings) -> dict[str, Any]:
             progress(f"{name}, batch {batch}")
             if settings.compile:
                 mode: Any = settings.compile
-                torch.compiler.reset()  # after 8 shapes torch would compile no more, and run the network as it is
+                torch.compiler.reset()  # after 8 shapes torch would run the network uncompiled
                 forwards["compiled"] = torch.compile(network, dynamic=False, mode=mode)
             times = _measure(forwards, batch, settings, device)
             row: dict[str, Any] = {"model": name, "batch": batch}

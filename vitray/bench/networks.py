@@ -42,7 +42,7 @@ def measure_networks(settings: NetworksSettings) -> dict[str, Any]:
     for text, model in models.items():
         progress(f"counts of {text}, {len(counts) + 1} of {len(models)}")
         counts[text] = count(model)
-    if settings.compile:  # torch compiles the code of one kind for so many networks, and runs more of them as they are
+    if settings.compile:  # past this limit torch would run the other networks uncompiled
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, len(models))
     steps = {text: _step(model, settings, device) for text, model in models.items()}
     progress(f"{settings.rounds} rounds of {len(steps)} networks, about {settings.seconds:g} s each")

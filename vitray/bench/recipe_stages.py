@@ -128,7 +128,7 @@ def measure_cpu(run: Run, stream: Stream, seconds: float) -> tuple[float, float,
 def scale_to_full_load(
     parts: tuple[float, float, float], load: "BackgroundLoad", seconds: float
 ) -> tuple[tuple[float, float, float], float]:
-    """Return the parts while all CPUs decode, which share a memory, and their sum."""
+    """Return the parts while all CPUs decode and compete for memory, and their sum."""
     load.run_only("decode")
     decoded = load.count()
     time.sleep(seconds)
@@ -187,7 +187,7 @@ class BackgroundLoad:
         time.sleep(0.2)  # longer than most batches
 
     def count(self) -> Callable[[], float]:
-        """Return a function that returns the seconds of a CPU per image since now, or from the next image on."""
+        """Return a function that returns the CPU seconds per image since this call; it waits for at least one image."""
         start, before = time.perf_counter(), self._images.value
 
         def seconds() -> float:

@@ -45,7 +45,7 @@ class NodeProbe(NamedTuple):
     gpus: float  # GPUs that Ray assigns
     store: float  # bytes of the object store
     versions: dict[str, str]
-    devices: int  # GPUs that the driver lists
+    devices: int  # GPUs that NVIDIA's driver lists
     usable: int  # GPUs that torch can compute on
     disk: float  # the used share of the disk with Ray's folder
     files: int  # files that a process may open
@@ -244,7 +244,7 @@ def _check_all_reduce(nodes: Sequence[tuple[NodeProbe, Any]]) -> list[Finding]:
 
 
 def _driver_gpus() -> int:
-    """Return the number of GPUs that the driver of this node lists."""
+    """Return the number of GPUs that NVIDIA's driver lists on this node."""
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)

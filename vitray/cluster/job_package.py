@@ -87,7 +87,7 @@ def list_files(folder: Path) -> PackageFiles:
 def _git_files(folder: Path) -> list[str] | None:
     """Return the names that git lists, less those in .rayignore; None outside a repository or without git."""
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others"]
-    english = os.environ | {"LC_ALL": "C"}  # of its messages, one is read
+    english = os.environ | {"LC_ALL": "C"}  # one of git's messages is parsed below
     try:
         listing = subprocess.run([*command, "--exclude-standard"], capture_output=True, text=True, env=english)
     except FileNotFoundError:

@@ -60,7 +60,7 @@ def connect() -> "JobSubmissionClient":
     """Return a client of the cluster at RAY_ADDRESS; raise a ConfigError if it is away or refuses the token."""
     address = dashboard_address()
     session.check_reachable(address, "`make tunnel` if it is on another network")
-    session.send_token()  # before the settings of a local Ray, which has none
+    session.send_token()  # first: for a local Ray, prepare_environment disables tokens
     session.prepare_environment()
     from ray.job_submission import JobSubmissionClient
 

@@ -26,7 +26,8 @@ RAY_SETTINGS = {
     # A preemption notice may come only seconds ahead; Ray's default is every five seconds.
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # the dashboard lists the run, its workers and their reports
-    # A lost node stays listed for a while: workers placed on it are soon placed again. It does not limit their start.
+    # Limits the placement of a worker group, not the start of its workers: a lost node stays listed for a while, and a
+    # group that was placed on it is soon placed again.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise a worker's print appears twice
     "RAY_AIR_NEW_OUTPUT": "0",  # Tune's new output ignores verbose=0
@@ -200,7 +201,7 @@ def _repeated(clean_up: Callable[[], None], interval: float) -> Iterator[None]:
 def release_resources(actor_class: str) -> None:
     """Wait until all actors of this class in this job have ended, then remove the job's placement groups.
 
-    It takes at most 9 seconds. What is left is removed by the next command, or by one that runs.
+    It takes about 9 seconds at most. The next command, or one that runs already, removes the remaining groups.
     """
     import ray
     from ray.util.state import list_actors
@@ -243,7 +244,7 @@ def _list_options() -> Any:
 
 def local_cpus() -> int:
     """Return the number of CPUs that a local Ray gets."""
-    # At least two, which are only numbers to Ray: if workers took all, none would be left to decode images.
+    # At least two, even on one core, as Ray only counts them: workers leave one of them to decode images.
     return max(2, os.cpu_count() or 1)
 
 

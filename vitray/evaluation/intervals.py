@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 class McNemar(NamedTuple):
-    """McNemar's exact two-sided test: of the images that only one model has right, either is as likely."""
+    """McNemar's exact two-sided test that an image which only one model has right is equally likely to be either's."""
 
     only_a: int
     only_b: int
@@ -56,7 +56,7 @@ class Comparison(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes zero and McNemar's test rejects equality: few images mislead the first."""
+        """Whether the interval excludes zero and McNemar's test rejects equality; of few images the first misleads."""
         return self.difference.excludes_zero and self.mcnemar.p_value < 1 - self.difference.level
 
     def sentence(self) -> str:

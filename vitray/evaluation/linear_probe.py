@@ -106,7 +106,7 @@ def probe_linear(
     keys: Sequence[str] | None = None,
     seed: int = 0,
 ) -> LinearProbe:
-    """Return the score of the L2 with the most hits on a tenth of the training images, then fitted on all of them.
+    """Return the score of a head fitted on all training images, with the L2 that has the most hits on a held-out tenth.
 
     A hash of the keys chooses the tenth, or a permutation of the rows if there are none. Of equal hits, the larger L2
     is better.

@@ -174,7 +174,7 @@ def gather_names(names: Sequence[str]) -> list[str]:
 
 
 class Sums(NamedTuple):
-    """The sums over the batches so far. They stay on the device: a batch that waited for it would leave it idle."""
+    """The sums over the batches so far. They stay on the device: a copy to the host after each batch would stall it."""
 
     totals: Tensor
     """Loss, top-1 hits, top-5 hits."""
@@ -213,8 +213,8 @@ def add_batch(sums: Sums, logits_BK: Tensor, batch: DeviceBatch, probability: Pr
 def label_ranks(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
     """Return the number of classes before each label: higher logits, and equal ones of lower classes.
 
-    `topk` leaves the order of equal logits open, and those of bfloat16 are often equal. A logit that is no number
-    comes before all others.
+    `topk` leaves the order of equal logits open, and those of bfloat16 are often equal. A NaN is never a hit: it comes
+    before every other label, and a label with a NaN has rank K.
     """
     own_B1, classes_K = logits_BK.gather(1, labels_B[:, None]), torch.arange(logits_BK.shape[1], device=labels_B.device)
     behind_BK = (logits_BK < own_B1) | ((logits_BK == own_B1) & (classes_K >= labels_B[:, None]))

@@ -1,4 +1,4 @@
-"""Chunks of images on the actors of a cluster: each is computed, whichever actors are lost."""
+"""Chunks of images on Ray actors; a chunk is retried if its actor dies."""
 
 import os
 import sys
@@ -43,8 +43,8 @@ def chunks_on_actors(
 ) -> Iterator[tuple[Span, Any]]:
     """Yield `kind(*shared).extract(*span, argument)` for each call, in the order in which actors finish them.
 
-    Each actor takes the next chunk when it is free. `kind` is a class with `load()` too, which is called first, and its
-    last argument is `decoders`, a number of threads.
+    Each actor takes the next chunk when it is free. `kind` also has a method `load()`, which is called first, and its
+    constructor takes `decoders`, a number of threads, after `shared`.
     """
     import ray
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
@@ -113,7 +113,7 @@ def decoders_of(nodes: Sequence[Mapping[str, Any]], actors: int) -> int:
 
 
 def await_gpus(workers: int | None) -> None:
-    """Wait for GPU nodes on a cluster that adds them: its head's CPUs would do the work instead."""
+    """Wait for GPU nodes on an autoscaling cluster; otherwise the head's CPUs would do the work."""
     import ray
 
     seconds = session.autoscaling_timeout()

@@ -18,9 +18,9 @@ class AttentionSpread(NamedTuple):
     """The spread of each head's attention, averaged over queries, for each image: LPHB."""
 
     distance: Tensor
-    """In pixels. The class token's row and column are cut, and the rest is not renormalised."""
+    """In pixels. The rows and columns of all tokens before the patches are cut, and the rest is not renormalised."""
     renormalised: Tensor
-    """In pixels, each query's attention to the patches divided by its sum; differs only with a class token."""
+    """In pixels, each query's attention to the patches divided by its sum; differs only with tokens before them."""
     entropy: Tensor
     """In nats, of all rows and columns: log N for uniform attention, 0 for attention to one token."""
 
@@ -50,7 +50,7 @@ def spread_of(weights_BHNN: Tensor, distances_MM: Tensor, prefix: int) -> Tensor
     """Return distance, renormalised distance and entropy of one branch, 3HB."""
     patches_BHMM = weights_BHNN[..., prefix:, prefix:]
     distance_BHM = torch.einsum("bhij,ij->bhi", patches_BHMM, distances_MM)
-    # A query that attends to the class token alone has no distance: 0 / 0, left out of the mean.
+    # A query that attends to no patch has no distance: 0 / 0, left out of the mean.
     renormalised_BH = (distance_BHM / patches_BHMM.sum(dim=-1)).nanmean(dim=-1)
     entropy_BH = torch.special.entr(weights_BHNN).sum(dim=-1).mean(dim=-1)
     return torch.stack([distance_BHM.mean(dim=-1), renormalised_BH, entropy_BH]).mT

@@ -1,7 +1,7 @@
 """The parallel branches of a level: how alike their outputs are, and the share of the level's update that each makes.
 
-Chance is measured by permutations that give one branch the outputs of other images. A likeness that remains is one of
-the branches; a likeness above it belongs to the image.
+Chance is measured by permutations that give one branch the outputs of other images. Likeness that survives them is a
+property of the branches; likeness above it depends on the image.
 
 Shapes: B images of a mini-batch, C colours, H x W pixels, N tokens, D width, P branches.
 """

@@ -86,9 +86,9 @@ def _comparable_tensors(base: AnyNetwork, other: AnyNetwork) -> Iterator[NamedTe
 def feature_changes(
     base: AnyNetwork, other: AnyNetwork, images_BCHW: Tensor, images_of_other: Tensor | None = None
 ) -> FeatureChange:
-    """Return the change of the tokens of images at every state of two networks with equally many, equally wide.
+    """Return the change of the tokens of images at every state, for two networks with the same levels and tokens.
 
-    A network that normalises images in another way takes its own batch of the same images.
+    `images_of_other` are the same images in the second network's normalisation, where it differs.
     """
     images_of_other = images_BCHW if images_of_other is None else images_of_other
     if (first := tokens_of(base, images_BCHW)) != (second := tokens_of(other, images_of_other)):

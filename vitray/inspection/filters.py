@@ -25,14 +25,14 @@ FILTERS_AT_ONCE = 64
 
 
 class ReceptiveField(NamedTuple):
-    """The pixels that a token reads, in both directions: the first, relative to its patch's first, and their number."""
+    """The pixels that a token reads along either axis: the first, relative to its patch's first, and their number."""
 
     start: int
     size: int
 
 
 class EffectiveStem(NamedTuple):
-    """The affine map of pixels to tokens that equals a stem near an image of one colour."""
+    """The linearisation of a stem at an image of one colour: an affine map from pixels to tokens."""
 
     filters: Tensor
     bias: Tensor
@@ -66,7 +66,7 @@ def first_filters(network: TorchvisionNetwork) -> Tensor:
 def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) -> StemFilters:
     """Return the leading components of a stem's filters around the mean colour of normalised images.
 
-    Without images around 0, the mean colour of the data that the network was normalised with.
+    Without images, they are taken around 0, the mean colour of the normalisation.
     """
     colour_C = torch.zeros(3) if images_BCHW is None else images_BCHW.mean(dim=(0, 2, 3))
     stem = effective_stem(vit, colour_C)
@@ -88,7 +88,7 @@ def effective_stem(vit: ViT, colour_C: Tensor) -> EffectiveStem:
     if vit.model.shape.is_hybrid:
         raise ConfigError(f"{vit.model.name}: a token of its ResNet reads the whole image, so its stem has no filters")
     field, patch, width = receptive_field(vit), vit.stem.patch, vit.model.shape.size
-    # The token in the middle of an image in which padding is out of its sight.
+    # The middle token of an image so large that its receptive field does not reach the padding.
     margin = math.ceil(max(-field.start, field.start + field.size - patch, 0) / patch)
     side, first = (2 * margin + 1) * patch, margin * patch + field.start
     token = margin * (2 * margin + 1) + margin

@@ -34,8 +34,8 @@ class WindowTerms(NamedTuple):
 def position_similarity(vit: AnyNetwork, grid: tuple[int, int] | None = None, level: int = 0) -> Tensor | None:
     """Return the cosine of every pair of position embeddings, RQRQ, or None for a network without them.
 
-    A network may add others before each later level: those of `level`. Of rotary positions, the cosine between a query
-    and a key whose channels are all 1, after their rotation: the same for every level and head.
+    Of a network with a table for each level, those added before `level`. Of rotary positions, the cosine between a
+    query and a key whose channels are all 1, after their rotation: the same for every level and head.
 
     By default on the network's own grid; on another grid, those that the network adds there.
     """

@@ -64,7 +64,7 @@ def rollout_through(rollout_BNN: Tensor | None, sum_BNN: Tensor) -> Tensor:
 
 
 def output_query(vit: ViT, like: Tensor) -> Tensor:
-    """Return the share of each token in the pooled output, N: the class token, or the mean of the patches."""
+    """Return the share of each token in the pooled output, N: the class token alone, or the mean of the patches."""
     tokens, first = like.shape[-1], vit.num_prefix
     query_N = torch.zeros(tokens, dtype=like.dtype, device=like.device)
     if vit.model.pool == "token":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitray.config.finetuning import Matrix
 from vitray.errors import ConfigError
 
-# The layer of each matrix, and its block of the layer's outputs, of so many.
+# Each matrix's linear layer, the chunk of the layer's outputs that it computes, and the number of chunks.
 LAYERS: dict[Matrix, tuple[str, int, int]] = {
     "q": ("qkv", 0, 3),
     "k": ("qkv", 1, 3),
@@ -48,7 +48,7 @@ class Adapter(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with products of two thin matrices, a and b, beside some of its matrices.
+    """A linear layer with LoRA beside some of its matrices: W x + (alpha / rank) b a x.
 
     It keeps the names and the parameters of the layer that it replaces.
     """
@@ -106,9 +106,9 @@ def add_lora(vit: nn.Module, matrices: Sequence[Matrix], rank: int, alpha: float
 
 
 def merge_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a network's tensors with each product added to its matrix, and without factors.
+    """Return a network's tensors with LoRA merged into the weights, and without its factors.
 
-    Every machine gets the same bits, so that a delta of a merged network recognises its base everywhere.
+    Every machine gets the same bits: the hash by which a delta recognises its base is the same everywhere.
     """
     merged = {key: tensor for key, tensor in state.items() if not _OF_LORA.search(key)}
     unused = {key: None for key in state if key not in merged}

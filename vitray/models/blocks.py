@@ -174,7 +174,7 @@ def fuse_weights(branches: Branches) -> FusedWeights:
     """
     weights_in, biases_in, weights_out, biases_out = [], [], [], []
     for branch in branches:
-        # Query, key and value, or gate and value, each hold all branches in a row.
+        # Rows of the fused matrix: q of all branches, then k, then v; likewise all gates, then all values.
         if isinstance(branch, Attention):
             first, last, groups = branch.qkv, branch.out, 3
         else:
@@ -197,11 +197,11 @@ def fuse_weights(branches: Branches) -> FusedWeights:
 
 @functools.cache
 def most_fused(device: str) -> int:
-    """Return the largest branches * rows * width at which fusing wins on a kind of device; 0 if nobody measured it.
+    """Return the largest branches * rows * width at which fusing wins on a kind of device; 0 without an entry.
 
     Below it, kernel launches dominate; above it, the activations leave a CPU core's cache. auto_thresholds.json has the
-    numbers with their hardware, in the form in which `vitray bench branches` writes its result; that of this GPU counts
-    before the first one of its kind.
+    numbers with their hardware, in the format that `vitray bench branches` writes. An entry for this GPU takes
+    precedence over the first entry of its device type.
     """
     measured = json.loads((Path(__file__).parent / "auto_thresholds.json").read_text())
     hardware = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
@@ -210,7 +210,7 @@ def most_fused(device: str) -> int:
 
 
 def is_fusing_faster(elements: int, device: str) -> bool:
-    """Return the choice of execution `auto` for branches * rows * width elements.
+    """Return whether execution `auto` fuses branches * rows * width elements.
 
     Fusing loses under autograd, where the weights are fused anew in every step (LOG). A compiled model launches few
     kernels anyway.

@@ -12,17 +12,17 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def resize_matrix(old: int, new: int) -> Tensor:
-    """Return B, new^2 x old^2 in float64: a patch of old pixels a side, resized bilinearly to new, is B times it."""
+    """Return the matrix B (new^2 x old^2, float64) that resizes a patch x from side old to new bilinearly: B x."""
     basis = torch.eye(old**2, dtype=torch.float64).view(-1, 1, old, old)
     return F.interpolate(basis, size=(new, new), mode="bilinear").flatten(1).T
 
 
 @lru_cache(maxsize=64)
 def kernel_matrix(old: int, new: int) -> Tensor:
-    """Return the pseudo-inverse of B^T, new^2 x old^2 in float64: what resizes a kernel as B resizes patches.
+    """Return the pseudo-inverse of B^T (new^2 x old^2, float64), which resizes a kernel to fit patches resized by B.
 
-    The new kernel w' is the one with the least error of <B x, w'> as <x, w> over patches x of independent pixels. For a
-    larger patch the error is 0, because B^T w' = w.
+    The new kernel w' minimises the mean squared error between <B x, w'> and <x, w> over patches x of independent
+    pixels. For a larger patch the error is 0, because B^T w' = w.
     """
     return torch.linalg.pinv(resize_matrix(old, new).T)
 
@@ -43,5 +43,5 @@ def resize_kernel(weight_DCPP: Tensor, patch: int) -> Tensor:
 
 
 def apply_matrix(matrix: Tensor, weight_DCPP: Tensor, patch: int) -> Tensor:
-    """Return the kernel that a matrix of `kernel_matrix_on` makes of a kernel."""
+    """Return a kernel resized by a matrix of `kernel_matrix_on`."""
     return (weight_DCPP.flatten(2) @ matrix.T).unflatten(2, (patch, patch))

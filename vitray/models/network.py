@@ -25,7 +25,7 @@ def training_gflops(model: Model) -> float:
 
 
 def vit_of(network: AnyNetwork, what: str) -> ViT:
-    """Return the network as a Vision Transformer; refuse another for something that only they have."""
+    """Return the network as a ViT; refuse any other network, for a feature that only ViTs have."""
     network.model.require_vit(what)
     assert isinstance(network, ViT)
     return network

@@ -14,8 +14,8 @@ from vitray.config import Positions as Kind
 
 Grid = tuple[int, int]
 
-# The methods differ by more than 1 on unit-variance tables (prior work measured 14 -> 24). So the original library's
-# method is recorded with the weights (`model.positions.resample`) and never guessed.
+# The results differ by more than 1 on a unit-variance table resized from 14 x 14 to 24 x 24 (prior work). So the
+# original library's method is recorded with the weights (`model.positions.resample`) and never guessed.
 RESAMPLE: dict[str, dict[str, bool | str]] = {
     "google": {"mode": "bilinear", "align_corners": True},
     "deit": {"mode": "bicubic", "align_corners": False},

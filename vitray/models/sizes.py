@@ -1,6 +1,6 @@
 """Parameters and multiply-adds of a network, computed from its settings alone: in microseconds, without torch.
 
-D width, N tokens, d channels of a head. `counts` measures the same on the network itself, and a test compares the two.
+D width, N tokens, d channels of a head. A test compares the numbers with measurements of the network itself.
 """
 
 import math
@@ -68,7 +68,7 @@ def convolutions(name: Name) -> list[Convolution]:
 def resnet_layers(name: Name) -> tuple[int, ...]:
     """Return the units of each stage of a hybrid's ResNet.
 
-    At a patch of 16 the units of stage 4 are in stage 3, so that the feature map is as fine (ViT paper, 4.1).
+    At patch size 16, stage 3 has the units of stage 4 too, so that the feature map keeps stride 16 (ViT paper, 4.1).
     """
     layers = RESNETS[name.stem]
     return (*layers[:2], sum(layers[2:])) if layers and name.patch == 16 else layers

@@ -1,4 +1,4 @@
-"""Networks of torchvision, side by side with ours: the same commands, their own names of tensors behind `body.`.
+"""Networks of torchvision, for the same commands as ours; tensors keep torchvision's names, after the prefix `body.`.
 
 AxialResNet-50, which is built like a ResNet of torchvision, is used in the same way.
 
@@ -88,7 +88,7 @@ class TorchvisionNetwork(nn.Module):
     def stage_number(self, place: str, whole: bool = False) -> int | None:
         """Return the number of the stage in which a tensor or module of the body lies; None outside the stages.
 
-        With `whole`, only of the modules that a stage consists of.
+        With `whole`, also None for everything inside a stage's top-level modules.
         """
         is_halved = self.model.name.removeprefix(PREFIX).startswith(("convnext", "swin"))
         match = (_HALVES if is_halved else _STAGES).match(place)
@@ -109,7 +109,7 @@ class TorchvisionNetwork(nn.Module):
 
     @contextmanager
     def watching_stages(self) -> Iterator[list[Tensor]]:
-        """Collect the input of the first stage and the output of each (BCHW) in the pass of the block."""
+        """Collect the first stage's input and every stage's output (BCHW) in the forward pass of the `with` block."""
         states: list[Tensor] = []
 
         def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:

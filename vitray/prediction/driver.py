@@ -122,7 +122,7 @@ def _note(images: ImageList) -> None:
 
 
 def _placed(plan: Plan) -> Plan:
-    """Return the plan with its device, and write it: that of the parts that are done, or the GPUs of the cluster."""
+    """Write the plan unless it exists, and return it with its device: the existing one's, or else the GPUs, if any."""
     import ray
 
     if not storage.exists(storage.join(plan.out, PLAN)):

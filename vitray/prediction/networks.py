@@ -128,9 +128,9 @@ class Networks:
     def _run_from_level(
         self, members: Sequence[Member], level: int, inputs: Sequence[Tensor], values: dict[str, dict[str, Tensor]]
     ) -> None:
-        """Pass the inputs through one stage, those of equal stages once, then through all stages after it.
+        """Pass the inputs through one stage, once for each group of equal stages, then through all later stages.
 
-        Inputs are one for each view before the stem, and one for all members after it.
+        `inputs` holds a batch for each view before the stem, and a single one for all members after it.
         """
         for group in _groups(members, level):
             first = group[0]
@@ -170,7 +170,7 @@ class Networks:
         options, arrays = self._options, {}
         if spec.num_classes is not None and options.top_k:
             logits_BK = rows["logits"]
-            # Stable, and by logits: of equal ones the lower class is first, and large sigmoids are equal.
+            # Sorted by logits, as large ones have equal sigmoids; stable: of equal logits the lower class is first.
             classes_BT = logits_BK.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
             probabilities_BT = probabilities_of(logits_BK, spec.probability).gather(1, classes_BT)
             names = spec.classes or [str(number) for number in range(spec.num_classes)]
@@ -201,7 +201,7 @@ def _stage(member: Member, level: int, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _summary(vit: ViT, x_BND: Tensor) -> Tensor:
-    """Return one vector per image: the class token, or the mean of the patches, as the network pools; no norm."""
+    """Return one vector per image, without a norm: the class token, or the mean of the patches, by `model.pool`."""
     if vit.model.pool == "token":
         return x_BND[:, 0]
     return x_BND[:, vit.num_prefix :].mean(dim=1)

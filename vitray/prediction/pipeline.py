@@ -1,4 +1,4 @@
-"""The door to Ray Data: read and decode in tasks, networks on actors, parts written by others, in the plan's order.
+"""The pipeline on Ray Data: tasks read and decode, actors run the networks, others write the parts in the plan's order.
 
 One row of Ray Data is one batch of the plan, so Ray decides where and when a batch is computed, never its content.
 """
@@ -74,12 +74,12 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     decode: Any = partial(_decode_batches, shared=shared)
     rows = rows.map_batches(decode, batch_size=1, num_cpus=1)
     actors: Any = {"compute": pool, "num_cpus": cpus, "num_gpus": gpus}
-    # One byte: Ray Data joins a task and an actor of equal options into one.
     # Without the images, which only the decoding tasks need.
     light = plan._replace(images=ImageList(plan.images.url, SCHEMA.empty_table(), plan.images.identity))
+    # memory=1 (a byte) makes the options differ: Ray Data would fuse a task and an actor of equal options.
     rows = rows.map_batches(_Predictor, fn_constructor_args=(light,), batch_size=1, memory=1, **actors)
-    # All batches of a part: rows arrive in order, one to a block. Actors, because a task that finds no idle process
-    # starts one: seconds, in which the decoding tasks wait too.
+    # A call gets all batches of a part: rows arrive in order, one per block. Actors, because a task without an idle
+    # process starts one, which takes seconds and delays the decoding tasks.
     writers: Any = {"compute": ActorPoolStrategy(min_size=1, max_size=bounds.most), "num_cpus": 0}
     rows = rows.map_batches(_Writer, fn_constructor_args=(shared,), batch_size=plan.batches, **writers)
     context = rows.context

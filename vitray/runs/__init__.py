@@ -1,1 +1,1 @@
-"""Runs on the driver: plan, placement, run folder, logging and shutdown; the door to Ray Train."""
+"""Runs on the driver: plan, placement, run folder, Ray Train, logging and shutdown."""

@@ -94,7 +94,7 @@ def _train(info: RunInfo, shutdown: GracefulShutdown, source: str | None) -> Out
 def _fit_to_end(fit: "Callable[[Any], WorkerResult]", logger: "RunLogger", restarts: int) -> "WorkerResult":
     """Call `fit` with a mailbox, and again after a preemption or the loss of the mailbox, the latter `restarts` times.
 
-    Messages that are lost with a mailbox are in the checkpoint from which the workers start again, or come once more.
+    Messages that are lost with a mailbox are in the checkpoint that the workers resume from, or are sent again.
     """
     import ray
     from ray.exceptions import RayActorError

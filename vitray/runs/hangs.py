@@ -47,7 +47,7 @@ def is_timeout(errors: Iterable[BaseException]) -> bool:
 
 
 def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[int], timeout: float) -> str | None:
-    """Return the workers that did not arrive where the failed ones waited; None if no failed one waited that long.
+    """Return the workers that the failed ones waited for; None if no failed one waited for about `timeout` seconds.
 
     Each heartbeat comes with its age in seconds.
     """

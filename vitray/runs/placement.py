@@ -9,7 +9,7 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import ConfigError
 
-# Settings of `evaluate` that take a CPU, and what computes the same after a run without them.
+# Settings of `evaluate` that reserve a CPU, and the command that computes the same after a run without them.
 LATER = {
     "probes": "`vitray evaluate RUN --training-probes` scores the checkpoints",
     "figures": "`vitray inspect RUN/model` draws the figures",

@@ -73,7 +73,7 @@ class PlannedRun(NamedTuple):
     tokenizer: "TokenizerSource | None"
     """The tokenizer whose codes are predicted."""
     teacher: "TeacherSource | None" = None
-    """The teacher whose answers are learned."""
+    """The teacher of a distillation."""
 
 
 class TrialHook(NamedTuple):
@@ -321,7 +321,7 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
 
 
 def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:
-    """Return the images of the smallest class that probe few_shot learns from; refuse images without one of a class."""
+    """Return the number of few_shot's training images of the smallest class; refuse images that lack a class."""
     from vitray.training.probes import read_probe_labels  # imports torch, which takes seconds
 
     labels = read_probe_labels(run, dataset, mask)

@@ -27,7 +27,7 @@ ATTEMPTS = 5
 
 
 class PromotionRequest(NamedTuple):
-    """One call of `vitray promote`; None is as in the run that trained the version, or else the default."""
+    """One call of `vitray promote`; None takes the setting of the run that trained the version, or else the default."""
 
     model: str
     """`name@alias` or `name/3`, also with `models:/`, or the folder of a run."""
@@ -96,7 +96,7 @@ def promote(request: PromotionRequest) -> Promotion:
         holder = holder_of(candidate.name, alias)
         promotion = _compare(candidate, holder, request._replace(alias=alias, when=when))
         if not promotion.promoted or move_alias(candidate.name, alias, candidate.version, holder):
-            if holder != candidate.version:  # which keeps the reason that it has the alias for
+            if holder != candidate.version:  # the holder keeps the note of its own promotion
                 with suppress(ConfigError):  # the result stands without its note
                     tag_promotion(candidate.name, candidate.version, promotion.sentence())
             return promotion

@@ -1,4 +1,4 @@
-"""The figures of a registered model's inside: artifacts of the run that registers it."""
+"""Inspection figures of a registered model: artifacts of the run that registers it."""
 
 import numpy as np
 

@@ -95,7 +95,10 @@ def fork_source(run_dir: str) -> str | None:
 
 
 def _source(run_dir: str, name: str, fork: str) -> str:
-    """Return the folder of the forked run, a complete one; `name` places a run in the folder of all runs."""
+    """Return the folder of the run to fork, which needs a complete checkpoint.
+
+    `run_dir` less `name`, which may have slashes, is the folder of all runs.
+    """
     from vitray.training import checkpoints  # imports torch, which takes seconds
 
     source = storage.join(run_dir.rsplit("/", name.count("/") + 1)[0], fork)

@@ -198,7 +198,7 @@ class RunLogger:
                 self._guarded(partial(self._log, message))
 
     def _guarded(self, log: Callable[[], None]) -> None:
-        """Log something; an error is a note, as training goes on and may wait for this thread's decisions."""
+        """Call `log`; an error becomes a note, as training goes on and may wait for this thread's decisions."""
         try:
             log()
         except Exception as error:

@@ -26,7 +26,7 @@ def build(serving: Serving) -> Application:
         health_check_period_s=5,
         **replica_count(serving),
     ).bind(serving.model_copy(update={"tasks": {}}))
-    # Enough for all replicas and for the queue, which is full first: its answer is JSON.
+    # More than the replicas and the queue can hold, so that the queue is full first: its overflow is answered in JSON.
     most = ongoing * serving.replicas[1] + queue + 16
     gateway = Gateway.options(max_ongoing_requests=most, ray_actor_options={"num_cpus": 0})
     return gateway.bind(serving.model_copy(update={"tasks": {}}), network)

@@ -37,7 +37,7 @@ class Metrics:
             "vitray_requests", "Requests by task and HTTP status", ["task", "status"], registry=registry
         )
         self.images = Counter("vitray_images", "Images answered by task", ["task"], registry=registry)
-        self.retries = Counter("vitray_retries", "Requests sent again after the death of a replica", registry=registry)
+        self.retries = Counter("vitray_retries", "Requests sent again: a replica was lost", registry=registry)
         self.seconds = Histogram("vitray_request_seconds", "Time of an answered prediction", registry=registry)
         self.waiting = Gauge("vitray_requests_in_progress", "Requests without an answer yet", registry=registry)
 
@@ -103,7 +103,7 @@ class Gateway:
         return JSONResponse(result), result["task"]
 
     async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a replica; after its death, another one."""
+        """Call a replica; if it is dead or unreachable, another one."""
         deaths = 0
         for attempt in range(MOST_ATTEMPTS):
             try:

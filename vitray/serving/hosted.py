@@ -44,7 +44,7 @@ def is_alias(url: str) -> bool:
 
 
 def check_tasks(base_url: str, tasks: Mapping[str, str]) -> list[str]:
-    """Return the tasks, the base's first, after a look at all files but the deltas' tensors."""
+    """Return the tasks, the base's first; refuse one that cannot be served, without reading the deltas' tensors."""
     pinned = pin_uri(base_url)
     identity = identity_of(read_state(pinned))
     for name, url in tasks.items():
@@ -80,7 +80,7 @@ class Hosted:
     def set_tasks(self, tasks: Mapping[str, str]) -> None:
         """Load the tasks that are new or have another address, and remove those that are gone.
 
-        One that cannot be loaded is answered with its reason; the replica answers for the others.
+        A task that cannot be loaded keeps its former network, or else its requests get the reason.
         """
         self.wanted = dict(tasks)
         for name in self.sources.keys() - tasks.keys() - {BASE_TASK}:

@@ -33,7 +33,7 @@ class Query(NamedTuple):
 
 
 def read_query(parameters: Mapping[str, str], content_type: str, body: bytes, limits: Limits) -> Query:
-    """Return the query of a request, from its URL parameters and its body; those of a JSON body come second."""
+    """Return the query of a request; its URL parameters take precedence over the fields of its body."""
     if unknown := sorted(parameters.keys() - {"task", "top_k"}):
         raise BadRequest(400, f"got the parameter {unknown[0]}, wanted task or top_k")
     if not body:

@@ -25,7 +25,7 @@ class TrialResources(NamedTuple):
     data_cpus: float
     """CPUs kept free for image decoding, each a whole one on any node."""
     driver_cpus: float
-    """At most 1, rounded up to one CPU over a whole number: 0.3 counts as a third."""
+    """At most 1, rounded up to 1/n of a CPU: 0.3 counts as 1/3."""
 
 
 class Node(NamedTuple):
@@ -58,7 +58,7 @@ class _Free(NamedTuple):
     whole: int
     """Whole CPUs, for image decoding."""
     drivers: int
-    """Drivers that fit, where they have a size."""
+    """Drivers that fit; `whole` if drivers reserve no CPU."""
 
 
 def fit_trials(nodes: Sequence[Node], resources: TrialResources, trials: int = 1000) -> Capacity:

@@ -56,7 +56,7 @@ def sweep(
     with own_folder(sweep_dir, name) as ownership, session.ray_session():
         # Wait only for the nodes of one trial: Ray does not report how far a cluster can grow.
         await_nodes(base if base.compute.worker_range else base.replace({"compute.workers": 1}))
-        if stages:  # refuse trials that do not fit before the stages train for hours
+        if stages:  # before the stages train for hours, refuse trials that do not fit
             plan_sweep(base, space, cluster_nodes(), sweep_dir, ready=False)
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, STAGES_DIR, stage.name), out, command)

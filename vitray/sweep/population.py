@@ -40,7 +40,7 @@ class Continuations:
         return {}
 
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the name and the settings of a new trial for the changed settings of the trial to continue."""
+        """Return the name and settings of the new trial; `config` is the perturbed one of the trial to continue."""
         space, source = self._space, config["name"]
         point = self._store.entries[source].point
         drawn = point.drawn | {name: config[name] for name in space.changeable}
@@ -79,7 +79,7 @@ def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
 
 
 def param_space(store: TrialStore) -> dict[str, Any]:
-    """Return the trials that are not over for Tune, which accepts no searcher beside its scheduler."""
+    """Return the trials that are not over as Tune's `param_space`: its scheduler of populations accepts no searcher."""
     configs = {name: store.settings(name) for name, record in store.records().items() if not record.is_over}
     for name, config in configs.items():
         config[CONTINUES] = store.entries[name].continues

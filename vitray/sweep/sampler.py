@@ -138,7 +138,7 @@ def _values(space: Space, params: dict[str, Any]) -> dict[str, Any]:
 def _params(space: Space, observation: Observation) -> dict[str, Any] | None:
     """Return the sampler's parameters of a point in this space; None if the space no longer has the point.
 
-    The stored ones number the listed values, which may have changed since; in a range they have all digits.
+    Stored parameters are indices of the listed values, which may have changed since; in a range, unrounded values.
     """
     tied, drawn, params = _tied(space), observation.drawn, dict[str, Any]()
     try:

@@ -1,6 +1,6 @@
 """Early stopping of trials by Ray Tune's schedulers, which compare trials at the same share of their runs.
 
-Trials of other batch sizes or durations have other numbers of steps, of which none means the same for all.
+Trials may differ in batch size or duration, so that a number of steps does not mean the same for all.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from vitray.runs.plan import Plan
 from vitray.sweep.space import Space
 from vitray.training.schedule import in_steps
 
-# The name of a result's share of the run, and the share of a whole run: a whole number, as rungs must be met exactly.
+# The key of a result's share of its run, and the share of a whole run: integers, as ASHA's rungs must be met exactly.
 PROGRESS_KEY, FULL_RUN = "share", 10**6
 
 
@@ -44,5 +44,5 @@ def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
 
 def share_of(duration: str, plan: Plan) -> int:
     """Return a duration as a share of the plan's run."""
-    # Rounded down, so that a run which is there by its steps is there by its share.
+    # Rounded down, as `progress` is rounded up: a run that has done these steps has also reached the share.
     return max(1, min(FULL_RUN, FULL_RUN * in_steps(duration, plan.steps_per_epoch) // plan.steps))

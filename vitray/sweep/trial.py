@@ -211,7 +211,8 @@ class TrialTrainable(tune.Trainable):
     def _should_stop(self, step: int, steps: int | None, value: float) -> bool:
         """Report a score to Tune and wait for the scheduler's decision.
 
-        The last score is reported with the end: Tune would stop the trial, and kill it while it saves its model.
+        The last score is reported together with the end of the trial: alone, it could make Tune stop the trial and kill
+        it while it saves its model.
         """
         if step == steps:
             return False

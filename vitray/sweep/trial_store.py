@@ -153,7 +153,7 @@ class TrialStore:
         self._sizes: dict[str, Sizes] = {}
         self._records: dict[str, TrialRecord] = {}
         self._outcomes: dict[str, TrialOutcome] = {}
-        # Of the trials whose end is known from their own process; a stopped trial ends later than Tune's decision.
+        # Costs of the trials whose own process has reported its end: a stopped trial ends later than Tune's decision.
         self._costs: dict[str, dict[str, float]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trial-store")
         self._written: Future[None] | None = None
@@ -197,9 +197,10 @@ class TrialStore:
         self._written = None
 
     def close(self) -> None:
-        """Wait until the points are on disk, and read the trials again whose end Tune has not reported.
+        """Wait until the points are on disk, and read again the trials whose end Tune has not reported.
 
-        At the end of a sweep Tune kills the processes of stopped trials after some seconds; then their end is written.
+        At the end of a sweep Tune kills the processes of stopped trials after some seconds, so their end is written
+        here.
         """
         self.finish_points()
         known = {name: record for name, record in self.records().items() if name not in self._costs}

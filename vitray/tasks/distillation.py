@@ -1,4 +1,4 @@
-"""Distillation: the answers of a teacher or of another submodel, and the terms that a network learns them by (DeiT).
+"""Distillation (DeiT) and co-training: the teacher, and losses with its or another submodel's logits as targets.
 
 Shapes: B images, C colours, H x W pixels, K classes.
 """
@@ -27,7 +27,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images_BCHW: Tensor, normalise: Normalise) -> Tensor:
-        """Return the logits, computed in bfloat16, for images that are normalised in another way."""
+        """Return the teacher's logits, computed in bfloat16; `normalise` is the normalisation of the images."""
         images_BCHW = renormalise(images_BCHW, normalise, self.normalise)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
             return self.network(images_BCHW).float()

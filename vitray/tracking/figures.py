@@ -228,7 +228,7 @@ def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], s
 def draw_pictures(pictures_RBCHW: np.ndarray, normalise: Normalise) -> bytes:
     """Draw columns of images: the originals, their visible parts if some are masked, and the reconstructions.
 
-    Of a single row, they are the originals.
+    A single row holds the originals.
     """
     titles = {2: ("as they are", "drawn from codes"), 3: ("as they are", "seen", "predicted")}
     names = titles.get(len(pictures_RBCHW), ("as they are",))

@@ -1,4 +1,4 @@
-"""What MLflow links to a run: its datasets, step-keyed images, and the logged models that its scores belong to."""
+"""Links of a run in MLflow: its datasets, step-keyed images, and the logged models that its scores belong to."""
 
 import json
 import re
@@ -166,9 +166,10 @@ def _link(client: "MlflowClient", run_id: str, model: "LoggedModel | None", desc
 
 
 def find_model(client: "MlflowClient", url: str, run_id: str) -> "LoggedModel | None":
-    """Return the logged model at an address, or None; of a folder that of the run, otherwise the latest.
+    """Return the logged model at an address, or None.
 
-    A sweep logs the folder of its best trial once more.
+    Of several models of one folder it is the run's own, otherwise the latest: a sweep logs the folder of its best trial
+    once more.
     """
     if is_model_uri(url):
         return find_logged_model(client, url)

@@ -22,7 +22,7 @@ BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
 TASKS_TAG = "vitray.tasks"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
-# Between an alias's move and the check that no other machine has moved it meanwhile.
+# Seconds between an alias's move and the check that no other machine has moved it meanwhile.
 SETTLE_SECONDS = 1.0
 
 
@@ -86,10 +86,10 @@ def version_of_run(name: str, experiment: str, uid: str) -> str:
 
 
 def move_alias(name: str, alias: str, version: str, holder: str | None) -> bool:
-    """Give a version the alias if `holder` still has it, or still none; return whether it then keeps it.
+    """Move the alias to a version if `holder` (None: no version) still has it; return whether the version keeps it.
 
-    MLflow has no such step. The processes of a user on a machine take turns. Another machine may have read the alias
-    before this one moved it: it moves the alias within SETTLE_SECONDS, and the later of both keeps it.
+    MLflow has no compare-and-swap. The processes of a user on a machine take turns. A process on another machine may
+    have read the alias before this move. It then moves the alias within SETTLE_SECONDS, and the later move counts.
     """
     with _registry(name) as client:
         with _turn():

@@ -72,7 +72,7 @@ class Uploader:
                 self._skip(run_id, batch[0].body, error)
             else:
                 if kind in ("artifact", "image", "model", "checkpoint"):
-                    # Re-queue a file that its store rejects at the end, so that it does not delay metrics.
+                    # A file that its store rejects goes to the end of the queue, so that it does not delay metrics.
                     self.spool.append(batch[0].body)
                     self._advance(run_id, batch)
                 self.run_id = None  # query the run's state again
@@ -83,7 +83,7 @@ class Uploader:
                 (self.spool.folder / record.body["file"]).unlink(missing_ok=True)
 
     def _advance(self, run_id: str, batch: list[SpoolRecord]) -> None:
-        self.spool.set_cursor(SpoolCursor(run_id, batch[-1].end))  # first, so that nothing is sent that is not noted
+        self.spool.set_cursor(SpoolCursor(run_id, batch[-1].end))  # first: if it fails, the batch is sent again
         self._sent = batch[-1].end
 
     def _next_batch(self) -> list[SpoolRecord]:

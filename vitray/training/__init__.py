@@ -1,1 +1,1 @@
-"""The training loop on each worker and its parts; a door to Ray Train."""
+"""The training loop on each Ray Train worker, and its parts."""

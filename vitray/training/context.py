@@ -34,7 +34,7 @@ class WorkerContext(NamedTuple):
     tokenizer: Any = None
     """An object reference to the tokenizer whose codes are predicted."""
     teacher: Any = None
-    """An object reference to the teacher whose answers are learned."""
+    """An object reference to the teacher of a distillation."""
 
     def build(self, device: torch.device, *, trains: bool = False) -> Task:
         """Return the task with random weights and its frozen tokenizer; if it trains, with its teacher too."""

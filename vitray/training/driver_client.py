@@ -32,7 +32,7 @@ class DriverClient:
         self.send(Metrics(step, values))
 
     def evaluation(self, score: Score) -> None:
-        """Send the drawn parts of a score, as types that import no torch."""
+        """Send the parts of a score that are plotted, as types that import no torch."""
         mistakes = [(each.probability, each.row, each.label, each.predicted) for each in score.mistakes]
         self.send(Evaluation(score.confusion, mistakes))
 

@@ -1,4 +1,4 @@
-"""Figures of a network's inside over the same few images of the evaluated split: during training, and of its result."""
+"""Inspection figures of a network over a few fixed images of the evaluated split, during training and of its result."""
 
 import io
 from collections.abc import Sequence

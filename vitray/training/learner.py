@@ -23,7 +23,7 @@ from vitray.training.messages import Metrics, Resumed
 from vitray.training.optim import Average, build_optimizer, match_layout
 from vitray.training.state import TrainState
 
-# The gradients are views of the buckets that are reduced: one copy of them less.
+# Gradients are views of the all-reduce buckets, which saves one copy of them.
 DDP = {"gradient_as_bucket_view": True}
 
 
@@ -64,8 +64,8 @@ def compile_model(model: nn.Module, run: Run) -> nn.Module:
     if not run.compute.compile:
         return model
     if run.compute.has_graphs:
-        # Otherwise autograd would take the memory of a graph as a gradient, which the graph overwrites in the next
-        # micro-batch. Gradients that exist are added to.
+        # Otherwise autograd would keep an output of the CUDA graph as the gradient, which the graph overwrites in the
+        # next micro-batch. It accumulates into gradients that exist.
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -117,7 +117,7 @@ def rewind(
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
     if state.best_knn_step is not None and state.best_knn_step <= earlier.step:
         earlier.best_knn, earlier.best_knn_step = state.best_knn, state.best_knn_step
-    # Of a separate evaluation that was finished after that checkpoint was written.
+    # The best score may be of a separate evaluation that finished after that checkpoint was written.
     if state.best_step is not None and state.best_step <= earlier.step:
         earlier.best_top1, earlier.best_loss, earlier.best_step = state.best_top1, state.best_loss, state.best_step
     return earlier

@@ -49,7 +49,7 @@ from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
 ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-# Seconds between two meetings of the workers while rank 0 waits at the end of a run.
+# Seconds between two collectives of the workers while rank 0 waits at the end of a run.
 MEET_SECONDS = 5.0
 
 
@@ -113,7 +113,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         if saver:
             saver.close()
 
-    # One worker a node measures it; as in MLflow, the nodes have numbers if there are several.
+    # One worker per node samples its load. As in MLflow, nodes are numbered only if there are several.
     node = None if session.get_local_world_size() == share.workers else session.get_node_rank()
     sampler = SystemSampler(node) if session.get_local_rank() == 0 else None
     saver, prefetcher = open_pipeline()
@@ -184,7 +184,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
                 values["train/perplexity"] = learner.task.read_perplexity(training=True)
             client.metrics(state.step, state, values)
             saved = saver and saver.latest
-            # For Ray's own pages; Ray Train waits for all workers here, as the metrics have just done.
+            # For Ray's dashboard. Ray Train waits for all workers here, as the all-reduce of the metrics has just done.
             ray.train.report(
                 {"step": state.step, **values}
                 | ({} if saved is None else {"checkpoint": checkpoints.folder_of(context.run_dir, saved)})
@@ -225,8 +225,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             if is_interrupted:
                 ending = "interrupted"
                 break
-            # Later steps would be lost, and the next workers can start while the node still runs. A new start on the
-            # driver's own node is impossible.
+            # Later steps would be lost, and the next workers can start while the node still runs. If it is the driver's
+            # own node, nothing can start again, so training goes on.
             if notice is not None and context.driver_node not in notice.preempted_node_ids:
                 ending = "preempted"
                 break
@@ -276,7 +276,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
         is_last = part is parts[-1]
         with nullcontext() if is_last or share.workers == 1 else learner.model.no_sync():  # pyright: ignore[reportCallIssue]
             if run.compute.has_graphs:
-                torch.compiler.cudagraph_mark_step_begin()  # the previous part's loss is in `loss`
+                torch.compiler.cudagraph_mark_step_begin()  # may overwrite the previous loss, which `loss` holds
             with autocast(run, images.device):
                 part_loss = learner.model(images, targets) * weight
             part_loss.backward()
@@ -311,7 +311,7 @@ def all_reduce_metrics(
 ) -> tuple[list[list[float]], list[int]]:
     """Sum losses and gradient norms of each step over the workers in one collective, which also carries some counts.
 
-    The only place that waits for the device.
+    Between records and evaluations, training waits for the device only here.
     """
     own = torch.tensor(counts, dtype=torch.float64, device=device)
     numbers = torch.cat([own, *(each.double() for each in unread.values())])
@@ -331,9 +331,10 @@ def largest(number: int) -> int:
 
 
 def await_results(evaluator: Evaluator, prober: Prober) -> None:
-    """Wait for rank 0's separate evaluations and probes; the workers meet meanwhile, as a collective has a time limit.
+    """Wait for rank 0's separate evaluations and probes.
 
-    Probes have one, too.
+    The workers repeat a short collective meanwhile, because a single one would exceed its time limit. The wait for
+    probes has a limit, too.
     """
     while largest(int(not evaluator.is_ready(MEET_SECONDS))):
         continue

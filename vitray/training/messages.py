@@ -39,7 +39,7 @@ class Metrics(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The drawn parts of the last evaluation."""
+    """The parts of the last evaluation that are plotted."""
 
     confusion: np.ndarray | None
     mistakes: list[tuple[float, int, int, int]]

@@ -87,9 +87,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Lay the tensors of the optimizer's state out in memory as their parameters are; values do not change.
+    """Give the optimizer's state tensors the memory layout of their parameters; values do not change.
 
-    A checkpoint holds them row by row, and fused steps read parameter and state in the order of their memory.
+    A checkpoint holds them in row-major order, and fused steps read parameter and state in the order of their memory.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

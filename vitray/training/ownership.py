@@ -59,9 +59,9 @@ class Ownership:
         self._thread = threading.Thread(target=self._renew, name="ownership", daemon=True)
 
     def acquire(self, patience: float) -> None:
-        """Wait for the lease of a dead owner; refuse a folder whose owner is alive after `patience` seconds.
+        """Acquire the folder, once a dead owner's lease has expired; refuse an owner alive after `patience` seconds.
 
-        Without patience that is bad input, otherwise an OwnershipLost: a later try may succeed.
+        Without patience the refusal is a ConfigError, otherwise an OwnershipLost: a later try may succeed.
         """
         watch, start, is_announced = Watch(self._folder), time.monotonic(), False
         for attempt in itertools.count():
@@ -150,10 +150,10 @@ class Watch:
         # {id: when its beat last changed}, on the same clock
         self._changed: dict[str, float] = {}
         self.void: set[str] = set()
-        """Ids of the claims that bind no one."""
+        """Ids of the void claims: released, of a dead process, or without a new beat for LEASE_SECONDS."""
 
     def live(self) -> dict[str, Claim]:
-        """Look at the folder; return {id: claim} of all claims that bind others."""
+        """Read the folder and return {id: claim} of the claims that are not void."""
         began = time.monotonic()
         claims = _read_claims(self._folder)
         if began - self._looked > RENEW_SECONDS:  # unread meanwhile, as when the storage was away

@@ -25,7 +25,7 @@ from vitray.training.state import TrainState
 MOST_WAITING = 2
 # Restarts of the actor after its process or its node was lost.
 RESTARTS = 3
-# Added to that of Ray's workers, which is 15: where they want its CPU, the actor gets less than a third of it.
+# Added to the niceness of Ray's workers, 15: when they compete for its CPU, the actor gets less than a third of it.
 NICENESS = 4
 LONGEST_REASON = 300
 # Seconds that the end of a run waits for the probes of one step: their actor may have lost its place for good.
@@ -33,7 +33,7 @@ LONGEST_WAIT = 1800.0
 
 
 class Probed(NamedTuple):
-    """What was computed of the weights of one step."""
+    """The probe scores and the figures of one step's weights."""
 
     values: dict[str, float]
     """Of evaluate.probes."""

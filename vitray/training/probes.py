@@ -1,4 +1,4 @@
-"""The probes of a run: scores of its weights on fixed images, the same as training runs and from a checkpoint.
+"""The probes of a run: scores of its weights on fixed images, the same during training and from a checkpoint.
 
 The network computes in float32, whatever the precision of the run. Shapes: N images, H x W pixels, C colours.
 """

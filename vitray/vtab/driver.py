@@ -198,7 +198,7 @@ def _run(base: Run, network: Network, subset: Dataset, setting: Setting, seed: i
 
 
 def _records(request: VtabRequest, folder: str, cells: Sequence[_Cell]) -> list[dict[str, Any]]:
-    """Return the record of each fine-tuning, after those that have none."""
+    """Return the record of each fine-tuning; train those that have none first."""
     places = {cell.identity: storage.join(folder, "done", f"{cell.identity}.json") for cell in cells}
     todo = [cell for cell in cells if not storage.exists(places[cell.identity])]
     with session.ray_session() if todo else nullcontext():

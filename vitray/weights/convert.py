@@ -28,12 +28,12 @@ def import_weights(
     *,
     fallback: Mapping[str, Any] | None = None,
 ) -> tuple[Run, AnyNetwork]:
-    """Return the network in another library's weights file (.safetensors, .pth, .npz), and a run with its settings.
+    """Return a run with the settings of another library's weights file (.safetensors, .pth, .npz), and its network.
 
-    Without `layout`, the tensor names decide. `settings` are `model.` settings that the file does not show, such as
-    heads, or the image_size of a grid that is not square, and `normalise`, the setting `data.normalise`; of `fallback`,
-    only those count that would be missing.
-    A file of one of torchvision's networks needs its `name`, as in torchvision/resnet50.
+    Without `layout`, the tensor names decide. `settings` gives `model.` settings that the file does not show, such as
+    heads, or the image_size of a grid that is not square; its `normalise` is the setting `data.normalise`. `fallback`
+    gives settings that count only where they would otherwise be missing. A file of one of torchvision's networks needs
+    its `name`, as in torchvision/resnet50.
     """
     file = read_weights(url)
     name = str({**(fallback or {}), **(settings or {})}.get("name", ""))
@@ -71,8 +71,8 @@ def _run_of(settings: Mapping[str, Any]) -> Run:
     return Run().replace({f"{sections.get(name, 'model')}.{name}": value for name, value in settings.items()})
 
 
-# Networks whose published weights read colours from -1 to 1. The first two convert ImageNet's normalisation to that by
-# themselves in torchvision (transform_input), and not here.
+# Networks whose published weights read colours from -1 to 1. In torchvision, the first two convert images normalised as
+# ImageNet's to that range (transform_input); here they do not.
 _MINUS_ONE_TO_ONE = ("torchvision/googlenet", "torchvision/inception_v3", "torchvision/efficientnet_v2_l")
 # Heads that help in training alone; vitray builds the networks without them.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")

@@ -1,7 +1,7 @@
 """Deltas: networks stored as their differences from a base network.
 
-    model.safetensors  the tensors that differ from those of the base, or that the base lacks: factors of LoRA too,
-                       whose products every read adds to their matrices
+    model.safetensors  the tensors that differ from those of the base, or that the base lacks; LoRA factors stay
+                       separate, and every read merges them
     delta.json         the address of the base, a hash of its tensors, and the names of the shared tensors
 
 A base may be a delta itself. A delta is useless without its base, so every read checks the hash of the base.
@@ -108,7 +108,7 @@ def read_delta(location: str) -> Delta | None:
 
 
 def read_chain(location: str, until: str | None = None) -> tuple[list[Link], str]:
-    """Return the chain of deltas from a folder to its whole network, and that network's location.
+    """Return the chain of deltas from a folder to its whole network, and the location at its end.
 
     The chain ends early at a delta whose base has the identity `until`.
     """

@@ -22,7 +22,7 @@ from vitray.weights.layouts import LAYOUTS, tensor_names
 
 EXPORTS = ("timm", "torchvision", "hf")
 WEIGHTS, LOADER = "model.safetensors", "load.py"
-# Networks of these libraries by the beginning of our names, and their depth.
+# Predefined networks of timm and torchvision by width and patch size; the numbers are torchvision's depths.
 _TIMM = {"ti_16": "tiny", "s_16": "small", "s_32": "small", "b_16": "base", "b_32": "base", "l_16": "large"}
 _TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
 
@@ -100,7 +100,7 @@ def _fault(model: Model, layout: str) -> str | None:
 
 
 def variant_of(model: Model) -> str | None:
-    """The first setting of the positions, norms or branches that other libraries' layouts do not have."""
+    """The first setting, if any, that other libraries' layouts do not have."""
     is_added = model.positions.kind in ("learned", "learned2d", "sincos2d", "none")
     variants = {
         f"{model.positions.kind} positions": not is_added,

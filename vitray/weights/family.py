@@ -219,7 +219,7 @@ class _Trunk:
     def __init__(self, model: Model, device: torch.device) -> None:
         with torch.device("meta"):
             self.vit = ViT(model).eval()
-        # Sines and angles are no tensors of a network: they need values.
+        # Sin-cos tables and rotary angles are no tensors of a network's state; on the meta device they have no values.
         self.vit.positions = Positions(model.positions, model.grid, model.shape.size).to(device)
         if isinstance(model.positions, Rope):
             self.vit.rope = AxialRope(model.grid, model.head_size, model.positions.base).to(device)

@@ -60,7 +60,7 @@ def read_weights(url: str) -> WeightsFile:
 
 
 def _read_beside(url: str, description: str) -> dict[str, Any]:
-    """A description beside a model.safetensors, of which it describes that file only."""
+    """The content of a JSON file beside a model.safetensors; empty without one, and for weights of another name."""
     folder, _, name = url.rpartition("/")
     place = storage.join(folder or ".", description)
     if name != "model.safetensors" or not storage.exists(place):

@@ -65,8 +65,8 @@ def save_model(
 ) -> SavedModel:
     """Write a model folder and return its size; `run.yaml` is written last and marks a complete model.
 
-    With `relative_to`, the address of a base network, the folder becomes a delta, in which LoRA stays factors. In a
-    whole model it is merged.
+    With `relative_to`, the address of a base network, the folder becomes a delta and keeps LoRA factors separate. In a
+    whole model they are merged.
     """
     if classes is not None and len(classes) != run.model.num_classes:
         raise ConfigError(f"{url}: got {len(classes)} class names for {run.model.num_classes} classes")
@@ -125,7 +125,7 @@ def load_deltas(base_url: str, urls: Mapping[str, str], device: torch.device | s
 
 
 def read_member(url: str, base_url: str, base: State, identity: str) -> Member:
-    """Return the network of a delta of the base that has these tensors and this identity, or that of the base."""
+    """Return the network at `url`: the base, whose tensors and hash are `base` and `identity`, or a delta of it."""
     location = _folder_at(url)
     if location == resolve_uri(base_url):
         return _member(location, base, base)
@@ -133,7 +133,7 @@ def read_member(url: str, base_url: str, base: State, identity: str) -> Member:
 
 
 def check_member(url: str, base_url: str, identity: str) -> Run:
-    """Return the run of a delta of the base with this identity, or of the base, without reading tensors."""
+    """Return the run at `url`, without reading tensors; refuse any network but the base and its deltas."""
     location = _folder_at(url)
     if location != resolve_uri(base_url):
         _chain_to(url, base_url, identity)
@@ -166,7 +166,7 @@ def open_weights(
 ) -> LoadedModel:
     """Return the network at an address: a model folder, or a weights file of another library.
 
-    `settings` complete a weights file; of `fallback`, only those that it lacks.
+    `settings` completes a weights file. `fallback` gives settings that count only where they would be missing.
     """
     location = resolve_uri(url)
     if storage.exists(storage.join(location, RUN)):
@@ -230,7 +230,7 @@ def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
 
 
 def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
-    """Refuse tensors that are missing, left over, misshapen, or numbers where the network has fractions."""
+    """Refuse tensors that are missing, left over or misshapen, and integers in place of floats or the reverse."""
     wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]

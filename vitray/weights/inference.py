@@ -23,7 +23,7 @@ _NETWORK = re.compile(
     r"(?:vit|deit3?|flexivit)_(tiny|small|medium|base|large|huge)(?:_distilled)?"
     r"(?:_patch\d+|_r\d*_s\d+(?:_p\d+)?)?(?:_\d+(?:x\d+)?|_LS)*"
 )
-# Those of them whose rotary positions are `rope` here: the others mix axes, shift or scale the grid, or add a table.
+# timm's networks whose rotary positions are `rope` here: the others mix axes, shift or scale the grid, or add a table.
 _ROPE = re.compile(r"vit_(small|base|large)_patch16_rope_224(?:\..*)?")
 _TORCHVISION = re.compile(r"vit_([blh])_\d+")
 _LETTERS = {"tiny": "ti", "small": "s", "medium": "m", "base": "b", "large": "l", "huge": "h"}
@@ -34,7 +34,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Arguments of timm that leave the function as the tensors have it.
+# Arguments of timm that are read here, or that do not change the function; any other is refused.
 _TIMM_ARGUMENTS = {"img_size", "num_classes", "dynamic_img_size", "dynamic_img_pad", "num_heads", "global_pool"}
 _DEMANDS = {
     "heads": "heads (attention heads; {usual})",
@@ -93,9 +93,10 @@ def _kind_of(state: State) -> str:
 def settings_of(
     file: WeightsFile, layout: str, url: str, given: Mapping[str, Any], fallback: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of a weights file, completed by `given`; for the tensors alone, `fallback` is None.
+    """Return the settings of a weights file, completed by `given`.
 
-    A setting that the file lacks and `given` too is that of `fallback`, or an error.
+    A needed setting that neither the file nor `given` has comes from `fallback`, or is an error. With `fallback` None
+    it may be missing, which is enough to read the tensors.
     """
     shapes = _read_shapes(file.tensors, LAYOUTS[layout], url)
     stated = _stated_settings(file, layout, shapes, url) | ({"heads": shapes.heads} if shapes.heads else {})
@@ -107,7 +108,7 @@ def settings_of(
             )
     demanded = {"heads"} | ({"activation", "norm_eps"} if layout.startswith("hf") else set())
     if not shapes.settings["class_token"] and LAYOUTS[layout].activation == "gelu":
-        demanded.add("activation")  # among timm's SigLIP are both
+        demanded.add("activation")  # timm's SigLIP networks have gelu or gelu_tanh
     if shapes.is_gated:
         demanded.add("activation")
     if not shapes.has_table or shapes.maybe_rope:

@@ -4,8 +4,8 @@ A worker holds some rows of the global batch (`BatchRows`). All draws are made f
 generator keyed by (seed, step), and rows 2i and 2i + 1 are partners; the last row of an odd batch takes the row before
 it. The result for a row is therefore a function of (seed, step, place), and a worker that holds whole pairs needs no
 other rows. timm pairs rows by reversing each worker's batch; here the order of the epoch makes the pairs random, of
-different row groups. The pairs of a batch take the draws of mixing in turn, so that neighbours, such as the copies of
-a pair, differ in their draws.
+different row groups. Pair i takes draw i modulo D, so that neighbouring pairs, such as the copies of one pair, differ
+in their draws.
 Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch, D draws of mixing.
 """
 
@@ -119,7 +119,7 @@ def partners(rows: BatchRows) -> np.ndarray:
 
 
 def draw_mixing(mix: Mix, draws: int, size: tuple[int, int], rng: np.random.Generator) -> Mixing:
-    """Draw as timm does: whether to mix, cut or blend, the share, and the place of the box."""
+    """Return D draws, made as in timm: mixup or cutmix, the share (1 mixes nothing), and the box of a cutmix."""
     is_cut_D = rng.random(draws) < (mix.switch if mix.mixup and mix.cutmix else float(mix.cutmix > 0))
     alpha_D = np.where(is_cut_D, mix.cutmix, mix.mixup)
     share_D = rng.beta(alpha_D, alpha_D)
@@ -133,7 +133,7 @@ def draw_mixing(mix: Mix, draws: int, size: tuple[int, int], rng: np.random.Gene
 
 
 def cut_boxes(share_D: np.ndarray, centre_D2: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return the boxes (D4) around some centres that leave a share of the image, clipped to the image."""
+    """Return cutmix boxes (D4) about some centres; each covers 1 - share of the image before it is clipped to it."""
     cut_D2 = (np.array(size) * np.sqrt(1 - share_D)[:, np.newaxis]).astype(np.int64)
     start_D2 = centre_D2 - cut_D2 // 2
     start_D2, end_D2 = np.maximum(start_D2, 0), np.minimum(start_D2 + cut_D2, size)
@@ -147,8 +147,8 @@ def mix_rows(images_BCHW: Tensor, targets_BK: Tensor, mixing: Mixing, partner_B:
         return images_BCHW, targets_BK
     device = images_BCHW.device
     index_B = to_device(torch.from_numpy(partner_B), device)
-    # Both shares of a pair are rounded by themselves, as in timm: the smaller one may be far below float32's epsilon,
-    # and its class still is a target.
+    # `share` and `1 - share` are rounded to float32 separately, as in timm. Subtracted in float32, a partner's share
+    # below the epsilon would become 0, and its class would drop out of the target.
     numbers_B7 = np.column_stack([boxes_B4, inside_B, share_B, 1 - share_B]).astype(np.float32)
     numbers_7B1 = to_device(torch.from_numpy(numbers_B7), device).T[:, :, None]
     top_B1, bottom_B1, left_B1, right_B1, inside_B1, share_B1, partner_share_B1 = numbers_7B1
@@ -221,5 +221,5 @@ def fill_boxes(images_BCHW: Tensor, boxes_B6: np.ndarray, sheet_CHW: Tensor) -> 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor on a device; the host does not wait for the copy."""
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # a copy from other memory waits
+        tensor = tensor.pin_memory()  # only copies from pinned memory are asynchronous
     return tensor.to(device, non_blocking=True)

@@ -22,7 +22,7 @@ MAX_PIXELS = 178_956_970
 MAX_RATIO = 256
 # Raster formats only: others start programs (EPS) or read other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
-# Of a JPEG's height and width.
+# Factors by which a JPEG's height and width are reduced while it is decoded, the largest first.
 DIVISORS = (8, 4, 2)
 UPRIGHT = 1
 ORIENTATION = 0x0112  # the EXIF tag
@@ -59,8 +59,8 @@ def decode_scaled(
         try:
             rows, columns, colours, _ = simplejpeg.decode_jpeg_header(data)
             height, width = int(rows), int(columns)
-            # simplejpeg converts CMYK differently from viewers.
             check_size(width, height, max_pixels)
+            # simplejpeg converts CMYK differently from viewers.
             if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
                 limit = max_reduction((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)

@@ -123,8 +123,8 @@ def _crop(image_HWC: np.ndarray, crop: Crop, size: ImageSize, rng: np.random.Gen
 
 
 def _scaled(start: int, length: int, pixels: int, whole: int) -> slice:
-    """Return the nearest pixels of a side of a box, where the image's side has `pixels` instead of `whole`."""
-    divisor = round(whole / pixels)  # the last pixel may stand for fewer
+    """Return one side of a box as a slice of an image that was decoded to `pixels` of its `whole` pixels."""
+    divisor = round(whole / pixels)  # the last pixel may cover fewer
     return slice(round(start / divisor), round((start + length) / divisor))
 
 
@@ -154,7 +154,7 @@ def _cover(image_HWC: np.ndarray, size: ImageSize, interpolation: Interpolation,
 
 
 def _without_padding(image_HWC: np.ndarray, whole: ImageSize) -> np.ndarray:
-    """Return the pixels of an image of size `whole` at a smaller scale, without those that stand for no part of it."""
+    """Return an image of size `whole`, decoded at a smaller scale, without a last row or column of mostly padding."""
     rows, columns = whole
     return image_HWC[_scaled(0, rows, image_HWC.shape[0], rows), _scaled(0, columns, image_HWC.shape[1], columns)]
 

@@ -81,8 +81,9 @@ def _draw_blocks(keys: Sequence[str], mask: BlockMask, grid: Grid, predicted: in
         draws_BT4 = _draws([keys[row] for row in rows.tolist()], 4 * TRIES * turn).reshape(len(rows), -1, 4)[:, -TRIES:]
         for draws_B4 in draws_BT4.swapaxes(0, 1):
             new_BN = draw_rectangles(_shares(draws_B4), missing_B[rows], mask, grid) & ~hidden_BN[rows]
-            # The last rectangle is cut off where the image has enough hidden patches. A cut from one corner would
-            # hide the opposite one less often. The lowest bits of a draw are not part of its share.
+            # The last rectangle is cut to the number of missing patches, in one of eight orders: a cut that always
+            # began at one corner would hide the opposite one less often. The lowest bits of a draw, which its share
+            # does not contain, choose the order.
             new_BN = _cut(new_BN, missing_B[rows], order_8N[draws_B4[:, 0] & np.uint64(7)])
             hidden_BN[rows] |= new_BN
             missing_B[rows] -= new_BN.sum(axis=1)

@@ -46,7 +46,7 @@ def operate(image: Any, operation: str, amount: float, interpolation: Interpolat
         case "invert":
             return TF.invert(image)
         case "posterize":
-            # No bits are black, as before Pillow 13, which rejects them (timm at magnitude 10 asks for them).
+            # 0 bits make the image black, as before Pillow 13, which rejects 0 (timm asks for it at magnitude 10).
             return TF.posterize(image, bits=min(8, int(amount))) if amount > 0 else Image.new("RGB", image.size)
         case "solarize":
             return TF.solarize(image, threshold=amount)

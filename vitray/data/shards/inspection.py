@@ -130,7 +130,7 @@ def image_stats(image: Image.Image, is_perceptual: bool) -> dict[str, Any]:
 def _fingerprint(image: Image.Image) -> bytes:
     """Return 128 bits: whether each cell of a 9x9 grey thumbnail is brighter than its right and its lower neighbour."""
     thumbnail = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.LANCZOS), dtype=np.int16)
-    # At least 3 levels brighter: coding noise would decide the bits of even areas.
+    # At least 3 levels brighter: otherwise coding noise would decide the bits of flat areas.
     cells, right, below = thumbnail[:8, :8], thumbnail[:8, 1:], thumbnail[1:, :8]
     return np.packbits([cells > right + 2, cells > below + 2]).tobytes()
 

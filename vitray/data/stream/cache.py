@@ -29,7 +29,7 @@ class DecodedSplit:
 
     def __init__(self, rows: SplitRows, per_block: int) -> None:
         self.starts = np.append(np.arange(0, int(rows.starts[-1]), per_block), rows.starts[-1])
-        # A block's second value fails as the first does, and can be fetched without copying pixels.
+        # A task's second value is a number: fetching it waits for the task, or raises its error, without the pixels.
         options: dict[str, Any] = {"num_cpus": 1, "num_returns": 2, "retry_exceptions": [OSError]}
         decode = ray.remote(**options)(_decode_block)
         shared, ends = ray.put(rows), zip(self.starts[:-1], self.starts[1:], strict=True)

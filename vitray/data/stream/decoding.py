@@ -223,7 +223,7 @@ def read_labels(numbers: np.ndarray, rows: SplitRows) -> np.ndarray:
 
 
 def _map_groups(read: Callable[[SplitRows, int, np.ndarray], Part], numbers: np.ndarray, rows: SplitRows) -> list[Part]:
-    """Return what `read` does of each row group that holds some of these rows."""
+    """Return the result of `read` for each row group that holds some of these rows."""
     groups = np.searchsorted(rows.starts, numbers, side="right") - 1
     wanted = np.unique(groups).tolist()
     parts = [np.unique(numbers[groups == group]) for group in wanted]

@@ -1,12 +1,12 @@
 """The order of images as a function of (dataset, seed, epoch), and its division among workers. Arithmetic only.
 
 An epoch's order: the row groups of the split are permuted; their rows, one group after another, are cut into regions of
-2048; a region is cut into 8 lanes. A lane has neighbouring rows, in two halves of 128: a random row of each is a pair,
-and no pair shares a row group. The pairs of a lane are shuffled, and the lanes are dealt out one pair at a time. So
-neighbouring pairs come from row groups far apart, while a lane has rows of few groups.
+2048 rows, and a region into 8 lanes. A lane has neighbouring rows, in two halves of 128. A pair is a random row of each
+half, and its two rows are of different row groups. The pairs of a lane are shuffled, and the lanes are dealt out one
+pair at a time. So neighbouring pairs come from row groups far apart, while a lane has rows of few groups.
 
-Other writers' groups may be larger than half a lane. Then the halves of a lane are half a region apart, so that only
-groups of about a thousand rows or more are paired with themselves; a lane has up to twice as many groups.
+Row groups of other writers may be larger than half a lane. Then the halves of a lane are half a region apart, so that
+only a group of about a thousand rows or more has both rows of a pair; a lane has up to twice as many groups.
 
 A position counts the images of an epoch. Step k of a global batch of B takes positions k * B to (k + 1) * B, and each
 worker takes every n-th pair of them: pairs stay together because mixup and cutmix mix their two images. Where the
@@ -159,7 +159,7 @@ def positions_of(step: int, batch: int, rank: int, workers: int) -> np.ndarray:
 def ranks_of(positions: np.ndarray, batch: int, workers: int) -> np.ndarray:
     """Return the rank of the worker that takes each position: pairs are dealt in turn.
 
-    Single images where equal shares are odd, or where there are fewer pairs than workers.
+    Single images are dealt instead where equal shares are odd, or where there are fewer pairs than workers.
     """
     return positions % batch // dealt_unit(batch, workers) % workers
 

@@ -1,4 +1,4 @@
-"""The door to Ray Data: a split as each worker's batches, in a reproducible order.
+"""A split as each worker's batches, in a reproducible order, read and decoded by Ray Data.
 
 One execution serves all workers: from_items(pieces) -> map_batches(read, decode, augment) -> streaming_split. The
 pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals their blocks to the workers in turn.
@@ -40,8 +40,8 @@ QUIET_LOGGERS = {
 for _name, _level in QUIET_LOGGERS.items():
     logging.getLogger(_name).setLevel(_level)
 
-# Pieces of one execution. Ray lists them before it starts the first, so the next execution starts some of them earlier:
-# after the same step on all workers, which wait for each other. It holds its first blocks until then.
+# Pieces of one execution, and how many before its end the next execution starts: Ray lists all pieces before it starts
+# the first. All workers start it after the same step, as they wait for each other. Its first blocks wait to be read.
 PIECES_AT_ONCE, PIECES_AHEAD = 8192, 1024
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
@@ -94,9 +94,9 @@ class StreamSpec(NamedTuple):
     cache: Literal["none", "decoded"] = "none"
     """`decoded` reads pixels that the cluster decodes once; it changes no image."""
     in_bulk: bool = False
-    """Whether a single worker reads the blocks of an execution after its end, while the next one runs. Ray's loop of an
-    execution is a thread of that worker, and never pauses while blocks wait for memory: on a CPU it takes more than
-    half of the training's speed (LOG)."""
+    """Whether a single worker reads the blocks of an execution after its end, while the next one runs. Ray's scheduling
+    loop is a thread of that worker and spins while blocks wait for memory: on a CPU it costs more than half of the
+    training speed (LOG)."""
     row_mask: np.ndarray | None = None
     """True for each row of the split to use; the other rows are neither read nor counted."""
 
@@ -110,7 +110,7 @@ class Stream:
         """{shard:row of a corrupt image: number of times that this worker replaced it, 0 of those of other workers}."""
         self._merged: set[str] = set()
         self._evaluation: list[DataIterator] = []
-        # An execution ends with its last reference here, at the first worker: one may still be read as the next begins.
+        # On the first worker. Dropping the last reference ends an execution, and the previous one may still be read.
         self._executions: list[list[DataIterator]] = []
         groups, mask = self.rows.groups, spec.row_mask
         if mask is None:
@@ -145,7 +145,7 @@ class Stream:
             raise ConfigError(
                 f"{self.dataset.url}: got a global batch of {self.spec.batch}, wanted at most the {self.images} images"
             )
-        # The first worker's, since the cluster may grow or shrink while the others ask for its memory.
+        # The first worker decides: the cluster's memory may change between the queries of several workers.
         cut = share.broadcast(self._cut(share.workers, self.spec.copies))
         executions, ahead = self._execution_ranges(range(start, end), cut)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
@@ -162,7 +162,7 @@ class Stream:
                     yield self._batch(reader.take(epoch, positions), len(positions), epoch)
         except GeneratorExit:  # closed on all workers after the same step
             if following and share.workers > 1:
-                following.result()  # a later stream of theirs would broadcast at the same time
+                following.result()  # its broadcast must not overlap with one of a later stream
             raise
         finally:
             opener.shutdown(wait=False)
@@ -202,7 +202,7 @@ class Stream:
         for step in range(-(-self.images // self.spec.batch)):
             positions = positions_of(step, self.spec.batch, share.rank, share.workers)
             images = reader.take(0, positions[positions < self.images])
-            is_real = images["corrupt"] < 0  # a corrupt image is no second one of its neighbour
+            is_real = images["corrupt"] < 0  # the neighbour that replaced a corrupt image must not count twice
             self._count_corrupt(images["corrupt"])
             yield self._batch({name: column[is_real] for name, column in images.items()}, len(positions), 0)
 

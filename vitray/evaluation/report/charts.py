@@ -191,7 +191,7 @@ def _pale(theme: Theme) -> dict[str, Any]:
 
 
 def recall_rank(each: ClassScore) -> tuple[float, float]:
-    """Return the place of a class: of equal recalls, many images are first among the lowest, last among the highest."""
+    """Return the sort key of a class; of equal recalls, more images sort lower below a half, and higher above it."""
     interval = wilson(each.hits, each.images)
     return interval.estimate, interval.low + interval.high
 

@@ -19,7 +19,7 @@ from vitray.plotting import Theme, new_figure
 PROSE = (
     "A dot is a head: the mean over queries and images, and the thin line through it is one standard deviation over"
     " images. The line is the mean of the heads of a level; the dashed line is attention to all alike. Distance is that"
-    " between a query patch and the patches that it attends to, the class token's row and column cut; entropy is that"
+    " between a query patch and the patches that it attends to, without the tokens before the patches; entropy is that"
     " of the attention to all tokens."
 )
 

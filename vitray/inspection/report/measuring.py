@@ -1,4 +1,4 @@
-"""What figures need of many images, computed in chunks: in this process, or on the actors of a cluster.
+"""Measurements over many images for the figures, in chunks: in this process, or on the actors of a cluster.
 
 A chunk is a mini-batch of CKA, so that the values do not depend on where they are computed. No more than one chunk of
 pixels exists at a time in a process.
@@ -52,7 +52,7 @@ class View(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The values of a chunk by figure, one of each network: None where they do not apply; and images left out."""
+    """The measurements of a chunk by figure, one of each network or None where it has none; and the images left out."""
 
     values: dict[str, list[Any]]
     left_out: tuple[str, ...]

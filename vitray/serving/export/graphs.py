@@ -23,7 +23,7 @@ def trace_program(network: nn.Module, size: tuple[int, int], any_multiple_of: in
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if any_multiple_of is not None:
         shape |= {2: any_multiple_of * Dim("rows", min=1), 3: any_multiple_of * Dim("columns", min=1)}
-    # The sides differ, and the batch from both, so that no two of them are taken for one.
+    # Dynamic dimensions of the example differ, so that torch.export does not take two of them for one.
     height, width = size if any_multiple_of is None else (3 * any_multiple_of, 5 * any_multiple_of)
     example = torch.zeros(2, 3, height, width, dtype=torch.uint8)
     program = torch.export.export(network, (example,), dynamic_shapes=(shape,))
@@ -72,7 +72,7 @@ def open_onnx(path: Path) -> Runner:
 
 
 def _quantise_dynamically(path: Path) -> None:
-    """Replace the float products of an ONNX file by integer ones; their inputs are quantised as they come."""
+    """Quantise the products of an ONNX file to 8-bit integers: the weights here, the activations at run time."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantised = path.with_name(f"int8_{path.name}")

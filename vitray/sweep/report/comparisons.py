@@ -106,7 +106,7 @@ def _interval(pair: Pair, results: Results) -> str:
 
 
 def draw_maps(results: Results) -> list[Drawing]:
-    """Draw a map of depth by branches for each family in which one varies while the other is equal."""
+    """Draw a map of depth by branches for each family with several cells in some row and in some column."""
     measure, drawings = results.measure, []
     for family, cells in results.families.items():
         # With one cell in each row or column, a line shows the same, and is drawn elsewhere.
