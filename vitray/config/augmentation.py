@@ -61,7 +61,7 @@ class CentreCrop(Section):
 
 
 class NoPolicy(Section):
-    """No augmentation besides crop, flip and jitter."""
+    """No policy; crop, flip, jitter and erase still apply."""
 
     kind: Literal["none"] = "none"
 
@@ -132,16 +132,17 @@ class Augment(Section):
     policy: Annotated[Policy, Field(discriminator="kind"), one_of("none")] = NoPolicy()
     """Augmentation policy. Its geometric operations use the crop's interpolation."""
     jitter: NotNegative = 0.0
-    """Brightness, contrast and saturation are multiplied by up to 1 ± this, in random order."""
+    """Colour jitter: brightness, contrast and saturation, in random order, are scaled by factors from 1 - jitter (at
+    least 0) to 1 + jitter."""
     erase: Chance = 0.0
     """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
     decode: Literal["full", "scaled"] = "full"
-    """full: all pixels of an image. scaled: a JPEG at a half, a quarter or an eighth of its size, as long as the part
-    that the crop shows has at least the pixels of the view. The draws are the same, the pixels are not. It saves time
-    on photographs above a megapixel; smaller ones have few such crops."""
+    """full: decode all pixels. scaled: decode a JPEG at 1/2, 1/4 or 1/8 of its resolution where the crop still has at
+    least the pixels of the view. The random draws are the same, the pixels are not. It saves time on photographs above
+    a megapixel; few crops of smaller ones allow it."""
     on: Literal["tasks", "device", "auto"] = "tasks"
-    """Where flip, policy and jitter are applied: in the tasks that decode images, on the workers' device, or auto: on
-    GPUs, and in the tasks for CPU workers. It changes no pixel."""
+    """Where flip, policy and jitter run. tasks: in the tasks that decode images; device: on the workers' device; auto:
+    on the device of GPU workers, in the tasks of CPU workers. The pixels are the same."""
 
     def resolved(self, has_gpu: bool) -> Self:
         """Return these settings with `on` as tasks or device."""
@@ -161,8 +162,8 @@ class Mix(Section):
     chance: Chance = 1.0
     """Probability that a draw mixes."""
     per: EvenCount | Literal["pair", "batch"] = 256
-    """Images of the global batch that share a draw of mixup or CutMix, its share and its box: an even number, `pair` or
-    `batch`. timm and DeiT draw once for each device's batch."""
+    """Number of images of the global batch that share one draw (mixup or CutMix, mixing ratio, box): an even number,
+    `pair` or `batch`. timm and DeiT draw once for each device's batch."""
 
     @property
     def is_mixing(self) -> bool:

@@ -8,16 +8,17 @@ from vitray.config.sections import Positive, Section, Text
 
 
 class Distillation(Section):
-    """A teacher network. The network learns its answers with the distillation token's head, or else with its only
-    head."""
+    """Distillation from a teacher. The distillation token's head learns the teacher's outputs; without that token, the
+    only head does."""
 
     teacher: Text
     """The teacher: a model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     target: Literal["hard", "soft"] = "hard"
     """hard: the cross-entropy with the teacher's most probable class; soft: temperature^2 times the Kullback-Leibler
-    divergence from the teacher's probabilities, the mean over images. DeiT's code also divides it by the classes."""
+    divergence from the teacher's probabilities, averaged over images. DeiT's code also divides it by the number of
+    classes."""
     weight: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the teacher's term in the loss; the labels have the rest."""
+    """Weight of the teacher's term in the loss; the labels' term has 1 - weight."""
     temperature: Positive = 1.0
     """Divides the logits of both networks before the softmax. Only for target soft; the DeiT paper: 3, with weight
     0.1."""
@@ -29,9 +30,7 @@ class Distillation(Section):
         return self
 
 
-Distill = Annotated[
-    Distillation | None, Field(description="A teacher whose answers are learned, too (DeiT); null: none.")
-]
+Distill = Annotated[Distillation | None, Field(description="Distillation from a teacher (DeiT); null: none.")]
 
 
 class Cosub(Section):
@@ -39,8 +38,8 @@ class Cosub(Section):
     labels and the other's answers."""
 
     weight: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the other submodel's answers in the loss; the labels have the rest. The answers are probabilities
-    without gradients: a softmax with task.loss softmax, a sigmoid for each class with bce."""
+    """Weight of the other submodel's term in the loss; the labels' term has 1 - weight. Its targets are the other's
+    detached probabilities: a softmax with task.loss softmax, a sigmoid for each class with bce."""
 
 
 CoTraining = Annotated[

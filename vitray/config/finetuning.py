@@ -37,10 +37,10 @@ class Lora(Section):
     rank: Size = 8
     """Columns of B and rows of A; at most the width of the network."""
     alpha: Positive = 16.0
-    """Numerator of the scale of the product."""
+    """Scale: the product B A is multiplied by alpha / rank."""
     matrices: Annotated[tuple[Matrix, ...], Field(strict=False, min_length=1)] = ("q", "v")
-    """Matrices with a product, in every branch of every level: queries, keys, values, the output of attention; the two
-    of a feed-forward."""
+    """Matrices that get a product, in every branch of every level. q, k, v, out: queries, keys, values and output of
+    attention; up, down: the two of the feed-forward."""
 
     @model_validator(mode="after")
     def _matrices_differ(self) -> Self:

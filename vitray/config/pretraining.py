@@ -174,7 +174,7 @@ class Masked(Section):
     )
     """The patches to predict; omitted settings are those of the objective's paper."""
     allow_leak: bool = False
-    """Permits a conv stem, which leaks hidden pixels to neighbouring patches."""
+    """Permits a conv stem or a hybrid, which leak hidden pixels to other patches."""
 
     @model_validator(mode="after")
     def _mask_suits(self) -> Self:

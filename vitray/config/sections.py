@@ -102,8 +102,8 @@ class SinCos2d(Section):
 
 
 class Relative(Section):
-    """A trained vector per offset of two patches in raster order, in every attention: the query's product with it is
-    added to the logit (ViT paper, D.4). For images of one size, and without a class token or registers."""
+    """A trained vector per offset of two patches in raster order, in every attention: its product with the query is
+    added to the logit (ViT paper, D.4). Needs images of one size, and no class token or registers."""
 
     kind: Literal["relative"] = "relative"
 
@@ -159,14 +159,14 @@ class Model(Section):
 
     # Stored canonically, so that two spellings of one model are one value.
     name: Annotated[str, AfterValidator(_canonical)] = "vit_ti12x1_16"
-    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16; or a network of
-    torchvision, as in torchvision/resnet50, or axial_resnet50_s, _m or _l (ViT paper, D.6), which have no other
-    settings than image_size and num_classes."""
+    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16. Or another network: one
+    of torchvision, as in torchvision/resnet50, or axial_resnet50_s, _m or _l (ViT paper, D.6). Of these you can set
+    only image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
     """Side in pixels, or [height, width]; multiples of the patch size."""
     patches: Annotated[tuple[Size, ...], Field(strict=False)] = ()
-    """Patch sizes of training, one drawn for each step: stem and positions are resized to it (FlexiViT). Evaluations
-    use the size of the name. Empty: the size of the name alone."""
+    """Patch sizes for training: each step draws one, and resizes stem and positions to it (FlexiViT). Evaluation uses
+    the size in the name. Empty: training does too."""
     num_classes: Size | None = 1000
     """Number of classes; null: no head, the network returns pooled features."""
     class_token: bool = True
@@ -182,8 +182,8 @@ class Model(Section):
     positions: Annotated[Positions, Field(discriminator="kind"), one_of("learned")] = Learned()
     """Positions of the patches."""
     attention: Literal["global", "axial"] = "global"
-    """axial: the levels attend along rows and along columns in turn, each with a feed-forward (ViT paper, D.6). An
-    even depth is wanted: Axial-ViT-B/32 is vit_b24x1_32. Without a class token and registers."""
+    """axial: levels alternate between attention along rows and along columns, each with a feed-forward (ViT paper,
+    D.6). Needs an even depth (Axial-ViT-B/32 is vit_b24x1_32), and no class token or registers."""
     head: Annotated[LinearHead | MlpHead, Field(discriminator="kind"), one_of("linear")] = LinearHead()
     """Classification head."""
     layerscale: Positive | None = None
@@ -198,8 +198,8 @@ class Model(Section):
     heads: Size | None = None
     """Attention heads of each branch; null: those of the name, 64 channels each but for u (32) and h (80)."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """gelu_tanh is the tanh approximation, which Google's weights use. swiglu gates SiLU by a second product; its inner
-    width is 8/3 of the width, rounded up to a multiple of 8, instead of 4."""
+    """gelu_tanh is the tanh approximation, which Google's weights use. swiglu multiplies SiLU by a second product; its
+    hidden width is 8/3 of the width, rounded up to a multiple of 8, where the others' is 4 times the width."""
     qk_norm: bool = False
     """Normalises the queries and keys of each head, by a norm of the kind of `norm`."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -212,14 +212,15 @@ class Model(Section):
     norm_eps: Positive = 1e-6
     """Epsilon of the normalisation layers."""
     resnet_eps: Literal["vit", "bit", "timm"] = "vit"
-    """Epsilons of a hybrid's ResNet: those of the ViT paper's code (1e-5 added to a kernel's deviation, 1e-6 in group
-    norms), of big_vision's BiT (1e-10 added to the variance, 1e-5) or of timm (1e-8 added to the variance, 1e-5)."""
+    """Epsilons of a hybrid's ResNet, in standardised kernels and in group norms. vit, the ViT paper's code: 1e-5 added
+    to the standard deviation, and 1e-6; bit, big_vision's BiT: 1e-10 added to the variance, and 1e-5; timm: 1e-8 added
+    to the variance, and 1e-5."""
     stem_norm_eps: Positive | None = None
     """Epsilon of a stem's norms; null: torch's of batch norms, 1e-5, and 1e-6 of layer norms."""
     batch_momentum: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of a batch in the running statistics of a stem's batch norms; 0.01 where a decay of 0.99 is printed."""
+    """Weight of a batch in the running statistics of a stem's batch norms; a paper's decay of 0.99 is 0.01."""
     execution: Literal["loop", "fused", "auto"] = "auto"
-    """Execution of parallel branches: one by one, as joint matrix products, or the faster of the two."""
+    """Execution of parallel branches. loop: one by one; fused: joint matrix products; auto: the faster of the two."""
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

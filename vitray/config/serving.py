@@ -54,7 +54,7 @@ class Serving(Section):
     precision: Annotated[str, Field(pattern="^(fp32|bf16)$")] = "fp32"
     """bf16 computes under autocast."""
     follow_seconds: Seconds = 10.0
-    """Time between two looks at the aliases that tasks follow."""
+    """Interval at which a replica checks the aliases that tasks follow."""
     token: bool = False
     """Whether a request needs the token in VITRAY_SERVE_TOKEN."""
     store: str | None = None

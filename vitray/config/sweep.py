@@ -258,7 +258,7 @@ class Asha(Section):
 
 
 class Median(Section):
-    """Stops trials worse than the median of the others at the same step; trials are shuffled."""
+    """Stops trials worse than the median of the others at the same share of their runs; trials are shuffled."""
 
     kind: Literal["median"] = "median"
     grace: Grace = "1 epoch"

@@ -49,7 +49,8 @@ class Data(Section):
     settings; leave it 0 in the final run."""
     augment: Augment = Augment()
     copies: Size = 1
-    """Repeated augmentation: views of each image in an epoch, which then covers images / copies."""
+    """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / copies of the
+    images."""
     mix: Mix = Mix()
     normalise: Normalise = Normalise()
     eval_crop: CentreCrop = CentreCrop()
@@ -70,7 +71,7 @@ class Data(Section):
         return self.train if self.development else self.val
 
 
-LOSS = "Cross-entropy with soft targets, or binary cross-entropy in which each class of a mixed image is a target."
+LOSS = "softmax: cross-entropy with soft targets; bce: binary cross-entropy, with each class of a mixed image a target."
 Loss = Annotated[Literal["softmax", "bce"], Field(description=LOSS)]
 Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
 
@@ -92,12 +93,13 @@ class Finetune(Section):
     weights: Text
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
     mode: Mode = "full"
-    """The parts to train, the head among them. full: all; attn, ffn: these of every branch, and positions; attn_norm:
-    attn and norms; last: the last levels and the last norm; norm: norms; bias: all biases but those of a stem with
-    batch norms (BitFit); lora: products beside frozen matrices; adapter: the bottlenecks of model.adapters; head: no
-    other."""
+    """The parts to train, besides the head. full: all; attn, ffn: attention or feed-forwards of every branch, and
+    positions; attn_norm: attn and norms; last: the last `levels` and the last norm; norm: norms; bias: all biases but
+    those of a stem with batch norms (BitFit); lora: the products of `lora`; adapter: the adapters of model.adapters;
+    head: nothing else."""
     lora: Lora = Lora()
-    """The products of mode lora. The model folder holds their factors, and every reader adds them to the matrices."""
+    """The products of mode lora. A delta holds their factors, which loading merges into the matrices; a complete model
+    folder holds merged matrices."""
     levels: Size = 1
     """In mode last, the number of levels to train."""
     also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
@@ -159,7 +161,7 @@ class Sgd(Section):
 
 
 class LambSettings(Section):
-    """LAMB: Adam with a step as long as the weights, as A2 and DeiT III use it."""
+    """LAMB: Adam that scales the step of each decaying tensor to lr times the norm of its weights (A2, DeiT III)."""
 
     kind: Literal["lamb"] = "lamb"
     betas: Betas = (0.9, 0.999)
@@ -234,8 +236,8 @@ class Compute(Section):
     """auto: a GPU if the cluster has one."""
     # Ray counts CPUs and GPUs in ten thousandths.
     cpus: Annotated[float, Field(ge=0.0001, le=10_000)] | None = None
-    """CPUs reserved per worker, whole ones of which are its threads without a GPU, at least one. null: leave at least
-    one CPU free for decoding; the workers of a node share all of its CPUs for threads."""
+    """CPUs reserved per worker; without a GPU also its threads, rounded down, at least one. null: reservations leave at
+    least one CPU free for decoding, and the threads of a node's workers share all of its CPUs."""
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
     local_batch: Size | None = None
@@ -248,7 +250,7 @@ class Compute(Section):
     """Mode of torch.compile, for training and evaluation; true: default. reduce-overhead runs the steps of training as
     CUDA graphs; max-autotune also times several kernels for each product, which takes minutes at the start."""
     channels_last: bool = False
-    """Stores the kernels of convolutions channels last, as the images are: no pass of a stem converts them."""
+    """Stores convolution kernels in channels_last, the layout of the images, so that no pass of a stem converts it."""
     recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
@@ -309,8 +311,8 @@ class Evaluate(Section):
     pictures: Annotated[int, Field(ge=0, le=64)] = 8
     """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
-    """Scores of features, logits and attention at each evaluation, on one extra CPU or a spare GPU while training
-    continues; of the averaged weights where the run averages."""
+    """Scores of features, logits and attention at each evaluation, computed on one extra CPU or a spare GPU while
+    training continues. With optim.ema they score the averaged weights."""
     probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
     """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
     evaluation. A smaller split gives all that it has."""
@@ -342,7 +344,7 @@ class CheckpointSettings(Section):
 
 
 class Guard(Section):
-    """Reaction to a loss that is not finite or leaps, and to features that collapse."""
+    """Reaction to a loss or gradient that is not finite, to a loss spike, and to collapsed features."""
 
     on_nan: Literal["stop", "rewind"] = "stop"
     """rewind: return to the last checkpoint and skip the step."""
@@ -351,8 +353,8 @@ class Guard(Section):
     spike: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = None
     """Treats a loss above this multiple of the median of the last 100 as not finite; null: off."""
     knn_drop: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
-    """Masked training with probe knn: the features have collapsed if the upper end of kNN accuracy's interval is below
-    its best by more than this share of it; null: off."""
+    """Masked training with probe knn: the features have collapsed if kNN accuracy, at the upper end of its interval, is
+    below the best so far by more than this fraction of the best; null: off."""
     least_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
     """Masked training with probe rank: the features have collapsed if RankMe is below this; null: off."""
     on_collapse: Literal["warn", "stop"] = "warn"
@@ -386,7 +388,8 @@ class Tracking(Section):
     register_as: Text | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""
     promote: Promote | None = None
-    """What moves an alias to this version; null: `champion` moves to a higher top-1 of training, without a test."""
+    """Rule that moves an alias to this version; null: `champion` moves if the top-1 at the end of training is higher
+    than its own, without a significance test."""
 
     @model_validator(mode="after")
     def _promotes_a_version(self) -> Self:

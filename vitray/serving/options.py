@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     text = "longest time of an upload in seconds (%(default)s)"
     parser.add_argument("--upload-s", type=number_up_to(86_400), default=USUAL.limits.upload_seconds, help=text)
-    text = "seconds between two looks at aliases (%(default)s)"
+    text = "seconds between two checks of the aliases (%(default)s)"
     parser.add_argument("--follow", type=number_up_to(86_400), default=USUAL.follow_seconds, help=text)
     parser.add_argument("--json", action="store_true", help="accepted, as by every verb; the address is on stderr")
     return parser
