@@ -19,7 +19,7 @@ def main(args: list[str]) -> dict[str, Any]:
     to_help = "onnx, torch_export (a .pt2 file), timm, torchvision or hf (Hugging Face)"
     parser.add_argument("--to", required=True, metavar="TARGET", dest="target", help=to_help)
     parser.add_argument("--out", metavar="DIR", help="a new folder or s3:// (default: exports/MODEL-TARGET)")
-    parser.add_argument("--data", default="demo", help="the compared images (default: drawn ones)")
+    parser.add_argument("--data", default="demo", help="images to compare the logits on (default: synthetic ones)")
     parser.add_argument("--split", default="val", help="their split (default: %(default)s)")
     parser.add_argument("--images", type=int, default=1000, help="how many, at most (default: %(default)s)")
     parser.add_argument("--any-size", action="store_true", help="onnx, torch_export: images of any multiple of a patch")

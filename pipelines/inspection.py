@@ -22,9 +22,10 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--figures", default="", metavar="NAMES", help="as in rollout,distance (default: all)")
     parser.add_argument("--compare", metavar="MODEL", help="another network, shown beside the first")
     parser.add_argument("--split", default="val", help="the images of DATA (default: %(default)s)")
-    parser.add_argument("--images", type=int, default=64, metavar="N", help="of DATA, at even distances (default: 64)")
+    text = "images of DATA, evenly spaced (default: %(default)s)"
+    parser.add_argument("--images", type=int, default=64, metavar="N", help=text)
     parser.add_argument("--workers", type=int, help="actors for over 64 images (default: all of a cluster, else none)")
-    parser.add_argument("--levels", metavar="NUMBERS", help="of attention distance, as in 0,5,11 (default: all)")
+    parser.add_argument("--levels", metavar="NUMBERS", help="levels of figure distance, as in 0,5,11 (default: all)")
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: inspect/MODEL-DATA)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON: page, figures, files, images")
     options = parser.parse_intermixed_args(args)

@@ -11,7 +11,7 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray predict",
         description="Writes the predictions of networks for each image as Parquet below OUT, a folder or s3://. MODEL"
         " is an address as of `vitray evaluate`. IMAGES is a folder, a quoted glob, a .tar, a .parquet, a dataset of"
-        " ours or a .csv of addresses, local or s3://. A command that was killed continues when it is repeated.",
+        " `vitray shard` or a .csv of addresses, local or s3://. Repeat a command that was killed to continue it.",
         epilog="example: vitray predict runs/first/model photos/ predictions/photos --embedding",
     )
     parser.add_argument("words", nargs="+", metavar="MODEL... IMAGES OUT", help="networks, the images, a new folder")
@@ -19,7 +19,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--logits", action="store_true", help="add the logits of all classes")
     parser.add_argument("--embedding", action="store_true", help="add the pooled vector before the head")
     parser.add_argument("--features", default="", metavar="LEVELS", help="vectors of levels, as in block05,block11")
-    parser.add_argument("--split", nargs="+", default=[], help="of a dataset of ours (default: all)")
+    parser.add_argument("--split", nargs="+", default=[], help="splits of a dataset of `vitray shard` (default: all)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="(default: that of the network's run)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile, with padded batches")
     parser.add_argument("--batch", type=int, default=64, help="images of a forward pass (default: %(default)s)")

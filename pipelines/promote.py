@@ -19,7 +19,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--split", help="the images to score (default: data.val of the run, or val)")
     parser.add_argument("--alias", help="the alias to move (default: tracking.promote.alias of the run, or champion)")
     rules = ["better", "significantly_better"]
-    rule_help = "a higher top-1; and a significant difference (default: the run's, or the second)"
+    rule_help = "a higher top-1, or a significantly higher one (default: that of the run, or significantly_better)"
     parser.add_argument("--when", choices=rules, help=rule_help)
     parser.add_argument("--out", metavar="DIR", help="folder of the page, or s3:// (default: below evaluations)")
     parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")

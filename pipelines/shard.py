@@ -18,8 +18,8 @@ def main(words: list[str]) -> dict[str, Any]:
     )
     parser.add_argument("source", help="a path, an s3:// address, or demo")
     parser.add_argument("dest", help="a new folder, or that of a job to finish")
-    parser.add_argument("settings", nargs="*", metavar="setting=value", help="how; see below for the names")
-    split = "take this split alone (may be repeated); with a SHARE, draw it out of train"
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="settings, named below")
+    split = "write only this split (may be repeated); with a SHARE, draw it from train"
     parser.add_argument("--split", action="append", metavar="NAME[=SHARE]", help=split)
     parser.add_argument("--index-only", action="store_true", help="leave Parquet files in place: only describe them")
     parser.add_argument(
@@ -38,8 +38,8 @@ def main(words: list[str]) -> dict[str, Any]:
         print(f"  {name:<8} {split.rows:>10,} images {len(split.shards):>6,} shards {megabytes:>12,.1f} MB")
     repeats = dataset.duplicates
     print(f"  mean {dataset.mean}, std {dataset.std}")
-    print(f"  set aside {dataset.rejects.count}; repeated within a split {sum(repeats.within.values())}")
-    print(f"  shared between splits {repeats.across}, {repeats.removed} removed from train")
+    print(f"  rejected images {dataset.rejects.count}; duplicates within a split {sum(repeats.within.values())}, kept")
+    print(f"  duplicates between splits {repeats.across}, {repeats.removed} removed from train")
     return {
         "url": dataset.url,
         "identity": dataset.identity,

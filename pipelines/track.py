@@ -29,7 +29,8 @@ def main(args: list[str]) -> dict[str, Any]:
     waiting = sorted({result.store or "no store recorded" for result in results if result.state == "waiting"})
     if waiting:
         count = sum(result.state == "waiting" for result in results)
-        raise ConfigError(f"{', '.join(waiting)}: {count} of {len(results)} runs wait; wanted an MLflow that answers")
+        unsent = f"the records of {count} of {len(results)} runs are not uploaded"
+        raise ConfigError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
     if not results:
         print("nothing waits")
     return {"runs": [result._asdict() for result in results]}

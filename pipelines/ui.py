@@ -18,9 +18,10 @@ def main(args: list[str]) -> dict[str, Any]:
         " prints their address. If MLFLOW_TRACKING_URI is a server already, its address is printed.",
         epilog="example: vitray ui --port 5001",
     )
-    text = f"the first free one of {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]}"
+    text = f"port to listen on (default: the first free one of {DEFAULT_PORTS[0]} to {DEFAULT_PORTS[-1]})"
     parser.add_argument("--port", type=count_up_to(65_535), help=text)
-    parser.add_argument("--host", default="127.0.0.1", help="MLflow asks for no password: keep it to this machine")
+    text = "address to listen on (%(default)s); beyond this machine, anyone can use MLflow without a password"
+    parser.add_argument("--host", default="127.0.0.1", help=text)
     parser.add_argument("--json", action="store_true", help="print the result as JSON: url")
     options = parser.parse_args(args)
     uri = tracking_uri()

@@ -261,7 +261,7 @@ def test_an_animation_is_its_first_frame(kind):
         (encoded(photo(8, 8), "EPS"), "not an image"),  # Pillow would start a program for it
         (encoded(photo(), "JPEG")[:-400], "truncated"),
         (encoded(photo())[:-4000], "truncated"),
-        (encoded(Image.new("F", (3, 3)), "TIFF"), "no agreed white: floating point"),
+        (encoded(Image.new("F", (3, 3)), "TIFF"), "unknown brightness scale: floating point"),
     ],
 )
 def test_an_undecodable_image_is_rejected_with_the_reason(data, reason):

@@ -80,8 +80,8 @@ def test_waiting_for_nodes_times_out_and_withdraws_the_request(growing, capsys):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["compute.workers=2"], "compute.device: got auto on a cluster that grows and has no GPU now"),
-        (["compute.device=gpu"], "compute.workers: got auto on a cluster that grows; wanted a number"),
+        (["compute.workers=2"], "compute.device: got auto on an autoscaling cluster without a GPU now"),
+        (["compute.device=gpu"], "compute.workers: got auto on an autoscaling cluster; wanted a number"),
     ],
 )
 def test_a_growing_cluster_rejects_settings_that_depend_on_present_nodes(growing, overrides, message):

@@ -386,7 +386,7 @@ def test_a_missing_bucket_is_reported_and_not_made(aws):
         aws_account.make_account(tree)
     assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["vitray-test"]
     tree["metadata"]["bucket"] = "vitray-test"
-    with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket of MLflow in head_setup_commands"):
+    with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket of the s3:// address in head"):
         aws_account.make_account(tree)
 
 

@@ -370,7 +370,7 @@ def test_a_missing_teacher_or_one_without_a_head_is_one_message(tmp_path):
     [
         (["task.distill.target=soft"], "task.distill.teacher: got nothing, wanted the teacher"),
         (["task.distill={teacher: t, target: sotf}"], "task.distill.target: got 'sotf', wanted .*; nearest: soft"),
-        (["task.distill={teacher: t, temperature: 3}"], "temperature 3 acts on target soft; got target hard"),
+        (["task.distill={teacher: t, temperature: 3}"], "temperature: got 3 with target hard, wanted 1"),
         (["task.distill={teacher: t, weight: 0}"], "task.distill.weight: got 0"),
         (["task.distil.teacher=t"], "task.distil: unknown setting, .* nearest: distill"),
         (["model.distillation_token=true", "model.pool=mean"], "distillation_token true needs pool token"),

@@ -48,9 +48,9 @@ def test_equal_nodes_have_no_problems():
         ({"clock": -40.0}, "its clock is 40 s behind the others", "set-ntp"),
         ({"listens": "127.0.1.1"}, "gloo would listen on 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
         ({"storage": "s3://b: no such bucket"}, "results: s3://b: no such bucket", ""),
-        ({"tracking": "http://m does not answer"}, "MLflow: http://m does not answer", "see the message"),
+        ({"tracking": "http://m does not answer"}, "MLflow: http://m does not answer", "a reachable MLflow"),
         ({"tracking": f"http://m:4010: {UNAUTHORIZED}"}, "MLflow: http://m:4010", "MLFLOW_TRACKING_USERNAME and"),
-        ({"tracking": "http://m:4010: error code 500"}, "MLflow: http://m:4010", "see the message"),
+        ({"tracking": "http://m:4010: error code 500"}, "MLflow: http://m:4010", "a reachable MLflow"),
     ],
 )  # fmt: skip
 def test_each_problem_is_reported_for_its_node(change, problem, remedy):

@@ -174,9 +174,7 @@ def test_a_network_of_rope_is_not_read_as_deit(tmp_path):
     theirs = timm.create_model("vit_small_patch16_rope_ape_224", depth=1, embed_dim=192, num_heads=3)
     torch.save({"model": theirs.state_dict()}, tmp_path / "w.pth")
     message = refusal(tmp_path / "w.pth", {"heads": 3})
-    assert (
-        "do not show positions (learned, if the table of the file is all it has; rope beside it is refused)" in message
-    )
+    assert "do not show positions (learned, unless the network has rope too, which is not supported)" in message
 
 
 def test_a_fine_tuning_states_the_heads_of_its_weights(tmp_path):

@@ -170,7 +170,9 @@ def test_maps_that_do_not_fit_are_refused_by_name(tmp_path):
 def test_maps_of_objectnet_that_do_not_fit_are_refused_by_name(tmp_path):
     refused("'Alarm clok' has no folder; .*nearest: Alarm clock", "objectnet", objectnet(tmp_path, {"Alarm clok": "x"}))
     refused(
-        "'Egg' stands for 'thing 3, item', which 0 lines", "objectnet", objectnet(tmp_path, {"Egg": "thing 3, item"})
+        "'Egg' stands for 'thing 3, item', which is in 0",
+        "objectnet",
+        objectnet(tmp_path, {"Egg": "thing 3, item"}),
     )
     refused("are not those of the lines", "objectnet", objectnet(tmp_path, lines=["a", "b"]))
 

@@ -479,7 +479,9 @@ def test_a_rewound_run_skips_the_broken_step(place):
         train(recipe(place, *settings, guard, "evaluate.every=100 steps"), "rewound", str(place / "runs"))
     client = mlflow.MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
     (logged,) = client.search_runs(["1"], "attributes.run_name = 'rewound'")
-    note = re.search(r"at step (\d+), .*; back at step (\d+), step (\d+) is left out", logged.data.tags["vitray.note"])
+    note = re.search(
+        r"at step (\d+), .*; training continues from step (\d+) and skips step (\d+)", logged.data.tags["vitray.note"]
+    )
     assert note, logged.data.tags["vitray.note"]
     broken, resumed, left_out = map(int, note.groups())
     assert broken == left_out >= 50

@@ -67,7 +67,7 @@ def test_kills_in_a_start_and_in_a_step_share_one_growing_backoff(mailbox, slept
     assert slept == waits
     assert len(starts) == len(errors) + 1
     notes = [note.text for note in ray.get(mailbox.take.remote())]
-    expected = [f"the workers {f'wait {seconds} s for it' if seconds else 'start again'}" for seconds in waits]
+    expected = [f"the workers {f'start again in {seconds} s' if seconds else 'start again'}" for seconds in waits]
     assert [note.rpartition("; ")[2] for note in notes] == expected
 
 
@@ -78,14 +78,14 @@ def test_nothing_waits_after_the_last_failure(mailbox, slept):
         oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
     assert slept == [15, 60, 240]
     assert len(starts) == 4
-    assert "failed 4 times, at last: node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken; " in str(error.value)
+    assert "4 times, the last time: node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken; " in str(error.value)
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (ControllerError(ValueError("one")), RunError("the workers failed by: one")),
+        (ControllerError(ValueError("one")), RunError("the workers failed: one")),
         (ConfigError("settings: refused"), RunError("settings: refused")),
         (OwnershipLost("runs/first: taken over"), OwnershipLost("runs/first: taken over")),
     ],

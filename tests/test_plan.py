@@ -44,7 +44,10 @@ def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
         (["model.num_classes=1000"], ["model.num_classes: got 1000, wanted 10"]),
         (["optim.batch=101"], ["optim.batch: got 101, wanted at most the 100 images"]),
         (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, wanted an even number"]),
-        (["optim.batch=4", "compute.workers=2..8"], ["optim.batch: got 4, too few for 8 workers"]),
+        (
+            ["optim.batch=4", "compute.workers=2..8"],
+            ["optim.batch: got 4, wanted at least one image for each of 8"],
+        ),
         (["optim.warmup=4 epochs"], ["optim.warmup"]),
         (["data.url=null"], ["data.url: got null", "vitray shard"]),
         (["data.url=nowhere"], ["nowhere: no dataset here"]),

@@ -159,7 +159,7 @@ def test_a_dataset_gives_its_splits_under_its_keys(place):
     assert whole.identity != val.identity
     with pytest.raises(ConfigError, match=r"--split vall: .* has train, val; nearest: val"):
         list_images(str(place / "data"), ["vall"])
-    with pytest.raises(ConfigError, match=r"--split val: .* is no dataset of ours"):
+    with pytest.raises(ConfigError, match=r"--split val: .* is no dataset of `vitray shard`"):
         list_images(str(place / "photos"), ["val"])
 
 

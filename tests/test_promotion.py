@@ -161,11 +161,14 @@ def test_the_first_version_gets_the_alias_without_a_comparison(networks, place, 
     register(networks / "bad", "challenger")
     result = verb(capsys, "vit@challenger")
     assert (result["promoted"], result["holder"], result["comparison"], result["page"]) == (True, None, None, None)
-    assert result["sentence"] == "version 1 of vit is now champion: no version was"
+    assert result["sentence"] == "version 1 of vit is now champion: no version had the alias"
     assert holder_of("vit", "champion") == "1"
     assert tags("1")[PROMOTION_TAG] == result["sentence"]
     again = verb(capsys, "models:/vit/1")
-    assert (again["promoted"], again["sentence"]) == (False, "version 1 of vit does not become champion: it is already")
+    assert (again["promoted"], again["sentence"]) == (
+        False,
+        "version 1 of vit does not become champion: it has the alias already",
+    )
     assert tags("1")[PROMOTION_TAG] == result["sentence"]
 
 
@@ -176,7 +179,7 @@ def test_a_surely_better_version_gets_the_alias(networks, place, pages, capsys):
     assert result["promoted"]
     assert result["comparison"]["significant"]
     assert result["sentence"].startswith(
-        "version 2 of vit is now champion: against version 1, which was. The difference"
+        "version 2 of vit is now champion: compared with version 1, which had the alias. The difference"
     )
     assert (result["holder"], holder_of("vit", "champion"), holder_of("vit", "challenger")) == ("1", "2", "2")
     [page] = pages
@@ -310,7 +313,7 @@ def test_a_run_promotes_the_version_that_it_has_registered(networks, place, info
     register(networks / "good", None, first)
     register(networks / "bad", None, second)
     sentence = promote_finished(info)
-    assert sentence.startswith("version 2 of vit is now champion: against version 1")
+    assert sentence.startswith("version 2 of vit is now champion: compared with version 1")
     assert holder_of("vit", "champion") == "2"
     assert len(list((Path(info.run_dir) / "promotion" / "outputs").iterdir())) == 2
     assert sentence in capsys.readouterr().err
@@ -449,11 +452,11 @@ def test_runs_promote_their_versions_at_their_end(ray_cluster, tmp_path, monkeyp
         return train(load_run(None, [*settings, f"optim.duration={duration}"]), name, str(tmp_path / "runs"))
 
     first = run("first", "1 steps")
-    assert first.promotion == "version 1 of vit is now best: no version was"
+    assert first.promotion == "version 1 of vit is now best: no version had the alias"
     second = run("second", "60 steps")
     is_better = second.val_top1 > first.val_top1
     assert second.promotion.startswith(
-        f"version 2 of vit {'is now' if is_better else 'does not become'} best: against "
+        f"version 2 of vit {'is now' if is_better else 'does not become'} best: compared with "
     )
     assert holder_of("vit", "best") == ("2" if is_better else "1")
     assert holder_of("vit", "champion") is None  # a registration alone moves no alias

@@ -525,7 +525,7 @@ BROKEN = {
     "truncated png": (flat(photo(1))[:-40], "cannot be decoded: .*truncated"),
     "bomb": (bomb(), "too large"),
     "postscript": (encoded(photo(1), "EPS"), "not an image"),
-    "float": (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), "no agreed white: floating point"),
+    "float": (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), "unknown brightness scale: floating point"),
 }
 
 

@@ -406,7 +406,7 @@ FAULTY = [
         "space.yaml:2: space.r: a case sets optim, and the space sets optim.lr too; set it in one place",
     ),
     ("space:\n  r: {cases: {}}", "space.r: cases: got [], wanted values that differ, at least one"),
-    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: no trial uses it, as {a}"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: is not used; wanted {a}"),
     ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, wanted a YAML file, or one"),
     (f"{STAGE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
     (

@@ -655,7 +655,7 @@ def test_a_killed_server_does_not_stop_the_run_and_gets_every_record_once(server
     assert len(artifacts) == 20
     assert the_run().info.status == "FINISHED"
     assert spools() == []
-    assert "MLflow does not take records" in caplog.text
+    assert "MLflow does not accept records" in caplog.text
 
 
 @pytest.mark.slow
@@ -697,7 +697,7 @@ def test_flush_completes_a_run_that_ended_while_the_server_was_offline(address, 
         assert run.run_url() == server.uri
         raise ValueError("it broke")
     _wait_until_released()
-    with pytest.raises(ConfigError, match="1 of 1 runs wait"):
+    with pytest.raises(ConfigError, match="the records of 1 of 1 runs are not uploaded"):
         track.main(["flush"])
     assert "still waits" in capsys.readouterr().out
     server.start()
@@ -734,7 +734,7 @@ def test_no_credential_is_written_or_logged(server, caplog, capsys, monkeypatch,
     console = capsys.readouterr()
     outputs = [on_disk.decode(), text, json.dumps(logged.to_dictionary()), console.out, console.err, caplog.text]
     assert len(on_disk) > 100
-    assert "does not take records" in caplog.text
+    assert "does not accept records" in caplog.text
     assert [part for part in outputs if "geheim" in part] == []
 
 

@@ -207,7 +207,7 @@ def test_the_average_counts_where_there_is_one():
         (["evaluate.probes=[knn,knn]"], "evaluate: probes: got knn more than once"),
         (["evaluate.probes=[knn]", "data.val=null"], "data.val: got null, wanted a split: evaluate.probes"),
         (["evaluate.probes=[knn]", "evaluate.probe_images=15"], "evaluate.probe_images: got 15, wanted .*16"),
-        (["guard.on_collapse=stop", "evaluate.probes=[knn]"], "guard.on_collapse: got stop, wanted warn: task sup"),
+        (["guard.on_collapse=stop", "evaluate.probes=[knn]"], "guard.on_collapse: got stop with task sup"),
         (["guard.knn_drop=1.0"], "guard.knn_drop: got 1.0, wanted .*less than 1"),
         (["guard.least_rank=1.0"], "guard.least_rank: got 1.0, wanted .*greater than 1"),
     ],

@@ -95,7 +95,10 @@ def split_url(url: str) -> tuple[str | None, str]:
         return None, url
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if "@" in bucket or "?" in url:  # not quoted: the message would put the secret into logs
-        raise ConfigError("s3://: an address with keys or options in it; wanted s3://bucket/key, and the environment")
+        raise ConfigError(
+            "s3://: an address with keys or options in it; wanted s3://bucket/key, with keys in AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and another server in AWS_ENDPOINT_URL"
+        )
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(f"{cut_middle(url, 400)}: got the bucket {bucket[:80]!r}, wanted s3://bucket/key")
     return bucket, key.rstrip("/")

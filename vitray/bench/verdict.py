@@ -113,7 +113,7 @@ def verdict_text(result: dict[str, Any]) -> str:
     lines += [
         f"\nbottleneck  {result['bottleneck']}: {result['images_per_second']:,.0f} images/s",
         f"data wait   {result['wait_share']:.0%} of the time",
-        f"beside      steps take {stages['step_slowdown']:.2f} x as long while CPUs decode, decoding"
+        f"contention  steps take {stages['step_slowdown']:.2f} x as long while CPUs decode, decoding"
         f" {stages['cpu_slowdown']:.2f} x while workers take steps",
         f"CPUs        {result['cpus_per_gpu']:.2f} for each {'GPU' if machines['gpus'] else 'worker'};"
         f" {machines['decoding_cpus']:g} CPUs decode",

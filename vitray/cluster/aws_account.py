@@ -29,7 +29,7 @@ def make_account(tree: Tree) -> list[str]:
 
     region, bucket = tree["provider"]["region"], tree.get("metadata", {}).get("bucket")
     if not bucket or not any(f"s3://{bucket}/" in command for command in tree.get("head_setup_commands", [])):
-        raise ConfigError("metadata.bucket: wanted the bucket of MLflow in head_setup_commands")
+        raise ConfigError("metadata.bucket: wanted the bucket of the s3:// address in head_setup_commands")
     if os.environ.get("AWS_ENDPOINT_URL"):
         raise ConfigError("AWS_ENDPOINT_URL: is set, so requests for nodes would go to another server; wanted it unset")
     try:

@@ -199,7 +199,7 @@ def _own_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
     """Yield each problem of a node by itself, and its remedy."""
     if node.devices < node.gpus or node.usable < node.gpus:
         problem = f"Ray assigns {node.gpus:g} GPUs, the driver lists {node.devices} and torch can use {node.usable}"
-        yield problem, "NVIDIA's driver (nvidia-smi lists the GPUs)"
+        yield problem, "NVIDIA's driver (nvidia-smi lists the GPUs), and a torch with CUDA that it supports"
     elif node.devices > node.gpus:
         problem = f"the driver lists {node.devices} GPUs, and Ray assigns {node.gpus:g}"
         yield problem, "ray start without --num-gpus, or with all of them"
@@ -212,10 +212,10 @@ def _own_problems(node: NodeProbe) -> Iterator[tuple[str, str]]:
     if node.files < MIN_OPEN_FILES:
         yield f"{node.files} open files are allowed", f"ulimit -n 65536 before ray start (at least {MIN_OPEN_FILES})"
     if node.storage:
-        yield f"results: {node.storage}", "see the message"
+        yield f"results: {node.storage}", "a destination that this node can write to, and that all nodes share"
     if node.tracking:
         credentials = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD there, or ~/.mlflow/credentials"
-        yield f"MLflow: {node.tracking}", credentials if UNAUTHORIZED in node.tracking else "see the message"
+        yield f"MLflow: {node.tracking}", credentials if UNAUTHORIZED in node.tracking else "a reachable MLflow"
 
 
 def _check_all_reduce(nodes: Sequence[tuple[NodeProbe, Any]]) -> list[Finding]:

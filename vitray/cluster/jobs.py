@@ -99,8 +99,8 @@ def submit(client: "JobSubmissionClient", command: str, files: PackageFiles, var
                     raise RunError(f"{dashboard_address()}: refuses the job: {one_line(error)[:500]}") from None
                 if time.monotonic() > deadline:
                     raise RunError(
-                        f"{dashboard_address()}: its head starts no jobs; dashboard_agent.log there shows why: often"
-                        " another Ray of that machine has its port, --dashboard-agent-listen-port of `ray start`"
+                        f"{dashboard_address()}: the head has no job agent; dashboard_agent.log on the head shows why."
+                        " If another Ray has its port: ray start --dashboard-agent-listen-port=PORT"
                     ) from None
             time.sleep(1)
 

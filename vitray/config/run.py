@@ -102,7 +102,7 @@ class Run(Section):
         if "calibration" in probes and self.model.num_classes is None:
             raise ValueError("evaluate.probes: got calibration, wanted others: the network has no head")
         if self.guard.on_collapse == "stop" and kind != "masked":
-            raise ValueError(f"guard.on_collapse: got stop, wanted warn: task {kind} has a score that shows a collapse")
+            raise ValueError(f"guard.on_collapse: got stop with task {kind}, wanted warn: stop is for task masked only")
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.least_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
             raise ValueError("guard.on_collapse: got stop, wanted evaluate.probes with knn or rank, and its bound")

@@ -260,7 +260,7 @@ class Compute(Section):
     @model_validator(mode="after")
     def _no_two_share_a_gpu(self) -> Self:
         if self.gpus < 1 and self.device == "cpu":
-            raise ValueError(f"gpus {self.gpus:g} is about GPUs; device is cpu")
+            raise ValueError(f"gpus: got {self.gpus:g} with device cpu, wanted 1 (the default), or device gpu")
         if self.gpus < 1 and self.worker_range != (1, 1):
             raise ValueError(
                 f"gpus {self.gpus:g} needs workers: 1, got {self.workers}: NCCL refuses two workers of a run on one GPU"

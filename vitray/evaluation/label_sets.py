@@ -195,8 +195,8 @@ def _read_objectnet(path: Path, classes: Sequence[str]) -> LabelSet:
         for each in names:
             if lines.count(each) != 1:
                 raise ConfigError(
-                    f"{path}: {label!r} stands for {each!r}, which {lines.count(each)} lines of "
-                    f"imagenet_to_label_2012_v2 are; wanted one{nearest(each, lines)}"
+                    f"{path}: {label!r} stands for {each!r}, which is in {lines.count(each)} lines of "
+                    f"imagenet_to_label_2012_v2; wanted it in one{nearest(each, lines)}"
                 )
         targets[folder] = tuple(order[index_of_line[lines.index(each)]] for each in names)
     return LabelSet("objectnet", targets, False, tuple(range(len(classes))), len(classes))

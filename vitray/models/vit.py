@@ -238,9 +238,9 @@ def regroup(vit: ViT, branches: int) -> ViT:
     if branches < 1 or pairs % branches:
         raise ValueError(f"{old} has {pairs} pairs of layers, which do not divide into {branches} branches")
     if vit.positions_added_at == "levels" and branches != old.branches:
-        raise ValueError(f"{old} adds other positions before every level, of which other branches have another number")
+        raise ValueError(f"{old} cannot be regrouped: each level has its own positions, and their number would change")
     if vit.model.attention == "axial" and branches != old.branches:
-        raise ValueError(f"{old} attends along rows and columns in turn, and other branches would exchange them")
+        raise ValueError(f"{old} cannot be regrouped: its levels attend along rows and along columns in turn")
     name = replace(old, depth=pairs // branches, branches=branches)
     # Moved first: float64 weights loaded into float32 parameters would be rounded.
     new = ViT(Model.model_validate({**vit.model.model_dump(), "name": str(name)})).to(vit.norm.weight)

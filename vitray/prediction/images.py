@@ -81,7 +81,7 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
     if not is_glob and storage.exists(storage.join(address, MANIFEST)):
         return _list_dataset(address, splits)
     if splits:
-        raise ConfigError(f"--split {splits[0]}: {url} is no dataset of ours; wanted no --split")
+        raise ConfigError(f"--split {splits[0]}: {url} is no dataset of `vitray shard`; wanted no --split")
     if not is_glob and storage.exists(address):
         if ending in ("csv", "tsv") or (ending == "parquet" and not holds_images(address, None)):
             entries: Iterator[Entry] = _list_addresses(address, files)

@@ -43,7 +43,7 @@ def pool_bounds(workers: Bounds | None, device: str) -> Bounds:
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     room = gpus if device == "cuda" else cpus - 1
     if room < 1:
-        wanted = "a GPU, as those of the parts that are done" if device == "cuda" else "two CPUs at least"
+        wanted = "a GPU, as at the first command, or another OUT" if device == "cuda" else "two CPUs at least"
         raise RunError(f"the cluster has {cpus} CPUs and {gpus} GPUs; wanted {wanted}")
     if workers is None:
         return Bounds(1, room)

@@ -82,16 +82,16 @@ def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> An
                 raise RunError(str(fatal)) from error
             cause, is_kill = describe_failure(error, heartbeats), out_of_memory_reason(error) is not None
             if isinstance(error, ControllerError) and not is_kill:
-                raise RunError(f"the workers failed by: {cause}") from error
+                raise RunError(f"the workers failed: {cause}") from error
             if hang and isinstance(error, WorkerGroupError):
                 cause = hang
             if not left:
                 remedy = "; give the node more memory, or run less on it: docs/faq.md#out-of-memory" if is_kill else ""
-                times = "once" if not restarts else f"{restarts + 1} times, at last"
+                times = "once" if not restarts else f"{restarts + 1} times, the last time"
                 raise RunError(f"the workers failed {times}: {cause}{remedy}") from error
             seconds = WAITS[min(kills, len(WAITS) - 1)] if is_kill else 0
             kills += is_kill
-            wait = f"wait {seconds} s for it" if is_kill else "start again"
+            wait = f"start again in {seconds} s" if is_kill else "start again"
             mailbox.put.remote(Note(f"{cause}; the workers {wait}"))
             time.sleep(seconds)
             if not ray.is_initialized():

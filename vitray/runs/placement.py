@@ -51,11 +51,11 @@ def await_nodes(run: Run) -> None:
     device = compute.device if compute.device != "auto" else "gpu" if has_gpus else session.autoscaling_device()
     if device is None:
         raise ConfigError(
-            "compute.device: got auto on a cluster that grows and has no GPU now; wanted gpu or cpu, or the cluster's"
-            " VITRAY_GROWS_DEVICE"
+            "compute.device: got auto on an autoscaling cluster without a GPU now; wanted gpu or cpu, or one of them as"
+            " VITRAY_GROWS_DEVICE in the environment of the head"
         )
     if compute.worker_range is None:
-        raise ConfigError("compute.workers: got auto on a cluster that grows; wanted a number, as in compute.workers=2")
+        raise ConfigError("compute.workers: got auto on an autoscaling cluster; wanted a number, as compute.workers=2")
     gpus = {} if device == "cpu" else {"GPU": compute.gpus}
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
@@ -102,7 +102,8 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
         share = f" of {each:g} CPUs" if each > 0 else ""
         raise ConfigError(
             f"compute.workers: {lowest} workers{share} with one CPU to decode images{others} do not fit into the"
-            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''}{later}"
+            f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''};"
+            f" wanted fewer workers, a smaller compute.cpus or more CPUs{later}"
         )
     _check_batch(run, lowest, highest)
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))

@@ -317,7 +317,8 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         )
     highest = (run.compute.worker_range or (1, 1))[1]
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
-        raise ConfigError(f"optim.batch: got {batch}, too few for {highest} workers")
+        least = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "one image"
+        raise ConfigError(f"optim.batch: got {batch}, wanted at least {least} for each of {highest} workers")
 
 
 def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:

@@ -157,11 +157,12 @@ def _compare(candidate: _Candidate, holder: str | None, request: PromotionReques
     """Return the result before the alias moves."""
     assert request.alias is not None
     assert request.when is not None
-    result = Promotion(candidate.name, candidate.version, request.alias, holder, True, "no version was", None, None)
+    reason = "no version had the alias"
+    result = Promotion(candidate.name, candidate.version, request.alias, holder, True, reason, None, None)
     if holder is None:
         return result
     if holder == candidate.version:
-        return result._replace(promoted=False, reason="it is already")
+        return result._replace(promoted=False, reason="it has the alias already")
     from vitray.evaluation.report.driver import Request, evaluate  # torch takes a second
 
     data, split = request.data or candidate.run.data.url, request.split or candidate.run.data.val or "val"
@@ -171,5 +172,5 @@ def _compare(candidate: _Candidate, holder: str | None, request: PromotionReques
     evaluation, page = evaluate(Request(urls, data, split, out=request.out, workers=request.workers))
     [pair] = evaluation.pairs
     promoted, reason = decide(pair.comparison, request.when)
-    verdict = f"against version {holder}, which {'was' if promoted else 'stays'}. {reason}"
+    verdict = f"compared with version {holder}, which {'had' if promoted else 'keeps'} the alias. {reason}"
     return result._replace(promoted=promoted, reason=verdict, pair=pair, page=page)

@@ -108,7 +108,7 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
         names = ", ".join(result.corrupt)
         facts["corrupt"] = f"{len(result.corrupt)} images were replaced by their neighbours: {names}"
     if result.skipped:
-        facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, which broke the run"
+        facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, whose loss was not finite or spiked"
     return facts
 
 

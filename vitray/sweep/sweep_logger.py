@@ -143,7 +143,7 @@ class SweepLogger:
                 self._fault = ""
             except Exception as error:
                 if self._fault != (fault := one_line(error)):
-                    self._console.line(f"  the report waits: {fault}")
+                    self._console.line(f"  cannot update the report, will try again: {fault}")
                 self._fault = fault
 
     def update(self) -> None:

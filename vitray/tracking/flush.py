@@ -96,7 +96,7 @@ def _flush(folder: Path, uri: str | None) -> FlushResult:
         while uploader.remaining:
             uploader.send_next()
         if not ended:
-            return FlushResult(uid, begin["name"], "running", "sent; its driver cannot be proved dead", store)
+            return FlushResult(uid, begin["name"], "running", "sent; stays RUNNING, as its driver may be alive", store)
         spool.remove()
         return FlushResult(uid, begin["name"], "complete", "complete", store)
     except Exception as error:

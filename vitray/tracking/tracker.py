@@ -229,7 +229,7 @@ class UploadThread:
                 self._wake.set()
                 last_wake = int(waited)
             if waited > timeout or (self._error and waited > offline_timeout):
-                return f"{remaining} bytes of records: {self._error or 'MLflow answers slowly'}"
+                return f"{remaining} bytes of records are not sent: {self._error or 'MLflow answers slowly'}"
             time.sleep(0.05)
         return None
 
@@ -273,7 +273,8 @@ class UploadThread:
             self._failures += 1
             if self._failures == 2:  # ignore a single failure
                 folder = self.uploader.spool.folder
-                LOG.warning("tracking: MLflow does not take records, which wait in %s: %s", folder, self._error)
+                message = "tracking: MLflow does not accept records; they are kept in %s and sent later: %s"
+                LOG.warning(message, folder, self._error)
             return False
         return True
 

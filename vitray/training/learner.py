@@ -113,7 +113,10 @@ def rewind(
     """Return to the last checkpoint and skip the broken step from now on."""
     earlier = resume(context, learner, client)
     if earlier.step == 0:
-        raise ConfigError(f"the loss broke at step {broken}, before the first checkpoint: nothing to go back to")
+        raise ConfigError(
+            f"the loss was not finite or spiked at step {broken}, and no checkpoint exists to rewind to; wanted a lower"
+            " optim.lr, or an earlier checkpoint (checkpoint.every)"
+        )
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
     if state.best_knn_step is not None and state.best_knn_step <= earlier.step:
         earlier.best_knn, earlier.best_knn_step = state.best_knn, state.best_knn_step

@@ -163,7 +163,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
             if evaluator is not None:
                 evaluator.discard_after(state.step)
             prober.discard_after(state.step)
-            client.note(f"{text}; back at step {state.step}, step {bad_step} is left out")
+            client.note(f"{text}; training continues from step {state.step} and skips step {bad_step}")
             saver, prefetcher = open_pipeline()
             unread, steps, seconds = {}, 0, 0.0
             next_check, timer = state.step + 1, CheckTimer(state.step)

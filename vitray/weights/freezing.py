@@ -58,7 +58,7 @@ def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     parts = parts_of(vit)
     if absent := [part for part in settings.also if part not in parts.values()]:
         raise ConfigError(
-            f"task.also: got {', '.join(absent)}, which {vit.model.name} as it is set has no parameters of"
+            f"task.also: got {', '.join(absent)}, wanted parts that {vit.model.name} has with its model settings"
         )
     trained = {name for name, part in parts.items() if part in settings.trained} | _trained_beside(vit, settings)
     if settings.first_branch:

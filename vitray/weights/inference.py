@@ -140,7 +140,7 @@ def _demand(missing: list[str], shapes: Shapes, network: str | None, url: str) -
     facts = {
         "usual": ", ".join(usual) or f"{shapes.size} channels in all",
         "activations": "swiglu, if its gates have SiLU" if shapes.is_gated else "gelu or gelu_tanh",
-        "positions": "learned, if the table of the file is all it has; rope beside it is refused"
+        "positions": "learned, unless the network has rope too, which is not supported"
         if shapes.has_table
         else "none, sincos2d or rope",
     }

@@ -79,8 +79,8 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     run = _completed(run, loaded, classes, new_head)
     if run.model.adapters and not loaded.vit.model.adapters and "adapters" not in task.trained:
         raise ConfigError(
-            f"model.adapters: got {run.model.adapters}, and task.weights {task.weights} has none; wanted null, or them"
-            f" trained: task.mode adapter in place of {task.mode}, or adapters in task.also"
+            f"model.adapters: got {run.model.adapters}, but task.weights {task.weights} has none, and"
+            f" task.mode {task.mode} trains none; wanted null, task.mode adapter, or adapters in task.also"
         )
     state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
     with torch.random.fork_rng(devices=[]):
@@ -155,8 +155,8 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
     (rows, columns), (new_rows, new_columns) = initial.model.grid, model.grid
     if initial.model.positions.kind == model.positions.kind == "relative" and initial.model.grid != model.grid:
         raise ConfigError(
-            f"{where}: relative positions are those of {rows} x {columns} patches, and the run has {new_rows} x"
-            f" {new_columns}; wanted model.image_size of the weights, as an offset in raster order has no counterpart"
+            f"{where}: relative positions of {rows} x {columns} patches cannot be resized to the run's {new_rows} x"
+            f" {new_columns}; wanted the model.image_size of the weights"
         )
     if differences := [*_other_settings(initial.model, model), *_other_tensors(initial, model)]:
         raise ConfigError(f"{where}: not the network of this run: {'; '.join(differences)}")

@@ -134,11 +134,11 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "F":
-        raise UndecodableImage("no agreed white: floating point pixels")
+        raise UndecodableImage("unknown brightness scale: floating point pixels")
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64)
         if grey.min() < 0 or grey.max() > 65535:
-            raise UndecodableImage("no agreed white: 32-bit pixels")
+            raise UndecodableImage("unknown brightness scale: 32-bit pixels")
         # Pillow's own conversion clips at 255: a 16-bit scan would be white.
         image = Image.fromarray((grey >> 8).astype(np.uint8))
     elif "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):

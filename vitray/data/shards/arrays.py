@@ -196,7 +196,7 @@ def list_idx(folder: str, names: Sequence[str]) -> list[ArrayFile]:
         file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels))
         images = _idx(file)
         if images.ndim != 3 or 0 in images.shape[1:] or numbers.ndim != 1:
-            raise ConfigError(f"{file}: images {images.shape}, labels {numbers.shape}; wanted 3 and 1 sides")
+            raise ConfigError(f"{file}: images {images.shape}, labels {numbers.shape}; wanted 3 and 1 dimensions")
         if len(numbers) != len(images):
             raise ConfigError(f"{file}: {len(images)} images, but {len(numbers)} labels")
         files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers.tolist()))

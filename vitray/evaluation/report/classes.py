@@ -25,8 +25,8 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
         # Without names, a source knows no class beyond its largest label.
         if len(images.classes) > count or (len(images.classes) < count and not is_unnamed(images.classes)):
             raise ConfigError(
-                f"{spec.url}: classes: got {count}, wanted the {len(images.classes)} of {images.url}; names would tell"
-                " which are the same, and one of the two has none"
+                f"{spec.url}: classes: got {count}, wanted the {len(images.classes)} of {images.url}; classes are"
+                " matched by number, as one of the two has no class names"
             )
         return np.arange(count)
     check_distinct(spec.url, spec.classes)

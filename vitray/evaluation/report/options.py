@@ -21,18 +21,20 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--training-probes",
         action="store_true",
-        help="evaluate.probes of runs or of checkpoints, in place of MODEL... DATA",
+        help="compute evaluate.probes for folders of runs or checkpoints, given in place of MODEL... DATA",
     )
     parser.add_argument("--train-split", default="train", help="the images that probes learn from (default: train)")
-    shares = "probe linear learns from each of these shares of them, too, such as 0.05 0.1 0.5"
+    shares = "also fit probe linear on these shares of the training images, such as 0.05 0.1 0.5"
     parser.add_argument("--train-shares", nargs="+", type=float, default=[], metavar="SHARE", help=shares)
     parser.add_argument("--corrupt", action="store_true", help="score corrupted copies too: 5 kinds, 5 severities")
     parser.add_argument("--imagenet-c", metavar="DIR", help="score a folder corruption/severity/class/image too")
-    parser.add_argument("--baseline", metavar="FILE", help="errors of a network, {corruption: share}, for the mCE")
-    parser.add_argument("--labels", metavar="KIND=PATH", help="published labels, as in real=real.json (docs: kinds)")
+    parser.add_argument("--baseline", metavar="FILE", help="JSON {corruption: error} of a reference network, for mCE")
+    kinds = "real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch or objectnet"
+    parser.add_argument("--labels", metavar="KIND=PATH", help=f"published labels, as in real=real.json; KIND: {kinds}")
     parser.add_argument("--out", metavar="DIR", help="folder or s3:// (default: evaluations/MODEL-DATA)")
     parser.add_argument("--workers", type=int, help="actors at a time (default: all GPUs or CPUs of a cluster, else 1)")
-    parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help="of unusable images, at most")
+    limit = "share of unusable images above which the command fails (default: %(default)s)"
+    parser.add_argument("--max-corrupt", type=float, default=0.01, metavar="SHARE", help=limit)
     parser.add_argument("--json", action="store_true", help="print the result as JSON: images, top1, top1_low, ...")
     options = parser.parse_intermixed_args(args)
     if len(options.words) < 2 and not (options.vtab or options.training_probes):

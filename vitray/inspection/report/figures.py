@@ -28,7 +28,7 @@ class Figure(NamedTuple):
     """Why other networks are not in such a figure."""
 
 
-NO_ATTENTION = "it has no attention between all patches."
+NO_ATTENTION = "the figure reads the attention of these only."
 # In the order of the page.
 FIGURES = {
     "rollout": Figure(maps_figure),
@@ -37,9 +37,9 @@ FIGURES = {
     "filters": Figure(filters_figure, needs_images=False),
     "positions": Figure(positions_figure, needs_images=False),
     "similarity": Figure(similarity_figure),
-    "norms": Figure(norms_figure, title="Lengths of tokens", lack="it has no tokens that pass all levels."),
+    "norms": Figure(norms_figure, title="Lengths of tokens", lack="the figure reads the tokens of these only."),
     "layerscale": Figure(
-        layerscale_figure, False, title="LayerScale", lack="it has no attention and feed-forward branches."
+        layerscale_figure, False, title="LayerScale", lack="the figure reads the LayerScale of these only."
     ),
     "spectra": Figure(spectra_figure, needs_images=False),
     "changes": Figure(changes_figure, needs_images=False, needs_two=True),
@@ -55,7 +55,7 @@ def make_figure(name: str, subjects: Sequence[Subject]) -> FigureResult:
     for subject in subjects:
         if all(subject is not each for each in having):
             text = (
-                f"{subject.name} is not in this figure: {subject.network.model.name} is no Vision Transformer of ours,"
+                f"{subject.name} is not in this figure: {subject.network.model.name} is not one of vitray's own ViTs,"
             )
             result = result.without(f"{text} and {figure.lack}")
     return result

@@ -50,9 +50,7 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
         if isinstance(subject.network, TorchvisionNetwork):
-            text = (
-                f"{subject.name} has no attention maps: {subject.network.model.name} is no Vision Transformer of ours"
-            )
+            text = f"{subject.name} has no attention maps: {subject.network.model.name} is not one of vitray's own ViTs"
             if subject.spec.num_classes is None:
                 result = result.without(f"{text}, and has no classes.")
                 continue

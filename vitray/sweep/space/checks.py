@@ -213,7 +213,7 @@ def _stage_faults(space: Space) -> Iterator[tuple[str, str]]:
         if name in space.space or name in SETTINGS or not re.fullmatch(r"\w+", name):
             yield f"before.{name}", "wanted a name of letters, digits and _ that is neither drawn nor a setting"
         elif name not in _references(space):
-            yield f"before.{name}", f"no trial uses it, as {{{name}}}"
+            yield f"before.{name}", f"is not used; wanted {{{name}}} as a value in the space, or no such stage"
 
 
 def _references(space: Space) -> set[str]:
