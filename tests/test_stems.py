@@ -217,26 +217,37 @@ def test_one_worker_and_two_agree_on_batch_norms(tmp_path):
             torch.testing.assert_close(worker["state"][name], tensor)
 
 
-def test_a_batch_norm_of_cpu_workers_takes_bfloat16_and_keeps_float64(tmp_path):
-    """The sums over images and the running statistics are at least float32."""
+@pytest.fixture
+def one_gloo_worker(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        exact, rounded = (stem("vit_u1x1_16_hmlp_bn").train() for _ in range(2))
-        synchronise_norms(exact, torch.device("cpu"))
-        synchronise_norms(rounded, torch.device("cpu"))
-        tokens = exact(images(batch=8))[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            got = rounded(images(batch=8))[0]
-        assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got.float(), tokens, rtol=0.05, atol=0.05)
-        got.float().square().sum().backward()
-        for name, tensor in exact.state_dict().items():
-            torch.testing.assert_close(rounded.state_dict()[name], tensor, rtol=0.05, atol=0.01)
-        double = stem("vit_u1x1_16_hmlp_bn").train().double()
-        synchronise_norms(double, torch.device("cpu"))
-        torch.testing.assert_close(double(images(batch=8).double())[0].float(), tokens)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_batch_norms_of_cpu_workers_keep_no_graph(one_gloo_worker):
+    """Their statistics would hold the activations of every step."""
+    module = stem("vit_u1x1_16_hmlp_bn").train()
+    synchronise_norms(module, torch.device("cpu"))
+    module(images(batch=8))[0].sum().backward()
+    assert [name for name, buffer in module.named_buffers() if buffer.requires_grad] == []
+
+
+def test_a_batch_norm_of_cpu_workers_takes_bfloat16_and_keeps_float64(one_gloo_worker):
+    """The sums over images and the running statistics are at least float32."""
+    exact, rounded = (stem("vit_u1x1_16_hmlp_bn").train() for _ in range(2))
+    synchronise_norms(exact, torch.device("cpu"))
+    synchronise_norms(rounded, torch.device("cpu"))
+    tokens = exact(images(batch=8))[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = rounded(images(batch=8))[0]
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), tokens, rtol=0.05, atol=0.05)
+    got.float().square().sum().backward()
+    for name, tensor in exact.state_dict().items():
+        torch.testing.assert_close(rounded.state_dict()[name], tensor, rtol=0.05, atol=0.01)
+    double = stem("vit_u1x1_16_hmlp_bn").train().double()
+    synchronise_norms(double, torch.device("cpu"))
+    torch.testing.assert_close(double(images(batch=8).double())[0].float(), tokens)
 
 
 # ---- conventions of the norms, recorded with the weights -------------------------------------------------------------

@@ -123,10 +123,11 @@ class GlooBatchNorm(nn.BatchNorm2d):
         total, mean = sums[-1], sums[:-1] / sums[-1]
         centred = input - mean[:, None, None]
         variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
-        self._track(mean.detach(), variance.detach() * total / (total - 1))
+        self._track(mean, variance * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(dtype)
 
+    @torch.no_grad()  # otherwise the statistics would keep the graph of every step
     def _track(self, mean: Tensor, variance: Tensor) -> None:
         momentum: Any = self.momentum
         for running, latest in ((self.running_mean, mean), (self.running_var, variance)):
