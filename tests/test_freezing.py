@@ -163,9 +163,9 @@ def test_first_branch_trains_one_attention_of_two_like_deit():
             {"layerscale": None},
             "attn",
             ("layerscale",),
-            r"task.also: got layerscale, which vit_u2x2_8_hmlp_bn as it is",
+            r"task.also: got layerscale, wanted parts that vit_u2x2_8_hmlp_bn has",
         ),
-        ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, which"),
+        ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, wanted parts that"),
     ],
 )
 def test_modes_without_parameters_are_refused(settings, mode, also, message):

@@ -183,7 +183,7 @@ def test_a_convolutional_network_and_its_fine_tuning_have_the_figures_that_apply
     lacking = check_reasons(results, page, screen)
     assert lacking == {"distance", "branches", "positions", "norms", "layerscale"}
     assert "shuffle has no position embedding." in results["positions"].reasons
-    assert "shuffle has no attention maps: torchvision/shufflenet_v2_x0_5 is not one of vitray's own ViTs." in page
+    assert "shuffle has no attention maps: torchvision/shufflenet_v2_x0_5 is not a ViT of vitray." in page
     assert "the 24 filters of 3 x 3 pixels of its first convolution" in results["filters"].drawings[0].caption
     assert len(results["similarity"].tables[0].rows) == 1 + 4  # its stages are 2, 3 and 4
     predicted = {row[0]: row for row in results["rollout"].tables[0].rows[1:]}

@@ -485,7 +485,7 @@ def test_regrouping_keeps_every_variant_whose_levels_are_alike():
     for kind in VARIANTS:
         vit = network(kind)
         if vit.positions_added_at == "levels" or vit.model.attention == "axial":
-            with pytest.raises(ValueError, match=r"before every level|rows and columns in turn"):
+            with pytest.raises(ValueError, match=r"each level has its own positions|along columns in turn"):
                 regroup(vit, 1)
             continue
         restored = regroup(regroup(vit, 1), 2)

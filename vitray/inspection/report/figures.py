@@ -54,9 +54,7 @@ def make_figure(name: str, subjects: Sequence[Subject]) -> FigureResult:
     result = figure.make(having) if having else FigureResult(name, figure.title, "", [], [])
     for subject in subjects:
         if all(subject is not each for each in having):
-            text = (
-                f"{subject.name} is not in this figure: {subject.network.model.name} is not one of vitray's own ViTs,"
-            )
+            text = f"{subject.name} is not in this figure: {subject.network.model.name} is not a ViT of vitray,"
             result = result.without(f"{text} and {figure.lack}")
     return result
 

@@ -50,7 +50,7 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
         if isinstance(subject.network, TorchvisionNetwork):
-            text = f"{subject.name} has no attention maps: {subject.network.model.name} is not one of vitray's own ViTs"
+            text = f"{subject.name} has no attention maps: {subject.network.model.name} is not a ViT of vitray"
             if subject.spec.num_classes is None:
                 result = result.without(f"{text}, and has no classes.")
                 continue
