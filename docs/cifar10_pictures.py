@@ -39,16 +39,16 @@ def draw(panels: Mapping[str, Mapping[str, Measured]]) -> Figure:
     """Return a figure with a panel for each route, on one scale."""
     figure = new_figure(LIGHT, 1 + 3.6 * len(panels), 3.2)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    labels = []
     for axis, (title, cells) in zip(axes, panels.items(), strict=True):
         style_axis(axis, LIGHT)
         axis.set_title(title or "top-1 of test, %", loc="left", color=LIGHT.ink, fontsize=9.5)
         axis.set_xlabel("step", color=LIGHT.pale, fontsize=8)
-        labels = [
-            draw_cell(axis, label, cell, LIGHT.series[place]) for place, (label, cell) in enumerate(cells.items())
-        ]
         axis.margins(x=0.02)
         axis.xaxis.set_major_formatter("{x:,.0f}")
-        label_ends(figure, axis, labels, LIGHT)
+        labels.append([draw_cell(axis, *cell, LIGHT.series[place]) for place, cell in enumerate(cells.items())])
+    for axis, own in zip(axes, labels, strict=True):  # after all panels, as it fixes their common scale
+        label_ends(figure, axis, own, LIGHT)
     if any(panels):
         axes[0].set_ylabel("top-1 of test, %", color=LIGHT.pale, fontsize=8)
     return figure

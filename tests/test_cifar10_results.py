@@ -203,10 +203,14 @@ def test_learning_curves_are_drawn_of_cells_with_three_seeds(tmp_path):
 
 
 def test_stems_have_a_panel_for_each_route(tmp_path):
-    trials = [f"vit_u6x1_16 route={route} seed={seed}" for route in ("supervised", "mae") for seed in range(3)]
-    made_sweep(tmp_path, STEMS, dict.fromkeys(trials, 0.5))
+    scores = {"supervised": 0.5, "mae": 0.9}
+    trials = {f"vit_u6x1_16 route={route} seed={seed}": scores[route] for route in scores for seed in range(3)}
+    made_sweep(tmp_path, STEMS, trials)
     panels = cifar10_pictures.panels_of(STEMS, cifar10_results.collect(str(tmp_path)))
     assert {title: list(cells) for title, cells in panels.items()} == {"supervised": ["linear"], "mae": ["linear"]}
+    for axis in cifar10_pictures.draw(panels).axes:  # one scale that shows the curves of all panels
+        low, high = axis.get_ylim()
+        assert low < 50 < 90 < high
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
