@@ -145,19 +145,22 @@ def machine(records: Mapping[str, Any]) -> str:
 
 
 def summary(records: Mapping[str, Any]) -> str:
-    """Return a row for each thing: what differs, what does not, what is not measured."""
+    """Return a row for each thing: significant differences, others, and the number of pairs not measured."""
     rows = ["| thing | significant differences | others | not measured |", "|---|---|---|---|"]
     for thing in THINGS:
         cells = measured(thing, records)
-        clear, unclear, missing, pairs = [], [], 0, pairs_of(thing, list(cells))
+        unclear, missing, pairs = [], 0, pairs_of(thing, list(cells))
+        higher: dict[str, list[str]] = {}
         for one, other in pairs:
             interval = difference(cells[one], cells[other])
             if interval is None:
                 missing += 1
             elif interval.is_clear:
-                clear.append(f"{one} {'<' if interval.mean < 0 else '>'} {other}")
+                low, high = (one, other) if interval.mean < 0 else (other, one)
+                higher.setdefault(low, []).append(high)
             else:
                 unclear.append(f"{one} and {other}")
+        clear = [f"{low} < {' / '.join(labels)}" for low, labels in higher.items()]
         texts = "; ".join(clear) or "-", "; ".join(unclear) or "-", f"{missing} of {len(pairs)} pairs"
         rows.append(f"| {thing.title} | {' | '.join(texts)} |")
     return "\n".join(rows)

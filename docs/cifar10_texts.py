@@ -85,8 +85,8 @@ THINGS = (
         " BeiT or as a masked autoencoder (MAE). Photographs of 32 px are shown at 64 px with patches of 16, because"
         " the conv stem exists for patches of 16 only. Pre-training stages use their recipes' learning rates."
         " Pre-trained networks see more images in all; what is compared at equal cost are stems within a route. The"
-        " memory of hmlp_bn and conv includes a leak that was mended before the last trials, those of conv, mae; the"
-        " wall time of conv includes restarts for lack of memory (LOG.md).",
+        " memory of hmlp_bn and conv includes a leak, except for conv, mae (LOG.md). It killed trials of conv, which"
+        " resumed: their times are rough.",
         paper="The paper, on ImageNet: with labels alone, hMLP and conv are 0.3 points above a linear stem. After BeiT"
         ' hMLP keeps its gain, and conv is equal to the linear stem ("Three things", Table 7).',
     ),

@@ -96,7 +96,7 @@ def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
     assert row_of(page, "| 12x1 − 4x3 ").endswith("| 0 | not measured |")
     assert re.match(r"\| 4x3 \| [\d.]+ \| 61\.00 \|  \|  \| 1 of 5 \|", row_of(page, "| 4x3 | "))
     assert re.match(r"\| 3x4 \| [\d.]+ \| not measured \|", row_of(page, "| 3x4 | "))
-    assert "12x1 > 6x2" in row_of(page, f"| {DEPTH.title} ")
+    assert "6x2 < 12x1" in row_of(page, f"| {DEPTH.title} ")
 
 
 def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):

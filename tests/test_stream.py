@@ -523,7 +523,7 @@ def test_a_change_of_executions_changes_nothing(dataset, one_worker, monkeypatch
 
 @pytest.mark.ray
 def test_a_closed_stream_broadcasts_no_more(dataset, ray_cluster, monkeypatch):
-    """A stream that begins anew, as after a rewind, would meet the other's values."""
+    """After a rewind, the next stream would receive the broadcasts of the closed one."""
     monkeypatch.setattr(stream_module, "PIECES_AT_ONCE", 1)
     monkeypatch.setattr(stream_module, "PIECES_AHEAD", 1)  # the next execution starts with the first step
     broadcast, ended = ThreadBroadcast(2), []

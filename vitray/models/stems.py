@@ -116,16 +116,15 @@ class GlooBatchNorm(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         if not self.training:
             return super().forward(input)
-        over, dtype = (0, 2, 3), input.dtype
-        input = input.to(torch.promote_types(dtype, torch.float32))  # noqa: A001
-        count = input.new_tensor([input.numel() / self.num_features])
-        sums: Tensor = SumOverWorkers.apply(torch.cat([input.sum(over), count]))  # pyright: ignore[reportAssignmentType]
+        over, x_BCHW = (0, 2, 3), input.to(torch.promote_types(input.dtype, torch.float32))
+        count = x_BCHW.new_tensor([x_BCHW.numel() / self.num_features])
+        sums: Tensor = SumOverWorkers.apply(torch.cat([x_BCHW.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]
-        centred = input - mean[:, None, None]
+        centred = x_BCHW - mean[:, None, None]
         variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
         self._track(mean, variance * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
-        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(dtype)
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
 
     @torch.no_grad()  # otherwise the statistics would keep the graph of every step
     def _track(self, mean: Tensor, variance: Tensor) -> None:
