@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
-from cifar10_texts import HEAD, HOURS, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
+from cifar10_texts import ATTENTION, HEAD, HOURS, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
@@ -128,7 +128,7 @@ def page(records: Mapping[str, Any]) -> str:
     parts += ["## Scaling of labels", LABELS, labels_table(records)]
     if label_curves(records):
         parts += [f"![Linear probes by the share of labels](images/{LABELS_PICTURE})", LABEL_CURVES]
-    parts += ["## Costs", costs_table(records), NOT_TESTED]
+    parts += [ATTENTION, "## Costs", costs_table(records), NOT_TESTED]
     return "\n\n".join(parts) + "\n"
 
 

@@ -138,6 +138,24 @@ vitray evaluate sweeps/cifar10_stems/"vit_u6x1_16 route=supervised"*/model \\
 
 LABEL_CURVES = "Means of the linear probes over the seeds of the table, with Student's 95 % interval."
 
+ATTENTION = """\
+## What the best network attends to
+
+Eight test photographs beside the attention rollout of `conv, mae` (seed 0), with the predicted classes: two are
+wrong, a bird called a deer and a frog called a bird.
+
+<!-- not run: hours of training come before it -->
+```
+vitray inspect sweeps/cifar10_stems/"vit_u6x1_16_conv route=mae seed=0"/model data/cifar10 --split test \\
+    --images 8 --figures rollout
+```
+
+![Attention rollout over eight photographs](images/cifar10_rollout.png)
+
+The most attended of 16 patches has 1.7 to 2.9 times the mean. Over the eight, the top row and the left column get 0.5
+to 0.7 times the mean and the lower middle 1.3 to 1.9: more object than background, but 4 x 4 patches are too coarse to
+follow an outline. The maps of [inspection](inspection.md#two-small-networks) are of 8 x 8."""
+
 NOT_TESTED = """\
 ## What is not tested
 
