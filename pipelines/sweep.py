@@ -24,11 +24,9 @@ def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="vitray sweep", description=__doc__, epilog=EXAMPLES)
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file or a built-in recipe")
     parser.add_argument("space", metavar="SPACE", help="a YAML file, or one of tune_spaces/")
-    override = "override for all trials; stage.setting=value for a stage before them"
-    parser.add_argument("settings", nargs="*", metavar="setting=value", help=override)
-    parser.add_argument(
-        "--name", help="of the sweep; resumes an interrupted one of this name (default: space and time)"
-    )
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="override; stage.setting=value of a stage")
+    parser.add_argument("--name", help="of the sweep; the same name resumes one (default: space and time)")
+    parser.add_argument("--retry-failed", action="store_true", help="start the failed trials of sweep NAME again")
     parser.add_argument("--out", default="sweeps", help="folder of all sweeps, or s3:// (default: %(default)s)")
     parser.add_argument("--add", action="append", default=[], metavar="setting=value", help="one more value of a grid")
     parser.add_argument("--dry-run", action="store_true", help="check every trial, and print the plan")
@@ -42,7 +40,7 @@ def main(args: list[str]) -> dict[str, Any]:
     default = f"{Path(options.space).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     storage.check_name(name := default if options.name is None else options.name, "--name")
 
-    from vitray.sweep.driver import sweep
+    from vitray.sweep.driver import retry_failed, sweep
     from vitray.sweep.plan import Recipe, dry_run
 
     stage_recipes = {
@@ -51,6 +49,8 @@ def main(args: list[str]) -> dict[str, Any]:
     }
     if options.dry_run:
         return dry_run(base, space, stage_recipes)
+    if options.retry_failed:
+        retry_failed(space, name, options.out)
     flags = ["--name", name, "--out", options.out, *(part for value in options.add for part in ("--add", value))]
     command = shlex.join(["vitray", "sweep", options.recipe, options.space, *options.settings, *flags])
     return sweep(Recipe(base, [options.recipe, *overrides]), space, name, options.out, command, stage_recipes)._asdict()

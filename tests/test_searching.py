@@ -203,7 +203,7 @@ def test_a_sweep_is_planned_by_a_trial_whose_stage_has_a_model(tmp_path, base, m
     (tmp_path / "space.yaml").write_text(f"space: {{route: {{cases: {cases}}}}}\n{stages}")
     space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
     assert plan_sweep(base, space, [Node(cpus=4)], home, ready=False).trials == 2
-    with pytest.raises(ConfigError, match=r"before\.first, before\.second: no trial can start"):
+    with pytest.raises(ConfigError, match=r"before\.first, before\.second: every trial starts from a run that failed"):
         plan_sweep(base, space, [Node(cpus=4)], home)
     storage.write_bytes(str(folder / "run.yaml"), b"")
     plan_sweep(base, space, [Node(cpus=4)], home)

@@ -26,10 +26,11 @@ from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.data.stream import forget_decoded
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.sweep.driver import sweep
+from vitray.sweep.driver import retry_failed, sweep
 from vitray.sweep.interruption import INTERRUPTED
 from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
+from vitray.sweep.trial import TrialTrainable
 from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
 from vitray.training.ownership import own_folder
 from vitray.weights import save_model
@@ -128,6 +129,44 @@ def test_repeating_the_command_of_a_finished_sweep_trains_nothing(folder, finish
     assert written == {
         path: path.stat().st_mtime_ns for path in Path(finished_sweep.home).glob("*/checkpoints/*/checkpoint.json")
     }
+
+
+def test_failed_trials_wait_again_on_demand(tmp_path, capsys):
+    home = tmp_path / "kept"
+    for path, names in {home: ("a", "b", "c"), home / "before" / "base": ("base=once",)}.items():
+        entries = {
+            name: {"point": {"settings": {}, "drawn": {}, "shown": {}, "before": {}}, "asked": None} for name in names
+        }
+        storage.write_bytes(str(path / "points.json"), json.dumps(entries).encode())
+        storage.write_bytes(str(path / "sweep.json"), b"{}")
+    failed = TrialRecord("failed", ((2, 0.5),), "out of memory", began=1.0, ended=2.0, steps=6)
+    records = {"a": failed, "b": failed._replace(state="finished"), "before/base/base=once": failed}
+    for name, record in records.items():
+        write_record(str(home / name), record)
+    space = "space: {seed: {seeds: 3}, task.weights: '{base}'}\nbefore: {base: {recipe: demo}}\n"
+    (tmp_path / "space.yaml").write_text(space)
+    retry_failed(read_space(tmp_path / "space.yaml"), "kept", str(tmp_path))
+    waiting = failed._replace(state="waiting", reason=None, ended=None)
+    assert {name: read_record(str(home / name)) for name in ("a", "b", "c")} == {
+        "a": waiting,
+        "b": records["b"],
+        "c": TrialRecord(),
+    }
+    assert read_record(str(home / "before/base/base=once")) == waiting
+    assert capsys.readouterr().err.splitlines() == [
+        "  kept/before/base: base=once to be tried again",
+        "  kept: a to be tried again",
+    ]
+
+
+def test_only_an_earlier_sweep_of_independent_trials_is_tried_again(tmp_path):
+    (tmp_path / "one.yaml").write_text("space: {seed: {seeds: 1}}\n")
+    with pytest.raises(ConfigError, match=r"--retry-failed: no sweep new in .*; wanted --name of an earlier one"):
+        retry_failed(read_space(tmp_path / "one.yaml"), "new", str(tmp_path))
+    write_populations(tmp_path)
+    with pytest.raises(ConfigError, match="--retry-failed: got a population"):
+        retry_failed(read_space(tmp_path / "two.yaml"), "new", str(tmp_path))
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_sweep_under_the_same_name_is_refused(folder, finished_sweep):
@@ -356,6 +395,12 @@ def test_a_trial_whose_process_dies_at_every_start_fails(folder, monkeypatch):
     (record,) = [json.loads(path.read_text()) for path in Path(outcome.home).glob("*/trial.json")]
     assert record["state"] == "failed"
     assert "its process failed, at last with" in record["reason"]
+
+    monkeypatch.setattr("vitray.sweep.trial.TrialTrainable", TrialTrainable)
+    assert begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1}).failed == 1
+    retry_failed(read_space(folder / "one.yaml"), "never", str(folder / "sweeps"))
+    retried = begin(folder, "never", space="one.yaml", **{"compute.max_failures": 1})
+    assert (retried.trials, retried.finished, retried.failed) == (1, 1, 0)
 
 
 def stand_in(is_reusable=True):

@@ -73,6 +73,22 @@ def sweep(
             return logger.finish()
 
 
+def retry_failed(space: Space, name: str, out: str) -> None:
+    """Make the failed trials of an ended sweep and of its stages wait for another start."""
+    from vitray.sweep.trial_store import reset_failed
+
+    if space.is_population:
+        raise ConfigError("--retry-failed: got a population, wanted a sweep whose trials do not continue each other")
+    sweep_dir = storage.join(storage.absolute(out), name)
+    if not storage.exists(storage.join(sweep_dir, SWEEP_META)):
+        raise ConfigError(f"--retry-failed: no sweep {name} in {out}; wanted --name of an earlier one")
+    with own_folder(sweep_dir, name):
+        for part in (*(storage.join(STAGES_DIR, stage) for stage in space.before), ""):
+            failed = reset_failed(storage.join(sweep_dir, part))
+            label = storage.join(name, part).rstrip("/")
+            print(f"  {label}: {', '.join(failed) or 'no trial'} to be tried again", file=sys.stderr, flush=True)
+
+
 def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, float]:
     """Return the uid and the first start of the sweep in a folder: those of an interrupted one, or new ones.
 

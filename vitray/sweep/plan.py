@@ -128,7 +128,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     startable = next((run for run, stages in zip(runs, missing, strict=True) if not stages), None)
     if ready and startable is None:
         failed = ", ".join(dict.fromkeys(f"before.{stage}" for stages in missing for stage in stages))
-        raise ConfigError(f"{failed}: no trial can start, as each one starts from a run that failed")
+        raise ConfigError(f"{failed}: every trial starts from a run that failed; --retry-failed starts it again")
     first = make_plan(startable) if startable else None
     if first:
         for name, run in zip(points, runs, strict=True):

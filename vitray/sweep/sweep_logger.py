@@ -123,12 +123,14 @@ class SweepLogger:
             report=storage.join(self.store.sweep_dir, "report", "index.html"),
             mlflow_run=self._tracker.run_id,
         )
+        is_population = self.info.space.is_population
         not_started = "not started: the budget is spent, too many failed, or no new point is left"
         counts[not_started] = max(0, self.plan.trials - sum(counts.values()))  # a population has more trials
         self._console.end(
             {
                 "best": f"{outcome.best}: {goal.metric} {outcome.best_goal}" if best else "none",
                 "trials": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
+                **({"retry": f"{self.info.command} --retry-failed"} if outcome.failed and not is_population else {}),
                 "report": outcome.report,
                 "tracking": self._tracker.run_url(),
             }

@@ -96,6 +96,15 @@ def write_record(run_dir: str, record: TrialRecord) -> None:
     storage.write_bytes(storage.join(run_dir, RECORD), json.dumps(record._asdict()).encode())
 
 
+def reset_failed(sweep_dir: str) -> list[str]:
+    """Make the failed trials of the sweep in a folder wait for another start, and return their names."""
+    records = {name: read_record(storage.join(sweep_dir, name)) for name in read_entries(sweep_dir)}
+    failed = [name for name, record in records.items() if record.state == "failed"]
+    for name in failed:  # with its scores: it resumes from its last checkpoint, if it has one
+        write_record(storage.join(sweep_dir, name), records[name]._replace(state="waiting", reason=None, ended=None))
+    return failed
+
+
 def read_outcome(run_dir: str) -> TrialOutcome | None:
     """Return the outcome of the run in a folder; None without one."""
     if not storage.exists(path := storage.join(run_dir, OUTCOME)):
