@@ -28,7 +28,7 @@ DEVELOPMENT = 0.1
 EPSILON = 1e-5
 MAX_ITERATIONS = 1000
 COARSE, FINE = 1e-5, 1e-8
-"""The largest gradient at which a fit ends: of the grid, and of the head that is scored."""
+"""The largest gradient, by the scaled weights, at which a fit ends: of the grid, and of the head that is scored."""
 MOST_BYTES = 2 * 2**30
 """The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
 RATES = (0.03, 0.1, 0.3)
@@ -184,19 +184,26 @@ def fit_head(
     features_NF = train.features.astype(np.float64)
     mean_F, std_F = features_NF.mean(0), features_NF.std(0) + EPSILON
     x_NF, num_features = (features_NF - mean_F) / std_F, features_NF.shape[1]
+    # Weights are fitted along the principal axes, each scaled so that the loss curves alike at zero: on correlated
+    # features, L-BFGS then converges in a tenth of the steps.
+    variances_F, axes_FF = np.linalg.eigh(x_NF.T @ x_NF / len(x_NF))
+    scales_F = np.sqrt(np.maximum(variances_F, 0) / num_classes + l2)
+    to_weights_FF = axes_FF / scales_F
+    x_NF = x_NF @ to_weights_FF
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weights_FK, bias_K = flat[:-num_classes].reshape(num_features, num_classes), flat[-num_classes:]
-        value, slope_NK = _cross_entropy(x_NF @ weights_FK + bias_K, train.labels)
-        slope_FK = x_NF.T @ slope_NK + l2 * weights_FK
+        scaled_FK, bias_K = flat[:-num_classes].reshape(num_features, num_classes), flat[-num_classes:]
+        weights_FK = to_weights_FF @ scaled_FK
+        value, slope_NK = _cross_entropy(x_NF @ scaled_FK + bias_K, train.labels)
+        slope_FK = x_NF.T @ slope_NK + l2 * (to_weights_FF.T @ weights_FK)
         return value + l2 / 2 * float((weights_FK**2).sum()), np.r_[slope_FK.ravel(), slope_NK.sum(0)]
 
     flat = np.zeros((num_features + 1) * num_classes)
     if start is not None:
-        flat = np.r_[start.weights.ravel(), start.bias]
+        flat = np.r_[(scales_F[:, None] * (axes_FF.T @ start.weights)).ravel(), start.bias]
     options = {"maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS, "ftol": 1e-6 * tolerance, "gtol": tolerance}
     done = minimize(loss, flat, jac=True, method="L-BFGS-B", options=options)
-    weights_FK = done.x[:-num_classes].reshape(num_features, num_classes)
+    weights_FK = to_weights_FF @ done.x[:-num_classes].reshape(num_features, num_classes)
     return LinearHead(weights_FK, done.x[-num_classes:], mean_F, std_F), bool(done.success)
 
 
