@@ -136,7 +136,12 @@ vitray evaluate sweeps/cifar10_stems/"vit_u6x1_16 route=supervised"*/model \\
     --probes linear few_shot --train-shares 0.05 0.1 0.5 --out sweeps/labels
 ```"""
 
-LABEL_CURVES = "Means of the linear probes over the seeds of the table, with Student's 95 % interval."
+LABEL_CURVES = """\
+Means of the linear probes over the seeds of the table, with Student's 95 % interval.
+
+Twenty times the labels give a linear probe 2.1 points on supervised features, and 4.4 to 4.7 on masked ones, which stay
+7 points below. Yet fine-tuned with labels these masked networks end 6 to 8 points above the supervised one (thing 3):
+what a linear probe reads is not what a fine-tuning can use."""
 
 ATTENTION = """\
 ## What the best network attends to
