@@ -1,6 +1,7 @@
 """One evaluation from addresses to its folder: check everything, compute outputs, score, compare, write."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -176,6 +177,7 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
         train = numbered(learnt, data.train, classes) if learnt and data.train else None
         keys = learnt.keys if learnt else []
         test = numbered(outputs, images, classes)
+        print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
         more |= probe_features(request.probes, train, test, len(classes), keys)
         if train is not None:
             more |= probe_shares(request.train_shares, train, test, len(classes), keys)
