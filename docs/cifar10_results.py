@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
-from cifar10_texts import ATTENTION, HEAD, HOURS, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
+from cifar10_texts import ATTENTION, HEAD, HOURS, IN_A_MINUTE, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
 
 import tune_spaces
 from pipelines import recipes
@@ -122,7 +122,8 @@ def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
 
 def page(records: Mapping[str, Any]) -> str:
     """Return docs/results.md."""
-    parts = [HEAD, machine(records), "## In a minute", summary(records)]
+    parts = [HEAD, machine(records), "## In a minute"]
+    parts += [*([IN_A_MINUTE] if records["trials"] else []), summary(records)]
     for thing in THINGS:
         parts += thing_parts(thing, records)
     parts += ["## Scaling of labels", LABELS, labels_table(records)]
@@ -161,7 +162,7 @@ def summary(records: Mapping[str, Any]) -> str:
             else:
                 unclear.append(f"{one} and {other}")
         clear = [f"{low} < {' / '.join(labels)}" for low, labels in higher.items()]
-        texts = "; ".join(clear) or "-", "; ".join(unclear) or "-", f"{missing} of {len(pairs)} pairs"
+        texts = "<br>".join(clear) or "-", "<br>".join(unclear) or "-", f"{missing} of {len(pairs)} pairs"
         rows.append(f"| {thing.title} | {' | '.join(texts)} |")
     return "\n".join(rows)
 

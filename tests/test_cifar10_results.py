@@ -65,6 +65,16 @@ def test_the_page_is_that_of_its_records():
     assert cifar10_results.PAGE.read_text() == cifar10_results.page(records)
 
 
+def test_the_numbers_of_the_summary_are_those_of_the_tables():
+    sections = cifar10_results.PAGE.read_text().split("\n## ")
+    (summary,) = (section for section in sections if section.startswith("In a minute"))
+    tables = "\n".join(section for section in sections if section is not summary)
+    numbers = re.findall(r"[+-]?\d+\.\d+", summary)
+    assert len(numbers) > 6
+    for number in numbers:
+        assert re.search(rf"(?<![\d.]){re.escape(number).lstrip('+')}(?![\d.])", tables), number
+
+
 def test_without_records_every_cell_is_not_measured():
     page = cifar10_results.page(cifar10_results.NOTHING)
     assert page.count("| not measured | | | 0 of 5 |") == 4 + 6
