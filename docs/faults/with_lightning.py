@@ -1,7 +1,8 @@
 """The network in Lightning's Trainer, which resumes from its last checkpoint (`ckpt_path="last"`).
 
 ModelCheckpoint saves every few steps and its last state; OnExceptionCheckpoint saves on SIGTERM and on errors. The
-loader is torchdata's StatefulDataLoader, whose place in the epoch Lightning stores.
+loader is torchdata's StatefulDataLoader, whose place in the epoch Lightning stores, with torchdata's sampler: the one
+that Lightning makes itself draws from torch's random state, and gives a resumed epoch another order.
 """
 
 import os
@@ -14,6 +15,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
 from recording import LR, OUT, RECORDER, SEED, SETTINGS, network, save_final, training_images
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 
 class Classifier(pl.LightningModule):
@@ -44,7 +46,9 @@ class Classifier(pl.LightningModule):
 
 pl.seed_everything(SEED, workers=True)
 model = Classifier()
-loader = StatefulDataLoader(training_images(), SETTINGS["batch"] // SETTINGS["workers"], shuffle=True)
+images, rank = training_images(), int(os.environ["RANK"])
+sampler = StatefulDistributedSampler(images, SETTINGS["workers"], rank, seed=SEED)
+loader = StatefulDataLoader(images, SETTINGS["batch"] // SETTINGS["workers"], sampler=sampler)
 trainer = pl.Trainer(
     accelerator="cpu",
     strategy="ddp" if SETTINGS["workers"] > 1 else "auto",
@@ -56,6 +60,7 @@ trainer = pl.Trainer(
         ModelCheckpoint(OUT, every_n_train_steps=SETTINGS["save_every"], save_last=True),
         OnExceptionCheckpoint(OUT),
     ],
+    use_distributed_sampler=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
