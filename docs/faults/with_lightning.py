@@ -65,5 +65,5 @@ trainer = pl.Trainer(
     enable_model_summary=False,
 )
 trainer.fit(model, loader, ckpt_path="last")
-if trainer.is_global_zero and trainer.global_step == SETTINGS["steps"]:
+if trainer.is_global_zero and trainer.current_epoch == SETTINGS["epochs"]:  # its own end, with as many steps or fewer
     save_final(model.vit.state_dict())
