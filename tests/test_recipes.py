@@ -56,8 +56,8 @@ from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-MEASURED = {"demo", "finetune_demo", "masked_demo", "tokenizer_demo"}
-UNMEASURED = {"distil_demo", "flexible_demo", "hybrid_demo", "torchvision_demo"}
+MEASURED = {"demo", "distil_demo", "finetune_demo", "flexible_demo", "hybrid_demo", "masked_demo", "tokenizer_demo"}
+UNMEASURED = {"torchvision_demo"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer"}
 OURS = MEASURED | UNMEASURED | CIFAR  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.

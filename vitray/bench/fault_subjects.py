@@ -162,7 +162,7 @@ SUBJECTS = {
         ("pytorch-lightning", "torchdata", "torch", "mlflow"),
         lambda place, _, workers: _torchrun(place, workers, "with_lightning.py", 3),
         '`ModelCheckpoint(every_n_train_steps=16, save_last=True)`, OnExceptionCheckpoint, `ckpt_path="last"`, '
-        "StatefulDataLoader; torchrun with `--max-restarts`",
+        "StatefulDataLoader and its sampler; torchrun with `--max-restarts`",
         "*.ckpt",
         "final.safetensors",
         "train/loss",
