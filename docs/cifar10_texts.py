@@ -158,13 +158,8 @@ ATTENTION = """\
 ## What the best network attends to
 
 Eight test photographs beside the attention rollout of `conv, mae` (seed 0), with the predicted classes: two are
-wrong, a bird called a deer and a frog called a bird.
-
-<!-- not run: hours of training come before it -->
-```
-vitray inspect sweeps/cifar10_stems/"vit_u6x1_16_conv route=mae seed=0"/model data/cifar10 --split test \\
-    --images 8 --figures rollout
-```
+wrong, a bird called a deer and a frog called a bird. `vitray inspect MODEL data/cifar10 --split test --images 8
+--figures rollout` draws them, where MODEL is `sweeps/cifar10_stems/"vit_u6x1_16_conv route=mae seed=0"/model`.
 
 ![Attention rollout over eight photographs](images/cifar10_rollout.png)
 
