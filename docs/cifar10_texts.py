@@ -155,7 +155,7 @@ Twenty times the labels give a linear probe 2.1 points on supervised features, a
 what a linear probe reads is not what a fine-tuning can use."""
 
 ATTENTION = """\
-## What the best network attends to
+## Attention of the best network
 
 Eight test photographs beside the attention rollout of `conv, mae` (seed 0), with the predicted classes: two are
 wrong, a bird called a deer and a frog called a bird. `vitray inspect MODEL data/cifar10 --split test --images 8
