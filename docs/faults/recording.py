@@ -51,9 +51,7 @@ class Recorder:
         self.images += map(int, rows)
 
     def _after_step(self, *_: Any) -> None:
-        if (
-            not self.images
-        ):  # a step without gradients, by which Composer makes the optimizer's state before it loads it
+        if not self.images:  # Composer makes the optimizer's state by a step without gradients, before it loads it
             return
         rank = dist.get_rank() if dist.is_initialized() else 0
         line = " ".join(map(str, [f"{time.time():.3f}", os.getpid(), rank, self.step, *self.images]))

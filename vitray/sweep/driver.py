@@ -83,10 +83,9 @@ def retry_failed(space: Space, name: str, out: str) -> None:
     if not storage.exists(storage.join(sweep_dir, SWEEP_META)):
         raise ConfigError(f"--retry-failed: no sweep {name} in {out}; wanted --name of an earlier one")
     with own_folder(sweep_dir, name):
-        for part in (*(storage.join(STAGES_DIR, stage) for stage in space.before), ""):
-            failed = reset_failed(storage.join(sweep_dir, part))
-            label = storage.join(name, part).rstrip("/")
-            print(f"  {label}: {', '.join(failed) or 'no trial'} to be tried again", file=sys.stderr, flush=True)
+        for each in (*(storage.join(name, STAGES_DIR, stage) for stage in space.before), name):
+            failed = reset_failed(storage.join(storage.absolute(out), each))
+            print(f"  {each}: {', '.join(failed) or 'no trial'} to be tried again", file=sys.stderr, flush=True)
 
 
 def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, float]:
