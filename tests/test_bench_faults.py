@@ -228,6 +228,22 @@ def test_what_a_person_did_and_what_tracking_shows_are_words():
     assert tracking_text([{"status": None, "epochs": [0, 1, 1, 2]}]) == "summary.csv: epochs 0, 1, 1, 2"
 
 
+def test_the_summary_adds_up_the_faults_of_a_stack_without_the_undisturbed_run():
+    whole = [{"status": "FINISHED", "first": 0, "last": 191, "twice": 0, "missing": 0}]
+    lightning = CELL | {"subject": "lightning", "tracking": whole}
+    cells = {
+        ("lightning", "none"): lightning,
+        ("lightning", "sigterm"): lightning | {"lost": 3, "commands": ["a"] * 3},
+        ("lightning", "checkpoint"): lightning | {"lost": 4, "skipped": 5, "weights_difference": 0.1},
+    }
+    assert "| Lightning | 1 of 2 | 1 of 2 | 7 | 3 times | 2 of 2 |" in faults_page(cells)
+    for flaw in ({"status": "FAILED"}, {"first": 1}, {"twice": 1}, {"missing": 1}):
+        cells["lightning", "sigterm"]["tracking"] = [whole[0] | flaw]
+        assert "3 times | 1 of 2 |" in faults_page(cells)
+    cells["lightning", "sigterm"]["tracking"] = whole * 2
+    assert "3 times | 1 of 2 |" in faults_page(cells)
+
+
 def test_the_page_is_that_of_the_measured_cells():
     """Run `python -m vitray.bench.faults --page` after a change."""
     assert faults.PAGE.read_text() == fault_page.faults_page(faults.read_cells(faults.CELLS))

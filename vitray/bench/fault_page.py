@@ -39,13 +39,47 @@ COLUMNS = (
 def faults_page(cells: Cells) -> str:
     """Return the page."""
     settings = Settings()
-    parts = [HEAD.format(steps=settings.steps, **settings._asdict())]
+    parts = [HEAD.format(summary=_summary(cells), steps=settings.steps, **settings._asdict())]
     parts.append(_subjects(cells))
     for fault, (title, text) in FAULT_TEXTS.items():
         parts.append(f"## {title}\n\n{text}\n\n{_table(cells, fault)}\n")
         parts += [f"{line}\n" for line in (best_line(cells, fault), _notes(cells, fault)) if line]
     parts.append(_commands(cells))
     return "\n".join(parts)
+
+
+def _summary(cells: Cells) -> str:
+    """Return a row for each measured stack, over all faults."""
+    lines = ["|  | all images | equal weights | steps lost | started again by a person | one whole run in MLflow |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, subject in SUBJECTS.items():
+        own = [cell for (each, fault), cell in cells.items() if each == name and fault != "none"]
+        if own:
+            lines.append(f"| {' | '.join([subject.title, *summary_of(own)])} |")
+    return "\n".join(lines)
+
+
+def summary_of(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the columns of a stack's faults, without its name."""
+    exact = sum(not cell["repeated"] and not cell["skipped"] for cell in cells)
+    equal = sum(cell["weights_difference"] == 0 for cell in cells)
+    again = sum(len(cell["commands"]) - 1 for cell in cells)
+    whole = sum(is_whole(cell["tracking"]) for cell in cells)
+    lost = sum(cell["lost"] for cell in cells)
+    return [
+        f"{exact} of {len(cells)}",
+        f"{equal} of {len(cells)}",
+        str(lost),
+        f"{again} times",
+        f"{whole} of {len(cells)}",
+    ]
+
+
+def is_whole(runs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether tracking has one finished run with every step once."""
+    if len(runs) != 1 or runs[0]["status"] != "FINISHED" or runs[0]["twice"] or runs[0]["missing"]:
+        return False
+    return runs[0]["last"] - runs[0]["first"] + 1 == Settings().steps
 
 
 def _subjects(cells: Cells) -> str:
@@ -143,7 +177,12 @@ def _commands(cells: Cells) -> str:
 HEAD = """# What a fault costs
 
 You can compare what happens to a training run after a fault, in vitray and in four stacks that people use, and measure
-the cells that say "not measured".
+the cells that say "not measured". Over all faults of this page:
+
+{summary}
+
+"All images": the faults after which each image is used as often as without the fault. The other columns are explained
+below.
 
 `python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
 the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
