@@ -132,8 +132,9 @@ def test_stems_are_compared_within_a_route_and_routes_within_a_stem():
     labels = [cell.label for cell in cifar10_results.cells_of(STEMS)]
     pairs = cifar10_results.pairs_of(STEMS, labels)
     assert len(labels) == 12
-    assert len(pairs) == 9 + 8
+    assert len(pairs) == 9 + 6 + 8
     assert ("conv, beit", "linear, beit") in pairs
+    assert ("conv, beit", "hmlp_ln, beit") in pairs
     assert ("conv, beit", "conv, supervised") in pairs
 
 
