@@ -23,7 +23,7 @@ MODULES = {
     "vitray.runs.run_dir": ("Outcome",),
     "vitray.tracking.model_flavour": ("log_family", "log_model"),
 }
-TOP = """You find here what to import, with types and meanings. `import vitray` loads neither torch nor Ray.
+TOP = """You can look up what to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 
 Names of `vitray` and `vitray.inspect` are stable: a change of one is in the [changelog](../../CHANGELOG.md). Other
 modules are internal, but for the names below."""

@@ -301,6 +301,7 @@ def test_exports_and_model_folders_in_a_jobs_own_folder_are_rejected(job):
         (model.main, ["deit_b.pth", "--save", "models/deit_b"]),
         (weights.main, ["flatten", "runs/first/model", "models/whole"]),
         (weights.main, ["repatch", "runs/first/model", "8", "models/whole"]),
+        (weights.main, ["checkpoint", "runs/first", "models/whole"]),
     ):
         with pytest.raises(ConfigError, match=r"(exports|models)/\S+: lies in the folder of this job"):
             verb(args)

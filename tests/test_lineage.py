@@ -18,6 +18,7 @@ from vitray.inspection.report import driver as inspection_driver
 from vitray.tracking import system_info
 from vitray.tracking.lineage import FOLDER_TAG, ModelScores, TrackedDataset
 from vitray.tracking.mlflow_client import open_client, tracking_uri
+from vitray.tracking.model_uri import resolve_uri
 from vitray.tracking.spool import RECORDS, Spool
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
@@ -183,6 +184,7 @@ def test_the_best_checkpoint_is_one_logged_model_with_the_scores_of_its_step():
     assert (model.name, str(model.status)) == ("vit-best", "READY")
     assert model.source_run_id == run.info.run_id
     assert model.tags["vitray.checkpoint"] == "/runs/a/checkpoints/20"
+    assert resolve_uri(f"models:/{model.model_id}") == "/runs/a/checkpoints/20"
     assert model.params["optim.lr"] == "0.001"
     linked = {(each.key, each.value, each.step, each.dataset_name, each.dataset_digest) for each in model.metrics}
     digest = VAL.digest[:36]

@@ -119,7 +119,7 @@ def clone(tmp_path_factory, ray_cluster, s3_server):
         write_folder(clone / "photos", 60)
         for split, count in (("train", 80), ("val", 20)):  # the images of val are those of train, which lose them
             write_folder(clone / "ILSVRC2012" / split, count)
-        write_dataset(clone / "data/pets", {"train": 40, "test": 20})
+        write_dataset(clone / "data/cars", {"val": 20})
         write_cifar(clone)
         write_zoo(clone)
         write_deit3(clone / "deit_3_base_224_1k.pth")

@@ -1,4 +1,4 @@
-"""The model folder of a finished run, and the last weights of any run."""
+"""Model folders of runs: that of a finished run, and those of checkpoints."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,11 @@ from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
+from vitray.errors import ConfigError
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.runs.run_dir import RUN_META, run_dataset, stored_run
+from vitray.tracking.model_uri import resolve_uri
 from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.freezing import prepare
@@ -18,24 +21,69 @@ from vitray.weights.pretrained import InitialWeights
 
 def last_weights(run_dir: str) -> dict[str, Tensor]:
     """Return the task's weights at the last checkpoint, averaged where the run averages."""
-    parts = checkpoints.read_checkpoint(run_dir, checkpoints.complete_steps(run_dir)[-1]).parts
-    return parts["model"] | parts.get("average", {})  # frozen weights have no average
+    return _weights_at(run_dir, checkpoints.complete_steps(run_dir)[-1])
 
 
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:
     """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer."""
-    weights, url = last_weights(run_dir), storage.join(run_dir, "model")
+    is_delta = start is not None and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full"
+    url = storage.join(run_dir, "model")
+    storage.remove(url)
+    return _save(url, run, last_weights(run_dir), classes, start.url if start and is_delta else None)
+
+
+def save_checkpoint(url: str, target: str) -> SavedModel:
+    """Write a checkpoint as a whole model folder; of a run folder, the checkpoint of the best evaluation."""
+    run_dir, steps = find_checkpoints(storage.absolute(resolve_uri(url)))
+    step = steps[0] if len(steps) == 1 else _best_step(run_dir, steps)
+    run, known = stored_run(run_dir), storage.join(run_dir, "model", "classes.json")
+    classes = storage.read_json(known) if storage.exists(known) else run_dataset(run, run_dir).classes
+    saved = _save(target, run, _weights_at(run_dir, step), classes)
+    print(f"{checkpoints.folder_of(run_dir, step)} -> {target}")
+    return saved
+
+
+def find_checkpoints(url: str) -> tuple[str, list[int]]:
+    """Return the run folder and the steps of the checkpoints at an address: of a run, or a single one."""
+    folder, _, name = url.partition("/checkpoints/")
+    if storage.exists(storage.join(folder, RUN_META)):
+        steps = checkpoints.complete_steps(folder)
+        if not steps:
+            raise ConfigError(f"{url}: the run has no complete checkpoint yet")
+        if not name:
+            return folder, steps
+        if chosen := [step for step in steps if checkpoints.folder_of(folder, step) == url.rstrip("/")]:
+            return folder, chosen
+        raise ConfigError(f"{url}: no complete checkpoint; wanted one of the steps {', '.join(map(str, steps))}")
+    raise ConfigError(f"{url}: no run folder; wanted one, as runs/NAME, or runs/NAME/checkpoints/step-00001200")
+
+
+def _best_step(run_dir: str, steps: Sequence[int]) -> int:
+    """Return the step of the best evaluation; without any evaluation, the last one."""
+    best = checkpoints.read_meta(run_dir, steps[-1])["state"]["train_state"]["best_step"]
+    if best is not None and best not in steps:
+        raise ConfigError(
+            f"{run_dir}: its best evaluation, of step {best}, has no checkpoint; wanted"
+            f" {checkpoints.folder_of(run_dir, steps[-1])}, or another of the steps {', '.join(map(str, steps))}"
+        )
+    return steps[-1] if best is None else best
+
+
+def _weights_at(run_dir: str, step: int) -> dict[str, Tensor]:
+    parts = checkpoints.read_checkpoint(run_dir, step).parts
+    return parts["model"] | parts.get("average", {})  # frozen weights have no average
+
+
+def _save(
+    url: str, run: Run, weights: dict[str, Tensor], classes: Sequence[str], base: str | None = None
+) -> SavedModel:
     if isinstance(run.task, Tokenizer):
         tokenizer = VisualTokenizer(run)
         tokenizer.load_state_dict(weights)
-        storage.remove(url)
         return save_tokenizer(url, tokenizer)
     vit = build_network(run.model)
     if isinstance(run.task, Finetune):
         prepare(vit, run.task)
     vit.load_state_dict({name.removeprefix("vit."): tensor for name, tensor in weights.items() if name[:4] == "vit."})
-    is_delta = start is not None and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full"
-    base = start.url if start and is_delta else None
-    storage.remove(url)
     class_names = classes if run.model.num_classes is not None else None
     return save_model(url, run, vit, class_names, relative_to=base)

@@ -10,6 +10,7 @@ from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
 from vitray.config.training import Finetune
+from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
 from vitray.runs.plan import Plan, difference
 
@@ -117,6 +118,15 @@ def stored_run(run_dir: str, overrides: Sequence[str] = ()) -> Run:
         return load_run(path, overrides)
 
 
+def run_dataset(run: Run, run_dir: str) -> Dataset:
+    """Return the images of a run, which must be those that it started with."""
+    assert run.data.url is not None
+    dataset = open_dataset(run.data.url)
+    if dataset.identity != json.loads(storage.read_bytes(storage.join(run_dir, RUN_META)))["dataset_identity"]:
+        raise ConfigError(f"{dataset.url}: the images have changed since {run_dir} started; wanted those of the run")
+    return dataset
+
+
 def resume_command(name: str, run_dir: str) -> str:
     """Return the command that resumes a run, on this machine or as a job."""
     out = run_dir.removesuffix(f"/{name}")  # a name may have slashes
@@ -134,9 +144,10 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
     if meta.get("teacher_identity") != plan.teacher_identity:
         changes.append(f"{plan.teacher}: the teacher has changed since the run started")
     if changes:
+        start = f"task.weights={run_dir}/model" if isinstance(run.task, Finetune) else f"--fork {name}"
         raise ConfigError(
             f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"
-            f" start from its weights: --name NEW --fork {name}; see docs/faq.md#two-runs-of-one-name"
+            f" start from its weights: --name NEW {start}; see docs/faq.md#two-runs-of-one-name"
         )
 
 

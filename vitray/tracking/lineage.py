@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from vitray import storage
 from vitray.config import load_run
 from vitray.config.training import Tracking
-from vitray.tracking.model_uri import find_logged_model, is_model_uri, resolve_uri
+from vitray.tracking.model_uri import CHECKPOINT_TAG, find_logged_model, is_model_uri, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel, Run
 
-# Tags of a logged model: the model folder or the checkpoint folder that it is.
-FOLDER_TAG, CHECKPOINT_TAG = "vitray.folder", "vitray.checkpoint"
+# Tag of a logged model: its folder.
+FOLDER_TAG = "vitray.folder"
 # Tags of an evaluation's run.
 TRAINING_RUN_TAG, VERSION_TAG = "vitray.training_run", "vitray.model_version"
 # MLflow's limit.

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 GRAMMAR = "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>"
 
+# Tag of a logged model that is a checkpoint: its folder.
+CHECKPOINT_TAG = "vitray.checkpoint"
+
 # The model folder inside a logged model: mlflow.pyfunc stores the artifact `model` there.
 MODEL_DIR = "artifacts/model"
 
@@ -104,7 +107,8 @@ def _artifact_location(client: "MlflowClient", uri: re.Match[str]) -> tuple[str,
         if not matches:
             return storage.join(str(run.info.artifact_uri), uri["path"]), None
         model_id = max(matches, key=lambda model: model.creation_timestamp).model_id
-    place = client.get_logged_model(model_id).artifact_location
+    model = client.get_logged_model(model_id)
+    place = model.tags.get(CHECKPOINT_TAG, model.artifact_location)  # the files of a checkpoint stay in the run folder
     return storage.join(place, rest) if rest else place, None if rest else model_id
 
 

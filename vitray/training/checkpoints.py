@@ -96,15 +96,21 @@ def write_checkpoint(run_dir: str, checkpoint: Checkpoint, check: Callable[[], N
     storage.write_bytes(meta, json.dumps(content).encode())
 
 
-def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
-    """Return the checkpoint of a step."""
-    folder = folder_of(run_dir, step)
-    content = json.loads(storage.read_bytes(storage.join(folder, META)))
+def read_meta(run_dir: str, step: int) -> dict[str, Any]:
+    """Return the JSON of a step's checkpoint."""
+    path = storage.join(folder_of(run_dir, step), META)
+    content = json.loads(storage.read_bytes(path))
     if content.get("format") != FORMAT:
         raise ConfigError(
-            f"{folder}/{META}: got checkpoint format {content.get('format')!r}, wanted {FORMAT}; use the version of"
-            " vitray that wrote it, or start a new run"
+            f"{path}: got checkpoint format {content.get('format')!r}, wanted {FORMAT}; use the version of vitray that"
+            " wrote it, or start a new run"
         )
+    return content
+
+
+def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
+    """Return the checkpoint of a step."""
+    folder, content = folder_of(run_dir, step), read_meta(run_dir, step)
     parts: Parts = {}
     for name, size in content["files"].items():
         with storage.local_copy(storage.join(folder, name)) as path:

@@ -3,11 +3,11 @@
 from vitray.weights.convert import import_weights as import_weights
 from vitray.weights.delta import identity_of as identity_of
 from vitray.weights.delta import read_delta as read_delta
-from vitray.weights.delta import read_own as read_own
 from vitray.weights.export import export_weights as export_weights
 from vitray.weights.export import write_library as write_library
 from vitray.weights.folder import LoadedModel as LoadedModel
 from vitray.weights.folder import SavedModel as SavedModel
+from vitray.weights.folder import describe_weights as describe_weights
 from vitray.weights.folder import flatten_model as flatten_model
 from vitray.weights.folder import load_deltas as load_deltas
 from vitray.weights.folder import load_model as load_model

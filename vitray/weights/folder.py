@@ -32,6 +32,8 @@ from vitray.weights.delta import (
     identity_of,
     make_delta,
     read_chain,
+    read_delta,
+    read_own,
     read_state,
 )
 from vitray.weights.family import Family, Member
@@ -173,8 +175,24 @@ def open_weights(
         if settings:
             raise ConfigError(f"{url}: a model folder has its own settings; got {', '.join(settings)}, wanted none")
         return load_model(location)
+    _refuse_checkpoint(url, location)
     run, vit = import_weights(location, settings=settings, fallback=fallback)
     return LoadedModel(run, vit, None)
+
+
+def describe_weights(url: str) -> tuple[str, dict[str, Any]]:
+    """Return what a model folder or a weights file holds, and its base if it is a delta: as a line, and by name."""
+    place = resolve_uri(url)
+    delta, loaded = read_delta(place), open_weights(place)
+    network, model = loaded.vit.state_dict(), loaded.run.model.name
+    taken, base, identity = ((), None, None) if delta is None else (delta.taken, delta.base.url, delta.base.identity)
+    kept = len(tensors := network if delta is None else read_own(place))  # of LoRA, the factors
+    own, whole = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, network))
+    kind = "whole" if identity is None else f"a delta of {base} ({identity[:12]})"
+    text = f"{url}: {model}, {kind}: {kept} of {kept + len(taken)} tensors, {own:,} bytes, {own / whole:.1%}"
+    facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta"}
+    facts |= {"base": base, "base_identity": identity, "taken": len(taken), "kept": kept}
+    return text, facts | {"bytes": own, "whole": whole, "share": own / whole}
 
 
 def has_settings(url: str) -> bool:
@@ -182,9 +200,17 @@ def has_settings(url: str) -> bool:
     return storage.exists(storage.join(resolve_uri(url), RUN))
 
 
+def _refuse_checkpoint(url: str, location: str) -> None:
+    if storage.exists(storage.join(location, "checkpoint.json")):
+        raise ConfigError(
+            f"{url}: a checkpoint, wanted a model folder; `vitray weights checkpoint {location} TARGET` writes one"
+        )
+
+
 def _folder_at(url: str) -> str:
     location = resolve_uri(url)
     if not storage.exists(storage.join(location, RUN)):
+        _refuse_checkpoint(url, location)
         raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
     return location
 
