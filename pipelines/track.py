@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.errors import ConfigError
+from vitray.errors import RunError
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if waiting:
         count = sum(result.state == "waiting" for result in results)
         unsent = f"the records of {count} of {len(results)} runs are not uploaded"
-        raise ConfigError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
+        raise RunError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
     if not results:
         print("nothing waits")
     return {"runs": [result._asdict() for result in results]}
