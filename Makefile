@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up tunnel down test test-ray test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
+.PHONY: help demo ui up update tunnel down test test-ray test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,8 +25,11 @@ ui: .venv/.installed  ## open MLflow on the runs of this folder
 
 CLUSTER ?= cluster.yaml
 
-up: .venv/.installed  ## start or update the cluster of cluster.yaml (or CLUSTER=FILE)
+up: .venv/.installed  ## start the cluster of cluster.yaml (or CLUSTER=FILE); on a running one, restart Ray
 	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER)
+
+update: .venv/.installed  ## send changed files to a running cluster, without a restart of Ray, which ends all jobs
+	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER) --no-restart
 
 tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until you exit the shell
 	$(BIN)/ray attach $(CLUSTER) -p 8265 -p 5000

@@ -26,6 +26,8 @@ MLFLOW_DISABLE_TELEMETRY=true
 # MLflow's job runner takes seven processes and 1.2 GB, and vitray does not use it.
 MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 END
+  # Of an S3-compatible server: AWS_ENDPOINT_URL=... mlflow.sh s3://bucket/mlflow. Keys are in ~/.aws/credentials.
+  env | grep -E '^AWS_(ENDPOINT_URL|(REQUEST|RESPONSE)_CHECKSUM_[A-Z]+)=' >>$settings/mlflow.env || true
 fi
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
 # Other users see only the entities that the owner shares. Authentication results are cached for 60 s: a check takes tens
@@ -94,6 +96,7 @@ Description=Back up the MLflow databases of vitray
 [Service]
 Type=oneshot
 User=$USER
+EnvironmentFile=$settings/mlflow.env
 ExecStart=$python $HOME/vitray/deploy/mlflow_store.py save $home $destination/server
 END
 

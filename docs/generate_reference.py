@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import yaml
 from api_reference import python_parts
-from reference_texts import ARTIFACTS, METRICS, VARIABLES
+from reference_texts import ARTIFACTS, METRICS, SET_VARIABLES, VARIABLES
 
 import tune_spaces
 from pipelines import recipes
@@ -27,6 +27,16 @@ METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]
 LOGGING = ("runs/run_logger", "training/loop", "training/evaluator", "training/prober", "evaluation/scores")
 LOGGING += ("tracking/system_info", "sweep/sweep_logger", "evaluation/report/tracking")
 WRITERS = {"figure", "text", "image"}
+EXIT_STATUSES = """\
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed while it ran |
+| 2 | bad input: one line on stderr |
+| 130 | stopped by Ctrl-C |
+| 143 | stopped by SIGTERM, as `vitray stop` sends it; `vitray serve` ends with 130 |
+
+`vitray submit --follow` and `vitray jobs JOB --follow` exit with the status of the job."""
 
 
 class ParserFound(Exception):  # noqa: N818 (it is no error)
@@ -53,7 +63,7 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
 
 def verbs_page() -> str:
     """Return the page of all verbs."""
-    parts = [top("Verbs", "You can look up the arguments and options of each verb, from its parser.")]
+    parts = [top("Verbs", "You can look up the arguments and options of each verb, from its parser."), EXIT_STATUSES]
     for verb, text in VERBS.items():
         parts += [f"## vitray {verb}", f"{text[0].upper()}{text[1:]}.", *parser_parts(parser_of(verb))]
         if verb == "doctor":
@@ -160,19 +170,19 @@ def keys_of(path: str, function: str) -> str:
 def environment_page() -> str:
     """Return the page of the environment variables; an undescribed one is an error."""
     used = variables()
-    check("variable", set(used), set(VARIABLES))
+    check("variable", set(used), {*VARIABLES, *SET_VARIABLES})
+    places = {name: ", ".join(f"`{place}`" for place in sorted(files)) for name, files in used.items()}
+    yours = [f"| `{name}` | {meaning} | {places[name]} |" for name, meaning in VARIABLES.items()]
+    others = [f"| `{name}` | {' | '.join(texts)} | {places[name]} |" for name, texts in SET_VARIABLES.items()]
     parts = [
         top("Environment variables", "You can look up every variable of vitray and its cluster files."),
         "vitray sets those of the second table, most of them only where you have not. Other variables of Ray, MLflow"
         " and the AWS clients have the meaning that these give them.",
+        "## Variables that you set",
+        "\n".join(["| variable | meaning | used in |", "|---|---|---|", *yours]),
+        "## Variables that vitray or Ray sets",
+        "\n".join(["| variable | value | meaning | used in |", "|---|---|---|---|", *others]),
     ]
-    for title, is_set in (("Variables that you set", False), ("Variables that vitray sets", True)):
-        rows = [f"## {title}\n", "| variable | meaning | used in |", "|---|---|---|"]
-        for name, text in VARIABLES.items():
-            if text.startswith("sets ") == is_set:
-                places = ", ".join(f"`{place}`" for place in sorted(used[name]))
-                rows.append(f"| `{name}` | {text} | {places} |")
-        parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
 

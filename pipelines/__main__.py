@@ -34,7 +34,7 @@ VERBS = {
 FILES = {"inspect": "inspection"}
 NOTES = """\
 Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,
-2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C."""
+2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C, 143 SIGTERM."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

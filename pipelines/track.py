@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
-from vitray.errors import ConfigError
+from vitray.errors import RunError
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -12,8 +12,9 @@ def main(args: list[str]) -> dict[str, Any]:
         prog="vitray track",
         description="The records of a run wait on its driver's disk, below $VITRAY_HOME or ~/.vitray, until MLflow has "
         "them. flush uploads the records of ended runs, each to the store that its run was started with. "
-        "A run whose driver died on this machine becomes KILLED.",
-        epilog="example: vitray track flush --to http://tracker:5000",
+        "A run whose driver died on this machine becomes KILLED. A job's driver runs on the head. Those of a "
+        "sweep's trials run on any node, and their records end with it, unless VITRAY_HOME is on a shared disk.",
+        epilog="examples: vitray track flush --to http://tracker:5000; vitray submit --follow track flush",
     )
     parser.add_argument("action", choices=["flush"], help="upload the records that wait")
     parser.add_argument("--to", metavar="ADDRESS", help="send all of them to this MLflow, instead of to their own")
@@ -30,7 +31,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if waiting:
         count = sum(result.state == "waiting" for result in results)
         unsent = f"the records of {count} of {len(results)} runs are not uploaded"
-        raise ConfigError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
+        raise RunError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
     if not results:
         print("nothing waits")
     return {"runs": [result._asdict() for result in results]}

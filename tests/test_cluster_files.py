@@ -449,18 +449,19 @@ def machine(tmp_path):
         (home / name).write_text(f'#!/bin/sh\necho "{name} $@" >>{calls}\n{action}\n')
         (home / name).chmod(0o755)
 
+    environment = {"HOME": str(home), "USER": "somebody", "PATH": f"{home}/bin:{os.environ['PATH']}"}
+
     def run(name, *args):
         text = (ROOT / "deploy" / name).read_text().replace('"$(dirname "$0")/.."', str(ROOT))
         for system_path in ("/etc/", "/var/lib/"):
             text = text.replace(system_path, f"{tmp_path}{system_path}")
         (tmp_path / name).write_text(text)
-        environment = {"HOME": str(home), "USER": "somebody", "PATH": f"{home}/bin:{os.environ['PATH']}"}
         command = ["bash", str(tmp_path / name), *args]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return calls.read_text()
 
-    return SimpleNamespace(run=run, root=tmp_path, home=home)
+    return SimpleNamespace(run=run, root=tmp_path, home=home, environment=environment)
 
 
 def test_mlflow_is_a_service_that_asks_for_a_password(machine):
@@ -497,6 +498,17 @@ def test_mlflow_is_a_service_that_asks_for_a_password(machine):
     # MLflow answers 403 to other names, except the loopback and networks that are private by RFC 1918.
     assert re.search(r"_ALLOWED_HOSTS=\S*,203.0.113.7:\*,", (unit_folder / "vitray-mlflow.service").read_text())
     assert (settings / "mlflow.env").read_text() == credentials  # a new key would end all browser sessions
+
+
+def test_mlflow_and_its_backup_use_the_same_s3_server(machine):
+    server = {"AWS_ENDPOINT_URL": "http://10.0.0.9:9000", "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required"}
+    machine.environment |= server | {"AWS_SECRET_ACCESS_KEY": "canary"}
+    machine.run("mlflow.sh", "s3://vitray-test/mlflow")
+    settings = machine.root / "etc/vitray/mlflow.env"
+    lines = {line for line in settings.read_text().splitlines() if line.startswith("AWS_")}
+    assert lines == {f"{name}={value}" for name, value in server.items()}
+    for name in ("vitray-mlflow.service", "vitray-mlflow-save.service"):
+        assert f"EnvironmentFile={settings}\n" in (machine.root / "etc/systemd/system" / name).read_text()
 
 
 @pytest.mark.slow  # for systemd-analyze, which `make test-full` installs

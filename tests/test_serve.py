@@ -318,19 +318,29 @@ def test_the_serve_config_for_kubernetes_is_valid():
     assert (serving.replicas, serving.token, list(serving.tasks)) == ((1, 4), True, ["cars", "birds"])
     cluster = service["spec"]["rayClusterConfig"]
     assert f"ray=={cluster['rayVersion']}\n" in (Path(__file__).parents[1] / "constraints.txt").read_text()
+    assert cluster["authOptions"] == {"mode": "token"}
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
-        [token] = [each for each in container["env"] if each["name"] == "VITRAY_SERVE_TOKEN"]
-        assert token["valueFrom"] == {"secretKeyRef": {"name": "vitray-serve", "key": "token"}}
+        secrets = {each["name"]: each["valueFrom"] for each in container["env"] if "valueFrom" in each}
+        assert secrets == {
+            "VITRAY_SERVE_TOKEN": {"secretKeyRef": {"name": "vitray-serve", "key": "token"}},
+            "MLFLOW_TRACKING_USERNAME": {"secretKeyRef": {"name": "vitray-mlflow", "key": "username"}},
+            "MLFLOW_TRACKING_PASSWORD": {"secretKeyRef": {"name": "vitray-mlflow", "key": "password"}},
+        }
 
 
-@pytest.mark.parametrize(("replicas", "gpus", "share"), [(1, 1, 1.0), (2, 4, 1.0), (2, 1, 0.5), (3, 2, 0.5)])
+@pytest.mark.parametrize(("replicas", "gpus", "share"), [(1, 1, 1.0), (2, 4, 1.0), (2, 1, 0.5), (3, 2, 0.5), (2, 0, 0)])
 def test_replicas_share_the_gpus_of_a_cluster_that_does_not_grow(replicas, gpus, share, monkeypatch):
     monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
     assert gpus_of_a_replica(replicas, gpus) == share
+
+
+@pytest.mark.parametrize(("gpus", "device", "share"), [(2, "", 1.0), (0, "", 0), (0, "cpu", 0), (0, "gpu", 1.0)])
+def test_a_replica_has_a_whole_gpu_where_a_cluster_adds_them(gpus, device, share, monkeypatch):
     monkeypatch.setenv("VITRAY_GROWS_WITHIN", "1800")
-    assert gpus_of_a_replica(replicas, gpus) == 1.0
+    monkeypatch.setenv("VITRAY_GROWS_DEVICE", device)
+    assert gpus_of_a_replica(4, gpus) == share
 
 
 # ---- bad input ends before Ray starts --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray import storage
-from vitray.errors import ConfigError, redact, redact_uri
+from vitray.errors import ConfigError, RunError, redact, redact_uri
 from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import open_client, tracking_uri
@@ -697,7 +697,7 @@ def test_flush_completes_a_run_that_ended_while_the_server_was_offline(address, 
         assert run.run_url() == server.uri
         raise ValueError("it broke")
     _wait_until_released()
-    with pytest.raises(ConfigError, match="the records of 1 of 1 runs are not uploaded"):
+    with pytest.raises(RunError, match="the records of 1 of 1 runs are not uploaded"):
         track.main(["flush"])
     assert "still waits" in capsys.readouterr().out
     server.start()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vitray.cluster import local_ray
-from vitray.cluster.session import autoscaling_timeout, local_cpus, ray_session
+from vitray.cluster.session import autoscaling_device, autoscaling_timeout, local_cpus, ray_session
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.serving.hosted import check_tasks, is_alias
@@ -45,8 +45,8 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
 
         from vitray.serving.app import build
 
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if not serving.gpus and gpus:
+        if not serving.gpus:
+            gpus = int(ray.cluster_resources().get("GPU", 0))
             serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
         if serve.status().proxies:
             raise RunError(
@@ -69,8 +69,13 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
 
 
 def gpus_of_a_replica(replicas: int, gpus: int) -> float:
-    """Return a whole GPU where a cluster adds nodes or has enough GPUs for all replicas, otherwise an equal share."""
-    return 1.0 if autoscaling_timeout() else 1 / math.ceil(replicas / gpus)
+    """Return a whole GPU where a cluster adds nodes with GPUs or has one for each replica, otherwise an equal share.
+
+    It is 0 without GPUs.
+    """
+    if autoscaling_timeout():
+        return 1.0 if gpus or autoscaling_device() == "gpu" else 0.0
+    return 1 / math.ceil(replicas / gpus) if gpus else 0.0
 
 
 def checked(serving: Serving, host: str, port: int) -> Serving:
