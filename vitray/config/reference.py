@@ -70,7 +70,7 @@ def _row(path: str, field: FieldInfo) -> str:
         default = "by objective"
     else:
         default = f"`{_plain(field.default)}`"
-    text = re.sub(r"<(?=\w)", r"\\<", _one_line(text))
+    text = re.sub(r"<(?=\w)|_(?=<)", r"\\\g<0>", _one_line(text))
     cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, since_of(path), text)
     return f"| {' | '.join(cells)} |\n"
 
