@@ -86,7 +86,8 @@ The aims are for an H100.
 def page(size: Size, results: Results) -> str:
     """Return the Markdown of the results; a cell without a result says so."""
     rows = rows_of(results)
-    parts = [TITLE, *([] if results else [UNMEASURED]), HEAD, _hardware(results), "## Training\n", _training(size.models, rows.get("train", []))]
+    parts = [TITLE, HEAD if results else UNMEASURED + HEAD, _hardware(results)]
+    parts += ["## Training\n", _training(size.models, rows.get("train", []))]
     parts += ["\nCompiled (`compute.compile=default`):\n", _training(size.compiled, rows.get("train_compiled", []))]
     parts += ["\nCompiled with CUDA graphs (`compute.compile=reduce-overhead`):\n"]
     parts += [_training(size.compiled, rows.get("train_reduced", []))]
