@@ -26,7 +26,8 @@ from vitray.sweep.space import grid_points, name_of, read_space
 from vitray.sweep.trial_store import read_entries
 
 MARK, END = "  # rates\n", "  - "
-NOT_CHOSEN, CHOSEN = "_rates: not chosen yet.", "_rates: chosen."
+# In the head of a space; a line does not break inside.
+NOT_CHOSEN, CHOSEN = "cifar10_rates.py has not chosen", "cifar10_rates.py has chosen"
 # Settings that change neither images nor steps.
 EXECUTION = ("compute.", "tracking.", "data.url", "data.cache", "evaluate.", "checkpoint.", "task.weights")
 

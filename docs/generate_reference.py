@@ -100,9 +100,8 @@ def argument(action: argparse.Action) -> str:
     """Return an argument as one types it."""
     metavar = action.metavar if isinstance(action.metavar, str) else None
     value = metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper())
-    if not action.option_strings:
-        return f"`{metavar or action.dest.upper()}`" if not action.choices else f"`{cell(value)}`"
-    return f"`{action.option_strings[-1]}{'' if action.nargs == 0 else f' {cell(value)}'}`"
+    parts = [*action.option_strings[-1:], *([] if action.nargs == 0 else [escape_bars(value)])]
+    return f"`{' '.join(parts)}`"
 
 
 # ---- the source ------------------------------------------------------------------------------------------------------
@@ -294,7 +293,12 @@ def prose(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+    return escape_bars(prose(text))
+
+
+def escape_bars(text: str) -> str:
+    """Return a text whose bars do not end a cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def pages() -> dict[str, str]:

@@ -63,8 +63,11 @@ TOY = Size(
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-HEAD = """# A GPU, measured
-
+TITLE = "# A GPU, measured\n"
+UNMEASURED = """
+You find no measurement here yet: no GPU has been measured. `make gpu-report` measures yours.
+"""
+HEAD = """
 You can see what one GPU does with vitray, and measure yours: `make gpu-report` takes less than 25 minutes and writes
 this page. Each number is a median ± half the interquartile range of interleaved rounds. Without a GPU the same
 benchmarks run at toy size, and the page stays as it is. The JSON of each benchmark is in `docs/gpu.json`. A cell
@@ -83,7 +86,8 @@ The aims are for an H100.
 def page(size: Size, results: Results) -> str:
     """Return the Markdown of the results; a cell without a result says so."""
     rows = rows_of(results)
-    parts = [HEAD, _hardware(results), "## Training\n", _training(size.models, rows.get("train", []))]
+    parts = [TITLE, HEAD if results else UNMEASURED + HEAD, _hardware(results)]
+    parts += ["## Training\n", _training(size.models, rows.get("train", []))]
     parts += ["\nCompiled (`compute.compile=default`):\n", _training(size.compiled, rows.get("train_compiled", []))]
     parts += ["\nCompiled with CUDA graphs (`compute.compile=reduce-overhead`):\n"]
     parts += [_training(size.compiled, rows.get("train_reduced", []))]

@@ -15,8 +15,8 @@ from vitray.sweep.space import check_overrides, extend_space, read_space, split_
 from vitray.tracking.mlflow_client import tracking_uri
 
 EXAMPLES = (
-    "examples: vitray sweep demo demo_depth_x_branches data.url=data/demo --name depth; vitray sweep demo demo_lr "
-    "--dry-run --json; the same command again resumes an interrupted sweep"
+    "The same command with the same --name resumes an interrupted sweep. examples: vitray sweep demo "
+    "demo_depth_x_branches data.url=data/demo --name depth; vitray sweep demo demo_lr --name rates --dry-run --json"
 )
 
 

@@ -272,6 +272,7 @@ def test_rates_are_not_chosen_on_the_test_images(tmp_path):
 @pytest.mark.parametrize("name", [thing.space for thing in THINGS])
 def test_the_constraints_of_a_space_are_those_that_the_script_writes(name):
     text = tune_spaces.path_of(name).read_text()
+    assert (cifar10_rates.CHOSEN in text) != (cifar10_rates.NOT_CHOSEN in text)
     drawn = [dict(point.drawn) for point in grid_points(read_space(tune_spaces.path_of(name)))]
     first = [values for values in drawn if values.pop("seed") == 0]
     rewritten = cifar10_rates.with_rates(text, [(values, values.pop("rate")) for values in first])

@@ -22,8 +22,7 @@ kind has settings of its own. A new kind discards the settings of the previous o
 `300 epochs`, `10000 steps` or `10 minutes`, at most a billion. Where the table has no upper bound, a count is at most
 10^12 and a number at most 1e30. Texts are one line of at most 1,000 characters.
 
-*Since* names the section of the [changelog](../CHANGELOG.md) in which a setting came: a version, or the title of a
-section without one yet.
+*Since* is the version of the [changelog](../CHANGELOG.md) in which a setting came, or "unreleased".
 """
 GENERAL_BOUNDS = (MOST_COUNT, MOST_NUMBER, 2**63)
 COLUMNS = "| setting | type | default | since | description |\n|---|---|---|---|---|\n"
@@ -52,7 +51,7 @@ def _tables(path: str, field: FieldInfo) -> list[str]:
         heading = f"### {path}.kind: {kind}\n\n" if kind else f"### {path}\n\n" if "." in path else ""
         fields = {name: each for name, each in section.model_fields.items() if name != "kind"}
         rows = "".join(_row(f"{path}.{name}", each) for name, each in fields.items())
-        since = f" Since {since_of(f'{path}={kind}')}." if kind else ""
+        since = f" Since: {since_of(f'{path}={kind}')}." if kind else ""
         tables.append(f"{heading}{_one_line(section.__doc__)}{since}\n" + (f"\n{COLUMNS}{rows}" if rows else ""))
         for name, each in fields.items():
             if sections_in(each.annotation):
@@ -71,16 +70,16 @@ def _row(path: str, field: FieldInfo) -> str:
         default = "by objective"
     else:
         default = f"`{_plain(field.default)}`"
-    text = re.sub(r"<(?=\w)", r"\\<", _one_line(text))
+    text = re.sub(r"<(?=\w)|_(?=<)", r"\\\g<0>", _one_line(text))
     cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, since_of(path), text)
     return f"| {' | '.join(cells)} |\n"
 
 
 def since_of(name: str) -> str:
-    """Return the section of the changelog in which a setting came; refuse one without an entry."""
+    """Return the version in which a setting came, or "unreleased"; refuse a setting without an entry."""
     if name not in SINCE:
         raise ValueError(f"{name}: no section of the changelog; add it to vitray/config/since.py")
-    return SINCE[name]
+    return SINCE[name] if SINCE[name][0].isdecimal() else "unreleased"
 
 
 def _plain(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The section of CHANGELOG.md in which each setting came, and each kind of a section (`PATH=KIND`).
 
-A key begins or ends the heading of its section. `vitray.config.reference` refuses a setting without an entry.
+A key is a part of its heading. `vitray.config.reference` refuses a setting without an entry.
 """
 
 _SECTIONS = {

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+PROBES = ("knn", "few_shot", "linear", "rank")
+
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
     """Return the options by name; refuse those that do not go together."""
@@ -17,7 +19,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")
     parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
     parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
-    parser.add_argument("--probes", nargs="+", default=[], help="of features: some of knn few_shot linear rank")
+    parser.add_argument("--probes", nargs="+", default=[], help=f"of features: some of {' '.join(PROBES)}")
     parser.add_argument(
         "--training-probes",
         action="store_true",

@@ -7,10 +7,9 @@ import numpy as np
 from vitray.errors import ConfigError, nearest
 from vitray.evaluation.arrays import Labelled
 from vitray.evaluation.report.classes import check_distinct
+from vitray.evaluation.report.options import PROBES
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.outputs import Outputs
-
-PROBES = ("knn", "few_shot", "linear", "rank")
 
 
 def check_probes(names: Sequence[str]) -> None:
