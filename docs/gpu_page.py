@@ -65,7 +65,7 @@ TOY = Size(
 
 TITLE = "# A GPU, measured\n"
 UNMEASURED = """
-You find no measurement here yet: no GPU has been measured. `make gpu-report` measures yours.
+You see no numbers yet: no GPU has been measured. `make gpu-report` measures yours.
 """
 HEAD = """
 You can see what one GPU does with vitray, and measure yours: `make gpu-report` takes less than 25 minutes and writes
