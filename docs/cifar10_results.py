@@ -177,7 +177,7 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
     commands.insert(0, shlex.join(["vitray", "sweep", thing.recipe, rates, *thing.rate_overrides, "--name", rates]))
     commands.insert(1, "python docs/cifar10_rates.py sweeps")
     yield f"{HOURS}\n" + "\n".join(commands) + "\n```"
-    yield "[The zoo](zoo.md#commands) has the command of each cell alone."
+    yield "[The zoo](zoo.md#commands) has the command of each cell."
     if NOT_CHOSEN in tune_spaces.path_of(thing.space).read_text():
         yield "The rates are not chosen yet: those below are provisional."
     elif tried := rates_table(thing, records):
