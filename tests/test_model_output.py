@@ -1,6 +1,7 @@
 """Model folders from checkpoints: which one, with which weights and classes, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from vitray.config import load_run
 from vitray.config.pretraining import Tokenizer
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
+from vitray.runs.best_checkpoint import BestCheckpoint
 from vitray.runs.model_output import save_checkpoint
+from vitray.runs.run_summary import best_block
 from vitray.tasks.build import build_task
 from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 from vitray.training.state import TrainState
@@ -126,3 +129,13 @@ def test_what_is_no_usable_checkpoint_gets_one_message(interrupted, tmp_path, da
     with pytest.raises(ConfigError, match=f"{dataset.url}: the images have changed since"):
         save_checkpoint(folder_of(folder, 2), str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def test_the_end_of_a_run_shows_the_command_for_a_better_earlier_step():
+    best, end = BestCheckpoint(), SimpleNamespace(steps=9, home="/runs/a")
+    assert best_block(best.best, end, [9]) == {}
+    best.evaluated(4, {"val/top1": 0.8, "best/val_top1": 0.8})
+    assert best_block(best.best, end, [9]) == {}  # its checkpoint is gone
+    assert best_block(best.best, end, [4, 9]) == {"best": "step 4: vitray weights checkpoint /runs/a TARGET"}
+    best.evaluated(9, {"val/top1": 0.9, "best/val_top1": 0.9})
+    assert best_block(best.best, end, [4, 9]) == {}

@@ -28,7 +28,14 @@ from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo, TrialHook
 from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
-from vitray.runs.run_summary import describe_run, end_block, incident_block, run_datasets, start_block
+from vitray.runs.run_summary import (
+    best_block,
+    describe_run,
+    end_block,
+    incident_block,
+    run_datasets,
+    start_block,
+)
 from vitray.runs.wait_warning import WaitWarning
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
@@ -159,7 +166,9 @@ class RunLogger:
         content = outcome._asdict() | {"curves": self._history, "device_seconds": costs["cost/device_seconds"]}
         storage.write_bytes(storage.join(info.run_dir, OUTCOME), json.dumps(content | dict(result.costs)).encode())
         if saved:
-            facts = end_block(info.planned.plan, outcome, costs, saved) | {"tracking": self._tracker.run_url()}
+            facts = end_block(info.planned.plan, outcome, costs, saved)
+            facts |= best_block(self._best.best, outcome, checkpoints.complete_steps(info.run_dir))
+            facts["tracking"] = self._tracker.run_url()
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
             self._console.block(facts | incident_block(result))
         return outcome
