@@ -183,8 +183,8 @@ def run(words: list[str], stages: tuple[str, ...] = ()) -> None:
 
 def run_commands(text: str) -> None:
     for program, *words in commands(text):
-        if program.removeprefix(".venv/bin/") != "vitray":
-            assert program in NOT_RUN
+        if (name := program.removeprefix(".venv/bin/")) != "vitray":
+            assert name in NOT_RUN
         elif words[0] not in ELSEWHERE and "--vtab" not in words:  # it trains many networks; test_vtab runs it
             if words[:2] == ["weights", "show"]:
                 write_deltas()
