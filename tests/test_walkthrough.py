@@ -88,13 +88,14 @@ def shrunk(words: list[str], stages: tuple[str, ...] = ()) -> list[str]:
         args = [*args, "--workers", "1"]
     if verb == "inspect":
         args = [*args, "--images", "8"]
+    if "--int8" in args:  # of 20 images, an untrained network changes one
+        args = [*args, "--allow"]
     if verb not in ("train", "sweep", "shard") or "--resume" in args or "--look" in args:
         return [verb, *args]
     small = settings_of(verb, args[0])
     kept = [verb, *(word for word in args if word.partition("=")[0] not in small)]
-    return kept + [
-        f"{prefix}{key}={small[key]}" for prefix in ("", *(f"{stage}." for stage in stages)) for key in small
-    ]
+    of_stages = [f"{stage}.{key}={small[key]}" for stage in stages for key in small if key != "compute.workers"]
+    return [*kept, *(f"{key}={value}" for key, value in small.items()), *of_stages]
 
 
 def replaced(text: str, sizes: dict[str, str]) -> str:
