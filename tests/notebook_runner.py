@@ -1,8 +1,8 @@
 """python tests/notebook_runner.py NOTEBOOK: run its code cells in order in this folder, as Jupyter would; but a cell
 of bash ends at the first command that fails.
 
-With other arguments it is `vitray`. $VITRAY_SMALL, as JSON, holds texts in place of those of cells, and settings in
-place of those of trainings.
+With other arguments it is `vitray`. $VITRAY_SMALL, as JSON, holds texts in place of those of cells, settings in place
+of those of trainings, and those of the run `long`.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def small() -> dict[str, dict[str, str]]:
-    return {"texts": {}, "settings": {}} | json.loads(os.environ.get("VITRAY_SMALL", "{}"))
+    return {"texts": {}, "settings": {}, "long": {}} | json.loads(os.environ.get("VITRAY_SMALL", "{}"))
 
 
 def run_notebook(path: Path) -> None:
@@ -40,7 +40,7 @@ def run_vitray(words: list[str]) -> int:
     from pipelines.__main__ import main
 
     if {"train", "sweep"} & set(words[:3]):
-        settings = small()["settings"]
+        settings = small()["settings"] | (small()["long"] if "long" in words else {})
         kept = [word for word in words if word.partition("=")[0] not in settings]
         words = kept + [f"{name}={value}" for name, value in settings.items()]
     return main(words)
