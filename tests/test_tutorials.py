@@ -141,7 +141,7 @@ def test_the_pictures_are_small_and_shown():
 # ---- they run -------------------------------------------------------------------------------------------------------
 
 # As of test_walkthrough: fewer images and steps, one worker. The run `long` is stopped while it trains.
-LONG = {"optim.duration": "800 steps", "evaluate.every": "200 steps", "checkpoint.every": "200 steps"}
+LONG = {"optim.duration": "400 steps", "evaluate.every": "100 steps", "checkpoint.every": "100 steps"}
 TEXTS = {"range(2000)": "range(800)", "epoch 1/4": " step "}
 RAY_PORTS = ("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port")
 
