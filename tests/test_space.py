@@ -718,8 +718,8 @@ def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(na
     assert not any(word.startswith("data.development") for word in final_words)
 
 
-@pytest.mark.parametrize("name", [name for name in tune_spaces.names() if name.startswith("cifar10")])
-def test_a_space_of_cifar_states_its_cost(name):
+@pytest.mark.parametrize("name", [name for name in tune_spaces.names() if name.startswith(("cifar10", "demo"))])
+def test_a_space_of_ours_states_its_cost(name):
     lines = tune_spaces.path_of(name).read_text().splitlines()
     assert sum(bool(re.match(CIFAR_RESULT, line)) for line in lines) == 1
 

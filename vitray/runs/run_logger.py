@@ -125,6 +125,7 @@ class RunLogger:
         self._stop_thread()
         info, run = self._info, self._info.planned.run
         model = storage.join(info.run_dir, "model") if saved else None
+        complete = checkpoints.complete_steps(info.run_dir) if saved else []
         # The first record includes the start.
         speeds = [speed for _, speed in self._history.get("train/images_per_second", [])[1:]]
         speed = median(speeds) if speeds else None
@@ -141,7 +142,7 @@ class RunLogger:
             if scores := self._last_scores(result.step):
                 self._tracker.scores(model, ModelScores(result.step, scores, self._datasets[-1]))
             best = self._best.without_checkpoint
-            if best and best.step not in checkpoints.complete_steps(info.run_dir):  # saved before this start
+            if best and best.step not in complete:  # saved before this start
                 text = f"step {best.step:,} has the best scores and no checkpoint, so MLflow has no logged model of it"
                 self._log(messages.Note(f"{text}; wanted checkpoint.every as often as evaluate.every"))
             self._tracker.end("FINISHED")
@@ -167,7 +168,7 @@ class RunLogger:
         storage.write_bytes(storage.join(info.run_dir, OUTCOME), json.dumps(content | dict(result.costs)).encode())
         if saved:
             facts = end_block(info.planned.plan, outcome, costs, saved)
-            facts |= best_block(self._best.best, outcome, checkpoints.complete_steps(info.run_dir))
+            facts |= best_block(self._best.best, outcome, complete)
             facts["tracking"] = self._tracker.run_url()
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
             self._console.block(facts | incident_block(result))
