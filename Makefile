@@ -28,7 +28,7 @@ CLUSTER ?= cluster.yaml
 up: .venv/.installed  ## start the cluster of cluster.yaml (or CLUSTER=FILE); on a running one, restart Ray
 	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER)
 
-update: .venv/.installed  ## send changed files to a running cluster, without a restart of Ray, which ends all jobs
+update: .venv/.installed  ## send changed files to a running cluster's head, without a restart of Ray, which ends all jobs
 	@$(BIN)/python -m vitray.cluster.launch $(CLUSTER) --no-restart
 
 tunnel: .venv/.installed  ## Ray on http://127.0.0.1:8265, MLflow on http://127.0.0.1:5000, until you exit the shell

@@ -27,7 +27,7 @@ MLFLOW_DISABLE_TELEMETRY=true
 MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 END
   # Of an S3-compatible server: AWS_ENDPOINT_URL=... mlflow.sh s3://bucket/mlflow. Keys are in ~/.aws/credentials.
-  env | grep -E '^AWS_(ENDPOINT_URL|(REQUEST|RESPONSE)_CHECKSUM_[A-Z]+)=' >>$settings/mlflow.env || true
+  env | grep -E '^AWS_(ENDPOINT_URL(_S3)?|(DEFAULT_)?REGION|(REQUEST|RESPONSE)_CHECKSUM_[A-Z]+)=' >>$settings/mlflow.env || true
 fi
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" ~/.mlflow/credentials; }
 # Other users see only the entities that the owner shares. Authentication results are cached for 60 s: a check takes tens

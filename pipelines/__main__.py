@@ -20,7 +20,7 @@ VERBS = {
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
     "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, with proof of equality",
     "model": "show a network's costs and draw it; read weights of other libraries",
-    "weights": "describe a model folder; write a delta as a whole model",
+    "weights": "describe a model folder; write a whole one from a delta or from a run's best checkpoint",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
     "ui": "show the runs of this folder in a browser",
     "track": "upload records that runs spooled during an MLflow outage",

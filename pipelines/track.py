@@ -2,9 +2,12 @@
 
 import argparse
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipelines.__main__ import run_verb
-from vitray.errors import RunError
+from vitray.errors import ConfigError, RunError, redact_uri
+
+STORES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}  # the schemes that MLflow's registry has too
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -24,14 +27,16 @@ def main(args: list[str]) -> dict[str, Any]:
     # Imported late, because MLflow takes seconds.
     from vitray.tracking.flush import flush_all
 
+    if options.to is not None and urlsplit(options.to).scheme.partition("+")[0] not in STORES:
+        raise ConfigError(f"--to: got {redact_uri(options.to)}, wanted an MLflow address, as in http://tracker:5000")
     results = flush_all(options.to)
     for result in results:
         print(f"{result.name} ({result.uid}), {result.store or 'no store recorded'}: {result.message}")
-    waiting = sorted({result.store or "no store recorded" for result in results if result.state == "waiting"})
-    if waiting:
-        count = sum(result.state == "waiting" for result in results)
-        unsent = f"the records of {count} of {len(results)} runs are not uploaded"
-        raise RunError(f"{', '.join(waiting)}: {unsent}; wanted a reachable MLflow")
+    if waiting := [result for result in results if result.state == "waiting"]:
+        unsent = f"the records of {len(waiting)} of {len(results)} runs are not uploaded"
+        if not (stores := sorted({result.store for result in waiting if result.store})):
+            raise ConfigError(f"no store recorded: {unsent}; wanted --to ADDRESS")
+        raise RunError(f"{', '.join(stores)}: {unsent}; wanted a reachable MLflow")
     if not results:
         print("nothing waits")
     return {"runs": [result._asdict() for result in results]}

@@ -5,8 +5,8 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 
-WORDS = {"show": "one address", "flatten": "DELTA TARGET", "repatch": "MODEL PATCH TARGET, PATCH in pixels"}
-WORDS |= {"checkpoint": "RUN TARGET, or RUN/checkpoints/step-00001200 TARGET"}
+ARGUMENTS = {"show": "one address", "flatten": "DELTA TARGET", "repatch": "MODEL PATCH TARGET, PATCH in pixels"}
+ARGUMENTS |= {"checkpoint": "RUN TARGET, or RUN/checkpoints/step-00001200 TARGET"}
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -19,7 +19,9 @@ def main(args: list[str]) -> dict[str, Any]:
         "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
-    parser.add_argument("action", choices=[*WORDS], help="print, complete or resize a network, or take it from a run")
+    parser.add_argument(
+        "action", choices=[*ARGUMENTS], help="print, complete or resize a network, or take it from a run"
+    )
     parser.add_argument(
         "url", help="a model folder; show, repatch: or another library's file; checkpoint: a run folder"
     )
@@ -33,7 +35,7 @@ def main(args: list[str]) -> dict[str, Any]:
         options.patch, options.target = options.target, options.patch
     given = (options.patch or "").isdecimal() if options.action == "repatch" else options.patch is None
     if not given or (options.target is None) != (options.action == "show"):
-        parser.error(f"{options.action}: wanted {WORDS[options.action]}")
+        parser.error(f"{options.action}: wanted {ARGUMENTS[options.action]}")
     if options.image_size is not None and (options.action != "repatch" or options.image_size < 1):
         parser.error(f"--image-size {options.image_size}: wanted a number of pixels, and action repatch")
 

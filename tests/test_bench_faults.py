@@ -237,7 +237,7 @@ def test_the_summary_adds_up_the_faults_of_a_stack_without_the_undisturbed_run()
         ("lightning", "checkpoint"): lightning | {"lost": 4, "skipped": 5, "weights_difference": 0.1},
     }
     assert "| Lightning | 1 of 2 | 1 of 2 | 7 | 3 times | 2 of 2 |" in faults_page(cells)
-    for flaw in ({"status": "FAILED"}, {"first": 1}, {"twice": 1}, {"missing": 1}):
+    for flaw in ({"status": "FAILED"}, {"first": 1}, {"twice": 1}, {"missing": 1}, {"first": None, "last": None}):
         cells["lightning", "sigterm"]["tracking"] = [whole[0] | flaw]
         assert "3 times | 1 of 2 |" in faults_page(cells)
     cells["lightning", "sigterm"]["tracking"] = whole * 2

@@ -392,7 +392,12 @@ def test_a_missing_bucket_is_reported_and_not_made(aws):
 
 def test_secrets_are_made_once_and_readable_by_one_user(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"auth_token, ~/.vitray/mlflow_credentials: missing, and the running cluster"
+    ):
+        launch.check_secrets()
     assert launch.make_secrets() == ["made ~/.ray/auth_token", "made ~/.vitray/mlflow_credentials"]
+    launch.check_secrets()
     files = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert len(files) == 2
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)

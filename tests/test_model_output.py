@@ -13,7 +13,6 @@ from vitray.config import load_run
 from vitray.config.pretraining import Tokenizer
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
-from vitray.runs.best_checkpoint import BestCheckpoint
 from vitray.runs.model_output import save_checkpoint
 from vitray.runs.run_summary import best_block
 from vitray.tasks.build import build_task
@@ -33,9 +32,9 @@ def dataset(tmp_path_factory):
 def interrupted(tmp_path, dataset):
     """Make the folder of an interrupted run with checkpoints of steps 2 and 4; return it and {step: weights}."""
 
-    def make(*overrides, best=None, average=(), steps=(2, 4)):
+    def make(*overrides, best=None, average=(), steps=(2, 4), pending=(), folder="run"):
         run = load_run(None, [*overrides, f"data.url={dataset.url}"])
-        folder = str(tmp_path / "run")
+        folder = str(tmp_path / folder)
         storage.write_bytes(f"{folder}/run.yaml", run.to_yaml().encode())
         storage.write_bytes(f"{folder}/run.json", json.dumps({"dataset_identity": dataset.identity}).encode())
         weights = {}
@@ -44,7 +43,7 @@ def interrupted(tmp_path, dataset):
             model = {name: torch.randn_like(value) for name, value in build_task(run).state_dict().items()}
             averages = {name: torch.randn_like(model[name]) for name in average}
             parts = {"model": model} | ({"average": averages} if average else {})
-            state = {"train_state": TrainState(step=step, best_step=best).as_json()}
+            state = {"train_state": TrainState(step=step, best_step=best, pending=list(pending)).as_json()}
             write_checkpoint(folder, Checkpoint(step, parts, state))
             weights[step] = model | averages
         return folder, weights
@@ -73,6 +72,35 @@ def test_a_run_gives_its_best_evaluation_and_without_one_its_last_step(interrupt
     check(str(tmp_path / "last"), weights[4])
 
 
+def test_evaluations_that_end_after_the_last_checkpoint_count(interrupted, tmp_path, capsys):
+    folder, weights = interrupted(MODEL, best=2, pending=[4])
+    save_checkpoint(folder, str(tmp_path / "before"))
+    check(str(tmp_path / "before"), weights[2])
+    assert "not evaluated when the run was interrupted, so not compared: steps 4\n" in capsys.readouterr().out
+    outcome = {"steps": 4, "best_step": 4}
+    storage.write_bytes(f"{folder}/outcome.json", json.dumps(outcome).encode())
+    save_checkpoint(folder, str(tmp_path / "after"))
+    check(str(tmp_path / "after"), weights[4])
+    assert "not compared" not in capsys.readouterr().out
+    storage.write_bytes(f"{folder}/outcome.json", json.dumps(outcome | {"steps": 3}).encode())  # resumed since
+    save_checkpoint(folder, str(tmp_path / "resumed"))
+    check(str(tmp_path / "resumed"), weights[2])
+
+
+def test_the_only_checkpoint_of_a_run_is_not_taken_for_its_best(interrupted, tmp_path):
+    folder, weights = interrupted(MODEL, best=3, steps=(4,))
+    with pytest.raises(ConfigError, match="its best evaluation, of step 3, has no checkpoint"):
+        save_checkpoint(folder, str(tmp_path / "best"))
+    save_checkpoint(folder_of(folder, 4), str(tmp_path / "four"))
+    check(str(tmp_path / "four"), weights[4])
+
+
+def test_a_run_below_a_folder_of_the_name_checkpoints_is_found(interrupted, tmp_path):
+    folder, weights = interrupted(MODEL, folder="checkpoints/runs/a b")
+    save_checkpoint(folder, str(tmp_path / "last"))
+    check(str(tmp_path / "last"), weights[4])
+
+
 @pytest.mark.parametrize("mode", ["attn", "lora"])
 def test_a_checkpoint_of_a_fine_tuning_becomes_a_whole_network(mode, interrupted, tmp_path):
     folder, weights = interrupted(MODEL, f"task={{kind: finetune, weights: unread, mode: {mode}}}", best=2)
@@ -80,9 +108,13 @@ def test_a_checkpoint_of_a_fine_tuning_becomes_a_whole_network(mode, interrupted
     check(str(tmp_path / "best"), weights[2])
 
 
-def test_a_checkpoint_of_a_tokenizer_becomes_a_tokenizer(interrupted, tmp_path):
+def test_a_checkpoint_of_a_tokenizer_becomes_a_tokenizer(interrupted, tmp_path, capsys):
     folder, weights = interrupted("task=tokenizer", "model={name: vit_u2x1_8, image_size: 32, num_classes: null}")
-    save_checkpoint(folder, str(tmp_path / "last"))
+    run = load_run(f"{folder}/run.yaml", [f"data.url={tmp_path}/gone"])  # no class names are read
+    storage.write_bytes(f"{folder}/run.yaml", run.to_yaml().encode())
+    assert main(["weights", "checkpoint", folder, str(tmp_path / "last"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (facts["kind"], facts["model"], facts["share"]) == ("whole", "tokenizer of vit_u2x1_8", 1)
     tokenizer = load_tokenizer(str(tmp_path / "last"))
     assert isinstance(tokenizer.run.task, Tokenizer)
     assert all(torch.equal(tensor, weights[4][name]) for name, tensor in tokenizer.state_dict().items())
@@ -132,10 +164,9 @@ def test_what_is_no_usable_checkpoint_gets_one_message(interrupted, tmp_path, da
 
 
 def test_the_end_of_a_run_shows_the_command_for_a_better_earlier_step():
-    best, end = BestCheckpoint(), SimpleNamespace(steps=9, home="/runs/a")
-    assert best_block(best.best, end, [9]) == {}
-    best.evaluated(4, {"val/top1": 0.8, "best/val_top1": 0.8})
-    assert best_block(best.best, end, [9]) == {}  # its checkpoint is gone
-    assert best_block(best.best, end, [4, 9]) == {"best": "step 4: vitray weights checkpoint /runs/a TARGET"}
-    best.evaluated(9, {"val/top1": 0.9, "best/val_top1": 0.9})
-    assert best_block(best.best, end, [4, 9]) == {}
+    def block(best, *complete):
+        return best_block(SimpleNamespace(steps=9, home="/runs/a b", best_step=best), complete)
+
+    assert block(None, 9) == block(9, 4, 9) == {}
+    assert block(4, 9) == {}  # its checkpoint is gone
+    assert block(4, 4, 9) == {"best": "step 4: vitray weights checkpoint '/runs/a b' TARGET"}

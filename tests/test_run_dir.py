@@ -85,3 +85,17 @@ def test_the_command_that_resumes_a_run_has_its_name(name, out, options, tmp_pat
     monkeypatch.chdir(tmp_path)
     command = f"vitray train --resume {name}{options.format(tmp_path)}"
     assert resume_command(name, storage.join(str(tmp_path), out, name)) == command
+
+
+def test_a_name_in_use_gets_the_way_to_start_from_its_weights(tmp_path):
+    opened(tmp_path, "first", settings())
+    with pytest.raises(ConfigError, match=r"optim.lr.* Pick another --name, .*: --name NEW --fork first; see"):
+        opened(tmp_path, "first", settings("optim.lr=1e-4"))
+    tuned = "task={kind: finetune, weights: base}"
+    folder = opened(tmp_path, "tuned", settings(tuned))
+    checkpoint = rf"--name NEW task.weights=TARGET, after `vitray weights checkpoint {folder} TARGET`; see"
+    with pytest.raises(ConfigError, match=checkpoint):  # it has no model yet
+        opened(tmp_path, "tuned", settings(tuned, "optim.lr=1e-4"))
+    storage.write_bytes(f"{folder}/outcome.json", b'{"state": "finished"}')
+    with pytest.raises(ConfigError, match=f"--name NEW task.weights={folder}/model; see"):
+        opened(tmp_path, "tuned", settings(tuned, "optim.lr=1e-4"))

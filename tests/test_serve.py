@@ -17,7 +17,7 @@ from vitray.config import Run
 from vitray.config.serving import Limits, Serving, check_address, default_task, parse_tasks
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.serving.driver import gpus_of_a_replica
+from vitray.serving.driver import bundle_of, gpus_of_a_replica
 from vitray.serving.hosted import Hosted, check_tasks
 from vitray.serving.options import build_parser, read_settings
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
@@ -305,6 +305,20 @@ def test_replicas_are_a_number_or_bounds_that_serve_accepts(option, expected):
         assert list(bounds) == ["min_replicas", "max_replicas", "target_ongoing_requests"]
 
 
+@pytest.mark.parametrize(
+    ("option", "bundle"),
+    [([], {"CPU": 1}), (["--gpus", "0"], {"CPU": 1}), (["--gpus", "0.5", "--cpus", "2"], {"CPU": 2, "GPU": 0.5})],
+)
+def test_a_replica_takes_its_cpus_and_the_gpus_of_an_option(option, bundle):
+    assert bundle_of(read_settings(build_parser().parse_args(["models/base", *option]))) == bundle
+
+
+@pytest.mark.parametrize("number", ["-1", "9", "nan"])
+def test_a_useless_number_of_gpus_is_refused(number):
+    with pytest.raises(ConfigError, match=f"--gpus: got {number}, wanted a number from 0 to 8"):
+        read_settings(build_parser().parse_args(["models/base", f"--gpus={number}"]))
+
+
 def test_the_serve_config_for_kubernetes_is_valid():
     import yaml
     from ray.serve.schema import ServeDeploySchema
@@ -336,7 +350,10 @@ def test_replicas_share_the_gpus_of_a_cluster_that_does_not_grow(replicas, gpus,
     assert gpus_of_a_replica(replicas, gpus) == share
 
 
-@pytest.mark.parametrize(("gpus", "device", "share"), [(2, "", 1.0), (0, "", 0), (0, "cpu", 0), (0, "gpu", 1.0)])
+@pytest.mark.parametrize(
+    ("gpus", "device", "share"),
+    [(0, "gpu", 1.0), (1, "gpu", 1.0), (1, "cpu", 0.25), (2, "", 0.5), (0, "", 0), (0, "cpu", 0)],
+)
 def test_a_replica_has_a_whole_gpu_where_a_cluster_adds_them(gpus, device, share, monkeypatch):
     monkeypatch.setenv("VITRAY_GROWS_WITHIN", "1800")
     monkeypatch.setenv("VITRAY_GROWS_DEVICE", device)

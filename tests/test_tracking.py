@@ -321,6 +321,10 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
     [waiting] = flush_all()  # an earlier version wrote the records, without their store
     assert (waiting.state, waiting.store) == ("waiting", None)
     assert "--to" in waiting.message
+    with pytest.raises(ConfigError, match=r"no store recorded: the records of 1 of 1 runs .*; wanted --to ADDRESS"):
+        track.main(["flush"])
+    with pytest.raises(ConfigError, match="--to: got htp://there, wanted an MLflow address"):
+        track.main(["flush", "--to", "htp://there"])
     assert [run.state for run in flush_all(tracking_uri())] == ["complete"]
     assert sorted(points("loss")) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6), (7, -7)]
     assert the_run().info.status == "FINISHED"

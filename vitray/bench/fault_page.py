@@ -79,7 +79,7 @@ def is_whole(runs: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether tracking has one finished run with every step once."""
     if len(runs) != 1 or runs[0]["status"] != "FINISHED" or runs[0]["twice"] or runs[0]["missing"]:
         return False
-    return runs[0]["last"] - runs[0]["first"] + 1 == Settings().steps
+    return runs[0]["first"] is not None and runs[0]["last"] - runs[0]["first"] + 1 == Settings().steps
 
 
 def _subjects(cells: Cells) -> str:

@@ -151,6 +151,15 @@ def check_tools() -> None:
         )
 
 
+def check_secrets() -> None:
+    """Raise a ConfigError if a secret is missing: a new one would replace a file that the running Ray has read."""
+    if missing := [name for name in (TOKEN, CREDENTIALS) if not Path(name).expanduser().exists()]:
+        raise ConfigError(
+            f"{', '.join(missing)}: missing, and the running cluster has its own; wanted a copy from the machine of"
+            " `make up`, or `make up`, which restarts Ray with new ones"
+        )
+
+
 def make_secrets() -> list[str]:
     """Make the secrets that nodes mount, unless they exist; return a line for each new one."""
     password = secrets.token_urlsafe(24)
@@ -179,6 +188,8 @@ def main(args: list[str]) -> int:
     try:
         tree = read_cluster(args[0])
         check_tools()
+        if "--no-restart" in args:
+            check_secrets()
         changes = make_secrets()
         if tree["provider"]["type"] == "aws":
             changes += make_account(tree)

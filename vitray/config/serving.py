@@ -49,8 +49,8 @@ class Serving(Section):
     """The fewest and the most replicas; Serve scales between them with the load."""
     cpus: Annotated[float, Field(gt=0, le=10_000)] = 1.0
     """CPUs of a replica; also its threads."""
-    gpus: Annotated[float, Field(ge=0, le=8)] = 0.0
-    """GPUs of a replica."""
+    gpus: Annotated[float, Field(ge=0, le=8)] | None = None
+    """GPUs of a replica; `vitray serve` chooses by default, a Serve config file means 0."""
     precision: Annotated[str, Field(pattern="^(fp32|bf16)$")] = "fp32"
     """bf16 computes under autocast."""
     follow_seconds: Seconds = 10.0

@@ -32,11 +32,6 @@ class BestCheckpoint:
         return self._best if step in self._saved else None
 
     @property
-    def best(self) -> Best | None:
-        """The best scores so far."""
-        return self._best
-
-    @property
     def without_checkpoint(self) -> Best | None:
         """The best scores so far, if no checkpoint has their weights."""
         return self._best if self._best and self._best.step not in self._saved else None

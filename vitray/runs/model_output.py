@@ -1,5 +1,6 @@
 """Model folders of runs: that of a finished run, and those of checkpoints."""
 
+import re
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,12 +12,14 @@ from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.runs.run_dir import RUN_META, run_dataset, stored_run
+from vitray.runs.run_dir import OUTCOME, RUN_META, run_dataset, stored_run
 from vitray.tracking.model_uri import resolve_uri
 from vitray.training import checkpoints
 from vitray.weights import SavedModel, save_model, save_tokenizer
 from vitray.weights.freezing import prepare
 from vitray.weights.pretrained import InitialWeights
+
+_CHECKPOINT = re.compile(r"(.+)/checkpoints/step-\d+/?")
 
 
 def last_weights(run_dir: str) -> dict[str, Tensor]:
@@ -27,17 +30,18 @@ def last_weights(run_dir: str) -> dict[str, Tensor]:
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:
     """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer."""
     is_delta = start is not None and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full"
-    url = storage.join(run_dir, "model")
+    url, weights = storage.join(run_dir, "model"), last_weights(run_dir)
     storage.remove(url)
-    return _save(url, run, last_weights(run_dir), classes, start.url if start and is_delta else None)
+    return _save(url, run, weights, classes, start.url if start and is_delta else None)
 
 
 def save_checkpoint(url: str, target: str) -> SavedModel:
     """Write a checkpoint as a whole model folder; of a run folder, the checkpoint of the best evaluation."""
-    run_dir, steps = find_checkpoints(storage.absolute(resolve_uri(url)))
-    step = steps[0] if len(steps) == 1 else _best_step(run_dir, steps)
-    run, known = stored_run(run_dir), storage.join(run_dir, "model", "classes.json")
-    classes = storage.read_json(known) if storage.exists(known) else run_dataset(run, run_dir).classes
+    location = storage.absolute(resolve_uri(url))
+    run_dir, steps = find_checkpoints(location)
+    step = steps[0] if _CHECKPOINT.fullmatch(location) else _best_step(run_dir, steps)
+    run = stored_run(run_dir)
+    classes = () if run.model.num_classes is None else _classes_of(run, run_dir)
     saved = _save(target, run, _weights_at(run_dir, step), classes)
     print(f"{checkpoints.folder_of(run_dir, step)} -> {target}")
     return saved
@@ -45,12 +49,13 @@ def save_checkpoint(url: str, target: str) -> SavedModel:
 
 def find_checkpoints(url: str) -> tuple[str, list[int]]:
     """Return the run folder and the steps of the checkpoints at an address: of a run, or a single one."""
-    folder, _, name = url.partition("/checkpoints/")
+    named = _CHECKPOINT.fullmatch(url)
+    folder = named[1] if named else url
     if storage.exists(storage.join(folder, RUN_META)):
         steps = checkpoints.complete_steps(folder)
         if not steps:
             raise ConfigError(f"{url}: the run has no complete checkpoint yet")
-        if not name:
+        if not named:
             return folder, steps
         if chosen := [step for step in steps if checkpoints.folder_of(folder, step) == url.rstrip("/")]:
             return folder, chosen
@@ -60,13 +65,26 @@ def find_checkpoints(url: str) -> tuple[str, list[int]]:
 
 def _best_step(run_dir: str, steps: Sequence[int]) -> int:
     """Return the step of the best evaluation; without any evaluation, the last one."""
-    best = checkpoints.read_meta(run_dir, steps[-1])["state"]["train_state"]["best_step"]
+    state = checkpoints.read_meta(run_dir, steps[-1])["state"]["train_state"]
+    best, pending = state["best_step"], state.get("pending", [])
+    # Evaluations that ended after the last checkpoint was written.
+    ended = storage.read_json(outcome) if storage.exists(outcome := storage.join(run_dir, OUTCOME)) else {}
+    if ended.get("steps", -1) >= steps[-1] and "best_step" in ended:
+        best, pending = ended["best_step"], []
+    if pending:
+        print(f"not evaluated when the run was interrupted, so not compared: steps {', '.join(map(str, pending))}")
     if best is not None and best not in steps:
         raise ConfigError(
             f"{run_dir}: its best evaluation, of step {best}, has no checkpoint; wanted"
             f" {checkpoints.folder_of(run_dir, steps[-1])}, or another of the steps {', '.join(map(str, steps))}"
         )
     return steps[-1] if best is None else best
+
+
+def _classes_of(run: Run, run_dir: str) -> Sequence[str]:
+    """Return the class names, of the finished model or else of the images."""
+    known = storage.join(run_dir, "model", "classes.json")
+    return storage.read_json(known) if storage.exists(known) else run_dataset(run, run_dir).classes
 
 
 def _weights_at(run_dir: str, step: int) -> dict[str, Tensor]:

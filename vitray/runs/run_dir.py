@@ -44,6 +44,8 @@ class Outcome(NamedTuple):
     """Median over the records, without the first, which includes the start."""
     start: dict[str, float]
     """Seconds from the call to: ray, workers, first step."""
+    best_step: int | None = None
+    """The step of the best evaluation; None without one."""
     promotion: str | None = None
     """The result of tracking.promote in words; None without it, and of a run that was finished before."""
 
@@ -144,11 +146,20 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
     if meta.get("teacher_identity") != plan.teacher_identity:
         changes.append(f"{plan.teacher}: the teacher has changed since the run started")
     if changes:
-        start = f"task.weights={run_dir}/model" if isinstance(run.task, Finetune) else f"--fork {name}"
         raise ConfigError(
             f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"
-            f" start from its weights: --name NEW {start}; see docs/faq.md#two-runs-of-one-name"
+            f" start from its weights: --name NEW {_use_of_weights(run_dir, name, run)}; see"
+            " docs/faq.md#two-runs-of-one-name"
         )
+
+
+def _use_of_weights(run_dir: str, name: str, run: Run) -> str:
+    """Return what a new run adds to its command to start from the weights of this one."""
+    if not isinstance(run.task, Finetune):
+        return f"--fork {shlex.quote(name)}"
+    if finished_outcome(run_dir):
+        return shlex.quote(f"task.weights={run_dir}/model")
+    return f"task.weights=TARGET, after `{shlex.join(['vitray', 'weights', 'checkpoint', run_dir, 'TARGET'])}`"
 
 
 def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> None:

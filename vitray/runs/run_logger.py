@@ -162,13 +162,14 @@ class RunLogger:
             seconds=result.seconds,
             images_per_second=speed,
             start={stage: round(seconds, 2) for stage, seconds in self._stages.items()},
+            best_step=result.best_step,
         )
         # Written last, because it marks the run as finished.
         content = outcome._asdict() | {"curves": self._history, "device_seconds": costs["cost/device_seconds"]}
         storage.write_bytes(storage.join(info.run_dir, OUTCOME), json.dumps(content | dict(result.costs)).encode())
         if saved:
             facts = end_block(info.planned.plan, outcome, costs, saved)
-            facts |= best_block(self._best.best, outcome, complete)
+            facts |= best_block(outcome, complete)
             facts["tracking"] = self._tracker.run_url()
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
             self._console.block(facts | incident_block(result))

@@ -1,6 +1,7 @@
 """Summaries of a run: the start and end blocks of the console, and the description in MLflow."""
 
 import platform
+import shlex
 from collections.abc import Collection
 from typing import assert_never
 
@@ -10,7 +11,6 @@ from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.errors import redact_uri
 from vitray.evaluation.few_shot import shots_within
-from vitray.runs.best_checkpoint import Best
 from vitray.runs.console import clock
 from vitray.runs.placement import Placement
 from vitray.runs.plan import Plan, PlannedRun, RunInfo
@@ -103,11 +103,12 @@ def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: Save
     }
 
 
-def best_block(best: Best | None, outcome: Outcome, complete: Collection[int]) -> dict[str, str]:
+def best_block(outcome: Outcome, complete: Collection[int]) -> dict[str, str]:
     """Return the command that writes the best evaluation's weights, if it was not that of the last step."""
-    if best is None or best.step == outcome.steps or best.step not in complete:
+    if outcome.best_step == outcome.steps or outcome.best_step not in complete:
         return {}
-    return {"best": f"step {best.step:,}: vitray weights checkpoint {outcome.home} TARGET"}
+    command = shlex.join(["vitray", "weights", "checkpoint", outcome.home, "TARGET"])
+    return {"best": f"step {outcome.best_step:,}: {command}"}
 
 
 def incident_block(result: WorkerResult) -> dict[str, str]:

@@ -22,7 +22,7 @@ def build(serving: Serving) -> Application:
         max_ongoing_requests=ongoing,
         max_queued_requests=queue,
         user_config={"tasks": serving.tasks},
-        ray_actor_options={"num_cpus": serving.cpus, "num_gpus": serving.gpus},
+        ray_actor_options={"num_cpus": serving.cpus, "num_gpus": serving.gpus or 0},
         health_check_period_s=5,
         **replica_count(serving),
     ).bind(serving.model_copy(update={"tasks": {}}))

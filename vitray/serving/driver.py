@@ -11,7 +11,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from vitray.cluster import local_ray
-from vitray.cluster.session import autoscaling_device, autoscaling_timeout, local_cpus, ray_session
+from vitray.cluster.session import (
+    autoscaling_device,
+    autoscaling_timeout,
+    local_cpus,
+    ray_session,
+    wait_for_nodes,
+)
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.serving.hosted import check_tasks, is_alias
@@ -45,9 +51,11 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
 
         from vitray.serving.app import build
 
-        if not serving.gpus:
+        if serving.gpus is None:
             gpus = int(ray.cluster_resources().get("GPU", 0))
             serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
+        if (seconds := autoscaling_timeout()) is not None:
+            wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
         if serve.status().proxies:
             raise RunError(
                 "Serve runs on this cluster already, and its address and other applications would be changed; wanted a"
@@ -73,9 +81,14 @@ def gpus_of_a_replica(replicas: int, gpus: int) -> float:
 
     It is 0 without GPUs.
     """
-    if autoscaling_timeout():
-        return 1.0 if gpus or autoscaling_device() == "gpu" else 0.0
+    if autoscaling_timeout() is not None and autoscaling_device() == "gpu":
+        return 1.0
     return 1 / math.ceil(replicas / gpus) if gpus else 0.0
+
+
+def bundle_of(serving: Serving) -> dict[str, float]:
+    """Return the resources of a replica, without those that it does not use."""
+    return {"CPU": serving.cpus} | ({"GPU": serving.gpus} if serving.gpus else {})
 
 
 def checked(serving: Serving, host: str, port: int) -> Serving:

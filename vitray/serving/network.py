@@ -29,7 +29,7 @@ class Network:
         torch.set_num_threads(threads)
         # Few at a time: while it is decoded, an image of the largest size takes up to a gigabyte.
         self.decoders = ThreadPoolExecutor(threads)
-        has_gpu = serving.gpus > 0 and torch.cuda.is_available()
+        has_gpu = bool(serving.gpus) and torch.cuda.is_available()
         self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
         self.failures = 0
         batching: Any = self.infer  # Serve's decorator adds the two setters

@@ -34,6 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(option, type=count_up_to(most), default=default, help=text)
     text = "longest wait for further images of a batch (%(default)s)"
     parser.add_argument("--wait-ms", type=number_up_to(60_000), default=USUAL.batch_wait_ms, help=text)
+    text = "GPUs of a replica, as in 0.25; 0 computes on CPUs (default: one, or a share of those of the cluster)"
+    parser.add_argument("--gpus", type=float, metavar="N", help=text)
     parser.add_argument("--replicas", default="1", metavar="N[-M]", help="number, or bounds (%(default)s)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     text = "longest time of an upload in seconds (%(default)s)"
@@ -50,6 +52,8 @@ def read_settings(options: argparse.Namespace) -> Serving:
     most = most or fewest
     if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most) <= 10_000):
         raise ConfigError(f"--replicas: got {options.replicas}, wanted a number or bounds, as in 2 or 1-4")
+    if options.gpus is not None and not 0 <= options.gpus <= 8:
+        raise ConfigError(f"--gpus: got {options.gpus:g}, wanted a number from 0 to 8")
     limits = {"body_bytes": options.max_mb * 2**20, "upload_seconds": options.upload_s, "pixels": options.max_pixels}
     return Serving(
         base=options.model,
@@ -59,6 +63,7 @@ def read_settings(options: argparse.Namespace) -> Serving:
         batch_wait_ms=options.wait_ms,
         replicas=(int(fewest), int(most)),
         cpus=float(options.cpus),
+        gpus=options.gpus,
         precision="bf16" if options.bf16 else "fp32",
         follow_seconds=options.follow,
     )

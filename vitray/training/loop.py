@@ -253,6 +253,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         workers=share.workers,
         val_top1=state.latest.top1 if state.latest else None,
         val_loss=state.latest.loss if state.latest else None,
+        best_step=state.best_step,
         corrupt=list(train.corrupt),
         skipped=state.skipped,
         costs={} if ending in ("interrupted", "preempted") else measure_costs(run, learner.task.vit, device),

@@ -126,6 +126,8 @@ class WorkerResult(NamedTuple):
     workers: int = 1
     val_top1: float | None = None
     val_loss: float | None = None
+    best_step: int | None = None
+    """The step of the best evaluation."""
     corrupt: Sequence[str] = ()
     """`shard:row` of the images that could not be decoded."""
     skipped: Sequence[int] = ()

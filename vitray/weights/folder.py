@@ -4,6 +4,7 @@ A folder with a delta.json is a delta, readable only with its base.
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -183,8 +184,7 @@ def open_weights(
 def describe_weights(url: str) -> tuple[str, dict[str, Any]]:
     """Return what a model folder or a weights file holds, and its base if it is a delta: as a line, and by name."""
     place = resolve_uri(url)
-    delta, loaded = read_delta(place), open_weights(place)
-    network, model = loaded.vit.state_dict(), loaded.run.model.name
+    delta, (model, network) = read_delta(place), _content_of(place)
     taken, base, identity = ((), None, None) if delta is None else (delta.taken, delta.base.url, delta.base.identity)
     kept = len(tensors := network if delta is None else read_own(place))  # of LoRA, the factors
     own, whole = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, network))
@@ -195,6 +195,15 @@ def describe_weights(url: str) -> tuple[str, dict[str, Any]]:
     return text, facts | {"bytes": own, "whole": whole, "share": own / whole}
 
 
+def _content_of(location: str) -> tuple[str, State]:
+    """Return the name and all tensors of a network or tokenizer."""
+    if has_settings(location) and _run_at(location).task.kind == "tokenizer":
+        tokenizer = load_tokenizer(location)
+        return f"tokenizer of {tokenizer.run.model.name}", tokenizer.state_dict()
+    loaded = open_weights(location)
+    return loaded.run.model.name, loaded.vit.state_dict()
+
+
 def has_settings(url: str) -> bool:
     """Whether an address is that of a model folder, not of a weights file."""
     return storage.exists(storage.join(resolve_uri(url), RUN))
@@ -202,9 +211,8 @@ def has_settings(url: str) -> bool:
 
 def _refuse_checkpoint(url: str, location: str) -> None:
     if storage.exists(storage.join(location, "checkpoint.json")):
-        raise ConfigError(
-            f"{url}: a checkpoint, wanted a model folder; `vitray weights checkpoint {location} TARGET` writes one"
-        )
+        command = shlex.join(["vitray", "weights", "checkpoint", location, "TARGET"])
+        raise ConfigError(f"{url}: a checkpoint, wanted a model folder; `{command}` writes one")
 
 
 def _folder_at(url: str) -> str:
