@@ -19,19 +19,17 @@ def main(args: list[str]) -> dict[str, Any]:
         "models:/name@alias, models:/name/3, models:/m-<id> or runs:/<run id>/<path>.",
         epilog="example: vitray weights flatten models:/tuned@champion models/tuned_whole",
     )
-    parser.add_argument(
-        "action", choices=[*ARGUMENTS], help="print, complete or resize a network, or take it from a run"
-    )
-    parser.add_argument(
-        "url", help="a model folder; show, repatch: or another library's file; checkpoint: a run folder"
-    )
+    action_help = "print, complete or resize a network, or take it from a run"
+    parser.add_argument("action", choices=[*ARGUMENTS], help=action_help)
+    url_help = "a model folder; show, repatch: or another library's file; checkpoint: a run folder"
+    parser.add_argument("url", help=url_help)
     parser.add_argument("patch", nargs="?", help="repatch: the side of a patch in pixels")
     parser.add_argument("target", nargs="?", help="all but show: a new folder (a path or s3://)")
     parser.add_argument("--image-size", type=int, help="repatch: the side of the images; default: the network's own")
     json_help = "print the result as JSON: url, model, kind, base, base_identity, taken, kept, bytes, whole, share"
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_args(args)
-    if options.action in ("flatten", "checkpoint"):  # the second word is the folder
+    if options.action in ("flatten", "checkpoint"):  # their second argument is the target
         options.patch, options.target = options.target, options.patch
     given = (options.patch or "").isdecimal() if options.action == "repatch" else options.patch is None
     if not given or (options.target is None) != (options.action == "show"):
