@@ -10,14 +10,26 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
+from cifar10_differences import Difference, change, differences, paired
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
-from cifar10_texts import ATTENTION, HEAD, HOURS, IN_A_MINUTE, LABEL_CURVES, LABELS, NOT_TESTED, THINGS, Thing
+from cifar10_texts import (
+    ATTENTION,
+    HEAD,
+    HOURS,
+    IN_A_MINUTE,
+    LABEL_CURVES,
+    LABELS,
+    NOT_TESTED,
+    THINGS,
+    Thing,
+    stem_references,
+)
 
 import tune_spaces
 from pipelines import recipes
@@ -97,17 +109,9 @@ def measured(thing: Thing, records: Mapping[str, Any]) -> dict[str, Measured]:
     return found
 
 
-def difference(one: Measured, other: Measured) -> Interval | None:
-    """Return the mean paired difference over common seeds with Student's interval; None below two seeds."""
-    seeds = sorted(one.scores.keys() & other.scores.keys())
-    return interval_of([one.scores[seed] - other.scores[seed] for seed in seeds]) if len(seeds) > 1 else None
-
-
-def verdict(pair: tuple[str, str], interval: Interval | None) -> str:
-    """Return what can be said of two cells."""
-    if interval is None:
-        return NOT_MEASURED
-    return f"{pair[interval.mean < 0]} is higher" if interval.is_clear else "not significant"
+def compared(thing: Thing, cells: Mapping[str, Measured]) -> list[Difference]:
+    """Return the differences of a thing's pairs of cells."""
+    return differences(pairs_of(thing, list(cells)), {label: each.scores for label, each in cells.items()})
 
 
 def pairs_of(thing: Thing, labels: Sequence[str]) -> list[tuple[str, str]]:
@@ -146,24 +150,23 @@ def machine(records: Mapping[str, Any]) -> str:
 
 
 def summary(records: Mapping[str, Any]) -> str:
-    """Return a row for each thing: significant differences, others, and the number of pairs not measured."""
-    rows = ["| thing | significant differences | others | not measured |", "|---|---|---|---|"]
+    """Return a row for each thing: its pairs by verdict, and the number of those not measured."""
+    rows = ["| thing | significant | only if taken alone | not significant | not measured |", "|---|---|---|---|---|"]
     for thing in THINGS:
-        cells = measured(thing, records)
-        unclear, missing, pairs = [], 0, pairs_of(thing, list(cells))
-        higher: dict[str, list[str]] = {}
-        for one, other in pairs:
-            interval = difference(cells[one], cells[other])
-            if interval is None:
+        unclear, missing, pairs = [], 0, compared(thing, measured(thing, records))
+        clear: dict[str, list[str]] = {}
+        alone: dict[str, list[str]] = {}
+        for each in pairs:
+            if each.interval is None:
                 missing += 1
-            elif interval.is_clear:
-                low, high = (one, other) if interval.mean < 0 else (other, one)
-                higher.setdefault(low, []).append(high)
+            elif each.interval.is_clear:
+                low, high = (each.one, each.other) if each.interval.mean < 0 else (each.other, each.one)
+                (clear if each.is_clear else alone).setdefault(low, []).append(high)
             else:
-                unclear.append(f"{one} and {other}")
-        clear = [f"{low} < {' / '.join(labels)}" for low, labels in higher.items()]
-        texts = "<br>".join(clear) or "-", "<br>".join(unclear) or "-", f"{missing} of {len(pairs)} pairs"
-        rows.append(f"| {thing.title} | {' | '.join(texts)} |")
+                unclear.append(f"{each.one} and {each.other}")
+        texts = [[f"{low} < {' / '.join(labels)}" for low, labels in higher.items()] for higher in (clear, alone)]
+        columns = ["<br>".join(lines) or "-" for lines in (*texts, unclear)]
+        rows.append(f"| {thing.title} | {' | '.join(columns)} | {missing} of {len(pairs)} pairs |")
     return "\n".join(rows)
 
 
@@ -186,6 +189,8 @@ def thing_parts(thing: Thing, records: Mapping[str, Any]) -> Iterator[str]:
             yield f"Best at the lowest or the highest rate that was tried: {'; '.join(ends)}."
     yield cells_table(cells)
     yield differences_table(thing, cells)
+    if thing.references is stem_references:
+        yield f"How much of a stem's lead over the linear one is left after pre-training:\n\n{changes_table(cells)}"
     if any(each.is_drawn for each in cells.values()):
         yield f"![Learning curves of {thing.title}](images/{thing.picture})"
         yield "Means over the seeds of the table, with Student's 95 % interval at each step."
@@ -246,14 +251,30 @@ def cells_table(cells: Mapping[str, Measured]) -> str:
 
 def differences_table(thing: Thing, cells: Mapping[str, Measured]) -> str:
     """Return the paired differences of a thing."""
-    rows = ["| difference | points | interval, 95 % | seeds | verdict |", "|---|---|---|---|---|"]
-    for pair in pairs_of(thing, list(cells)):
-        interval = difference(*(cells[label] for label in pair))
-        texts = ["", "", "0"]
-        if interval:
-            texts = [f"{100 * interval.mean:+.2f}", f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}"]
-            texts.append(str(interval.n))
-        rows.append(f"| {pair[0]} − {pair[1]} | {' | '.join(texts)} | {verdict(pair, interval)} |")
+    rows = ["| difference | points | interval, 95 % | seeds | p, corrected | verdict |", "|---|---|---|---|---|---|"]
+    for each in compared(thing, cells):
+        texts = [*interval_texts(each.interval), "" if each.p is None else f"{each.p:.3f}"]
+        rows.append(f"| {each.one} − {each.other} | {' | '.join(texts)} | {each.verdict} |")
+    return "\n".join(rows)
+
+
+def interval_texts(interval: Interval | None) -> list[str]:
+    """Return mean, bounds and number of a difference in points."""
+    if interval is None:
+        return ["", "", "0"]
+    bounds = f"{100 * interval.low:+.2f} to {100 * interval.high:+.2f}"
+    return [f"{100 * interval.mean:+.2f}", bounds, str(interval.n)]
+
+
+def changes_table(cells: Mapping[str, Measured]) -> str:
+    """Return by how much each stem's lead over the linear one changes by pre-training."""
+    scores = {label: each.scores for label, each in cells.items()}
+    rows = ["| lead over linear | with labels | after | change | interval, 95 % | seeds |", "|---|---|---|---|---|---|"]
+    for stem, route in product(("hmlp_bn", "hmlp_ln", "conv"), ("beit", "mae")):
+        after, before = ((f"{stem}, {each}", f"linear, {each}") for each in (route, "supervised"))
+        leads = [paired(scores[one], scores[other]) for one, other in (before, after)]
+        texts = [f"{100 * lead.mean:+.2f}" if lead else "" for lead in leads]
+        rows.append(f"| {stem}, {route} | {' | '.join([*texts, *interval_texts(change([after, before], scores))])} |")
     return "\n".join(rows)
 
 

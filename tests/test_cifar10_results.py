@@ -16,6 +16,7 @@ import cifar10_pictures
 import cifar10_rates
 import cifar10_results
 import cifar10_zoo
+from cifar10_differences import change, differences, holm
 from cifar10_texts import THINGS, Thing
 
 import tune_spaces
@@ -99,14 +100,40 @@ def test_means_and_paired_differences_are_those_of_scipy(tmp_path):
     paired = stats.ttest_rel([100 * each for each in one], [100 * each for each in other])
     low, high = paired.confidence_interval(0.95)
     difference = f"{100 * (sum(one) - sum(other)) / 5:+.2f}"
+    p = stats.ttest_rel(one, other).pvalue  # of the only measured pair
     assert row_of(page, "| 12x1 − 6x2 ") == (
-        f"| 12x1 − 6x2 | {difference} | {low:+.2f} to {high:+.2f} | 5 | 12x1 is higher |"
+        f"| 12x1 − 6x2 | {difference} | {low:+.2f} to {high:+.2f} | 5 | {p:.3f} | 12x1 is higher |"
     )
     # A single common seed gives no interval, and a cell without a trial none at all.
-    assert row_of(page, "| 12x1 − 4x3 ").endswith("| 0 | not measured |")
+    assert row_of(page, "| 12x1 − 4x3 ").endswith("| 0 |  | not measured |")
     assert re.match(r"\| 4x3 \| [\d.]+ \| 61\.00 \|  \|  \| 1 of 5 \|", row_of(page, "| 4x3 | "))
     assert re.match(r"\| 3x4 \| [\d.]+ \| not measured \|", row_of(page, "| 3x4 | "))
     assert "6x2 < 12x1" in row_of(page, f"| {DEPTH.title} ")
+
+
+def test_p_values_are_corrected_as_by_holm():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # as R's p.adjust
+    assert holm([0.6, 0.9]) == [1, 1]
+    assert holm([]) == []
+
+
+def test_a_pair_that_is_clear_only_by_itself_is_called_so():
+    # The first pair has p = 0.031 alone, and 0.062 beside another.
+    noise = [0.2, 0.8, 1.6, 0.4, 1.9]
+    scores = {"a": dict(enumerate(noise)), "b": dict.fromkeys(range(5), 0.0), "c": dict(enumerate([0, 1, -1, 1, -1]))}
+    alone, beside, other = *differences([("a", "b")], scores), *differences([("a", "b"), ("c", "b")], scores)
+    p = stats.ttest_1samp(noise, 0).pvalue
+    assert (alone.p, beside.p) == pytest.approx((p, 2 * p))
+    assert 0.025 < p < 0.05
+    verdicts = [each.verdict for each in (alone, beside, other)]
+    assert verdicts == ["a is higher", "a is higher, if taken alone", "not significant"]
+
+
+def test_a_change_of_leads_is_paired_by_seed():
+    first, second, third, fourth = (dict(enumerate(values)) for values in ([5, 7, 6], [1, 2, 3], [4, 6, 4], [2, 2, 2]))
+    interval = change([("a", "b"), ("c", "d")], {"a": first, "b": second, "c": third, "d": fourth})
+    expected = stats.ttest_1samp([2, 1, 1], 0).confidence_interval(0.95)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((4 / 3, *expected))
 
 
 def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
@@ -114,7 +141,8 @@ def test_differences_that_chance_explains_cannot_be_told_apart(tmp_path):
     scores |= {f"mode=attn seed={seed}": 0.7 for seed in range(5)}
     made_sweep(tmp_path, MODES, scores)
     page = cifar10_results.page(cifar10_results.collect(str(tmp_path)))
-    assert row_of(page, "| attn − full ").endswith("| 5 | not significant |")
+    p = stats.ttest_rel([0.7] * 5, [0.71, 0.69, 0.71, 0.69, 0.71]).pvalue
+    assert row_of(page, "| attn − full ").endswith(f"| 5 | {p:.3f} | not significant |")
     assert "attn and full" in row_of(page, f"| {MODES.title} ")
     assert "ffn − attn" not in page
 

@@ -138,17 +138,14 @@ def tracking_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def best_line(cells: Cells, fault: str) -> str:
-    """Return which measured stacks lost the fewest steps, kept all images, and paused least."""
+    """Return which measured stacks lost the fewest steps and kept all images; pauses are of several machines."""
     here = {SUBJECTS[name].title: cell for (name, each), cell in cells.items() if each == fault}
     if fault == "none" or len(here) < 2:
         return ""
     fewest = min(cell["lost"] for cell in here.values())
     exact = [title for title, cell in here.items() if not cell["repeated"] and not cell["skipped"]]
-    # No step follows a fault after the last one.
-    pauses = {title: cell["pause"] for title, cell in here.items() if cell["pause"] is not None}
     lost = [title for title, cell in here.items() if cell["lost"] == fewest]
     text = f"Fewest steps lost ({fewest}): {', '.join(lost)}."
-    text += f" Shortest pause: {min(pauses, key=pauses.__getitem__)}." if pauses else ""
     return f"{text} Each image as often as without the fault: {', '.join(exact) or 'none'}."
 
 
