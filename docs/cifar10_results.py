@@ -253,9 +253,14 @@ def differences_table(thing: Thing, cells: Mapping[str, Measured]) -> str:
     """Return the paired differences of a thing."""
     rows = ["| difference | points | interval, 95 % | seeds | p, corrected | verdict |", "|---|---|---|---|---|---|"]
     for each in compared(thing, cells):
-        texts = [*interval_texts(each.interval), "" if each.p is None else f"{each.p:.3f}"]
+        texts = [*interval_texts(each.interval), "" if each.p is None else p_text(each.p)]
         rows.append(f"| {each.one} − {each.other} | {' | '.join(texts)} | {each.verdict} |")
     return "\n".join(rows)
+
+
+def p_text(p: float) -> str:
+    """Return a p value to three places."""
+    return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
 def interval_texts(interval: Interval | None) -> list[str]:
