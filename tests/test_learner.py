@@ -21,7 +21,7 @@ from vitray.tasks.build import build_task
 from vitray.training import checkpoints, evaluator, learner
 from vitray.training.checkpoints import META, Checkpoint
 from vitray.training.evaluator import Evaluator
-from vitray.training.learner import DDP, Learner
+from vitray.training.learner import DDP, STRIDES_WARNING, Learner
 from vitray.training.loop import all_reduce_metrics, take_step
 from vitray.training.optim import Average, build_optimizer
 from vitray.training.state import TrainState
@@ -182,3 +182,15 @@ def test_gradients_in_the_buckets_of_ddp_change_no_bit(folder):
     for name, tensor in alone.items():
         if not name.startswith("loss"):
             torch.testing.assert_close(both[0][1][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_the_ignored_warning_is_that_of_ddp_for_kernels_of_one_pixel():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network = torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3), torch.nn.Conv2d(16, 32, 1, stride=2))
+        model = DistributedDataParallel(network, **DDP)
+        images = torch.rand(16, 16, 8, 8).to(memory_format=torch.channels_last)
+        with pytest.warns(UserWarning, match=f"^{STRIDES_WARNING}"):
+            model(images).sum().backward()
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """The trained objects of a worker, and how they are saved to and loaded from a checkpoint."""
 
+import warnings
 from typing import NamedTuple
 
 import ray
@@ -25,6 +26,7 @@ from vitray.training.state import TrainState
 
 # Gradients are views of the all-reduce buckets, which saves one copy of them.
 DDP = {"gradient_as_bucket_view": True}
+STRIDES_WARNING = "Grad strides do not match bucket view strides"
 
 
 class Learner(NamedTuple):
@@ -55,6 +57,8 @@ def wrap_model(learner: Learner, run: Run) -> Learner:
     """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
     if dist.is_initialized():
         synchronise_norms(learner.task, next(learner.task.parameters()).device)
+        # Of channels-last images, kernels of 1 x 1 get gradients with other strides, which DDP copies: a few megabytes.
+        warnings.filterwarnings("ignore", STRIDES_WARNING)
     model: nn.Module = ray.train.torch.prepare_model(learner.task, parallel_strategy_kwargs=DDP)
     return learner._replace(model=compile_model(model, run))
 
