@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What can be said of the two cells."""
+        """The result in words."""
         if self.interval is None:
             return "not measured"
         higher = f"{self.other if self.interval.mean < 0 else self.one} is higher"

@@ -154,7 +154,7 @@ def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, A
 
 
 def _use_of_weights(run_dir: str, name: str, run: Run) -> str:
-    """Return what a new run adds to its command to start from the weights of this one."""
+    """Return the arguments by which a new run starts from the weights of this one."""
     if not isinstance(run.task, Finetune):
         return f"--fork {shlex.quote(name)}"
     if finished_outcome(run_dir):
