@@ -8,6 +8,7 @@ from scipy import stats
 
 from vitray.sweep.report.groups import CONFIDENCE, Interval, interval_of
 
+NOT_MEASURED = "not measured"
 Scores = Mapping[str, Mapping[int, float]]
 """{cell: {seed: score}}"""
 
@@ -30,7 +31,7 @@ class Difference(NamedTuple):
     def verdict(self) -> str:
         """The result in words."""
         if self.interval is None:
-            return "not measured"
+            return NOT_MEASURED
         higher = f"{self.other if self.interval.mean < 0 else self.one} is higher"
         return higher if self.is_clear else f"{higher}, if taken alone" if self.interval.is_clear else "not significant"
 

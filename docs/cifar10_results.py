@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from cifar10_differences import Difference, change, differences, paired
+from cifar10_differences import NOT_MEASURED, Difference, change, differences, paired
 from cifar10_rates import NOT_CHOSEN
 from cifar10_records import NOTHING, collect, records_text
 from cifar10_texts import (
@@ -42,7 +42,6 @@ RECORDS, PAGE = DOCS / "cifar10_results.json", DOCS / "results.md"
 LINEAR_PROBES = {0.05: "linear_share0.05", 0.1: "linear_share0.1", 0.5: "linear_share0.5", 1.0: "linear"}
 """{share of the labels: its score}"""
 LABELS_PICTURE = "cifar10_labels.png"
-NOT_MEASURED = "not measured"
 
 
 class Cell(NamedTuple):

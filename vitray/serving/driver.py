@@ -54,13 +54,13 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
         if serving.gpus is None:
             gpus = int(ray.cluster_resources().get("GPU", 0))
             serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
-        if (seconds := autoscaling_timeout()) is not None:
-            wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
         if serve.status().proxies:
             raise RunError(
                 "Serve runs on this cluster already, and its address and other applications would be changed; wanted a"
                 " cluster without it: end the other `vitray serve`, or run `serve shutdown`"
             )
+        if (seconds := autoscaling_timeout()) is not None:
+            wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
         logging: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
         try:
             try:
