@@ -111,8 +111,10 @@ settings: .venv/.installed  ## regenerate docs/settings.md
 docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-docs-serve: .venv-docs/.installed  ## show the site on http://127.0.0.1:8001
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr 127.0.0.1:8001
+DOCS_ADDRESS ?= 127.0.0.1:8001
+
+docs-serve: .venv-docs/.installed  ## show the site on http://127.0.0.1:8001 (or DOCS_ADDRESS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --strict --dev-addr $(DOCS_ADDRESS)
 
 lint: .venv/.installed  ## run ruff (lint and format) and pyright
 	$(BIN)/ruff check .

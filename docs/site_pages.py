@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {"README.md": "index.md", "LOG.md": "log.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LOADED = re.compile(
-    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^"]+|<link\b[^>]*\bhref="(?:https?:)?//[^"]+"""
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="(?:https?:)?//[^"]+"""
+    # A canonical link, which `make docs-serve` adds to each page, names the page's own address and loads nothing.
+    r"""|<link\b(?![^>]*\brel="canonical")[^>]*\bhref="(?:https?:)?//[^"]+"""
 )
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 

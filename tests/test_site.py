@@ -1,16 +1,20 @@
 """The site of `make docs` in a browser: light, dark and narrow, with diagrams and search, without another host."""
 
 import http.server
+import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
+import urllib.request
 from functools import partial
 
 import numpy as np
 import pytest
 from PIL import Image
 from test_layers import ROOT
+from test_tutorials import free_port
 from test_ui import FLAGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -94,6 +98,20 @@ def picture(address, path, *options):
 def test_the_site_has_a_page_for_every_page_of_docs(site):
     docs = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     assert docs <= {path.relative_to(SITE) for path in SITE.rglob("*.html")}
+
+
+def test_make_docs_serve_shows_the_site(site):
+    address = f"127.0.0.1:{free_port()}"
+    command = ["make", "docs-serve", f"DOCS_ADDRESS={address}"]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = iter(server.stderr.readline, "")  # make's error, or mkdocs's log
+            started = next((line for line in lines if "Serving on" in line or "Error" in line), "")
+            assert f"Serving on http://{address}/" in started
+            with urllib.request.urlopen(f"http://{address}/results.html") as page:
+                assert b"Results on CIFAR-10" in page.read()
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
 
 
 def test_the_site_names_no_other_host(site):
