@@ -1,4 +1,4 @@
-"""House rules that a syntax tree can check, the formatter, dependencies and the map of modules."""
+"""House rules that a syntax tree can check, the formatter and the dependencies."""
 
 import ast
 import re
@@ -10,20 +10,11 @@ import pytest
 from packaging.version import Version
 from test_layers import ROOT, modules
 
-MAX_MODULE_LINES = 400
-MAX_VERB_LINES = 60
-MAX_PARAMETERS = 6
 BANNED_FILE_NAMES = {"utils", "helpers", "helper", "common", "misc", "base", "manager", "handler"}
 
 
 def class_names(trees: dict[str, ast.Module]) -> set[str]:
     return {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-
-
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """Return the number of parameters; self and *rest count."""
-    args = function.args
-    return len([*args.posonlyargs, *args.args, *args.kwonlyargs]) + (args.vararg is not None)
 
 
 def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
@@ -45,12 +36,6 @@ def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
                 broken.append((node.lineno, f"{node.name} states no return type"))
             if node.args.kwarg is not None:
                 broken.append((node.lineno, f"{node.name} passes **{node.args.kwarg.arg} through"))
-            if (number := parameters(node)) > MAX_PARAMETERS:
-                broken.append(
-                    (node.lineno, f"{node.name} takes {number} parameters, at most {MAX_PARAMETERS} are allowed")
-                )
-            if node.name == module.rpartition(".")[2] and node in tree.body:
-                broken.append((node.lineno, f"{node.name} is named after its module"))
         if isinstance(node, ast.ExceptHandler) and node.type is None:
             broken.append((node.lineno, "bare except"))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (
@@ -80,29 +65,12 @@ def test_rules_hold():
         ("vitray.x", '"""Doc."""\nclass B: pass', "B has no docstring"),
         ("vitray.x", '"""Doc."""\ndef f(): pass', "states no return type"),
         ("vitray.x", '"""Doc."""\ndef f(**rest) -> None: pass', "passes **rest through"),
-        ("vitray.x", '"""Doc."""\ndef f(a, b, /, c, *d, e, f, g) -> None: pass', "f takes 7 parameters"),
-        (
-            "vitray.x",
-            '"""D."""\nclass A:\n """D."""\n def m(self, a, b, c, d, e, f) -> None: pass',
-            "m takes 7 parameters",
-        ),
-        ("vitray.x", '"""Doc."""\ndef x() -> None: pass', "named after its module"),
         ("vitray.x", '"""Doc."""\ntry: pass\nexcept: pass', "bare except"),
         ("vitray.x", '"""Doc."""\nimport torch\ntorch.load("f")', "can run code"),
     ],
 )
 def test_a_planted_violation_is_found(module, planted, fault):
     assert any(fault in line for line in faults(module, ast.parse(planted), {"ViT"}))
-
-
-def test_modules_and_verbs_stay_short():
-    long = {
-        path.name: lines
-        for path in [*ROOT.glob("vitray/**/*.py"), *ROOT.glob("pipelines/*.py")]
-        if (lines := len(path.read_text().splitlines()))
-        > (MAX_VERB_LINES if path.parent.name == "pipelines" and path.name[0] != "_" else MAX_MODULE_LINES)
-    }
-    assert long == {}
 
 
 NEWEST, OLDEST = ROOT / "constraints.txt", ROOT / "constraints-oldest.txt"
@@ -160,16 +128,3 @@ def test_a_platform_is_allowed_up_to_the_minor_release_of_the_newest_pin():
 def test_ruff_finds_nothing(check):
     done = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def test_the_architecture_page_names_every_module():
-    rows = {}
-    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
-        if line.startswith("| `"):
-            package, *_, names = line.strip("| ").split(" | ")
-            rows[package.strip("`")] = set(re.findall(r"`(\w+)`", names))
-    wanted: dict[str, set[str]] = {}
-    for path in sorted([*ROOT.glob("vitray/**/*.py"), *ROOT.glob("pipelines/*.py")]):
-        package = wanted.setdefault(path.parent.relative_to(ROOT).as_posix(), set())
-        package |= {path.stem} - {"__init__", "__main__"}
-    assert {package: names for package, names in wanted.items() if names and rows.get(package) != names} == {}
