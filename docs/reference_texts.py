@@ -10,8 +10,8 @@ VARIABLES = {
     "RAY_ADDRESS": "the cluster: `host:6379` to drive a run from here, `http://...:8265` for `submit`, `jobs`, `stop`;"
     " without it, a local Ray starts",
     "RAY_API_SERVER_ADDRESS": "the dashboard that takes jobs; overrides `RAY_ADDRESS`",
-    "RAY_AUTH_MODE": "`token` if the cluster asks for a token; a local Ray has `disabled`",
-    "RAY_AUTH_TOKEN": "the token of the cluster",
+    "RAY_AUTH_MODE": "`token` if the cluster asks for a token; a local Ray always does",
+    "RAY_AUTH_TOKEN": "the token of the cluster; that of a local Ray is random without it",
     "RAY_AUTH_TOKEN_PATH": "file of the token; default `~/.ray/auth_token`",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "`0` ignores notices of preemption; a local Ray has `0`",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "seconds in which Ray Train places a group of workers before it tries"
@@ -60,6 +60,7 @@ SET_VARIABLES = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": ("1", "Ray Data shows no progress bars"),
     "RAY_DATA_EXECUTION_NO_PROGRESS_TIMEOUT_S": ("300", "seconds until Ray Data reports a lack of CPUs"),
     "RAY_DATA_USAGE_DISABLED": ("1", "Ray Data counts no usage in workers"),
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": ("0", "a local Ray listens on 127.0.0.1 alone"),
     "RAY_GCS_SERVER_PORT": ("a free port", "port of a local Ray, during its start"),
     "RAY_HEAD_IP": ("an address", "address of the head in the commands of a cluster file; Ray sets it in `make up`"),
     "RAY_IGNORE_UNHANDLED_ERRORS": ("1", "workers log no errors of tasks that nobody waits for"),

@@ -133,7 +133,8 @@ def test_workers_leave_one_cpu_of_a_node_free(nodes, overrides, cpus, monkeypatc
         ("10.0.0.1:6379", True, None, "token"),
         ("10.0.0.1:6379", True, "disabled", "disabled"),  # the user's choice stays
         ("10.0.0.1:6379", False, None, None),
-        (None, True, None, "disabled"),  # a local Ray has none
+        (None, True, None, "token"),
+        (None, False, "disabled", "token"),  # a local Ray is never open
     ],
 )
 def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_path, monkeypatch):
@@ -145,6 +146,7 @@ def test_the_token_is_sent_to_a_cluster(address, has_token, mode, expected, tmp_
         (tmp_path / ".ray" / "auth_token").write_text("token")
     session.prepare_environment()
     assert environment.get("RAY_AUTH_MODE") == expected
+    assert ("RAY_AUTH_TOKEN" in environment) == (address is None)  # a local Ray has a token of its own
 
 
 def test_a_run_starts_where_the_dashboard_admits_the_head_alone(monkeypatch):
@@ -488,7 +490,6 @@ SCRIPT = """
 import os, socket, subprocess, sys
 from vitray.cluster import session
 session.prepare_environment()
-os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
 folder = sys.argv[1]

@@ -69,6 +69,7 @@ VARIABLES = {
     "ray/_private/ray_constants.py": {
         "RAY_ADDRESS",
         "RAY_API_SERVER_ADDRESS",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
         "RAY_GCS_SERVER_PORT",
         "RAY_worker_niceness",
     },

@@ -106,6 +106,7 @@ SCRIPT = """
 import json, os, sys
 from vitray.cluster import session
 session.prepare_environment()
+os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
 nodes = Cluster(head_node_args={"num_cpus": 1}, initialize_head=True)
@@ -126,7 +127,6 @@ def test_nodes_all_reduce_as_workers_do(tmp_path, interface):
     environment = os.environ | {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlruns.db'}",
         "GLOO_SOCKET_IFNAME": interface,
-        "RAY_AUTH_MODE": "disabled",
     }
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

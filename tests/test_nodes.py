@@ -17,7 +17,6 @@ import os, subprocess, sys, time
 from pathlib import Path
 from vitray.cluster import session
 session.prepare_environment()
-os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
 folder = Path(sys.argv[1])

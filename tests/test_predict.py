@@ -597,7 +597,6 @@ import os, random, subprocess, sys, time
 from pathlib import Path
 from vitray.cluster import session
 session.prepare_environment()
-os.environ["RAY_AUTH_MODE"] = "disabled"
 from ray.cluster_utils import Cluster
 
 parts, command = Path(sys.argv[1]), sys.argv[2:]

@@ -1,28 +1,57 @@
-"""The raylet that this process has started: seconds after its end Ray ends this process, too."""
+"""The processes of the local Ray that this process has started; seconds after its raylet's end Ray ends it, too."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import psutil
 
-RAYLET = "raylet"  # the name of the process
 LOST = (
     "Ray's raylet on this machine was killed, perhaps for lack of memory, or has crashed; the same --name, or --resume,"
     " continues from the last checkpoint"
 )
 
+_processes: list[psutil.Process] = []
 _raylets: list[psutil.Process] = []
 
 
-def watch() -> None:
-    """Remember the raylets among the child processes."""
-    _raylets[:] = [child for child in psutil.Process().children() if child.name() == RAYLET]
+def start(init: Callable[[], Any]) -> None:
+    """Start Ray with a function, and remember its processes."""
+    others = psutil.Process().children()
+    init()
+    _processes[:] = [child for child in psutil.Process().children() if child not in others]
+    _raylets[:] = [process for process in _processes if process.name() == "raylet"]
 
 
-def forget() -> None:
-    """Watch no raylet any more."""
+def shut_down(shutdown: Callable[[], Any]) -> None:
+    """Disconnect from Ray, and end its processes if this one has started them.
+
+    They block SIGTERM (`session.ray_session`), so Ray kills each a second later. All others are killed with the raylet,
+    also its own children, which would try to report its end for a minute.
+    """
+    tree = [process for each in _processes if each.is_running() for process in (each, *each.children(recursive=True))]
+
+    def kill() -> None:
+        while not is_lost():
+            time.sleep(0.02)
+        for process in tree:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    thread = threading.Thread(target=kill, name="kill", daemon=True)
+    if tree:
+        thread.start()
+    shutdown()
+    if tree:
+        thread.join()
+    _processes.clear()
     _raylets.clear()
 
 
 def is_lost() -> bool:
-    """Whether the raylets that this process has started have ended."""
+    """Whether the raylet that this process has started has ended."""
     return bool(_raylets) and all(
         not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE for raylet in _raylets
     )

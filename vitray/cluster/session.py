@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import secrets
+import signal
 import socket
 import sys
 import threading
@@ -10,7 +12,8 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,11 @@ RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the sweep's logger reports failed trials
 }
-# For a local cluster, which nobody else can reach.
+# For a local Ray, beside its token.
 LOCAL_RAY_SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",  # else the first start writes a token to the home folder and warns
+    # Without clusters, as on macOS, Ray takes 127.0.0.1 as the machine's address, so all its processes listen there.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a local machine is not preempted, and the watcher logs an error
     "RAY_raylet_start_wait_time_s": "180",  # Ray's 30 were twice too few on a busy machine
 }
@@ -76,6 +81,16 @@ def prepare_environment() -> None:
     is_local = "RAY_ADDRESS" not in os.environ and not (ray and ray.is_initialized())
     for name, value in (RAY_SETTINGS | LOCAL_RAY_SETTINGS if is_local else RAY_SETTINGS).items():
         os.environ.setdefault(name, value)
+    if is_local:
+        # Without a token any user of this machine, or of its network, could run code as this one. In the environment it
+        # is in no file and in no list of processes; a given one opens the dashboard.
+        if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        if ray is None:
+            os.environ["RAY_AUTH_MODE"] = "token"
+        elif os.environ.get("RAY_AUTH_MODE") != "token":
+            # The caller's Ray has read another mode: it takes up tokens itself where none is set.
+            os.environ.pop("RAY_AUTH_MODE", None)
     if "RAY_ADDRESS" in os.environ:
         send_token()
 
@@ -89,7 +104,7 @@ def send_token() -> None:
 
 @contextmanager
 def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) -> Iterator[None]:
-    """Connect to Ray for the block, or start a local one, which ends with the block.
+    """Connect to Ray for the block, or start a local one, which ends with the block; SIGTERM ends it with status 143.
 
     The arguments are those of a local Ray: the tasks that run at a time, and the size of its object store (None: Ray's
     choice).
@@ -102,16 +117,31 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
     if ray.is_initialized():
         yield
         return
-    is_listable = _connect_or_start(cpus, object_store_bytes)
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set a handler
+    handler = signal.getsignal(signal.SIGTERM)
+    # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
+    # blocked, so this one decides what ends, and when.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        if is_listable:  # other jobs may end while this one waits for their resources
-            with _repeated(remove_stale_groups, CLEANUP_INTERVAL):
-                yield
-        else:
+        try:
+            is_listable = _connect_or_start(cpus, object_store_bytes)
+        finally:
+            if is_main:
+                signal.signal(signal.SIGTERM, _end)  # Ray's own handler aborts
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # Other jobs may end while this one waits for their resources.
+        with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
             yield
     finally:
-        ray.shutdown()
-        local_ray.forget()
+        local_ray.shut_down(ray.shutdown)
+        if is_main:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _end(number: int, _frame: Any) -> None:
+    """End the block of a session, once: its end takes seconds, and `timeout` sends the signal twice."""
+    signal.signal(number, lambda *_: None)
+    raise SystemExit(128 + number)
 
 
 def remove_stale_groups() -> None:
@@ -335,16 +365,12 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
 
     # Ray's own processes look the address up and fail where a machine runs several clusters, so it is chosen here.
     with socket.socket() as free:
-        free.bind(("", 0))
+        free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
     try:
-        ray.init(
-            "local",
-            num_cpus=max(2, cpus or local_cpus()),
-            object_store_memory=object_store_bytes,
-            logging_level=logging.WARNING,
-        )
+        options = {"object_store_memory": object_store_bytes, "logging_level": logging.WARNING}
+        local_ray.start(partial(ray.init, "local", num_cpus=max(2, cpus or local_cpus()), **options))
     except Exception as error:
         if START_TIMED_OUT not in str(error):
             raise
@@ -355,5 +381,4 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
         ) from error
     finally:
         del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
-    local_ray.watch()
     return False

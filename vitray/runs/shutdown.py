@@ -13,6 +13,8 @@ from vitray.errors import RunError
 
 # Seconds for the workers to reach their next check and save there; a cluster job is killed ten seconds later.
 SAVE_SECONDS = 20.0
+# Within this time a repeated signal is the same request: `timeout` signals a process, and then its group.
+REPEAT_SECONDS = 1.0
 
 
 class GracefulShutdown:
@@ -22,7 +24,7 @@ class GracefulShutdown:
         """`requested` is set by a signal or by the sweep; `check` is called while training runs, and may raise."""
         self._check = check
         self._requested = requested or threading.Event()
-        self._signal, self._is_waiting = signal.SIGTERM, False
+        self._signal, self._signaled, self._is_waiting = signal.SIGTERM, float("-inf"), False
 
     @property
     def error(self) -> BaseException:
@@ -43,8 +45,11 @@ class GracefulShutdown:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        now = time.monotonic()
+        if now - self._signaled < REPEAT_SECONDS:
+            return
         is_second = self._requested.is_set()
-        self._signal = signal.Signals(number)
+        self._signal, self._signaled = signal.Signals(number), now
         self._requested.set()
         if is_second or not self._is_waiting:
             raise self.error
@@ -68,7 +73,7 @@ class GracefulShutdown:
             while not wait([result], timeout=0.2).done:
                 self._check()
                 if local_ray.is_lost():
-                    raise RunError(local_ray.LOST)
+                    raise self.error if self._requested.is_set() else RunError(local_ray.LOST)
                 if self._requested.is_set() and deadline == float("inf"):
                     mailbox.request_stop.remote()
                     deadline = time.monotonic() + SAVE_SECONDS

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -41,7 +40,6 @@ def serve_until_stopped(serving: Serving, host: str, port: int) -> None:
 def running(serving: Serving, host: str, port: int) -> Iterator[str]:
     """Serve a family for the block, and yield its address."""
     serving = checked(serving, host, port)
-    signal.signal(signal.SIGTERM, _interrupt)
     with ray_session(cpus=max(local_cpus(), math.ceil(serving.replicas[1] * serving.cpus))):
         import ray
         from ray import serve
@@ -124,7 +122,3 @@ def _check_port(host: str, port: int) -> None:
         raise ConfigError(
             f"--port: got {port} at {host}: {error.strerror}; wanted a free port, as in --port 8001"
         ) from None
-
-
-def _interrupt(_number: int, _frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import uuid
@@ -215,4 +214,4 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
                 store.write_end(name, "failed", f"its process failed, at last with {one_line(result.error)}")
     if interruption.signal:
         session.release_resources(trainable.__qualname__)  # the actor's class name in Ray
-        raise KeyboardInterrupt if interruption.signal == signal.SIGINT else SystemExit(128 + interruption.signal)
+        raise interruption.error

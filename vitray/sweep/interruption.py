@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vitray import storage
 from vitray.errors import OwnershipLost
+from vitray.runs.shutdown import REPEAT_SECONDS
 
 INTERRUPTED = "interrupted"
 
@@ -17,8 +19,14 @@ class Interruption:
 
     def __init__(self, sweep_dir: str) -> None:
         self.signal: int | None = None
+        self.signaled = float("-inf")
         self.marker = storage.join(sweep_dir, INTERRUPTED)
         self._is_marked = False
+
+    @property
+    def error(self) -> BaseException:
+        """The exception that the interrupted sweep ends with."""
+        return KeyboardInterrupt() if self.signal == signal.SIGINT else SystemExit(128 + (self.signal or 0))
 
     def mark(self) -> None:
         """Write the marker, once."""
@@ -42,8 +50,13 @@ def interruptible(sweep_dir: str) -> Iterator[Interruption]:
     storage.remove(interruption.marker)
 
     def on_signal(number: int, _frame: Any) -> None:
-        interruption.signal = number
-        restore()
+        now = time.monotonic()
+        if now - interruption.signaled < REPEAT_SECONDS:
+            return
+        if interruption.signal is not None:
+            restore()
+            raise interruption.error
+        interruption.signal, interruption.signaled = number, now
 
     def restore() -> None:
         for number, handler in handlers.items():
