@@ -85,10 +85,10 @@ test-beside: .venv/.packages
 	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
 
 reference: .venv/.installed  ## regenerate docs/reference/
-	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python experiments/site/generate_reference.py
 
 notebooks: .venv/.installed  ## regenerate the notebooks of docs/tutorials/ from their pages
-	$(BIN)/python docs/write_notebooks.py
+	$(BIN)/python experiments/site/write_notebooks.py
 
 # A build folder of before would keep removed files.
 wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
@@ -96,16 +96,16 @@ wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
 	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python
 
 gpu-report: .venv/.installed  ## measure one GPU in under 25 minutes and write docs/gpu.md
-	$(BIN)/python docs/gpu_report.py
+	$(BIN)/python experiments/gpu_report.py
 
 settings: .venv/.installed  ## regenerate docs/settings.md
 	$(BIN)/python -m vitray.config settings > docs/settings.md
 
 # Packages of the site alone. It is built offline, and loads nothing from other hosts.
-.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt docs/fetch_mermaid.py
+.venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt experiments/site/fetch_mermaid.py
 	@$(PYTHON) -m venv --clear .venv-docs
 	$(BIN)/uv pip install --quiet --python .venv-docs/bin/python -c constraints.txt mkdocs-material
-	$(BIN)/python docs/fetch_mermaid.py .venv-docs
+	$(BIN)/python experiments/site/fetch_mermaid.py .venv-docs
 	@touch $@
 
 docs: .venv-docs/.installed  ## build the site of docs/ in site/, and check its links

@@ -11,7 +11,7 @@ from scipy import stats
 from test_layers import ROOT
 from test_space import sweeps
 
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "experiments"))
 import cifar10_pictures
 import cifar10_rates
 import cifar10_results
@@ -60,7 +60,7 @@ def row_of(page, start):
 
 
 def test_the_page_is_that_of_its_records():
-    """Run `python docs/cifar10_results.py` after a change."""
+    """Run `python experiments/cifar10_results.py` after a change."""
     stored = cifar10_results.RECORDS
     records = json.loads(stored.read_text()) if stored.exists() else cifar10_results.NOTHING
     assert cifar10_results.PAGE.read_text() == cifar10_results.page(records)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 
@@ -14,8 +13,7 @@ from test_layers import ROOT
 
 from vitray.config import Model, Run, load_run
 from vitray.config.parsing import place_of
-from vitray.config.reference import settings_page, since_of
-from vitray.config.since import SINCE
+from vitray.config.reference import settings_page
 from vitray.errors import ConfigError
 
 BAD_OVERRIDES = [
@@ -278,18 +276,6 @@ def test_every_setting_has_a_description():
     rows = [row.split(" | ") for row in settings_page().splitlines() if row.startswith("| `")]
     assert len(rows) > 100
     assert [row[0] for row in rows if len(row[-1].removesuffix(" |").strip()) < 5] == []
-
-
-def test_every_setting_names_the_section_of_the_changelog_in_which_it_came():
-    page, changelog = settings_page(), (ROOT / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
-    assert all(any(section in heading for heading in headings) for section in set(SINCE.values()))
-    shown = set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
-    kinds = {f"{path}={kind}" for path, kind in re.findall(r"^### (\S+)\.kind: (\w+)$", page, re.MULTILINE)}
-    assert {*shown, *kinds} == SINCE.keys()
-    assert SINCE["optim.lr"] == "0.1.0" != SINCE["model.heads"]
-    with pytest.raises(ValueError, match=r"optim\.new: no section of the changelog"):
-        since_of("optim.new")
 
 
 def test_a_control_character_is_reported_as_bad_yaml():

@@ -9,7 +9,7 @@ from test_layers import ROOT
 
 import vitray
 
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "experiments" / "site"))
 import generate_reference
 
 PAGES = generate_reference.pages()

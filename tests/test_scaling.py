@@ -46,7 +46,7 @@ def test_nodes_get_the_same_number_of_cpus(capsys):
 
 def test_the_estimate_of_the_documentation_is_that_of_the_plan(capsys):
     root = Path(__file__).parents[1]
-    runpy.run_path(str(root / "docs/estimate_scaling.py"))["main"]()
+    runpy.run_path(str(root / "experiments/estimate_scaling.py"))["main"]()
     assert capsys.readouterr().out in (root / "docs/scaling.md").read_text()
 
 

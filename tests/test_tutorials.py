@@ -17,7 +17,7 @@ from test_layers import ROOT
 from test_readme import parse
 from test_walkthrough import RUN
 
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "experiments" / "site"))
 from write_notebooks import FOLDER, notebook_of, page_of
 
 # The order in which a reader meets them: later ones use the networks of earlier ones.

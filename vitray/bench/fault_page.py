@@ -186,7 +186,7 @@ the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {ba
 gloo, with random crops and flips. Each stack has an environment of its own, and saves and resumes as its documentation
 recommends. A step takes at least {pace} s: otherwise a run would end before some stacks notice a signal. Other work may
 use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
-`docs/faults/cells` are not measured; the command measures the missing ones.
+`experiments/faults/cells` are not measured; the command measures the missing ones.
 
 - **Images repeated, skipped**: images that the whole run uses more often, or less often, than the undisturbed run;
   steps that are undone later do not count. **Steps on other images**: steps whose images are not those of the same step

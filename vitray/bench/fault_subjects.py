@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "docs" / "faults"
+SCRIPTS = ROOT / "experiments" / "faults"
 NAME = "faults"
 """Of the run, in every stack."""
 

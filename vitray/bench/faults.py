@@ -1,7 +1,7 @@
 """python -m vitray.bench.faults: what a fault costs in vitray and in other training stacks, as docs/faults.md.
 
-Cells that have a JSON in docs/faults/cells are not run again. Everything is made on first use: an environment for each
-stack (about 2 GB each), the images, an undisturbed run of each stack.
+Cells that have a JSON in experiments/faults/cells are not run again. Everything is made on first use: an environment
+for each stack (about 2 GB each), the images, an undisturbed run of each stack.
 """
 
 import argparse

@@ -8,7 +8,6 @@ from pydantic.fields import FieldInfo
 
 from vitray.config.run import Run
 from vitray.config.sections import MOST_COUNT, MOST_NUMBER, Section
-from vitray.config.since import SINCE
 from vitray.config.validation import sections_in
 
 HEAD = """# Settings
@@ -21,11 +20,9 @@ A setting with a `kind` chooses one of several sections: `model.head=mlp` is sho
 kind has settings of its own. A new kind discards the settings of the previous one. Durations are texts such as
 `300 epochs`, `10000 steps` or `10 minutes`, at most a billion. Where the table has no upper bound, a count is at most
 10^12 and a number at most 1e30. Texts are one line of at most 1,000 characters.
-
-*Since* is the version of the [changelog](../CHANGELOG.md) in which a setting came, or "unreleased".
 """
 GENERAL_BOUNDS = (MOST_COUNT, MOST_NUMBER, 2**63)
-COLUMNS = "| setting | type | default | since | description |\n|---|---|---|---|---|\n"
+COLUMNS = "| setting | type | default | description |\n|---|---|---|---|\n"
 
 
 def settings_page() -> str:
@@ -51,8 +48,7 @@ def _tables(path: str, field: FieldInfo) -> list[str]:
         heading = f"### {path}.kind: {kind}\n\n" if kind else f"### {path}\n\n" if "." in path else ""
         fields = {name: each for name, each in section.model_fields.items() if name != "kind"}
         rows = "".join(_row(f"{path}.{name}", each) for name, each in fields.items())
-        since = f" Since: {since_of(f'{path}={kind}')}." if kind else ""
-        tables.append(f"{heading}{_one_line(section.__doc__)}{since}\n" + (f"\n{COLUMNS}{rows}" if rows else ""))
+        tables.append(f"{heading}{_one_line(section.__doc__)}\n" + (f"\n{COLUMNS}{rows}" if rows else ""))
         for name, each in fields.items():
             if sections_in(each.annotation):
                 tables += _tables(f"{path}.{name}", each)
@@ -71,15 +67,8 @@ def _row(path: str, field: FieldInfo) -> str:
     else:
         default = f"`{_plain(field.default)}`"
     text = re.sub(r"<(?=\w)|_(?=<)", r"\\\g<0>", _one_line(text))
-    cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, since_of(path), text)
+    cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, text)
     return f"| {' | '.join(cells)} |\n"
-
-
-def since_of(name: str) -> str:
-    """Return the version in which a setting came, or "unreleased"; refuse a setting without an entry."""
-    if name not in SINCE:
-        raise ValueError(f"{name}: no section of the changelog; add it to vitray/config/since.py")
-    return SINCE[name] if SINCE[name][0].isdecimal() else "unreleased"
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,128 @@
+"""python experiments/measure_verdict.py [--minutes 20] [--out FILE]: `vitray doctor data` against 16 trainings.
+
+Each is predicted, then trained at demo size for the steps of 32 predicted seconds, of which the last two thirds count:
+the others include the start. Where data limits, it trains three times as long and the last third counts: images that
+were decoded during the start last for a while, although Ray's object store is small. The results are in one JSON: a
+later call measures those that are missing. Run it on a machine without other work.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitray import storage
+from vitray.bench.recipe_stages import measure_stages, plan_machines
+from vitray.bench.verdict import predict
+from vitray.cluster.session import ray_session
+from vitray.config import Run, load_run
+from vitray.data.shards import read_request, write_dataset
+from vitray.runs.driver import train
+from vitray.runs.run_dir import OUTCOME
+from vitray.tracking import system_info
+
+# Seconds of a prediction's measurements, and of the training beside it.
+PREDICTING, TRAINING = 5.0, 32.0
+RECORDS, COUNTED = 9, 6
+# Of a run that waits for data: how many times as long it trains, and its records that count.
+LONGER, COUNTED_LAST = 3, 3
+STORE_BYTES = 640 * 2**20
+SIZES, POLICIES, WORKERS, NETWORKS = (64, 96), ("none", "three_augment"), (1, 2), ("vit_u2x1_8", "vit_u6x2_8")
+
+
+def configurations() -> dict[str, Run]:
+    """Return the runs by name."""
+    return {
+        f"{network}, {size} px, {policy}, {workers} workers": load_run().replace(
+            {
+                "model.name": network,
+                "model.image_size": size,
+                "model.num_classes": 10,
+                "data.augment.policy": policy,
+                "data.val": None,
+                "optim.batch": 64,
+                "optim.warmup": "10 steps",
+                "compute.workers": workers,
+            }
+        )
+        for size, policy, workers, network in product(SIZES, POLICIES, WORKERS, NETWORKS)
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0, help="no other one begins after them (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/verdict.json"), help="the results (%(default)s)")
+    options = parser.parse_args(words)
+    end, runs = time.monotonic() + 60 * options.minutes, configurations()
+    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    missing = [name for name in runs if name not in {row["name"] for row in rows}]
+    with tempfile.TemporaryDirectory(prefix="vitray-") as name:
+        folder = Path(name)
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlruns.db'}"
+        os.environ["VITRAY_HOME"] = str(folder / "home")
+        with ray_session(object_store_bytes=STORE_BYTES):
+            write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=2000", "image_size=96"]))
+            for each in missing:
+                if time.monotonic() > end:
+                    break
+                rows.append({"name": each} | measure(runs[each].replace({"data.url": str(folder / "demo")}), folder))
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps({"facts": system_info.facts(), "rows": rows}, indent=1) + "\n")
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(rows))
+
+
+def measure(run: Run, folder: Path) -> dict[str, Any]:
+    """Return the prediction of a run on this machine, and what its training gave."""
+    machines = plan_machines(run, None)
+    seconds = measure_stages(run, machines, PREDICTING)
+    predicted = predict(seconds, machines)
+    longer, counted = (1, COUNTED) if predicted.bottleneck == "step" else (LONGER, COUNTED_LAST)
+    every = max(5, round(longer * TRAINING * predicted.images_per_second / run.optim.batch / RECORDS))
+    changes = {"optim.duration": f"{RECORDS * every} steps", "tracking.every": f"{every} steps"}
+    home = train(run.replace(changes), f"run{len(list(folder.iterdir()))}{time.time_ns()}", str(folder / "runs")).home
+    outcome = json.loads(storage.read_bytes(storage.join(home, OUTCOME)))
+    speeds, waits = (
+        np.array([value for _, value in outcome["curves"][name][-counted:]])
+        for name in ("train/images_per_second", "train/data_wait_share")
+    )
+    times = 1 / speeds / (1 / speeds).sum()
+    return {
+        "predicted": predicted._asdict(),
+        "seconds_per_image": seconds._asdict(),
+        "machines": machines._asdict(),
+        "load": os.getloadavg()[0],
+        "images_per_second": len(speeds) / float((1 / speeds).sum()),
+        "speeds": speeds.tolist(),
+        "wait_share": float(times @ waits),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        "| configuration | bottleneck | predicted images/s | measured | error | predicted wait | measured | load |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted, speed = row["predicted"], row["images_per_second"]
+        error = predicted["images_per_second"] / speed - 1
+        lines.append(
+            f"| {row['name']} | {predicted['bottleneck']} | {predicted['images_per_second']:.0f} | {speed:.0f}"
+            f" | {error:+.0%} | {predicted['wait_share']:.0%} | {row['wait_share']:.0%} | {row['load']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
