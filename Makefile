@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo ui up update tunnel down test test-ray test-oldest test-full test-apart test-beside lint settings reference gpu-report notebooks wheel docs docs-serve
+.PHONY: help demo up update tunnel down test test-full test-oldest lint reference wheel docs docs-serve
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,9 +20,6 @@ help:  ## list the targets
 demo: .venv/.installed  ## draw a dataset, train on it with two workers, register the model (minutes)
 	@$(BIN)/vitray demo --json
 
-ui: .venv/.installed  ## open MLflow on the runs of this folder
-	@$(BIN)/vitray ui
-
 CLUSTER ?= cluster.yaml
 
 up: .venv/.installed  ## start the cluster of cluster.yaml (or CLUSTER=FILE); on a running one, restart Ray
@@ -38,20 +35,11 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-# The tests that share one Ray mostly wait for its processes, so they run beside the others, of which each part is the
-# files of some letters, a short part last. The output of each appears at its end.
-FAST := not slow and not gpu
-PARTS := s a-d t-z e-l m-r
+# Two processes: the tests that share one Ray mostly wait for its workers, and run beside the others.
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-ray $(PARTS:%=test-%)
-
-test-ray: .venv/.installed
-	@$(BIN)/python -m pytest -m 'ray and $(FAST)' --durations=10
-
-.PHONY: $(PARTS:%=test-%)
-$(PARTS:%=test-%): test-%: .venv/.installed
-	@$(BIN)/python -m pytest -m 'not ray and $(FAST)' --durations=5 tests/test_[$*]*.py
+	@$(BIN)/python $(PYTEST)
 
 .venv-oldest/.installed: .venv/.installed constraints-oldest.txt
 	@$(PYTHON) -m venv --clear .venv-oldest
@@ -59,7 +47,7 @@ $(PARTS:%=test-%): test-%: .venv/.installed
 	@touch $@
 
 test-oldest: .venv-oldest/.installed  ## run the same tests with the lowest versions that pyproject.toml allows
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python $(PYTEST)
 
 # Packages of the slow tests: hosts with their own network, Ceph's S3, PostgreSQL, a browser, ssh.
 PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 util-linux systemd \
@@ -71,35 +59,18 @@ PACKAGES := ceph-common ceph-mon ceph-osd radosgw postgresql chromium iproute2 u
 		{ echo "make test-full needs Debian or Ubuntu, and root: $(PACKAGES)"; exit 1; }
 	@touch $@
 
-# These tests start their own Rays and mostly wait, so they run beside the others, which share one. The output of the
-# others appears at once, that of these at their end.
-APART := $(addprefix tests/test_,faults.py nodes.py jobs.py bench_train.py scaling.py)
-
 test-full: .venv/.packages  ## run the slow and GPU tests too; installs their packages, as root
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-apart test-beside
+	@$(BIN)/python $(PYTEST) -m ''
 
-test-apart: .venv/.packages
-	@$(BIN)/python -m pytest -m '' -rP --durations=20 $(APART) >.venv/apart.log 2>&1; status=$$?; cat .venv/apart.log; exit $$status
-
-test-beside: .venv/.packages
-	@$(BIN)/python -m pytest -m '' --durations=20 $(addprefix --ignore=,$(APART))
-
-reference: .venv/.installed  ## regenerate docs/reference/
+reference: .venv/.installed  ## regenerate docs/settings.md, docs/reference/ and the notebooks of docs/tutorials/
+	$(BIN)/python -m vitray.config settings > docs/settings.md
 	$(BIN)/python experiments/site/generate_reference.py
-
-notebooks: .venv/.installed  ## regenerate the notebooks of docs/tutorials/ from their pages
 	$(BIN)/python experiments/site/write_notebooks.py
 
 # A build folder of before would keep removed files.
 wheel: .venv/.installed  ## build dist/vitray-VERSION-py3-none-any.whl
 	@rm -rf build
 	$(BIN)/uv build --quiet --wheel --no-build-isolation --python $(BIN)/python
-
-gpu-report: .venv/.installed  ## measure one GPU in under 25 minutes and write docs/gpu.md
-	$(BIN)/python experiments/gpu_report.py
-
-settings: .venv/.installed  ## regenerate docs/settings.md
-	$(BIN)/python -m vitray.config settings > docs/settings.md
 
 # Packages of the site alone. It is built offline, and loads nothing from other hosts.
 .venv-docs/.installed: .venv/.installed pyproject.toml constraints.txt experiments/site/fetch_mermaid.py

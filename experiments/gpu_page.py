@@ -65,11 +65,11 @@ TOY = Size(
 
 HEAD = """# A GPU, measured
 
-`make gpu-report` measures one GPU in less than 25 minutes: training steps with MFU and peak memory, eager and compiled,
-a whole run beside its steps, stems, latency, parallel branches, attention-only fine-tuning, decoding and prediction. It
-writes this page from `experiments/gpu.json`, which has the JSON of each benchmark. Each number is a median ± half the
-interquartile range of interleaved rounds. Without a GPU the same benchmarks run at toy size, and the page stays as it
-is. `vitray bench NAME` runs one of them.
+`python experiments/gpu_report.py` measures one GPU in less than 25 minutes: training steps with MFU and peak memory,
+eager and compiled, a whole run beside its steps, stems, latency, parallel branches, attention-only fine-tuning,
+decoding and prediction. It writes this page and `experiments/gpu.json`, which has the JSON of each benchmark. Each
+number is a median ± half the interquartile range of interleaved rounds. Without a GPU the same benchmarks run at toy
+size, and the page stays as it is. `vitray bench NAME` runs one of them.
 """
 UNMEASURED = """
 No GPU has been measured yet, so there are no numbers here.

@@ -130,7 +130,7 @@ def with_threshold(measured: Sequence[Mapping[str, Any]], branches: Mapping[str,
     if "fused_elements" not in branches:
         return list(measured)
     new = {name: branches[name] for name in ("device", "hardware", "versions", "fused_elements")}
-    new["source"] = f"make gpu-report: vitray bench branches, {branches['mode']}, {branches['image_size']} px"
+    new["source"] = f"experiments/gpu_report.py: vitray bench branches, {branches['mode']}, {branches['image_size']} px"
     others = [each for each in measured if (each["device"], each["hardware"]) != (new["device"], new["hardware"])]
     return [*others, new]
 

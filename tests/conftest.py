@@ -101,10 +101,17 @@ def migrated(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU on a machine without one."""
+    """Group the tests for several processes, and skip those that need a GPU on a machine without one.
+
+    The tests that share one Ray are a group, which begins first as it takes longest; the others of a file are another.
+    """
     import torch
 
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

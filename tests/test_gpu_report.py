@@ -1,4 +1,4 @@
-"""docs/gpu.md: the page of `make gpu-report`, its plan in a stated time, and the numbers that `auto` reads."""
+"""docs/gpu.md: the page of its report, the plan in a stated time, and the numbers that `auto` reads."""
 
 import json
 import sys
@@ -299,7 +299,7 @@ def test_the_limit_of_this_gpu_counts_before_the_first_of_its_kind(monkeypatch, 
     result |= {"mode": "bf16, eager, inference", "image_size": 224}
     new = gpu_report.with_threshold(measured, result)
     assert new[:-1] == measured
-    assert new[-1]["source"] == "make gpu-report: vitray bench branches, bf16, eager, inference, 224 px"
+    assert new[-1]["source"] == "experiments/gpu_report.py: vitray bench branches, bf16, eager, inference, 224 px"
     again = gpu_report.with_threshold(new, result | {"fused_elements": 8})
     assert [each["fused_elements"] for each in again] == [50_000, 1_250_000, 8]
     assert gpu_report.with_threshold(measured, {"error": "took more than its 60 s"}) == measured

@@ -128,3 +128,9 @@ def test_a_platform_is_allowed_up_to_the_minor_release_of_the_newest_pin():
 def test_ruff_finds_nothing(check):
     done = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_pyright_finds_nothing():
+    done = subprocess.run([sys.executable, "-m", "pyright"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

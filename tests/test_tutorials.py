@@ -45,7 +45,7 @@ def test_no_page_is_missed():
 
 @pages
 def test_a_notebook_is_that_of_its_page(name):
-    """Run `make notebooks` after a change of a page."""
+    """Run `make reference` after a change of a page."""
     assert (FOLDER / f"{name}.ipynb").read_text() == notebook_of(text_of(name))
 
 
