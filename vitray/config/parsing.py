@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,28 @@ _Yaml.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.valu
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tree of a recipe, and {dotted path: file:line}."""
+    """Return the tree of a recipe over that of the one it extends, and {dotted path: file:line}."""
+    tree, places = read_tree(path)
+    if (base := tree.pop("extends", None)) is None:
+        return tree, places
+    where = places.pop("extends")
+    shipped = Path(str(files("pipelines.recipes")))
+    folders = dict.fromkeys((path.parent, shipped))
+    if not isinstance(base, str) or "/" in base or base.endswith(".yaml"):
+        raise ConfigError(f"{where}: extends: got {short(base)}, expected the name of a recipe, as in demo")
+    found = next((file for folder in folders if (file := folder / f"{base}.yaml").is_file() and file != path), None)
+    if found is None:
+        names = (file.stem for folder in folders for file in folder.glob("*.yaml") if file != path)
+        raise ConfigError(f"{where}: extends: no recipe {short(base)}{nearest(base, names)}")
+    below, places_below = read_tree(found)
+    if "extends" in below:
+        raise ConfigError(f"{where}: extends: {base} extends another recipe itself; extend that one, {below['extends']}")
+    apply_changes(dict(flatten(tree, "")), below)
+    return below, places_below | places
+
+
+def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tree of a YAML file, and {dotted path: file:line}."""
     text = read_text(path)
     tree, places = parse_yaml(text, str(path))
     if not isinstance(tree, dict | None):
@@ -189,7 +211,7 @@ def apply_changes(changes: Mapping[str, Any], tree: dict[str, Any]) -> None:
 def flatten(tree: Mapping[str, Any], path: str) -> Iterable[tuple[str, Any]]:
     """Yield (dotted path, value) of every leaf of a tree."""
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from flatten(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value

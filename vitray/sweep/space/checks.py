@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vitray.config import Run
-from vitray.config.parsing import parse_overrides, read_recipe, short
+from vitray.config.parsing import parse_overrides, read_tree, short
 from vitray.config.sweep import MOST_POINTS, Distribution, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
@@ -39,7 +39,7 @@ FIXED_SETTINGS = ("compute.workers", "compute.device", "compute.cpus", "compute.
 
 def read_space(path: Path) -> Space:
     """Return the space of a YAML file."""
-    tree, places = read_recipe(path)
+    tree, places = read_tree(path)
     try:
         space = Space.model_validate(tree)
     except ValidationError as invalid:
