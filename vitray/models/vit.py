@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec, Execution, Trace
 from vitray.models.norms import build_norm
 from vitray.models.positions import AttentionPositions, Grid, Positions, VisiblePatches
+from vitray.models.products import Products
 from vitray.models.relative import offset_index
 from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
@@ -166,6 +168,26 @@ class ViT(nn.Module):
             return self.norm(patches_BND).mean(dim=1)
         return self.norm(patches_BND.mean(dim=1))
 
+    def count(self, products: Products) -> None:
+        """Count the products for an image, from its pixels to the logits."""
+        self.count_tokens(products)
+        products.train(self.norm)
+        heads = self.head.children() if isinstance(self.head, TwoHeads) else [self.head]
+        products.branches(*(partial(_count_head, head, products) for head in heads))
+
+    def count_tokens(self, products: Products, dropped: int = 0) -> None:
+        """Count the products of `tokens`; `dropped` is the number of patches that the blocks do not get."""
+        height, width = self.model.image_shape
+        self.stem.count(products, height * width)
+        products.train(self.positions, self.class_token, self.distillation_token, self.registers)
+        rows, columns = self.model.grid
+        tokens = rows * columns - dropped + self.num_prefix
+        attended = {None: tokens, "rows": columns, "columns": rows}
+        for level, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            products.train(*self.level_positions[level - 1 : level])
+            block.count(products, tokens, attended[block.attentions[0].axis])
+
     @property
     def execution(self) -> Execution:
         """The execution of parallel branches; settable on a loaded model."""
@@ -218,6 +240,12 @@ def _build_head(model: Model, classes: int) -> nn.Module:
             head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
             head.apply(initialise_linear)
             return head
+
+
+def _count_head(head: nn.Module, products: Products) -> None:
+    for layer in head.modules():
+        if isinstance(layer, nn.Linear):
+            products.layer(layer, 1)
 
 
 def drop_path_rates(model: Model) -> list[float]:

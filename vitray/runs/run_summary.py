@@ -32,6 +32,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
     return {
         "run": info.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
         **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
         **({"teacher": f"{plan.teacher}, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
@@ -129,6 +130,7 @@ def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
     mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
     rows = {
         "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "Trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
         **_earlier_run(run, plan),
