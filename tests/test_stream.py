@@ -32,11 +32,12 @@ from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.data.shares import PAIR
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
-from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
+from vitray.data.stream.epoch_order import DEAL, LANES, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import ConfigError

@@ -18,7 +18,7 @@ from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import check_model_name
-from vitray.training.schedule import Triggers, in_steps, total_steps
+from vitray.training.schedule import Triggers, check_shares, in_steps, total_steps
 
 if TYPE_CHECKING:
     from vitray.tasks.costs import TaskCosts
@@ -332,10 +332,11 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(
             f"evaluate.probes: got {', '.join(sorted(learning))}, wanted others: {dataset.url} has no labels to learn"
         )
-    highest = (run.compute.worker_range or (1, 1))[1]
+    lowest, highest = run.compute.worker_range or (1, 1)
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         least = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "one image"
         raise ConfigError(f"optim.batch: got {batch}, wanted at least {least} for each of {highest} workers")
+    check_shares(run, lowest, highest)
 
 
 def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:

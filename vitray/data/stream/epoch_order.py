@@ -10,7 +10,8 @@ only a group of about a thousand rows or more has both rows of a pair; a lane ha
 
 A position counts the images of an epoch. Step k of a global batch of B takes positions k * B to (k + 1) * B, and each
 worker takes every n-th pair of them: pairs stay together because mixup and cutmix mix their two images. Where the
-number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others.
+number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others
+(`vitray.data.shares`).
 Shapes: L lanes, 2 halves of a lane, P pairs of a lane.
 """
 
@@ -21,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.shares import PAIR, dealt_unit
 
-REGION, LANES, PAIR = 2048, 8, 2
+REGION, LANES = 2048, 8
 # Bit-reversed: the lanes of every second or fourth pair are neighbours, which share row groups.
 DEAL = [int(f"{lane:03b}"[::-1], 2) for lane in range(LANES)]
 
@@ -162,11 +164,3 @@ def ranks_of(positions: np.ndarray, batch: int, workers: int) -> np.ndarray:
     Single images are dealt instead where equal shares are odd, or where there are fewer pairs than workers.
     """
     return positions % batch // dealt_unit(batch, workers) % workers
-
-
-def dealt_unit(batch: int, workers: int) -> int:
-    """Return the number of neighbouring images that go to the same worker."""
-    if batch < workers:
-        raise ValueError(f"got a global batch of {batch}, wanted at least an image for each of {workers} workers")
-    is_odd = batch % workers == 0 and batch // workers % PAIR
-    return 1 if is_odd or batch // PAIR < workers else PAIR
