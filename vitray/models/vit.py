@@ -27,7 +27,7 @@ class ViT(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         shape = model.shape
-        self.model = model
+        self.model, self.grid = model, model.grid
         self.stem = Stem(shape, model.resnet_eps, model.stem_norm_eps, model.batch_momentum)
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.positions_added_at = getattr(model.positions, "where", "stem")
@@ -136,8 +136,8 @@ class ViT(nn.Module):
                 assert self.rope is not None
                 return AttentionPositions(rotation=self.rope(places, self.num_prefix), grid=grid)
             case Relative():
-                if places.grid != self.model.grid:
-                    raise ValueError(f"relative positions of {self.model.grid} patches do not fit {places.grid}")
+                if places.grid != self.grid:  # `model.grid` parses the name, which torch.compile cannot trace
+                    raise ValueError(f"relative positions of {self.grid} patches do not fit {places.grid}")
                 return AttentionPositions(offset=offset_index(places, self.norm.weight.device))
             case _:
                 return AttentionPositions(grid=grid)
