@@ -74,6 +74,26 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     assert hashlib.sha256(copied.tobytes()).hexdigest()[:16] == "f4fa62e8a37b7691"
 
 
+def test_the_tasks_of_a_process_permute_an_epoch_once(monkeypatch):
+    """The same key with other row groups, of another split or a hold-out, is another order."""
+    keys = []
+    monkeypatch.setattr(
+        epoch_order, "raw_draws", lambda text, *rest, **skip: keys.append(text) or draws(text, *rest, **skip)
+    )
+    draws = raw_draws
+    epoch_order._permute_groups.cache_clear()
+
+    def permutations(groups, epoch):
+        keys.clear()
+        shuffle_rows(groups, 0, epoch, "a")
+        return sum(key.startswith("groups ") for key in keys)
+
+    wide, narrow = np.full(60, 100), np.full(60, 90)
+    asked = [(wide, 0), (wide, 0), (wide, 1), (wide, 0), (wide, 1), (narrow, 1), (narrow, 1), (wide, 0)]
+    assert [permutations(*each) for each in asked] == [1, 0, 1, 0, 0, 1, 0, 1]
+    assert epoch_order._permute_groups.cache_info().currsize == 2
+
+
 @given(shared=SHARED, step=st.integers(0, 9))
 def test_workers_take_each_global_batch_exactly(shared, step):
     batch, workers = shared
