@@ -622,6 +622,21 @@ def test_the_cutmix_box_equals_timms(share, height, width, draw):
     assert ours.tolist() == [[int(edge) for edge in theirs]]
 
 
+@pytest.mark.parametrize("size", [(32, 32), (33, 47), (1, 7)])
+def test_cutmix_draws_the_boxes_and_shares_that_timm_makes_of_the_same_numbers(size, monkeypatch):
+    count = 200
+    mixing = draw_mixing(Mix(cutmix=1.0), count, size, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    rng.random(count)  # which draws are cuts: all
+    shares = rng.beta(np.ones(count), 1.0)
+    rng.random(count)  # which draws mix: all
+    centres = iter(rng.integers(size, size=(count, 2)).ravel())
+    monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centres))
+    theirs = [timm_mixup.cutmix_bbox_and_lam((3, *size), share) for share in shares]
+    assert mixing.boxes.tolist() == [[int(edge) for edge in box] for box, _ in theirs]
+    assert mixing.shares == pytest.approx([share for _, share in theirs], rel=1e-12)
+
+
 def mixed_by_timm(images, labels, mixing: Mixing, draw: int):
     """Return a pair of images and their targets, mixed by timm with one of our draws."""
     share, (top, bottom, left, right) = float(mixing.shares[draw]), mixing.boxes[draw]

@@ -1,4 +1,4 @@
-"""Co-training of submodels: the loss, the two draws of drop path, the cost, and settings that do not fit."""
+"""Co-training of submodels: the loss, the two draws of drop path, and settings that do not fit."""
 
 import copy
 import itertools
@@ -22,7 +22,6 @@ from vitray.tasks.supervised import Supervised
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
-from vitray.training.profiling import forward_passes_per_step
 
 CLASSES = 5
 MODEL = "model={name: vit_u2x1_8, image_size: 32, num_classes: 5, drop_path: 0.5}"
@@ -232,14 +231,6 @@ def test_fine_tuning_co_trains_too_and_a_run_is_its_recipe():
     task(images(), TARGETS).backward()
     trained = {name for name, each in task.named_parameters() if each.grad is not None}
     assert trained == {name for name, each in task.named_parameters() if each.requires_grad}
-
-
-def test_a_step_of_two_submodels_costs_two():
-    run = run_of()
-    alone = run.replace({"task.cosub": None})
-    assert (alone.submodels, run.submodels) == (1, 2)
-    assert forward_passes_per_step(alone, None) == 3
-    assert forward_passes_per_step(run, None) == 6
 
 
 @torch.no_grad()

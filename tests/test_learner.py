@@ -17,13 +17,15 @@ from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.evaluation.scores import EvaluationSet, _means, gather_names
+from vitray.models.stems import synchronise_norms
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints, evaluator, learner
 from vitray.training.checkpoints import META, Checkpoint
 from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, STRIDES_WARNING, Learner
-from vitray.training.loop import all_reduce_metrics, take_step
-from vitray.training.optim import Average, build_optimizer
+from vitray.training.loop import all_reduce_metrics, prepare_micro_batch, take_step
+from vitray.training.optim import Average, build_optimizer, set_learning_rate
+from vitray.training.schedule import learning_rate, micro_batches, num_passes
 from vitray.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -38,6 +40,15 @@ SETTINGS = [
     "optim.clip=0.001",
     "optim.warmup=0 steps",
     "optim.ema.decay=0.9",
+    "compute.local_batch=4",
+]
+
+
+UNEVEN = [
+    "model.name=vit_u1x1_8_hmlp_bn",
+    "model.image_size=32",
+    "model.num_classes=5",
+    "optim={batch: 9, lr: 0.01, clip: null, rule: {kind: sgd}, warmup: 0 steps}",
     "compute.local_batch=4",
 ]
 
@@ -76,6 +87,30 @@ def trained(share, **ddp):
     )
 
 
+def uneven_run():
+    """Five and four images, in two passes each, and a stem whose batch norms meet in each pass."""
+    return load_run(None, UNEVEN)
+
+
+def uneven_batch(step, own):
+    rng = np.random.default_rng(step)
+    images, labels = rng.integers(256, size=(9, 32, 32, 3), dtype=np.uint8), rng.integers(5, size=9)
+    return DeviceBatch(torch.from_numpy(images[own]), torch.from_numpy(labels[own]), own, own)
+
+
+def trained_unevenly(share):
+    """Return the task after two steps of one of two workers whose shares differ."""
+    run = uneven_run()
+    torch.manual_seed(0)
+    task = build_task(run)
+    synchronise_norms(task, CPU)
+    learned = Learner(task, DistributedDataParallel(task, **DDP), build_optimizer(task, run.optim, CPU), None)
+    for step in range(2):
+        own = positions_of(0, 9, share.rank, share.workers)
+        take_step(run, step, uneven_batch(step, own), share, learned, 10)
+    return dict(task.state_dict())
+
+
 def work(rank: int, folder: str) -> None:
     """Save the results of one of two workers."""
     torch.set_num_threads(1)
@@ -90,6 +125,7 @@ def work(rank: int, folder: str) -> None:
     torch.save(read, f"{folder}/read-{rank}")
     share = Share(rank, 2)
     torch.save((trained(share), trained(share, **DDP)), f"{folder}/trained-{rank}")
+    torch.save(trained_unevenly(share), f"{folder}/uneven-{rank}")
     sums = all_reduce_metrics({rank: torch.tensor([0.5, rank])}, CPU, [rank, 7 * (rank == 0), rank])
     data = EvaluationSet([], 3, Normalise(), lambda: [f"corrupt {1 - rank}"])
     nothing = torch.zeros(1, dtype=torch.float64)
@@ -182,6 +218,29 @@ def test_gradients_in_the_buckets_of_ddp_change_no_bit(folder):
     for name, tensor in alone.items():
         if not name.startswith("loss"):
             torch.testing.assert_close(both[0][1][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_batch_norms_of_uneven_shares_meet_in_every_pass(folder):
+    """One process that takes the images of both workers' passes together has the same network afterwards."""
+    run = uneven_run()
+    torch.manual_seed(0)
+    task = build_task(run)
+    optimizer = build_optimizer(task, run.optim, CPU)
+    shares = [positions_of(0, 9, rank, 2) for rank in range(2)]
+    slices = [micro_batches(len(share), num_passes(run, 2), run) for share in shares]
+    assert [[part.stop - part.start for part in parts] for parts in slices] == [[2, 3], [2, 2]]
+    for step in range(2):
+        set_learning_rate(optimizer, learning_rate(run.optim, step, 10))
+        for parts in zip(*slices, strict=True):
+            own = np.concatenate([share[part] for share, part in zip(shares, parts, strict=True)])
+            images, targets = prepare_micro_batch(uneven_batch(step, own), slice(None), run, step)
+            (task(images, targets) * len(own) / 9).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, second = (torch.load(folder / f"uneven-{rank}") for rank in range(2))
+    for name, tensor in task.state_dict().items():
+        torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=1e-5)
+        assert torch.equal(first[name], second[name])
 
 
 def test_the_ignored_warning_is_that_of_ddp_for_kernels_of_one_pixel():

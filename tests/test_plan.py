@@ -48,6 +48,14 @@ def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
             ["optim.batch=4", "compute.workers=2..8"],
             ["optim.batch: got 4, wanted at least one image for each of 8"],
         ),
+        (
+            ["optim.batch=9", "compute.workers=1..2", "compute.local_batch=1"],
+            [
+                "compute.local_batch 1 does not fit optim.batch 9 on 2 workers",
+                "5 for 5 images",
+                "the smallest share has 4",
+            ],
+        ),
         (["optim.warmup=4 epochs"], ["optim.warmup"]),
         (["data.url=null"], ["data.url: got null", "vitray shard"]),
         (["data.url=nowhere"], ["nowhere: no dataset here"]),

@@ -32,11 +32,12 @@ from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
+from vitray.data.shares import PAIR
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
-from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
+from vitray.data.stream.epoch_order import DEAL, LANES, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import ConfigError
@@ -71,6 +72,26 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "be8f5d2e53c3d509"
     copied = EpochOrder(groups, None, ("a", 0, 0), copies=3).at(np.arange(6000))[0]
     assert hashlib.sha256(copied.tobytes()).hexdigest()[:16] == "f4fa62e8a37b7691"
+
+
+def test_the_tasks_of_a_process_permute_an_epoch_once(monkeypatch):
+    """The same key with other row groups, of another split or a hold-out, is another order."""
+    keys = []
+    monkeypatch.setattr(
+        epoch_order, "raw_draws", lambda text, *rest, **skip: keys.append(text) or draws(text, *rest, **skip)
+    )
+    draws = raw_draws
+    epoch_order._permute_groups.cache_clear()
+
+    def permutations(groups, epoch):
+        keys.clear()
+        shuffle_rows(groups, 0, epoch, "a")
+        return sum(key.startswith("groups ") for key in keys)
+
+    wide, narrow = np.full(60, 100), np.full(60, 90)
+    asked = [(wide, 0), (wide, 0), (wide, 1), (wide, 0), (wide, 1), (narrow, 1), (narrow, 1), (wide, 0)]
+    assert [permutations(*each) for each in asked] == [1, 0, 1, 0, 0, 1, 0, 1]
+    assert epoch_order._permute_groups.cache_info().currsize == 2
 
 
 @given(shared=SHARED, step=st.integers(0, 9))

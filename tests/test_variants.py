@@ -1,6 +1,7 @@
 """Variants of the network: positions, registers, norms, gates; each against a loop over tokens, and off as it was."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from vitray.errors import ConfigError
 from vitray.inspection import attention_distances, attention_maps, compare_branches, position_similarity, token_norms
 from vitray.inspection.levels import run_levels
 from vitray.inspection.tensors import named_tensors
+from vitray.models import blocks, branches
 from vitray.models.patches import gather_patches
 from vitray.models.positions import VisiblePatches, resample
 from vitray.models.rope import axial_rotation, rotate
@@ -595,3 +597,43 @@ def test_a_few_images_are_learned_in_200_steps(kind):
         optimizer.step()
     assert loss.item() < 0.05
     assert torch.equal(vit.eval()(x).argmax(1), labels)
+
+
+# ---- torch.compile and autocast --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["learned, levels", "relative", "rope", "axial", "all"])
+def test_a_network_compiles_into_one_graph(kind):
+    vit, images_BCHW = network(kind, torch.float32), torch.randn(2, 3, 16, 24)
+    torch.compiler.reset()
+    compiled = torch.compile(vit, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images_BCHW), vit(images_BCHW))
+
+
+@pytest.mark.parametrize("execution", ["loop", "fused"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norms_of_queries_and_keys_mix_no_types_under_autocast(norm, execution, monkeypatch):
+    vit = network("qk_norm", torch.float32, norm=norm, execution=execution)
+    images_BCHW, attended, normalised, attend = torch.randn(2, 3, 16, 24), [], [], branches.attend
+    for module in vit.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_hook(lambda _module, _inputs, output: normalised.append(output.dtype))
+
+    def watched(q, k, v, *rest):
+        attended.append((q.dtype, k.dtype, v.dtype))
+        return attend(q, k, v, *rest)
+
+    for module in (blocks, branches):
+        monkeypatch.setattr(module, "attend", watched)
+    torch.set_warn_always(True)  # torch warns of an unfused RMSNorm once in a process
+    try:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rounded = vit(images_BCHW)
+    finally:
+        torch.set_warn_always(False)
+    assert attended == [(torch.bfloat16,) * 3] * (4 if execution == "loop" else 2)
+    assert set(normalised) <= {torch.float32}
+    with torch.no_grad():
+        exact = vit(images_BCHW)
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05 * float(exact.abs().max()))

@@ -114,7 +114,7 @@ METRICS = {
     ),
     "cost/device_seconds": ("=", "training time times workers, without start, evaluations and undone steps"),
     "cost/images": ("=", "images seen in training"),
-    "cost/flops": ("=", "operations of the training, from shapes; a multiply-add is two"),
+    "cost/flops": ("=", "operations of the training, of its matrix products in both passes; a multiply-add is two"),
     "cost/teacher_flops": ("=", "operations of the teacher, part of `cost/flops`"),
     "cost/step_ms": ("=", "milliseconds of a step, from the median speed"),
     "cost/mfu": ("=", "share of the device's peak operations, for known GPUs"),

@@ -13,8 +13,8 @@ from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch, normalised
 from vitray.data.stream import Share
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.models.counts import count
 from vitray.tasks.build import build_task
+from vitray.tasks.costs import task_costs
 from vitray.training.evaluator import autocast
 from vitray.training.learner import Learner, compile_model
 from vitray.training.loop import take_step
@@ -188,4 +188,4 @@ def largest_fitting(fits: Callable[[int], bool], first: int = 8, most: int = 2**
 def utilisation(run: Run, images_per_second: float, device: torch.device) -> float | None:
     """Return the model FLOPs utilisation; None for a device of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), run.compute.precision) if device.type == "cuda" else None
-    return None if peak is None else 6e9 * run.submodels * count(run.model).gflops * images_per_second / peak
+    return None if peak is None else 2e9 * task_costs(run).step_gflops * images_per_second / peak

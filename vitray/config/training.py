@@ -241,7 +241,8 @@ class Compute(Section):
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved per worker: with 0.25, four trials of a sweep share one. Memory is not limited."""
     local_batch: Size | None = None
-    """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation."""
+    """Maximum images per forward pass on a device. A larger share of the batch uses gradient accumulation; every worker
+    takes as many passes as the largest share needs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast, with fp32 weights."""
     tf32: bool = True

@@ -7,6 +7,7 @@ Shapes: B images, N tokens, D width, K outputs, R rank.
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from vitray.config.finetuning import Matrix
 from vitray.errors import ConfigError
+from vitray.models.products import Products
 
 # Each matrix's linear layer, the chunk of the layer's outputs that it computes, and the number of chunks.
 LAYERS: dict[Matrix, tuple[str, int, int]] = {
@@ -40,6 +42,11 @@ class Adapter(nn.Module):
     def forward(self, h_BND: Tensor) -> Tensor:
         """Return the output."""
         return h_BND + self.up(F.gelu(self.down(h_BND)))
+
+    def count(self, products: Products, tokens: int) -> None:
+        """Count the products for an image's tokens, beside the residual connection."""
+        products.layer(self.down, tokens)
+        products.layer(self.up, tokens)
 
     def start_from_zero(self) -> None:
         """Make the adapter the identity."""
@@ -76,6 +83,16 @@ class LoraLinear(nn.Linear):
             blocks[block] = blocks[block] + F.linear(F.linear(input, a_RD), b_KR)
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
 
+    def count(self, products: Products, tokens: int) -> None:
+        """Count the layer's product and those of its factors."""
+
+        def count_factors(factors: nn.Module) -> None:
+            products.layer(factors.get_submodule("a"), tokens)
+            products.layer(factors.get_submodule("b"), tokens)
+
+        layer = partial(products.layer, self, tokens)
+        products.branches(layer, *(partial(count_factors, factors) for factors in self.lora.values()))
+
     def merged_weight(self) -> Tensor:
         """Return the matrix that computes the same output."""
         blocks = list(self.weight.chunk(self._blocks))
@@ -93,6 +110,14 @@ class LoraLinear(nn.Linear):
 def weight_of(layer: nn.Linear) -> Tensor:
     """Return the matrix of a linear layer, with its LoRA products."""
     return layer.merged_weight() if isinstance(layer, LoraLinear) else layer.weight
+
+
+def count_linear(products: Products, layer: nn.Linear, tokens: int) -> None:
+    """Count the products of a linear layer, with those of LoRA."""
+    if isinstance(layer, LoraLinear):
+        layer.count(products, tokens)
+    else:
+        products.layer(layer, tokens)
 
 
 def add_lora(vit: nn.Module, matrices: Sequence[Matrix], rank: int, alpha: float) -> None:

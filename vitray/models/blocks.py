@@ -29,6 +29,7 @@ from vitray.models.branches import (
 )
 from vitray.models.norms import bias_of, normalise, normalise_heads
 from vitray.models.positions import NO_POSITIONS, AttentionPositions
+from vitray.models.products import Products
 
 
 class Block(nn.Module):
@@ -65,6 +66,11 @@ class Block(nn.Module):
     def feed(self, x_BND: Tensor, fused: bool) -> Tensor:
         """Return the second half of the level: the input plus all feed-forward outputs."""
         return self._feed_fused(x_BND) if fused else self._feed_loop(x_BND)
+
+    def count(self, products: Products, tokens: int, attended: int) -> None:
+        """Count the products for an image's tokens, each of which attends to some; execution fused has the same."""
+        products.branches(*(functools.partial(each.count, products, tokens, attended) for each in self.attentions))
+        products.branches(*(functools.partial(each.count, products, tokens) for each in self.feedforwards))
 
     def _is_fused(self, x_BND: Tensor) -> bool:
         has_dropout = self.training and self.dropout > 0

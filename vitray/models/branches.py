@@ -4,16 +4,18 @@ Shapes: B images, N tokens, D width, H heads, P branches whose heads are one aft
 d channels of a head.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.models.adapters import Adapter
+from vitray.models.adapters import Adapter, count_linear
 from vitray.models.axial import Axis, join_lines, split_lines, spread_weights
 from vitray.models.norms import build_norm
 from vitray.models.positions import NO_POSITIONS, AttentionPositions, Grid
+from vitray.models.products import Products
 from vitray.models.relative import num_offsets, relative_bias
 from vitray.models.rope import rotate
 from vitray.models.sizes import inner_width, up_width
@@ -81,6 +83,17 @@ class Attention(nn.Module):
         h_BND = F.dropout(self.out(join_heads(h_BHNd)), dropout, self.training)
         return h_BND if self.scale is None else h_BND * self.scale
 
+    def count(self, products: Products, tokens: int, attended: int) -> None:
+        """Count the products for an image's tokens, each of which attends to some."""
+        products.train(self.norm)
+        count_linear(products, self.qkv, tokens)
+        products.train(self.q_norm, self.k_norm)
+        if self.relative is not None:
+            products.weight(self.relative, tokens * self.heads)
+        products.pair(2 * tokens * attended * self.qkv.in_features)
+        count_linear(products, self.out, tokens)
+        products.train(self.scale)
+
     def weights(self, x_BND: Tensor, positions: AttentionPositions = NO_POSITIONS) -> Tensor:
         """Return the attention weights (BHNN) for an input of the level; its output is not computed."""
         q, k, _, bias = self._heads(x_BND, positions)
@@ -118,6 +131,15 @@ class FeedForward(nn.Module):
         if self.adapter is not None:
             h_BND = self.adapter(h_BND)
         return h_BND if self.scale is None else h_BND * self.scale
+
+    def count(self, products: Products, tokens: int) -> None:
+        """Count the products for an image's tokens."""
+        products.train(self.norm)
+        count_linear(products, self.up, tokens)
+        count_linear(products, self.down, tokens)
+        if self.adapter is not None:
+            products.branches(partial(self.adapter.count, products, tokens))
+        products.train(self.scale)
 
 
 Branches = tuple[Attention, ...] | tuple[FeedForward, ...]

@@ -6,12 +6,15 @@ GFLOPs for ViT-B (Table 7). Width, depth and merging are chosen here to meet it.
 Shapes: B images, h x w patches, s x s cells of a patch, n = s * s, C channels of a cell, D width.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
+from vitray.models.products import Products, count_convolutions
 from vitray.models.sizes import CELL, LOCAL_DEPTH, LOCAL_HEADS, convolutions
 
 
@@ -46,3 +49,19 @@ class LocalTransformer(nn.Module):
         merged_BD11 = self.merge(self.norm(x_BnC).mT.unflatten(2, (side, side)))
         grid = patches_BDhw.shape[-2:]
         return patches_BDhw + merged_BD11.flatten(1).unflatten(0, (-1, grid.numel())).mT.unflatten(2, grid)
+
+    def count(self, products: Products, pixels: int) -> int:
+        """Count the products for an image, and return the number of its patches."""
+        cells = pixels // CELL**2
+        patches = cells // self.cells_per_side**2
+
+        def count_cells() -> None:
+            products.layer(self.cells, cells)
+            products.train(self.positions)
+            for block in self.blocks:
+                block.count(products, cells, cells // patches)  # pyright: ignore[reportCallIssue]
+            products.train(self.norm)
+            count_convolutions(self.merge, products, cells)
+
+        products.branches(partial(products.layer, self.linear, patches), count_cells)
+        return patches

@@ -12,9 +12,21 @@ from torch import Tensor, nn
 Norm = nn.LayerNorm | nn.RMSNorm
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm that computes at least in the type of its weight.
+
+    Under autocast the queries and keys that qk_norm normalises are bfloat16. torch has no fused kernel for an input and
+    a weight of different types: it would warn, and round to bfloat16 before the weight.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input."""
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype)))
+
+
 def build_norm(kind: str, width: int, eps: float, bias: bool) -> Norm:
     """Return a norm over `width` channels; an rmsnorm has no bias."""
-    return nn.RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=bias)
+    return RMSNorm(width, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=bias)
 
 
 def bias_of(norm: Norm) -> Tensor | None:
@@ -25,6 +37,7 @@ def bias_of(norm: Norm) -> Tensor | None:
 def normalise(x_BND: Tensor, norm: Norm) -> Tensor:
     """Return the output of a norm without its weight and bias."""
     if isinstance(norm, nn.RMSNorm):
+        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, norm.weight.dtype))
         return F.rms_norm(x_BND, norm.normalized_shape, eps=norm.eps)
     return F.layer_norm(x_BND, norm.normalized_shape, eps=norm.eps)
 

@@ -11,6 +11,7 @@ from vitray.config import SinCos2d
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
 from vitray.models.positions import Grid, Positions
+from vitray.models.products import Products
 from vitray.models.vit import initialise_linear
 
 
@@ -58,3 +59,13 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x_BND = block(x_BND)
         return x_BND if prefix_BFD is None else x_BND[:, prefix_BFD.shape[1] :]
+
+    def count(self, products: Products, embedded: int, prefix: int, predicted: int) -> None:
+        """Count the products for an image: of the tokens that `embed` gets, of all, and of those that `head` gets."""
+        products.layer(self.embed, embedded)
+        tokens = self.grid[0] * self.grid[1] + prefix
+        for block in self.blocks:
+            block.count(products, tokens, tokens)  # pyright: ignore[reportCallIssue]
+        norm, head = self.head
+        products.train(norm)
+        products.layer(head, predicted)

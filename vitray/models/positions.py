@@ -3,6 +3,7 @@
 Shapes: B images, N patches (row by row) or tokens, D width, M selected patches.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, assert_never
 
 import torch
@@ -65,6 +66,16 @@ def sincos2d(grid: Grid, width: int, frequencies: str) -> Tensor:
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
 
 
+def fixed_table(compute: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """Return a table of a new network, computed on the CPU and moved to the default device.
+
+    On meta, where sizes and costs are counted, its operations would import torch.compile, which takes two seconds.
+    """
+    with torch.device("cpu"):
+        table = compute(*arguments)
+    return table.to(torch.get_default_device())
+
+
 class Positions(nn.Module):
     """Adds a position embedding to each patch, on the original grid or another one."""
 
@@ -81,7 +92,8 @@ class Positions(nn.Module):
             case Learned2d():
                 self.x, self.y = _learned(grid[1], width // 2), _learned(grid[0], width // 2)
             case SinCos2d():
-                self.register_buffer("table", sincos2d(grid, width, kind.frequencies), persistent=False)
+                table = fixed_table(sincos2d, grid, width, kind.frequencies)
+                self.register_buffer("table", table, persistent=False)
             case NoPositions() | Relative() | Rope():
                 pass
             case _:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
-from vitray.models.sizes import ROOT, resnet_layers, stage_width
+from vitray.models.products import Products
+from vitray.models.sizes import ROOT, ROOT_STRIDE, resnet_layers, stage_width
 
 GROUPS = 32
 # How a kernel is divided by its deviation s, and the epsilon of the group norms.
@@ -67,6 +68,27 @@ class Bottleneck(nn.Module):
             x_BCHW = self.down_norm(self.down(x_BCHW))
         return F.relu(h_BCHW + x_BCHW)
 
+    def count(self, products: Products, cells: int) -> int:
+        """Count the products for a feature map of so many cells, and return the number after the unit."""
+        after = cells // self.conv2.stride[0] ** 2
+
+        def count_convolutions() -> None:
+            for conv, norm, size in (
+                (self.conv1, self.norm1, cells),
+                (self.conv2, self.norm2, after),
+                (self.conv3, self.norm3, after),
+            ):
+                products.layer(conv, size)
+                products.train(norm)
+
+        def count_projection() -> None:
+            if self.down is not None:
+                products.layer(self.down, after)
+                products.train(self.down_norm)
+
+        products.branches(count_convolutions, count_projection)
+        return after
+
 
 class ResNet(nn.Module):
     """The root and the stages of a ResNet: images in, a feature map out."""
@@ -92,3 +114,13 @@ class ResNet(nn.Module):
         for stage in self.stages:
             x_BCHW = stage(x_BCHW)
         return x_BCHW
+
+    def count(self, products: Products, pixels: int) -> int:
+        """Count the products for an image, and return the cells of the feature map."""
+        products.layer(self.root, pixels // 4)
+        products.train(self.root_norm)
+        cells = pixels // ROOT_STRIDE**2
+        for unit in self.modules():
+            if isinstance(unit, Bottleneck):
+                cells = unit.count(products, cells)
+        return cells

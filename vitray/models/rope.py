@@ -9,7 +9,7 @@ Shapes: B images, H heads, N tokens, d channels of a head.
 import torch
 from torch import Tensor, nn
 
-from vitray.models.positions import Grid, VisiblePatches
+from vitray.models.positions import Grid, VisiblePatches, fixed_table
 
 
 def axial_rotation(grid: Grid, head_size: int, base: float) -> Tensor:
@@ -35,7 +35,7 @@ class AxialRope(nn.Module):
     def __init__(self, grid: Grid, head_size: int, base: float) -> None:
         super().__init__()
         self.grid, self.head_size, self.base = grid, head_size, base
-        self.register_buffer("own", axial_rotation(grid, head_size, base), persistent=False)
+        self.register_buffer("own", fixed_table(axial_rotation, grid, head_size, base), persistent=False)
 
     def forward(self, places: VisiblePatches, num_prefix: int) -> Tensor:
         """Return the rotation of the prefix, which is none, and of the patches: 2(1 or B)1Nd."""

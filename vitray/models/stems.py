@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitray.config.model_names import Name
 from vitray.models.flexible import apply_matrix, kernel_matrix_on
 from vitray.models.local_stem import LocalTransformer
+from vitray.models.products import Products, count_convolutions
 from vitray.models.resnet import ResNet
 from vitray.models.sizes import convolutions, feature_map
 
@@ -47,6 +48,10 @@ class Stem(nn.Module):
             x_BDHW = self.proj[1:](F.conv2d(images_BCHW, kernel, first.bias, self.patch))
         x_BND = x_BDHW.flatten(2).transpose(1, 2)
         return x_BND, (height // self.patch, width // self.patch)
+
+    def count(self, products: Products, pixels: int) -> None:
+        """Count the products for an image."""
+        count_convolutions(self.proj, products, pixels)
 
     def use_patch(self, patch: int) -> None:
         """Set the patch size: a linear stem resizes its kernel in each forward pass.

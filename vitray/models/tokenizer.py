@@ -18,6 +18,7 @@ from vitray.config import Run
 from vitray.config.pretraining import Tokenizer
 from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, patchify, unpatchify
+from vitray.models.products import Products
 from vitray.models.vit import ViT
 
 
@@ -54,6 +55,18 @@ class VisualTokenizer(nn.Module):
         # Straight-through estimator: the gradient bypasses the rounding.
         numbers_BNL = numbers_BNL + (self._centres(level_BNL) - numbers_BNL).detach()
         return F.mse_loss(self._decode_patches(numbers_BNL).float(), patchify(images_BCHW, self.patch).float())
+
+    def count(self, products: Products) -> None:
+        """Count the products for an image."""
+        self.count_codes(products)
+        patches = math.prod(self.grid)
+        self.decoder.count(products, patches, 0, patches)
+
+    def count_codes(self, products: Products) -> None:
+        """Count the products from an image to its codes."""
+        self.vit.count_tokens(products)
+        products.train(self.vit.norm)
+        products.layer(self.squeeze, math.prod(self.grid))
 
     # ---- codes -------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import PREFIX
 from vitray.config.training import Part
 from vitray.models.axial_resnet import AxialResNet
+from vitray.models.products import Products
 from vitray.models.sizes import Sizes
 
 NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm)
@@ -149,6 +150,23 @@ class TorchvisionNetwork(nn.Module):
             biases[name] = bias_HNN.reshape(len(bias_HNN), *window, *window)
         return biases
 
+    def count(self, products: Products) -> None:
+        """Count the products for an image, in both passes of a copy on the meta device."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with torch.device("meta"):
+            network, images_1CHW = TorchvisionNetwork(self.model).eval(), torch.empty(1, 3, *self.model.image_shape)
+        for copied, parameter in zip(network.parameters(), self.parameters(), strict=True):
+            copied.requires_grad_(parameter.requires_grad)
+        counter = FlopCounterMode(display=False, custom_mapping={CONVOLUTION_BACKWARD: _convolution_backward})
+        with counter:
+            logits_1K = network(images_1CHW)
+            forward = counter.get_total_flops() // 2
+            if logits_1K.requires_grad:
+                logits_1K.sum().backward()
+        products.forward += forward
+        products.backward += counter.get_total_flops() // 2 - forward
+
     def train(self, mode: bool = True) -> Self:
         """Switch the mode, except that frozen batch norms stay in evaluation mode and keep their statistics."""
         super().train(mode)
@@ -156,6 +174,19 @@ class TorchvisionNetwork(nn.Module):
             if isinstance(module, NORMS) and not any(each.requires_grad for each in module.parameters()):
                 module.eval()
         return self
+
+
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward
+
+
+def _convolution_backward(grad_shape: Any, _image_shape: Any, weight_shape: Any, *rest: Any, out_shape: Any) -> int:  # noqa: ARG001
+    """The operations of a convolution's backward pass: for each gradient as many as forward.
+
+    torch's own formula counts the gradient of a grouped kernel as if it were dense.
+    """
+    gradients = rest[-1]  # of the input, the weight and the bias
+    forward = 2 * grad_shape[0] * math.prod(grad_shape[2:]) * math.prod(weight_shape)
+    return forward * (gradients[0] + gradients[1])
 
 
 def _stage(number: int) -> Part:
@@ -203,15 +234,12 @@ def stage_widths(model: Model) -> dict[str, int]:
 
 def torchvision_sizes(model: Model) -> Sizes:
     """Return the sizes of a network of torchvision: multiply-adds of its products, as torchvision prints them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     with torch.device("meta"):
-        network = TorchvisionNetwork(model).eval()
-        images_1CHW = torch.empty(1, 3, *model.image_shape)
+        network = TorchvisionNetwork(model).requires_grad_(False)
     parts: dict[Part, int] = {}
     owners = network.parts()
     for name, parameter in network.named_parameters():
         parts[owners[name]] = parts.get(owners[name], 0) + parameter.numel()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(images_1CHW)
-    return Sizes(parts, counter.get_total_flops() / 2e9)
+    products = Products()
+    network.count(products)
+    return Sizes(parts, products.gflops)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec, Execution, Trace
 from vitray.models.norms import build_norm
 from vitray.models.positions import AttentionPositions, Grid, Positions, VisiblePatches
+from vitray.models.products import Products
 from vitray.models.relative import offset_index
 from vitray.models.rope import AxialRope
 from vitray.models.stems import Stem
@@ -25,7 +27,7 @@ class ViT(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         shape = model.shape
-        self.model = model
+        self.model, self.grid = model, model.grid
         self.stem = Stem(shape, model.resnet_eps, model.stem_norm_eps, model.batch_momentum)
         self.positions = Positions(model.positions, model.grid, shape.size)
         self.positions_added_at = getattr(model.positions, "where", "stem")
@@ -134,8 +136,8 @@ class ViT(nn.Module):
                 assert self.rope is not None
                 return AttentionPositions(rotation=self.rope(places, self.num_prefix), grid=grid)
             case Relative():
-                if places.grid != self.model.grid:
-                    raise ValueError(f"relative positions of {self.model.grid} patches do not fit {places.grid}")
+                if places.grid != self.grid:  # `model.grid` parses the name, which torch.compile cannot trace
+                    raise ValueError(f"relative positions of {self.grid} patches do not fit {places.grid}")
                 return AttentionPositions(offset=offset_index(places, self.norm.weight.device))
             case _:
                 return AttentionPositions(grid=grid)
@@ -165,6 +167,26 @@ class ViT(nn.Module):
         if self.model.pool == "mean":
             return self.norm(patches_BND).mean(dim=1)
         return self.norm(patches_BND.mean(dim=1))
+
+    def count(self, products: Products) -> None:
+        """Count the products for an image, from its pixels to the logits."""
+        self.count_tokens(products)
+        products.train(self.norm)
+        heads = self.head.children() if isinstance(self.head, TwoHeads) else [self.head]
+        products.branches(*(partial(_count_head, head, products) for head in heads))
+
+    def count_tokens(self, products: Products, dropped: int = 0) -> None:
+        """Count the products of `tokens`; `dropped` is the number of patches that the blocks do not get."""
+        height, width = self.model.image_shape
+        self.stem.count(products, height * width)
+        products.train(self.positions, self.class_token, self.distillation_token, self.registers)
+        rows, columns = self.model.grid
+        tokens = rows * columns - dropped + self.num_prefix
+        attended = {None: tokens, "rows": columns, "columns": rows}
+        for level, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            products.train(*self.level_positions[level - 1 : level])
+            block.count(products, tokens, attended[block.attentions[0].axis])
 
     @property
     def execution(self) -> Execution:
@@ -218,6 +240,12 @@ def _build_head(model: Model, classes: int) -> nn.Module:
             head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
             head.apply(initialise_linear)
             return head
+
+
+def _count_head(head: nn.Module, products: Products) -> None:
+    for layer in head.modules():
+        if isinstance(layer, nn.Linear):
+            products.layer(layer, 1)
 
 
 def drop_path_rates(model: Model) -> list[float]:

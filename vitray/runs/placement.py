@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from vitray.cluster import session
 from vitray.config import Run
+from vitray.data.shares import PAIR, dealt_unit
 from vitray.errors import ConfigError
+from vitray.training.schedule import check_shares
 
 # Settings of `evaluate` that reserve a CPU, and the command that computes the same after a run without them.
 LATER = {
@@ -118,8 +120,6 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
 
 def _check_batch(run: Run, lowest: int, highest: int) -> None:
     """Refuse numbers of workers among which a batch cannot be divided."""
-    from vitray.data.stream.epoch_order import PAIR, dealt_unit  # imports Ray Data
-
     batch, each = run.optim.batch, 2 if run.data.mix.is_mixing else 1
     if batch < highest * each:
         images = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "an image"
@@ -134,6 +134,7 @@ def _check_batch(run: Run, lowest: int, highest: int) -> None:
             f"optim.batch: got {batch}, which gives each of {odd[0]} workers {batch // odd[0]} images, wanted an even"
             " number for each, as mixup and cutmix pair them; or another compute.workers"
         )
+    check_shares(run, lowest, highest)
 
 
 def evaluation_gpus(run: Run) -> int:

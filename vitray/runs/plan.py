@@ -18,9 +18,10 @@ from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import check_model_name
-from vitray.training.schedule import Triggers, in_steps, total_steps
+from vitray.training.schedule import Triggers, check_shares, in_steps, total_steps
 
 if TYPE_CHECKING:
+    from vitray.tasks.costs import TaskCosts
     from vitray.weights.pretrained import InitialWeights, TokenizerSource
     from vitray.weights.teacher import TeacherSource
 
@@ -30,10 +31,16 @@ class Plan(NamedTuple):
 
     model: str
     params: int
+    """Of the network, without what a task trains beside it: a decoder, a head of predictions."""
     trainable_params: int
+    """Of the task."""
     trainable_share: float
+    """Of the task's parameters."""
     gflops: float
-    """Of one image's forward pass; a multiply-add counts once."""
+    """Of one image's forward pass through the network; a multiply-add counts once."""
+    step_gflops: float
+    """Of one image's training step: the matrix products of the task, forward and backward, and of its teacher or
+    tokenizer."""
     dataset: str
     dataset_identity: str
     images: int
@@ -56,7 +63,7 @@ class Plan(NamedTuple):
     """Address of the teacher of a distillation."""
     teacher_identity: str | None = None
     teacher_gflops: float = 0.0
-    """Of the teacher's forward pass of one image."""
+    """Of the teacher's forward pass of one image, part of `step_gflops`."""
 
 
 class PlannedRun(NamedTuple):
@@ -130,12 +137,14 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
     steps_per_epoch, steps = check_schedule(run, images)
     sizes, weights = _sizes(run), start or tokenizer
+    costs = _task_costs(run, tokenizer, teacher)
     plan = Plan(
         model=run.model.name,
         params=sizes.params,
-        trainable_params=start.audit.trained if start else sizes.params,
-        trainable_share=start.audit.share if start else 1.0,
+        trainable_params=costs.trained_params,
+        trainable_share=costs.trained_params / costs.params,
         gflops=sizes.gflops,
+        step_gflops=costs.step_gflops,
         dataset=dataset.url,
         dataset_identity=dataset.identity,
         images=images,
@@ -164,6 +173,14 @@ def _sizes(run: Run) -> Sizes:
     from vitray.models.torchvision_networks import torchvision_sizes  # imports torch, which takes seconds
 
     return torchvision_sizes(run.model)
+
+
+def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "TeacherSource | None") -> "TaskCosts":
+    from vitray.tasks.costs import task_costs  # imports torch, which takes seconds
+    from vitray.tasks.distillation import Teacher
+
+    beside = teacher and Teacher(teacher.network, teacher.normalise)
+    return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
 
 
 def check_schedule(run: Run, images: int) -> tuple[int, int]:
@@ -315,10 +332,11 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(
             f"evaluate.probes: got {', '.join(sorted(learning))}, wanted others: {dataset.url} has no labels to learn"
         )
-    highest = (run.compute.worker_range or (1, 1))[1]
+    lowest, highest = run.compute.worker_range or (1, 1)
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         least = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "one image"
         raise ConfigError(f"optim.batch: got {batch}, wanted at least {least} for each of {highest} workers")
+    check_shares(run, lowest, highest)
 
 
 def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:

@@ -23,7 +23,6 @@ from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import cut_middle, one_line
 from vitray.evaluation.arrays import Examples
-from vitray.models.network import training_gflops
 from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.plan import RunInfo, TrialHook
@@ -43,7 +42,7 @@ from vitray.tracking.lineage import ModelScores
 from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import checkpoints, messages
-from vitray.training.profiling import forward_passes_per_step, peak_flops
+from vitray.training.profiling import peak_flops
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
 
@@ -182,19 +181,17 @@ class RunLogger:
         return {key: value for key, value in last.items() if key.endswith("_ema")} or last
 
     def _costs(self, result: messages.WorkerResult, speed: float | None) -> dict[str, float]:
-        plan, run = self._info.planned.plan, self._info.planned.run
+        plan = self._info.planned.plan
         images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
         # A multiply-add is two operations.
-        teacher_flops = 2e9 * plan.teacher_gflops * images
-        passes = forward_passes_per_step(run, self._info.planned.start)
-        flops = 2e9 * training_gflops(run.model) * passes * images + teacher_flops
+        flops = 2e9 * plan.step_gflops * images
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
         if plan.teacher:
-            costs["cost/teacher_flops"] = teacher_flops
+            costs["cost/teacher_flops"] = 2e9 * plan.teacher_gflops * images
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
             costs["cost/step_ms"] = 1000 * plan.global_batch / speed
-        if peak := peak_flops(self._device, run.compute.precision):
+        if peak := peak_flops(self._device, self._info.planned.run.compute.precision):
             costs["cost/mfu"] = flops / device_seconds / peak
         return costs
 

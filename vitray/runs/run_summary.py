@@ -9,6 +9,7 @@ from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Finetune, SupervisedSettings
+from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
 from vitray.evaluation.few_shot import shots_within
 from vitray.runs.console import clock
@@ -18,7 +19,7 @@ from vitray.runs.run_dir import Outcome
 from vitray.tracking.lineage import TrackedDataset
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
-from vitray.training.schedule import micro_batches
+from vitray.training.schedule import micro_batches, num_passes
 from vitray.weights import SavedModel
 
 
@@ -27,18 +28,21 @@ def start_block(info: RunInfo) -> dict[str, str]:
     run, plan, placement, start = info.planned.run, info.planned.plan, info.placement, info.planned.start
     lowest, highest = placement.workers
     workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-    parts = micro_batches(plan.global_batch // highest, run)
+    passes, sizes = num_passes(run, highest), share_sizes(plan.global_batch, highest)
+    parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
+    most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
     holdout = f", {run.data.development:.0%} of train" if run.data.development else ""
     return {
         "run": info.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
         **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
         **({"teacher": f"{plan.teacher}, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
         f" {plan.val_images:,} to validate on{holdout}",
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
         "augment": _describe_augmentation(run, placement),
-        "batch": f"{plan.global_batch} = {highest} workers x {parts[0].stop} images x {len(parts)} passes",
+        "batch": f"{plan.global_batch} = {highest} workers x {most}{max(parts)} images x {passes} passes",
         "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
         **_describe_prober(run, plan, placement),
         "results": info.run_dir,
@@ -129,6 +133,7 @@ def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
     mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
     rows = {
         "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
+        "Trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
         "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
         **_earlier_run(run, plan),

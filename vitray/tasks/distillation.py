@@ -7,17 +7,18 @@ from typing import assert_never
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitray.config.augmentation import Normalise
 from vitray.config.distillation import Distillation
 from vitray.config.training import Loss
+from vitray.models.network import AnyNetwork
 
 
 class Teacher:
     """A trained network beside a task. The class is no module, so that the task neither trains nor saves it."""
 
-    def __init__(self, network: nn.Module, normalise: Normalise) -> None:
+    def __init__(self, network: AnyNetwork, normalise: Normalise) -> None:
         self.network, self.normalise = network.eval().requires_grad_(False), normalise
 
     def to(self, device: torch.device) -> "Teacher":

@@ -16,9 +16,10 @@ from vitray.data.augment.masks import HIDDEN, VISIBLE
 from vitray.models.branches import BlockSpec
 from vitray.models.patches import Decoder, gather_patches, patchify, scatter_patches, unpatchify
 from vitray.models.positions import VisiblePatches
+from vitray.models.products import Products
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT, initialise_linear
-from vitray.tasks.targets import build_targets
+from vitray.tasks.targets import Codes, build_targets
 
 
 class MaskedPrediction(nn.Module):
@@ -83,6 +84,21 @@ class MaskedPrediction(nn.Module):
         x_BND = self.vit.positions(mask_patches(x_BND, mask_BN, self.mask_token), grid)
         x_BND = self.vit.encode(x_BND, VisiblePatches(grid))[:, -mask_BN.shape[1] :]
         return index_BM, self.head(self.vit.norm(gather_patches(x_BND, index_BM))).float()
+
+    def count(self, products: Products) -> None:
+        """Count the products of a training step for an image, with those of the tokenizer that gives its targets."""
+        visible = math.prod(self.grid) - self.predicted
+        if self.drops_hidden:
+            self.vit.count_tokens(products, dropped=self.predicted)
+            products.train(self.vit.norm)
+            prefix = self.vit.num_prefix
+            self.decoder.count(products, visible + prefix, prefix, self.predicted)
+        else:
+            self.vit.count_tokens(products)
+            products.train(self.vit.norm)
+            products.layer(self.head, self.predicted)
+        if isinstance(self.targets, Codes):
+            products.frozen(self.targets.tokenizer.count_codes)
 
     def _decode(self, x_BND: Tensor, index_BM: Tensor, visible_BM: Tensor) -> Tensor:
         """Predict the hidden patches from the tokens of the visible ones and those before them."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vitray.config import Run
 from vitray.config.training import Finetune, SupervisedSettings
 from vitray.models.network import build_network
+from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
 from vitray.tasks.distillation import Teacher, distillation_loss, submodel_loss
 
@@ -42,6 +43,14 @@ class Supervised(nn.Module):
             distillation_loss(distilled_logits_BK, teacher_logits_BK, distill),
         )
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
+
+    def count(self, products: Products) -> None:
+        """Count the products of a training step for an image, with those of its second submodel or of its teacher."""
+        self.vit.count(products)
+        if self.settings.cosub is not None:
+            products.forward, products.backward = 2 * products.forward, 2 * products.backward
+        if self.teacher is not None:
+            products.frozen(self.teacher.network.count)
 
     def cosub_loss(self, images_BCHW: Tensor, targets_BK: Tensor, weight: float) -> Tensor:
         """Return the mean loss of two submodels: drop path is drawn anew for the second copy of each image."""

@@ -44,7 +44,7 @@ from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.ownership import check_visible
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, total_steps
+from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, num_passes, total_steps
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
@@ -269,7 +269,7 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
     loss = torch.zeros((), device=batch.images.device)
     use_patch(learner.task, drawn_patch(run, step))
-    parts = micro_batches(len(batch.images), run)
+    parts = micro_batches(len(batch.images), num_passes(run, share.workers), run)
     for part in parts:
         images, targets = prepare_micro_batch(batch, part, run, step)
         # DDP averages the workers' gradients, so each worker is weighted by its share of the global batch.

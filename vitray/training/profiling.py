@@ -10,7 +10,6 @@ import torch.distributed as dist
 from vitray.config import Run
 from vitray.models.network import AnyNetwork
 from vitray.training.evaluator import autocast
-from vitray.weights.pretrained import InitialWeights
 
 # Timed forward passes, after the same number of warm-up passes.
 PASSES = 10
@@ -57,17 +56,6 @@ def _peak_memory(device: torch.device) -> float:
     if dist.is_initialized():
         dist.all_reduce(highest, dist.ReduceOp.MAX)
     return highest.item()
-
-
-def forward_passes_per_step(run: Run, start: InitialWeights | None) -> float:
-    """Return the cost of a step in forward passes of its images.
-
-    Each submodel takes a forward pass, a backward pass, and the gradients of the trained weights.
-    """
-    if start is None:
-        return 3.0 * run.submodels
-    is_head_only = all(row.part == "head" for row in start.audit.rows if row.trained)
-    return run.submodels * (1 + (start.audit.share if is_head_only else 1) + start.audit.share)
 
 
 def peak_flops(device: str, precision: str) -> float | None:

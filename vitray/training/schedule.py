@@ -3,6 +3,7 @@
 The learning rate is a function of the step alone, so a resumed run continues exactly.
 """
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import assert_never
 from vitray.config import Run
 from vitray.config.durations import parse_duration
 from vitray.config.training import Constant, Cosine, Linear, Optim
+from vitray.data.shares import PAIR, share_sizes
 from vitray.errors import ConfigError
 
 # Seconds between two checks of the loss and for a stop request or a preemption notice, however rare the records are.
@@ -136,12 +138,43 @@ class CheckTimer:
         return max(1, round(CHECK_SECONDS / pace))
 
 
-def micro_batches(images: int, run: Run) -> list[slice]:
-    """Return the slices of a worker's batch for gradient accumulation: few, of similar size, and even for mixing.
+def num_passes(run: Run, workers: int) -> int:
+    """Return the passes in which each worker takes its share of a step: as many as the largest share needs.
 
-    None exceeds compute.local_batch, except for a pair of images that are mixed.
+    The number is the same on every worker, because batch norms meet in each pass. Refuse shares so small that one
+    would have no image in some pass.
     """
-    largest, pair = run.compute.local_batch or images, 2 if run.data.mix.is_mixing else 1
-    passes = -(-images // largest)
-    size = min(-(-images // pair // passes) * pair, max(pair, largest // pair * pair))
-    return [slice(start, min(start + size, images)) for start in range(0, images, size)]
+    sizes, pair = share_sizes(run.optim.batch, workers), _pair(run)
+    largest, smallest = (-(-images // pair) for images in (max(sizes), min(sizes)))
+    most = max(1, (run.compute.local_batch or max(sizes)) // pair)
+    passes = -(-largest // most)
+    if passes > smallest:
+        raise ConfigError(
+            f"compute.local_batch {run.compute.local_batch} does not fit optim.batch {run.optim.batch} on {workers}"
+            f" workers, because each takes as many passes as the largest share, {passes} for {max(sizes)} images, and"
+            f" the smallest share has {min(sizes)}{' in pairs' if pair > 1 else ''}; increase compute.local_batch, or"
+            " change optim.batch or compute.workers"
+        )
+    return passes
+
+
+def check_shares(run: Run, lowest: int, highest: int) -> None:
+    """Refuse numbers of workers whose shares do not fit the same number of passes."""
+    for workers in range(lowest, highest + 1):
+        num_passes(run, workers)
+
+
+def micro_batches(images: int, passes: int, run: Run) -> list[slice]:
+    """Return the slices of a worker's share for its passes: of nearly equal size, and even for mixing.
+
+    With the passes of `num_passes`, none exceeds compute.local_batch, except for a pair of images that are mixed.
+    """
+    pair = _pair(run)
+    units = -(-images // pair)
+    assert passes <= units, f"{images} images in {passes} passes"
+    ends = [min(pair * (units * number // passes), images) for number in range(passes + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _pair(run: Run) -> int:
+    return PAIR if run.data.mix.is_mixing else 1

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import nn
-
 from vitray.config import Run
 from vitray.config.augmentation import Normalise
 from vitray.config.distillation import Distillation
 from vitray.errors import ConfigError, nearest
-from vitray.models.network import network_sizes
+from vitray.models.network import AnyNetwork
+from vitray.models.products import Products
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import LoadedModel, identity_of, open_weights
 
@@ -24,12 +23,12 @@ class TeacherSource(NamedTuple):
     identity: str
     """A hash of its tensors."""
     name: str
-    network: nn.Module
+    network: AnyNetwork
     """From normalised images to logits."""
     normalise: Normalise
     """The normalisation of its images."""
     gflops: float
-    """Of one image's forward pass; a multiply-add counts once."""
+    """Of the matrix products of one image's forward pass; a multiply-add counts once."""
 
 
 def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> TeacherSource:
@@ -49,7 +48,8 @@ def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> Tea
         )
     identity = identity_of(loaded.vit.state_dict())
     network = loaded.vit.requires_grad_(False)
-    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalise, network_sizes(model).gflops)
+    network.count(products := Products())
+    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalise, products.gflops)
 
 
 def _check_classes(loaded: LoadedModel, url: str, classes: Sequence[str]) -> None:

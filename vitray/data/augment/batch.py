@@ -133,7 +133,10 @@ def draw_mixing(mix: Mix, draws: int, size: tuple[int, int], rng: np.random.Gene
 
 
 def cut_boxes(share_D: np.ndarray, centre_D2: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return cutmix boxes (D4) about some centres; each covers 1 - share of the image before it is clipped to it."""
+    """Return cutmix boxes (D4) about some centres; each covers 1 - share of the image before it is clipped to it.
+
+    As in timm from 1.0.31 on. Earlier versions cut a pixel less of an odd side.
+    """
     cut_D2 = (np.array(size) * np.sqrt(1 - share_D)[:, np.newaxis]).astype(np.int64)
     start_D2 = centre_D2 - cut_D2 // 2
     start_D2, end_D2 = np.maximum(start_D2, 0), np.minimum(start_D2 + cut_D2, size)

@@ -10,19 +10,21 @@ only a group of about a thousand rows or more has both rows of a pair; a lane ha
 
 A position counts the images of an epoch. Step k of a global batch of B takes positions k * B to (k + 1) * B, and each
 worker takes every n-th pair of them: pairs stay together because mixup and cutmix mix their two images. Where the
-number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others.
+number of workers does not divide the pairs, as in elastic training, some workers take one pair more than others
+(`vitray.data.shares`).
 Shapes: L lanes, 2 halves of a lane, P pairs of a lane.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.shares import PAIR, dealt_unit
 
-REGION, LANES, PAIR = 2048, 8, 2
+REGION, LANES = 2048, 8
 # Bit-reversed: the lanes of every second or fourth pair are neighbours, which share row groups.
 DEAL = [int(f"{lane:03b}"[::-1], 2) for lane in range(LANES)]
 
@@ -132,16 +134,24 @@ class EpochOrder:
     @cached_property
     def _permuted_groups(self) -> tuple[np.ndarray, np.ndarray]:
         """The end of each row group in the permuted order, and the distance of its rows from their stored places."""
-        # A stable sort of raw draws: numpy keeps the bits of a generator across versions, but not its permutations.
-        permuted = np.argsort(raw_draws(f"groups {self._key}", len(self.groups)), kind="stable")
-        ends = np.cumsum(self.groups[permuted])
-        return ends, np.cumsum(self.groups)[permuted] - ends
+        return _permute_groups(self._key, self.groups.astype(np.int64).tobytes())
 
     @property
     def _key(self) -> str:
         assert self.shuffle is not None
         identity, seed, epoch = self.shuffle
         return f"{identity} {seed} {epoch}"
+
+
+@lru_cache(maxsize=2)
+def _permute_groups(key: str, sizes: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Permute row groups by their sizes. A process remembers two epochs, which are 24 bytes a row group each: decoding
+    tasks of one epoch follow each other, and a million row groups take 0.3 s."""
+    groups = np.frombuffer(sizes, np.int64)
+    # A stable sort of raw draws: numpy keeps the bits of a generator across versions, but not its permutations.
+    permuted = np.argsort(raw_draws(f"groups {key}", len(groups)), kind="stable")
+    ends = np.cumsum(groups[permuted])
+    return ends, np.cumsum(groups)[permuted] - ends
 
 
 def _order_by(numbers: np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -162,11 +172,3 @@ def ranks_of(positions: np.ndarray, batch: int, workers: int) -> np.ndarray:
     Single images are dealt instead where equal shares are odd, or where there are fewer pairs than workers.
     """
     return positions % batch // dealt_unit(batch, workers) % workers
-
-
-def dealt_unit(batch: int, workers: int) -> int:
-    """Return the number of neighbouring images that go to the same worker."""
-    if batch < workers:
-        raise ValueError(f"got a global batch of {batch}, wanted at least an image for each of {workers} workers")
-    is_odd = batch % workers == 0 and batch // workers % PAIR
-    return 1 if is_odd or batch // PAIR < workers else PAIR

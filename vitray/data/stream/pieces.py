@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, dealt_unit, ranks_of
+from vitray.data.shares import PAIR, dealt_unit
+from vitray.data.stream.epoch_order import DEAL, LANES, REGION, ranks_of
 
 # About a second of decoding: long beside the start of a task, short enough to balance.
 ROWS = 1024
