@@ -122,26 +122,32 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
     # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
     # blocked, so this one decides what ends, and when.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    is_ended = False
+
+    def end(number: int, _frame: Any) -> None:
+        nonlocal is_ended
+        if not is_ended:  # `timeout` sends the signal twice, and the end takes seconds
+            is_ended = True
+            raise SystemExit(128 + number)
+
     try:
         try:
             is_listable = _connect_or_start(cpus, object_store_bytes)
         finally:
             if is_main:
-                signal.signal(signal.SIGTERM, _end)  # Ray's own handler aborts
+                signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # Other jobs may end while this one waits for their resources.
         with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
             yield
+    except BaseException as error:
+        if is_ended:  # Ray's calls turn the exception into an exit with status 1, or into an error of their own
+            raise SystemExit(128 + signal.SIGTERM) from error
+        raise
     finally:
         local_ray.shut_down(ray.shutdown)
         if is_main:
-            signal.signal(signal.SIGTERM, handler)
-
-
-def _end(number: int, _frame: Any) -> None:
-    """End the block of a session, once: its end takes seconds, and `timeout` sends the signal twice."""
-    signal.signal(number, lambda *_: None)
-    raise SystemExit(128 + number)
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def remove_stale_groups() -> None:

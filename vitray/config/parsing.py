@@ -83,9 +83,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         raise ConfigError(f"{where}: extends: no recipe {short(base)}{nearest(base, names)}")
     below, places_below = read_tree(found)
     if "extends" in below:
-        raise ConfigError(
-            f"{where}: extends: {base} extends another recipe itself; extend that one, {below['extends']}"
-        )
+        raise ConfigError(f"{where}: extends: {base} itself extends {below['extends']}; extend that one")
     apply_changes(dict(flatten(tree, "")), below)
     return below, places_below | places
 

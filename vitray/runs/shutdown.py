@@ -40,6 +40,10 @@ class GracefulShutdown:
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except SystemExit:
+            if self._signaled > 0:  # Ray's calls turn the handler's exception into an exit with status 1
+                raise self.error from None
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
