@@ -76,7 +76,7 @@ def replica(settings: Serving) -> Any:
     network = Network.func_or_class(settings)
 
     async def infer(item: Any) -> np.ndarray:
-        [row] = network.hosted.probabilities([item])
+        [row] = network.hosted.answers([item])
         return row
 
     network.infer = infer
@@ -152,6 +152,26 @@ def test_errors_are_json_with_one_message(folder):
         assert reply.status == status, (request, reply)
         assert list(reply.body) == ["error"]
         assert message in reply.body["error"]
+
+
+def test_a_network_that_fails_is_500_and_other_tasks_are_answered(folder):
+    async def run() -> list[Reply]:
+        network = replica(serving(folder))
+        await network.reconfigure({"tasks": {"a": str(folder / "a")}})
+        failing, probabilities = network.hosted.sources["a"].member, network.hosted.probabilities
+
+        def fail(items: list[Any]) -> list[np.ndarray]:
+            if any(item.member is failing for item in items):
+                raise RuntimeError("no room for the batch")
+            return probabilities(items)
+
+        network.hosted.probabilities = fail
+        gateway = Gateway.func_or_class(serving(folder), Handle(network, []))
+        return [await ask(gateway, f"/v1/predict?task={task}", png()) for task in ("a", "base")]
+
+    failed, answered = asyncio.run(run())
+    assert failed[:2] == (500, {"error": "task a, image 0: RuntimeError: no room for the batch"})
+    assert answered.status == 200
 
 
 def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypatch):
