@@ -124,6 +124,32 @@ def test_a_bad_body_is_one_message(kind, body, parameters, status, message):
     assert bad.value.message.isprintable()
 
 
+def test_too_many_values_or_images_are_refused_before_they_are_parsed_or_decoded(monkeypatch):
+    def never(*arguments: object, **settings: object) -> None:
+        raise AssertionError("read too early")
+
+    monkeypatch.setattr("base64.b64decode", never)
+    limits = Limits(images=2)
+    three = json.dumps({"images": ["aGk="] * 3}).encode()
+    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+        read(three, "application/json", limits)
+    monkeypatch.setattr("json.loads", never)
+    for body in (b'{"images": [%s""]}' % (b'"",' * 10_000), b"[%s]" % (b"{}," * 10_000)):
+        with pytest.raises(BadRequest, match=r"JSON: got 10,001 values, expected at most 2 images, task and top_k"):
+            read(body, "application/json", limits)
+
+
+def test_a_form_has_no_more_parts_than_images_task_and_top_k():
+    limits, words = Limits(images=2), [('name="task"', b"a"), ('name="top_k"', b"3")]
+    images = [('name="image"', bytes([value % 256])) for value in range(1000)]
+    assert read(form(*words, *images[1:3]), FORM, limits) == Query("a", 3, [b"\1", b"\2"])
+    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+        read(form(*images[:3]), FORM, limits)
+    for parts in (5, 1000):
+        with pytest.raises(BadRequest, match="more than 4 parts; expected 2 images at most"):
+            read(form(*images[:parts]), FORM, limits)
+
+
 # ---- names, addresses and limits -------------------------------------------------------------------------------------
 
 
@@ -216,8 +242,8 @@ def logged_answer(url: Path, image: bytes) -> np.ndarray:
 
 def test_a_long_header_of_a_form_takes_no_time():
     body = b"--b\r\n" + b"content-disposition:" * 20_000 + b"\r\n--b--"
-    with pytest.raises(BadRequest, match="a part without a name"):
-        read_form("multipart/form-data; boundary=b", body)
+    with pytest.raises(BadRequest, match="a part without a name in its first 8,192 bytes"):
+        read_form("multipart/form-data; boundary=b", body, Limits())
 
 
 def test_a_replica_answers_for_each_task_and_changes_tasks(folder):
@@ -416,6 +442,15 @@ def test_replicas_are_a_number_or_bounds_that_serve_accepts(option, expected):
 )
 def test_a_replica_takes_its_cpus_and_the_gpus_of_an_option(option, bundle):
     assert bundle_of(read_settings(build_parser().parse_args(["models/base", *option]))) == bundle
+
+
+def test_bodies_have_room_for_the_largest():
+    settings = read_settings(build_parser().parse_args(["models/base", "--max-mb", "1024", "--memory-mb", "2048"]))
+    assert (settings.limits.body_bytes, settings.limits.memory_bytes) == (2**30, 2**31)
+    with pytest.raises(ConfigError, match="--memory-mb: got 512, expected at least --max-mb, 1024"):
+        read_settings(build_parser().parse_args(["models/base", "--max-mb", "1024"]))
+    with pytest.raises(ValueError, match="memory_bytes: got 10, expected at least body_bytes, 11"):
+        Limits(body_bytes=11, memory_bytes=10)
 
 
 @pytest.mark.parametrize("number", ["-1", "9", "nan"])
