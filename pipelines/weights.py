@@ -26,7 +26,9 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("patch", nargs="?", help="repatch: the side of a patch in pixels")
     parser.add_argument("target", nargs="?", help="all but show: a new folder (a path or s3://)")
     parser.add_argument("--image-size", type=int, help="repatch: the side of the images; default: the network's own")
-    json_help = "print the result as JSON: url, model, kind, base, base_identity, taken, kept, bytes, whole, share"
+    json_help = (
+        "print the result as JSON: url, model, kind, types, base, base_identity, taken, kept, bytes, whole, share"
+    )
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_args(args)
     if options.action in ("flatten", "checkpoint"):  # their second argument is the target

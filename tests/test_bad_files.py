@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from image_sets import save_splits, shard_of
 from mlflow.exceptions import MlflowException
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pipelines import model, shard, weights
 from pipelines.__main__ import run_verb
 from vitray import storage
-from vitray.config import load_run
+from vitray.config import Run, load_run
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
 from vitray.data.shards import holdout_mask, open_dataset, read_request
 from vitray.data.shards.inspection import inspect_chunk
@@ -36,7 +36,8 @@ from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking.pyfunc import ImageClassifier
-from vitray.weights import export_weights, save_model
+from vitray.weights import export_weights, load_deltas, load_model, save_model
+from vitray.weights.delta import read_state
 
 ODD_TEXTS = ("", "x", "../x", "x" * 300, "a\nb", "\x1b[1m", "\0", "\ud800", "s3://", "gs://x", "~nobody/x", "/dev/zero")
 ODD_VALUES = (None, True, -1, 2**70, float("nan"), float("inf"), 0.5, [], {}, [[]], {"a": 1}, *ODD_TEXTS)
@@ -499,6 +500,83 @@ def test_weights_that_are_no_fractions_are_refused(base, tmp_path, verb, dtype):
     assert f"is {dtype}, wanted torch.float32" in verb(weights, "show", folder)
     torch.save({key: tensor.to(dtype) for key, tensor in export_weights(vit, "timm").items()}, tmp_path / "x.pth")
     assert f"is {dtype}, wanted torch.float32" in verb(model, tmp_path / "x.pth", "heads=1")
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def stored(vit, base, folder, change):
+    """A copy of the model folder `base` whose tensors are those of a network after `change(name, tensor)`."""
+    folder.mkdir()
+    state = {name: change(name, tensor) for name, tensor in vit.state_dict().items()}
+    save_file(state, folder / "x")
+    return copy_of(base / "base", folder, "model.safetensors", (folder / "x").read_bytes())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_of_every_float_type_are_read_as_float32(base, tmp_path, verb, capsys, dtype):
+    vit = ViT(load_run(base / "base/run.yaml").model)
+    folder = stored(vit, base, tmp_path / "m", lambda _, tensor: tensor.to(dtype))
+    expected = {name: tensor.to(dtype).float() for name, tensor in vit.state_dict().items()}
+    loaded = load_model(str(folder)).vit
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    loaded.head.bias.data += 1
+    save_model(str(tmp_path / "delta"), Run(model=vit.model), loaded, relative_to=str(folder))
+    family = load_deltas(str(folder), {"own": str(folder), "delta": str(tmp_path / "delta")})
+    images = torch.rand(2, 3, *vit.model.image_shape)
+    own, delta = family(images, ["own", "delta"])
+    torch.testing.assert_close(own, load_model(str(folder)).vit(images)[0].detach())
+    assert delta.dtype == torch.float32
+    assert weights.main(["show", str(folder)])["types"] == [str(dtype)[6:]]
+    assert f"100.0%; stored as {str(dtype)[6:]}, read as float32" in capsys.readouterr().out
+    torch.save({key: tensor.to(dtype) for key, tensor in export_weights(vit, "timm").items()}, tmp_path / "x.pth")
+    assert {tensor.dtype for tensor in read_state(str(tmp_path / "x.pth")).values()} == {torch.float32}
+
+
+def spoiled(value, dtype=torch.float32):
+    """A change that writes a value into two tensors."""
+
+    def change(name, tensor):
+        tensor = tensor.to(dtype)
+        if name in ("head.bias", "norm.weight"):
+            tensor[1] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (float("nan"), torch.float32),
+        (float("inf"), torch.float32),
+        (-float("inf"), torch.float16),
+        (1e300, torch.float64),
+        (float("nan"), torch.float8_e4m3fn),
+    ],
+)
+def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(base, tmp_path, verb, value, dtype):
+    vit = ViT(load_run(base / "base/run.yaml").model)
+    folder = stored(vit, base, tmp_path / "m", spoiled(value, dtype))
+    message = "values that are not finite as float32 in head.bias (1 of 3 values), norm.weight (1 of 64 values)"
+    assert message in verb(weights, "show", folder)
+    assert message in verb(model, folder)
+    state = {name: spoiled(value, dtype)(name, tensor) for name, tensor in export_weights(vit, "timm").items()}
+    torch.save(state, tmp_path / "x.pth")
+    assert f"x.pth: {message}" in verb(model, tmp_path / "x.pth", "heads=1")
+    own = load_file(base / "delta/model.safetensors")
+    own["head.weight"][0, 0] = torch.inf
+    save_file(own, tmp_path / "y")
+    delta = copy_of(base / "delta", tmp_path / "d", "model.safetensors", (tmp_path / "y").read_bytes())
+    message = "d: model.safetensors: values that are not finite as float32 in head.weight (1 of 192 values)"
+    assert message in refusal(load_deltas, str(base / "base"), {"d": str(delta)})
+
+
+def test_weights_that_cannot_become_float32_are_refused_by_name(base, tmp_path, verb):
+    vit = ViT(load_run(base / "base/run.yaml").model)
+    packed = torch.empty(3, dtype=torch.float4_e2m1fn_x2)
+    folder = stored(vit, base, tmp_path / "m", lambda name, tensor: packed if name == "head.bias" else tensor)
+    assert "head.bias is float4_e2m1fn_x2, which cannot be read as float32" in verb(weights, "show", folder)
 
 
 @pytest.mark.parametrize("setting", ["format", "base", "base.url", "base.beside", "base.identity", "taken"])

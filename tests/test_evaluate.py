@@ -542,13 +542,21 @@ def test_a_missing_argument_is_a_usage_error():
         assert exit_.value.code == 2
 
 
-def test_weights_without_finite_logits_are_refused(place, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.nan, "nan: model.safetensors: values that are not finite as float32 in head.weight (1 of"),
+        (3e38, "val:0: the network's logits are not finite"),  # the sum of the products is too large
+    ],
+)
+def test_weights_without_finite_logits_are_refused(place, tmp_path, capsys, value, message):
     run, vit, classes = load_model(str(place / "a"))
     with torch.no_grad():
-        vit.head.bias[3] = torch.nan
+        vit.norm.bias[5] = 10
+        vit.head.weight[3, 5] = value
     save_model(str(tmp_path / "nan"), run, vit, classes)
     assert main(["evaluate", str(tmp_path / "nan"), str(place / "data"), "--workers", "1", "--out", str(tmp_path)]) == 2
-    assert "val:0: the network's logits are not finite" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_default_folder_is_named_after_networks_and_data(place, tmp_path, monkeypatch):

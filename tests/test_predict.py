@@ -34,7 +34,7 @@ from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
 from vitray.inference.models import describe_network
 from vitray.prediction.driver import Request, predict
-from vitray.prediction.images import ImageList, check_some_decode, list_images, read_encoded
+from vitray.prediction.images import ImageList, check_some_decode, decoded, list_images, read_encoded
 from vitray.prediction.networks import Networks, decode_views, views_of
 from vitray.prediction.parts import count_images, print_part, write_part
 from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
@@ -448,6 +448,39 @@ def test_parts_of_another_plan_or_of_other_keys_are_noticed(place, tmp_path):
         count_images(plan._replace(options=plan.options._replace(top_k=1)))
 
 
+def overflowing(place: Path, folder: Path, name: str, loss: str = "softmax") -> str:
+    """Write a network with finite weights whose outputs are not: one tensor is the largest float32."""
+    run, vit, classes = load_model(str(place / "model"))
+    vit.get_parameter(name).data.fill_(3e38)
+    save_model(str(folder), run.replace({"task.loss": loss}), vit, classes)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "loss", "options", "column"),
+    [
+        ("head.weight", "softmax", Options(), "probabilities"),
+        ("head.weight", "bce", Options(), "probabilities"),
+        ("head.weight", "softmax", Options(top_k=0, logits=True), "logits"),
+        ("norm.weight", "softmax", Options(top_k=0, embedding=True), "embedding"),
+    ],
+)
+def test_outputs_that_are_not_finite_end_the_prediction_with_the_first_image(
+    place, tmp_path, tensor, loss, options, column
+):
+    url = overflowing(place, tmp_path / "bad", tensor, loss)
+    options = options._replace(batch=8, part=16)
+    plan = plan_of(place / "data", tmp_path / "out", url, options=options)
+    first = next(key for key, content in contents(plan.images).items() if isinstance(decoded(content), np.ndarray))
+    message = rf"^{first}: the network's {column} are not finite, as of 1\d of the 16 images of part 0;"
+    with pytest.raises(ConfigError, match=message):
+        write_all(plan)
+    assert not (tmp_path / "out/parts").exists()
+    both = plan_of(place / "data", tmp_path / "both", place / "model", url, options=options)
+    with pytest.raises(ConfigError, match=rf"the network's bad/{column} are not finite"):
+        write_all(both)
+
+
 def test_rows_are_printed_as_csv_and_json_lines(place, tmp_path):
     options = Options(top_k=2, batch=8, part=8)
     plan = plan_of(f"{place}/data", tmp_path / "out", place / "model", options=options)
@@ -494,6 +527,15 @@ def test_bad_input_is_one_message_and_writes_nothing(place, tmp_path, capsys, ar
 
 
 # ---- on Ray ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_outputs_that_are_not_finite_are_one_message_and_status_2(place, tmp_path, ray_cluster, capsys):
+    url = overflowing(place, tmp_path / "bad", "head.weight")
+    assert main(["predict", url, str(place / "photos"), str(tmp_path / "out")]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("vitray: ")]
+    assert "the network's probabilities are not finite, as of 23 of the 23 images of part 0;" in line
+    assert not (tmp_path / "out/predictions.json").exists()
 
 
 @pytest.mark.ray

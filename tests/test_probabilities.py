@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset, write_network
+from mlflow.exceptions import MlflowException
 
 from vitray import Run, load_model, save_model
 from vitray.data.augment.batch import normalised
@@ -90,3 +91,18 @@ def test_large_sigmoids_keep_the_order_of_their_logits(tmp_path):
     assert len(set(probabilities_of(logits, "sigmoid")[0, [0, 2]].tolist())) == 1
     arrays = networks._arrays(spec, {"logits": logits})
     assert arrays["classes"].to_pylist() == [SHAPES[2], SHAPES[0], SHAPES[1]]
+
+
+def test_logits_that_are_not_finite_have_no_probabilities(tmp_path):
+    logits = torch.tensor([[0.0, 1.0], [0.0, torch.inf], [-torch.inf, 0.0], [torch.nan, 0.0]])
+    for probability in ("softmax", "sigmoid"):
+        rows = probabilities_of(logits, probability)
+        assert rows.isnan().any(1).tolist() == rows.isnan().all(1).tolist() == [False, True, True, True]
+    run, vit, classes = load_model(str(write_network(tmp_path / "plain")))
+    vit.head.weight.data.fill_(3e38)
+    save_model(str(tmp_path / "model"), run, vit, classes)
+    model = ImageClassifier()
+    model.load_context(SimpleNamespace(artifacts={"model": str(tmp_path / "model")}))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 40, 3), dtype=np.uint8)
+    with pytest.raises(MlflowException, match="image 0: the network's logits are not finite"):
+        model.predict(pixels)

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from vitray.config.serving import Limits, Serving, check_address, default_task, 
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.serving.driver import bundle_of, gpus_of_a_replica
-from vitray.serving.hosted import Hosted, check_tasks
+from vitray.serving.hosted import Hosted, Item, check_tasks
+from vitray.serving.network import Network
 from vitray.serving.options import build_parser, read_settings
 from vitray.serving.request_body import BadRequest, Query, read_form, read_query
-from vitray.weights import save_model
+from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
 TOKEN = "a-secret-of-the-tests"
@@ -122,6 +124,32 @@ def test_a_bad_body_is_one_message(kind, body, parameters, status, message):
     assert bad.value.message.isprintable()
 
 
+def test_too_many_values_or_images_are_refused_before_they_are_parsed_or_decoded(monkeypatch):
+    def never(*arguments: object, **settings: object) -> None:
+        raise AssertionError("read too early")
+
+    monkeypatch.setattr("base64.b64decode", never)
+    limits = Limits(images=2)
+    three = json.dumps({"images": ["aGk="] * 3}).encode()
+    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+        read(three, "application/json", limits)
+    monkeypatch.setattr("json.loads", never)
+    for body in (b'{"images": [%s""]}' % (b'"",' * 10_000), b"[%s]" % (b"{}," * 10_000)):
+        with pytest.raises(BadRequest, match=r"JSON: got 10,001 values, expected at most 2 images, task and top_k"):
+            read(body, "application/json", limits)
+
+
+def test_a_form_has_no_more_parts_than_images_task_and_top_k():
+    limits, words = Limits(images=2), [('name="task"', b"a"), ('name="top_k"', b"3")]
+    images = [('name="image"', bytes([value % 256])) for value in range(1000)]
+    assert read(form(*words, *images[1:3]), FORM, limits) == Query("a", 3, [b"\1", b"\2"])
+    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+        read(form(*images[:3]), FORM, limits)
+    for parts in (5, 1000):
+        with pytest.raises(BadRequest, match="more than 4 parts; expected 2 images at most"):
+            read(form(*images[:parts]), FORM, limits)
+
+
 # ---- names, addresses and limits -------------------------------------------------------------------------------------
 
 
@@ -214,8 +242,8 @@ def logged_answer(url: Path, image: bytes) -> np.ndarray:
 
 def test_a_long_header_of_a_form_takes_no_time():
     body = b"--b\r\n" + b"content-disposition:" * 20_000 + b"\r\n--b--"
-    with pytest.raises(BadRequest, match="a part without a name"):
-        read_form("multipart/form-data; boundary=b", body)
+    with pytest.raises(BadRequest, match="a part without a name in its first 8,192 bytes"):
+        read_form("multipart/form-data; boundary=b", body, Limits())
 
 
 def test_a_replica_answers_for_each_task_and_changes_tasks(folder):
@@ -281,6 +309,109 @@ def test_an_alias_is_followed_and_a_broken_network_is_not(folder, monkeypatch):
     np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a2", png()), atol=1e-5)
 
 
+def spoiled(folder: Path, place: Path, value: float) -> str:
+    """Write a delta of the base whose logits of the second class are that value, or infinite."""
+    run, vit, classes = load_model(str(folder / "a"))
+    vit.head.bias.data[1] = value
+    vit.head.weight.data[1] = value
+    save_model(str(place), run, vit, classes, relative_to=str(folder / "base"))
+    return str(place)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(torch.nan, "not finite as float32 in head.bias"), (3e38, "the logits of a black image are not finite")],
+)
+def test_an_alias_on_a_network_that_cannot_answer_is_not_followed_and_logged_once(
+    folder, tmp_path, monkeypatch, value, reason
+):
+    from vitray.serving import hosted as module
+
+    lines: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *words: lines.append(text % words))
+    versions = {"models:/birds@champion": str(folder / "a")}
+    monkeypatch.setattr(module, "pin_uri", lambda url: versions.get(url, url))
+    hosted = Hosted(Serving(base=str(folder / "base")), torch.device("cpu"))
+    hosted.set_tasks({"birds": "models:/birds@champion"})
+    versions["models:/birds@champion"] = spoiled(folder, tmp_path / "bad", value)
+    for _ in range(3):
+        assert hosted.follow_aliases() == []
+    [_, row] = hosted.listing()
+    assert row["model"] == str(folder / "a")
+    assert reason in row["error"]
+    np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a", png()), atol=1e-5)
+    [line] = lines
+    assert line.startswith(f"task birds keeps {folder / 'a'}: ConfigError: {tmp_path / 'bad'}: ")
+    versions["models:/birds@champion"] = str(folder / "a2")
+    assert hosted.follow_aliases() == ["birds"]
+    assert hosted.listing()[1]["error"] is None
+
+
+def test_a_task_that_cannot_answer_is_not_taken_into_service(folder, tmp_path):
+    url = spoiled(folder, tmp_path / "bad", 3e38)
+    hosted = Hosted(Serving(base=str(folder / "base")), torch.device("cpu"))
+    hosted.set_tasks({"a": str(folder / "a"), "bad": url})
+    assert [row["task"] for row in hosted.listing()] == ["base", "a"]
+    with pytest.raises(BadRequest, match=r"task bad: ConfigError: .*the logits of a black image are not finite") as bad:
+        hosted.choose("bad", None)
+    assert bad.value.status == 503
+
+
+class Failing:
+    """Stands before the networks of a replica and fails for those of `tasks`, and for black images if `broken`."""
+
+    def __init__(self, hosted: Hosted, tasks: list[str], broken: bool) -> None:
+        self.probabilities = hosted.probabilities
+        self.members, self.broken = {hosted.sources[task].member for task in tasks}, broken
+
+    def __call__(self, items: list[Item]) -> list[np.ndarray]:
+        if any(item.member in self.members and (self.broken or item.view.any()) for item in items):
+            raise RuntimeError("mat1 and mat2 must have the same dtype")
+        return self.probabilities(items)
+
+
+def mixed_batch(hosted: Hosted, tasks: list[str]) -> list[Item]:
+    return [hosted.item(hosted.choose(task, None)[1].member, png(at), at) for at, task in enumerate(tasks)]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_failing_task_fails_alone_and_only_a_broken_replica_is_replaced(folder, monkeypatch, broken):
+    network = Network.func_or_class(Serving(base=str(folder / "base")))
+    hosted = network.hosted
+    hosted.set_tasks({"a": str(folder / "a"), "b": str(folder / "b")})
+    tasks = ["a", "base", "b", "a", "base"]
+    items = mixed_batch(hosted, tasks)
+    wanted = hosted.probabilities(items)
+    monkeypatch.setattr(hosted, "probabilities", Failing(hosted, ["a"], broken))
+    for _ in range(3):
+        network.check_health()
+        for task, row, expected in zip(tasks, hosted.answers(items), wanted, strict=True):
+            if task == "a":
+                assert row == "RuntimeError: mat1 and mat2 must have the same dtype"
+            else:
+                np.testing.assert_allclose(row, expected, atol=1e-5)
+    if broken:
+        with pytest.raises(RuntimeError, match="3 batches in a row failed"):
+            network.check_health()
+    else:
+        network.check_health()
+    monkeypatch.undo()
+    assert [type(row) for row in hosted.answers(items)] == [np.ndarray] * 5
+    network.check_health()
+
+
+def test_logits_that_are_not_finite_for_one_image_leave_the_others_their_answers(folder):
+    hosted = hosted_in(folder, {"a": "a"})
+    member = hosted.sources["a"].member
+    odd = replace(member, state=member.state | {"head.weight": torch.full_like(member.state["head.weight"], 3e38)})
+    items = [*mixed_batch(hosted, ["a", "base"]), Item(odd, hosted.item(member, png(), 0).view)]
+    rows = hosted.answers(items)
+    assert rows[2] == "the network's logits are not finite"
+    for row, expected in zip(rows[:2], hosted.probabilities(items[:2]), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5)
+    assert hosted.failures == 0
+
+
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
@@ -311,6 +442,15 @@ def test_replicas_are_a_number_or_bounds_that_serve_accepts(option, expected):
 )
 def test_a_replica_takes_its_cpus_and_the_gpus_of_an_option(option, bundle):
     assert bundle_of(read_settings(build_parser().parse_args(["models/base", *option]))) == bundle
+
+
+def test_bodies_have_room_for_the_largest():
+    settings = read_settings(build_parser().parse_args(["models/base", "--max-mb", "1024", "--memory-mb", "2048"]))
+    assert (settings.limits.body_bytes, settings.limits.memory_bytes) == (2**30, 2**31)
+    with pytest.raises(ConfigError, match="--memory-mb: got 512, expected at least --max-mb, 1024"):
+        read_settings(build_parser().parse_args(["models/base", "--max-mb", "1024"]))
+    with pytest.raises(ValueError, match="memory_bytes: got 10, expected at least body_bytes, 11"):
+        Limits(body_bytes=11, memory_bytes=10)
 
 
 @pytest.mark.parametrize("number", ["-1", "9", "nan"])

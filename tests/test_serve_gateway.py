@@ -76,7 +76,7 @@ def replica(settings: Serving) -> Any:
     network = Network.func_or_class(settings)
 
     async def infer(item: Any) -> np.ndarray:
-        [row] = network.hosted.probabilities([item])
+        [row] = network.hosted.answers([item])
         return row
 
     network.infer = infer
@@ -152,6 +152,26 @@ def test_errors_are_json_with_one_message(folder):
         assert reply.status == status, (request, reply)
         assert list(reply.body) == ["error"]
         assert message in reply.body["error"]
+
+
+def test_a_network_that_fails_is_500_and_other_tasks_are_answered(folder):
+    async def run() -> list[Reply]:
+        network = replica(serving(folder))
+        await network.reconfigure({"tasks": {"a": str(folder / "a")}})
+        failing, probabilities = network.hosted.sources["a"].member, network.hosted.probabilities
+
+        def fail(items: list[Any]) -> list[np.ndarray]:
+            if any(item.member is failing for item in items):
+                raise RuntimeError("no room for the batch")
+            return probabilities(items)
+
+        network.hosted.probabilities = fail
+        gateway = Gateway.func_or_class(serving(folder), Handle(network, []))
+        return [await ask(gateway, f"/v1/predict?task={task}", png()) for task in ("a", "base")]
+
+    failed, answered = asyncio.run(run())
+    assert failed[:2] == (500, {"error": "task a, image 0: RuntimeError: no room for the batch"})
+    assert answered.status == 200
 
 
 def test_a_request_whose_replica_dies_is_sent_again_and_counted(folder, monkeypatch):
@@ -240,3 +260,108 @@ def test_a_slow_upload_is_refused_and_others_are_answered_meanwhile(folder):
     slow, usual = ask_all(folder, requests, limits=limits)
     assert usual.status == 200
     assert (slow.status, slow.body["error"]) == (408, "body: got 0 bytes in 0.5 s, the longest time of an upload")
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A replica that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.told = 0, asyncio.Event()
+
+    async def predict(self, *arguments: Any) -> dict[str, Any]:
+        self.asked += 1
+        await self.told.wait()
+        return {"task": "base", "model": "", "predictions": []}
+
+    async def tasks(self) -> list[dict[str, Any]]:
+        return []
+
+
+class Upload:
+    """A client that sends parts of a body for ever, or goes away after some."""
+
+    def __init__(self, size: int, parts: int | None = None) -> None:
+        self.size, self.parts, self.sent = size, parts, 0
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if self.sent == self.parts:
+            return {"type": "http.disconnect"}
+        self.sent += 1
+        return {"type": "http.request", "body": bytes(self.size), "more_body": True}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_bodies_take_no_more_memory_than_allowed_and_the_next_request_gets_503(folder):
+    limits = Limits(body_bytes=50_000, memory_bytes=60_000)
+
+    async def run() -> None:
+        network = Waiting()
+        gateway = Gateway.func_or_class(serving(folder, limits=limits), Handle(network, []))
+        waiting = asyncio.create_task(ask(gateway, "/v1/predict", bytes(40_000)))
+        await until(lambda: network.asked == 1)
+        refused = await ask(gateway, "/v1/predict", bytes(30_000))
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert refused.body["error"] == "the server is busy: the bodies of its requests take 60,000 bytes, the limit"
+        small = asyncio.create_task(ask(gateway, "/v1/predict", bytes(20_000)))
+        await until(lambda: network.asked == 2)
+        assert gateway.held == 60_000
+        network.told.set()
+        assert {(await each).status for each in (waiting, small)} == {200}
+        assert gateway.held == 0
+        assert (await ask(gateway, "/v1/predict", bytes(50_000))).status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("memory", "parts", "status", "sent"),
+    [(10**6, None, 413, 51), (50_000, None, 413, 51), (10**6, 7, 400, 7)],
+)
+def test_an_upload_without_end_is_read_no_further_than_its_limit(folder, memory, parts, status, sent):
+    limits = Limits(body_bytes=50_000, memory_bytes=memory)
+
+    async def run() -> None:
+        gateway = Gateway.func_or_class(serving(folder, limits=limits), Handle(Waiting(), []))
+        upload = Upload(1000, parts)
+        scope = {"type": "http", "method": "POST", "path": "/v1/predict", "query_string": b"", "headers": []}
+        response = await gateway(Request(scope, upload.receive))
+        assert (response.status_code, upload.sent, gateway.held) == (status, sent, 0)
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_answers_others_while_bodies_are_parsed_two_at_a_time(folder, monkeypatch):
+    """The parsers wait until another request has been answered."""
+    answered, threads, read_query = threading.Event(), [], gateway_module.read_query
+
+    def read(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert answered.wait(20)
+        return read_query(*arguments)
+
+    monkeypatch.setattr(gateway_module, "read_query", read)
+
+    async def run() -> None:
+        network = Waiting()
+        network.told.set()
+        gateway = Gateway.func_or_class(serving(folder), Handle(network, []))
+        slow = [asyncio.create_task(ask(gateway, "/v1/predict", b"x")) for _ in range(6)]
+        await until(lambda: len(threads) == 2)
+        assert (await ask(gateway, "/v1/tasks", method="GET")).status == 200
+        assert (len(threads), sum(each.done() for each in slow)) == (2, 0)
+        answered.set()
+        assert {reply.status for reply in await asyncio.gather(*slow)} == {200}
+
+    asyncio.run(run())
+    assert len(threads) == 6
+    assert len(set(threads)) == 2
+    assert threading.main_thread() not in threads

@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,6 +133,7 @@ def registry(folder) -> Iterator[MlflowClient]:
 def server(folder, registry) -> Iterator[Server]:
     words = [str(folder / "base"), f"a={folder / 'a'}", f"b={folder / 'b'}", "birds=models:/birds@champion"]
     words += ["--replicas", "2", "--follow", "1", "--max-pixels", "100000", "--max-mb", "1"]
+    words += ["--memory-mb", "2"]
     words += ["--batch", "8", "--queue", "40"]  # 72 requests at once: two batches of each replica, and the queue
     running = Server(words, folder, TOKEN)
     yield running
@@ -222,6 +225,36 @@ def test_a_wrong_token_or_method_is_refused(server):
         assert server.ask("POST", "/v1/predict", png(), Authorization=header).status == 401
     assert server.ask("GET", "/metrics", Authorization="").status == 401
     assert server.ask("GET", "/v1/predict").status == 405
+
+
+def test_bodies_beyond_the_memory_are_refused_while_they_arrive_and_the_others_are_answered(server):
+    """Eight clients send 900 kB each and stop before the end: two of them fit into 2 MiB."""
+    head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: image/png\r\n"
+    head += "Content-Length: 900001\r\n\r\n"
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)) for _ in range(8)
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda client: client.sendall(head.encode() + bytes(900_000)), clients))
+        refused: list[socket.socket] = []
+        deadline = time.monotonic() + 60
+        while len(refused) < 6 and time.monotonic() < deadline:
+            refused = select.select(clients, [], [], 1)[0]
+        assert len(refused) == 6
+        assert server.predict(png(), "a").status == 200
+        for client in clients:
+            if client not in refused:
+                client.sendall(b"x")
+        answers = {client: client.recv(2000) for client in clients}
+    for client, answer in answers.items():
+        if client in refused:
+            assert answer.startswith(b"HTTP/1.1 503 "), answer
+            assert b"the server is busy: the bodies of its requests take 2,097,152 bytes, the limit" in answer
+            assert b"retry-after: 1\r\n" in answer.lower()
+        else:
+            assert answer.startswith(b"HTTP/1.1 400 "), answer
+            assert b"image 0: not an image" in answer
 
 
 class Load:

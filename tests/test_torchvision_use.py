@@ -25,9 +25,10 @@ from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
 from vitray.prediction.plan import Options, check_options, column_widths
-from vitray.serving.hosted import Hosted, check_tasks, format_answers
+from vitray.serving.hosted import Hosted, check_tasks
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import load_model, save_model
+from vitray.weights.prediction import answer, class_names
 
 STAGES = ("stage1", "stage2", "stage3", "stage4")
 
@@ -170,8 +171,8 @@ def test_served_answers_are_those_of_plain_torch(place):
         folder = place / {"negated": "delta"}.get(name, name)
         wanted = torch.from_numpy(outputs(plain(folder), view_of(folder, picture))["logits"]).softmax(0)
         np.testing.assert_allclose(row, wanted, atol=1e-4)
-        [answer] = format_answers(member, [row], 1)
-        assert answer["class"] == SHAPES[int(wanted.argmax())]
+        best = answer(row, class_names(member), 1)
+        assert best["class"] == SHAPES[int(wanted.argmax())]
         if name == "base":
             [own] = logged.predict([{"image": picture}])
             np.testing.assert_allclose(own["probabilities"], wanted, atol=1e-4)

@@ -1,9 +1,9 @@
 """The settings of a served family, as the command line or a Serve config file gives them; nothing heavy."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vitray.config.sections import Section
 from vitray.errors import ConfigError, nearest
@@ -15,14 +15,17 @@ BASE_TASK = "base"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
+Bytes = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
 class Limits(Section):
     """Bounds of a request and of the queue."""
 
-    body_bytes: Count = 32 * 2**20
+    body_bytes: Bytes = 32 * 2**20
     """The largest body of a request."""
+    memory_bytes: Bytes = 512 * 2**20
+    """The largest sum of the bodies that the gateway holds; a request whose body exceeds it gets 503."""
     upload_seconds: Seconds = 60.0
     """The longest time in which a body arrives; a slow client would keep a place for itself."""
     images: Count = 64
@@ -31,6 +34,12 @@ class Limits(Section):
     """The most pixels of an image."""
     queue: Count = 256
     """The most requests that wait for a replica; further ones get 503 at once."""
+
+    @model_validator(mode="after")
+    def _largest_body_fits(self) -> Self:
+        if self.memory_bytes < self.body_bytes:
+            raise ValueError(f"memory_bytes: got {self.memory_bytes}, expected at least body_bytes, {self.body_bytes}")
+        return self
 
 
 class Serving(Section):

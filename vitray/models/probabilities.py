@@ -22,11 +22,14 @@ def probability_of(run: Run) -> Probability:
 
 
 def probabilities_of(logits_BK: "Tensor", probability: Probability) -> "Tensor":
-    """Return the probabilities (BK, float32) of the classes."""
+    """Return the probabilities (BK, float32) of the classes; NaN for an image whose logits are not all finite."""
+    logits_BK = logits_BK.float()
     match probability:
         case "softmax":
-            return logits_BK.float().softmax(dim=-1)
+            probabilities_BK = logits_BK.softmax(dim=-1)
         case "sigmoid":
-            return logits_BK.float().sigmoid()
+            probabilities_BK = logits_BK.sigmoid()
         case _:
             assert_never(probability)
+    # An infinite logit has a sigmoid like any other.
+    return probabilities_BK.where(logits_BK.isfinite().all(dim=-1, keepdim=True), float("nan"))

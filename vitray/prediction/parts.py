@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Literal, NamedTuple, TextIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitray import storage
 from vitray.data.shards.manifest import shard_errors
-from vitray.errors import RunError
+from vitray.errors import ConfigError, RunError
 from vitray.prediction.plan import Plan, column_widths
 
 Lines = Literal["csv", "jsonl"]
@@ -36,13 +37,27 @@ class Counts(NamedTuple):
 
 
 def write_part(plan: Plan, part: int, tables: Sequence[pa.Table], reasons: Sequence[str | None]) -> None:
-    """Write one part, atomically: its keys, the reasons for images without outputs, and the outputs of its batches."""
+    """Write one part, atomically: its keys, the reasons for images without outputs, and the outputs of its batches.
+
+    Outputs that are not finite are refused by the key of their first image, as in an evaluation.
+    """
     start, stop = plan.span(part, 0)[0], plan.span(part, plan.batches - 1)[1]
     outputs = pa.concat_tables([table for table in tables if table.num_rows])
     if not len(reasons) == outputs.num_rows == stop - start:
         raise RuntimeError(f"part {part}: got {outputs.num_rows} rows, planned {stop - start}")
     columns = {"key": plan.images.table["key"].slice(start, stop - start), "error": pa.array(reasons, pa.string())}
     columns |= {name: outputs[name] for name in outputs.column_names}
+    used = np.flatnonzero([reason is None for reason in reasons])
+    for name, width in column_widths(plan).items():
+        if not pa.types.is_floating(outputs[name].type.value_type):
+            continue
+        values = np.concatenate([chunk.flatten().to_numpy() for chunk in outputs[name].chunks])
+        if len(wrong := used[~np.isfinite(values.reshape(-1, width)).all(1)]):
+            count = f"{len(wrong):,} of the {stop - start:,} images of part {part}"
+            raise ConfigError(
+                f"{columns['key'][int(wrong[0])]}: the network's {name} are not finite, as of {count}; expected the"
+                " weights of a finished training"
+            )
     table = pa.table(columns).combine_chunks().replace_schema_metadata({IDENTITY: plan.identity.encode()})
     pq.write_table(table, content := io.BytesIO())
     storage.write_bytes(plan.address(part), content.getvalue())

@@ -89,6 +89,8 @@ def _execute(plan: Plan, shared: ray.ObjectRef, parts: Sequence[int], bounds: Bo
     context.issue_detectors_config.detectors = []  # they advise other values for the memory above
     try:
         for row in rows.iter_rows():
+            if row["refused"]:
+                raise ConfigError(row["refused"])
             yield int(row["part"])
     except RayError as error:
         raise _cause(error) from None
@@ -157,5 +159,9 @@ class _Writer:
             raise RuntimeError(f"got batches {rows['batch']} of parts {rows['part']}, wanted all of one part in order")
         tables = [pa.ipc.open_stream(content).read_all() for content in rows["outputs"].tolist()]
         reasons = [reason for text in rows["reasons"].tolist() for reason in json.loads(text)]
-        write_part(self._plan, part, tables, reasons)
-        return {"part": np.array([part])}
+        refused = ""
+        try:
+            write_part(self._plan, part, tables, reasons)
+        except ConfigError as error:  # Ray Data would log an error's stack, and lose its type
+            refused = str(error)
+        return {"part": np.array([part]), "refused": np.array([refused])}

@@ -9,6 +9,10 @@ from vitray.serving.gateway import Gateway
 from vitray.serving.network import Network
 from vitray.tracking.model_uri import pin_uri
 
+# Serve itself holds the whole bodies of requests that wait for the gateway. So none waits: the gateway bounds the
+# bodies, and answers the overflow of the queue in JSON.
+MOST_CONNECTIONS = 100_000
+
 
 def build(serving: Serving) -> Application:
     """Return the application: a gateway for HTTP in front of replicas that compute.
@@ -17,18 +21,15 @@ def build(serving: Serving) -> Application:
     """
     serving = serving.model_copy(update={"base": pin_uri(serving.base)})  # the same for all replicas
     # Two batches: one is computed while the images of the next are decoded.
-    ongoing, queue = 2 * serving.batch, serving.limits.queue
     network = Network.options(
-        max_ongoing_requests=ongoing,
-        max_queued_requests=queue,
+        max_ongoing_requests=2 * serving.batch,
+        max_queued_requests=serving.limits.queue,
         user_config={"tasks": serving.tasks},
         ray_actor_options={"num_cpus": serving.cpus, "num_gpus": serving.gpus or 0},
         health_check_period_s=5,
         **replica_count(serving),
     ).bind(serving.model_copy(update={"tasks": {}}))
-    # More than the replicas and the queue can hold, so that the queue is full first: its overflow is answered in JSON.
-    most = ongoing * serving.replicas[1] + queue + 16
-    gateway = Gateway.options(max_ongoing_requests=most, ray_actor_options={"num_cpus": 0})
+    gateway = Gateway.options(max_ongoing_requests=MOST_CONNECTIONS, ray_actor_options={"num_cpus": 0})
     return gateway.bind(serving.model_copy(update={"tasks": {}}), network)
 
 

@@ -4,6 +4,9 @@ import asyncio
 import hmac
 import os
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,13 +21,15 @@ from starlette.responses import JSONResponse, Response
 from vitray.config.serving import LOOPBACK, TOKEN_VARIABLE, Serving, check_address
 from vitray.errors import one_line
 from vitray.serving.hosted import logger
-from vitray.serving.request_body import BadRequest, read_query
+from vitray.serving.request_body import BadRequest, Query, read_query
 
 # A request whose replica cannot be reached is sent again; a prediction has no side effects.
 MOST_ATTEMPTS, FIRST_PAUSE, LONGEST_PAUSE = 10, 0.05, 2.0
 # After so many deaths of replicas a request is given up: it may be their cause.
 MOST_DEATHS = 3
 HEALTH_SECONDS = 5
+# Bodies that are parsed at a time, beside the event loop.
+PARSERS = 2
 ROUTES = {"/v1/predict": "POST", "/v1/tasks": "GET", "/healthz": "GET", "/metrics": "GET"}
 
 
@@ -54,6 +59,8 @@ class Gateway:
         check_address(LOOPBACK[0], token)  # its length
         self.token = token.encode() if token else None
         self.metrics = Metrics()
+        self.parsers = ThreadPoolExecutor(PARSERS)
+        self.held = 0  # bytes of the bodies of all requests that have no answer yet
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request."""
@@ -93,10 +100,9 @@ class Gateway:
             return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST), ""
         if path == "/v1/tasks":
             return JSONResponse({"tasks": await self._ask("tasks", ())}), ""
-        query = read_query(
-            dict(request.query_params), request.headers.get("content-type", ""), await self._body(request), self.limits
-        )
-        result = await self._ask("predict", tuple(query))
+        with self._room() as take:
+            query = await self._query(request, take)
+            result = await self._ask("predict", tuple(query))
         if "error" in result:
             raise BadRequest(result["status"], result["error"])
         self.metrics.images.labels(result["task"]).inc(len(query.images))
@@ -116,8 +122,32 @@ class Gateway:
                 await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))
         raise AssertionError("the last attempt returns or raises")
 
-    async def _body(self, request: Request) -> bytes:
-        """Return the body, and stop reading one that is longer, or slower, than allowed."""
+    @contextmanager
+    def _room(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of a body for the block, and refuses those for which there is no room."""
+        own = 0
+
+        def take(size: int) -> None:
+            nonlocal own
+            own += size
+            self.held += size
+            if self.held > self.limits.memory_bytes:
+                most = f"{self.limits.memory_bytes:,} bytes"
+                raise BadRequest(503, f"the server is busy: the bodies of its requests take {most}, the limit")
+
+        try:
+            yield take
+        finally:
+            self.held -= own
+
+    async def _query(self, request: Request, take: Callable[[int], None]) -> Query:
+        parameters, content_type = dict(request.query_params), request.headers.get("content-type", "")
+        body = await self._body(request, take)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.parsers, read_query, parameters, content_type, body, self.limits)
+
+    async def _body(self, request: Request, take: Callable[[int], None]) -> bytes:
+        """Return the body, and stop reading one that is longer, or slower, than allowed, or has no room."""
         most, seconds = self.limits.body_bytes, self.limits.upload_seconds
         length = request.headers.get("content-length", "0")
         body = bytearray()
@@ -128,6 +158,7 @@ class Gateway:
                         body += chunk
                         if len(body) > most:
                             break
+                        take(len(chunk))
                     else:
                         return bytes(body)
             except TimeoutError:

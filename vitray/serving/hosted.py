@@ -16,7 +16,7 @@ from vitray.weights import identity_of
 from vitray.weights.delta import read_state
 from vitray.weights.family import Family, Member
 from vitray.weights.folder import check_member, has_settings, read_member
-from vitray.weights.prediction import answer, check_classifier, class_names, is_classifier, probabilities, view_of
+from vitray.weights.prediction import check_classifier, class_names, is_classifier, probabilities, view_of
 
 logger = logging.getLogger("ray.serve")  # Serve writes it to the log of the replica
 
@@ -74,6 +74,7 @@ class Hosted:
         self.sources: dict[str, Source] = {}
         self.wanted: dict[str, str] = {}
         self.errors: dict[str, str] = {}  # why the network that a task names now was not loaded
+        self.failures = 0  # batches in a row at which a network failed that had passed its check, and fails it now
         if _has_classes(self.base_url):
             self._load(BASE_TASK, serving.base)
 
@@ -95,7 +96,16 @@ class Hosted:
         pinned = pin_uri(url)
         member = read_member(pinned, self.base_url, self.family.base, self.identity)
         check_classifier(member.run, url)
+        member = self.family.placed(member)
+        self.check(member, pinned)
         self.sources = self.sources | {name: Source(url, pinned, self.family.add(name, member))}
+
+    def check(self, member: Member, url: str) -> None:
+        """Raise unless the network answers for a black image."""
+        black_HWC = np.zeros((*member.run.model.image_shape, 3), np.uint8)
+        [row_K] = self.probabilities([Item(member, black_HWC)])
+        if np.isnan(row_K[0]):
+            raise ConfigError(f"{url}: the logits of a black image are not finite; expected a trained network")
 
     def follow_aliases(self) -> list[str]:
         """Load the networks to which aliases have moved, and return their tasks.
@@ -111,8 +121,11 @@ class Hosted:
                     moved.append(name)
                 self.errors.pop(name, None)
             except Exception as error:  # the registry may be away, or the new network broken
-                self.errors[name] = one_line(error)[:300]
-                logger.warning("task %s keeps %s: %s", name, source and source.pinned, self.errors[name])
+                reason = one_line(error)[:300]
+                if self.errors.get(name) != reason:  # not again at each of the next checks
+                    state = f"keeps {source.pinned}" if source else "is not served"
+                    logger.warning("task %s %s: %s", name, state, reason)
+                self.errors[name] = reason
         return moved
 
     def listing(self) -> list[dict[str, Any]]:
@@ -154,12 +167,39 @@ class Hosted:
             raise BadRequest(400, f"top_k: got {top_k}, wanted 1 to {count}, the number of classes")
         return name, sources[name], top_k or min(5, count)
 
+    def answers(self, items: Sequence[Item]) -> list[np.ndarray | str]:
+        """Return the probabilities of each image of a batch, or why there are none.
+
+        A network that fails does so alone: the images of the others are answered.
+        """
+        rows: list[np.ndarray | str] = [""] * len(items)
+        is_broken = False
+        try:
+            rows[:] = self.probabilities(items)
+        except Exception:
+            logger.exception("a batch of %d images failed, and is computed network by network", len(items))
+            for member in dict.fromkeys(item.member for item in items):
+                own = [index for index, item in enumerate(items) if item.member is member]
+                try:
+                    results: Sequence[np.ndarray | str] = self.probabilities([items[index] for index in own])
+                except Exception as error:
+                    results = [one_line(error)[:300]] * len(own)
+                    is_broken = is_broken or not self._passes_check(member)
+                for index, result in zip(own, results, strict=True):
+                    rows[index] = result
+        self.failures = self.failures + 1 if is_broken else 0
+        reason = "the network's logits are not finite"
+        return [reason if not isinstance(row, str) and np.isnan(row[0]) else row for row in rows]
+
+    def _passes_check(self, member: Member) -> bool:
+        """Whether a network still answers as when it was loaded; otherwise this process or its device is broken."""
+        try:
+            self.check(member, "")
+        except Exception:
+            return False
+        return True
+
     def probabilities(self, items: Sequence[Item]) -> list[np.ndarray]:
-        """Return the probabilities of a batch."""
+        """Return the probabilities of each image of a batch; NaN for one whose logits are not all finite."""
         with torch.autocast(self.family.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return probabilities(self.family, [item.view for item in items], [item.member for item in items])
-
-
-def format_answers(member: Member, rows: Sequence[np.ndarray], top_k: int) -> list[dict[str, Any]]:
-    """Return the answers of a request, image by image."""
-    return [answer(probabilities_K, class_names(member), top_k) for probabilities_K in rows]

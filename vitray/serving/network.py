@@ -11,10 +11,11 @@ import torch
 from ray import serve
 
 from vitray.config.serving import Serving
-from vitray.serving.hosted import Hosted, Item, format_answers, logger
+from vitray.serving.hosted import Hosted, Item, logger
 from vitray.serving.request_body import BadRequest
+from vitray.weights.prediction import answer, class_names
 
-# Failed batches in a row after which Serve replaces the replica.
+# Batches in a row at which the replica was broken, after which Serve replaces it.
 MOST_FAILURES = 3
 
 
@@ -31,7 +32,6 @@ class Network:
         self.decoders = ThreadPoolExecutor(threads)
         has_gpu = bool(serving.gpus) and torch.cuda.is_available()
         self.hosted = Hosted(serving, torch.device("cuda" if has_gpu else "cpu"))
-        self.failures = 0
         batching: Any = self.infer  # Serve's decorator adds the two setters
         batching.set_max_batch_size(serving.batch)
         batching.set_batch_wait_timeout_s(serving.batch_wait_ms / 1000)
@@ -49,8 +49,8 @@ class Network:
 
     def check_health(self) -> None:
         """Raise if the replica has to be replaced."""
-        if self.failures >= MOST_FAILURES or not self.follower.is_alive():
-            raise RuntimeError(f"{self.failures} batches in a row failed, or the aliases are not followed")
+        if self.hosted.failures >= MOST_FAILURES or not self.follower.is_alive():
+            raise RuntimeError(f"{self.hosted.failures} batches in a row failed, or the aliases are not followed")
 
     def _follow(self, seconds: float) -> None:
         ended = threading.Event()
@@ -70,19 +70,18 @@ class Network:
         except BadRequest as bad:
             return {"status": bad.status, "error": bad.message}
         rows = await asyncio.gather(*map(self.infer, items))
-        return {"task": name, "model": source.pinned, "predictions": format_answers(member, rows, count)}
+        names, predictions = class_names(member), []
+        for index, row in enumerate(rows):
+            if isinstance(row, str):
+                return {"status": 500, "error": f"task {name}, image {index}: {row}"}
+            predictions.append(answer(row, names, count))
+        return {"task": name, "model": source.pinned, "predictions": predictions}
 
     async def tasks(self) -> list[dict[str, Any]]:
         """Return the tasks of this replica."""
         return self.hosted.listing()
 
     @serve.batch
-    async def infer(self, items: list[Item]) -> list[np.ndarray]:
-        """Return the probabilities of a batch; the event loop stays free."""
-        try:
-            rows = await asyncio.to_thread(self.hosted.probabilities, items)
-        except Exception:
-            self.failures += 1
-            raise
-        self.failures = 0
-        return rows
+    async def infer(self, items: list[Item]) -> list[np.ndarray | str]:
+        """Return the probabilities of each image of a batch, or why there are none; the event loop stays free."""
+        return await asyncio.to_thread(self.hosted.answers, items)

@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--batch", 65_536, USUAL.batch, "images of a batch (%(default)s)"),
         ("--queue", 10**6, USUAL.limits.queue, "waiting requests; more get 503 (%(default)s)"),
         ("--max-mb", 1024, USUAL.limits.body_bytes // 2**20, "largest body of a request (%(default)s)"),
+        ("--memory-mb", 2**20, USUAL.limits.memory_bytes // 2**20, "sum of the bodies in memory (%(default)s)"),
         ("--max-images", 10**6, USUAL.limits.images, "images of a request (%(default)s)"),
         ("--max-pixels", 10**9, USUAL.limits.pixels, "pixels of an image (%(default)s)"),
         ("--cpus", 1024, 1, "CPUs of a replica (%(default)s)"),
@@ -54,7 +55,10 @@ def read_settings(options: argparse.Namespace) -> Serving:
         raise ConfigError(f"--replicas: got {options.replicas}, wanted a number or bounds, as in 2 or 1-4")
     if options.gpus is not None and not 0 <= options.gpus <= 8:
         raise ConfigError(f"--gpus: got {options.gpus:g}, wanted a number from 0 to 8")
+    if options.memory_mb < options.max_mb:
+        raise ConfigError(f"--memory-mb: got {options.memory_mb}, expected at least --max-mb, {options.max_mb}")
     limits = {"body_bytes": options.max_mb * 2**20, "upload_seconds": options.upload_s, "pixels": options.max_pixels}
+    limits |= {"memory_bytes": options.memory_mb * 2**20}
     return Serving(
         base=options.model,
         tasks=parse_tasks(options.tasks),

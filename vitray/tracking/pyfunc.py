@@ -58,6 +58,9 @@ class ImageClassifier(PythonModel):
                 for index, (image, member) in enumerate(zip(images[start:], batch, strict=False))
             ]
             rows = probabilities(self.family, views, batch)
+            for index, row_K in enumerate(rows, start):
+                if np.isnan(row_K[0]):
+                    raise _invalid(f"image {index}: the network's logits are not finite")
             answers += [answer(row_K, class_names(each), top_k) for row_K, each in zip(rows, batch, strict=True)]
         return answers
 

@@ -138,7 +138,7 @@ def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
     wrong += [f"{key} has no place here" for key in sorted(unused)]
     if wrong:
         raise ConfigError(f"{url}: read as {vit.model.name}, but {few(wrong, '; ')}")
-    return {key: tensor.float().contiguous() if tensor.is_floating_point() else tensor for key, tensor in ours.items()}
+    return {key: tensor.contiguous() for key, tensor in ours.items()}
 
 
 def _from_flax(tensor: Tensor, name: str) -> Tensor:

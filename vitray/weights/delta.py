@@ -26,7 +26,7 @@ from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
 from vitray.tracking.model_uri import is_model_uri, pin_uri, resolve_uri
 from vitray.weights.convert import import_state
-from vitray.weights.files import State
+from vitray.weights.files import State, as_float32
 
 WEIGHTS, DELTA, CLASSES, RUN = "model.safetensors", "delta.json", "classes.json", "run.yaml"
 FORMAT = 1
@@ -149,10 +149,19 @@ def read_state(url: str) -> State:
 
 
 def read_own(location: str) -> State:
-    """Return the tensors of a folder's own file."""
+    """Return the tensors of a folder's own file, floats as float32."""
+    return _aligned(as_float32(_read_file(location), f"{location}: {WEIGHTS}"))
+
+
+def stored_types(location: str) -> list[str]:
+    """Return the types of the tensors in a folder's own file, such as float16."""
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in _read_file(location).values()})
+
+
+def _read_file(location: str) -> State:
     with storage.local_copy(storage.join(location, WEIGHTS)) as path:
         try:
-            return _aligned(load_file(path))
+            return load_file(path)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{location}: {WEIGHTS} cannot be read: {error}") from None
 

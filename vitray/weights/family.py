@@ -92,13 +92,17 @@ class Family:
         for name, member in members.items():
             self.add(name, member)
 
-    def add(self, name: str, member: Member) -> Member:
-        """Add a network, or replace the one of this name, which batches that hold it still use; return it."""
+    def placed(self, member: Member) -> Member:
+        """Return a network on this device, with the shared tensors of the base; `outputs` takes it before `add`."""
         state = {
             key: self.base[key] if tensor is member.base.get(key) else tensor.to(self.device)
             for key, tensor in member.state.items()
         }
-        member = replace(member, state=state, base=self.base)
+        return replace(member, state=state, base=self.base)
+
+    def add(self, name: str, member: Member) -> Member:
+        """Add a network, or replace the one of this name, which batches that hold it still use; return it."""
+        member = self.placed(member)
         self.members = self.members | {name: member}
         return member
 

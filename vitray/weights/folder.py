@@ -36,6 +36,7 @@ from vitray.weights.delta import (
     read_delta,
     read_own,
     read_state,
+    stored_types,
 )
 from vitray.weights.family import Family, Member
 from vitray.weights.files import State, few
@@ -190,7 +191,10 @@ def describe_weights(url: str) -> tuple[str, dict[str, Any]]:
     own, whole = (sum(tensor.nbytes for tensor in each.values()) for each in (tensors, network))
     kind = "whole" if identity is None else f"a delta of {base} ({identity[:12]})"
     text = f"{url}: {model}, {kind}: {kept} of {kept + len(taken)} tensors, {own:,} bytes, {own / whole:.1%}"
-    facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta"}
+    types = stored_types(place) if has_settings(place) else None
+    if types and {each for each in types if "float" in each} != {"float32"}:
+        text += f"; stored as {', '.join(types)}, read as float32"
+    facts = {"url": url, "model": model, "kind": "whole" if delta is None else "delta", "types": types}
     facts |= {"base": base, "base_identity": identity, "taken": len(taken), "kept": kept}
     return text, facts | {"bytes": own, "whole": whole, "share": own / whole}
 
@@ -264,7 +268,7 @@ def _fill(network: nn.Module, url: str, run: Run, state: State) -> None:
 
 
 def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
-    """Refuse tensors that are missing, left over or misshapen, and integers in place of floats or the reverse."""
+    """Refuse tensors that are missing, left over or misshapen, and those of another type, such as integers."""
     wanted = network.state_dict()
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
@@ -276,7 +280,7 @@ def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
     wrong += [
         f"{key} is {state[key].dtype}, wanted {wanted[key].dtype}"
         for key in wanted.keys() & state.keys()
-        if state[key].is_floating_point() != wanted[key].is_floating_point()
+        if state[key].dtype != wanted[key].dtype
     ]
     if wrong:
         raise ConfigError(f"{url}: {WEIGHTS} does not fit {run.model.name} of {RUN}: {few(sorted(wrong), '; ')}")

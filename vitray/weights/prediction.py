@@ -42,7 +42,7 @@ def view_of(image_HWC: np.ndarray, member: Member) -> np.ndarray:
 
 @torch.inference_mode()
 def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence[Member]) -> list[np.ndarray]:
-    """Return the probabilities (K) of each view by its member."""
+    """Return the probabilities (K) of each view by its member; NaN for a view whose logits are not all finite."""
     images: list[Tensor] = [torch.empty(0)] * len(views)
     groups: dict[Any, list[int]] = {}
     for row, member in enumerate(members):
