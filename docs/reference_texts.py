@@ -85,6 +85,7 @@ SET_VARIABLES = {
     "MLFLOW_LOGGING_LEVEL": ("WARNING", "MLflow logs warnings and errors"),
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": ("false", "MLflow's job runner, which takes a gigabyte, does not start"),
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": ("true", "MLflow prints no addresses"),
+    "ORT_DISABLE_TELEMETRY": ("1", "onnxruntime stores no device id and sends no statistics"),
 }
 
 # {name or template in the source: (name on the page, meaning)}; "=" repeats the name, "" leaves the row out.
