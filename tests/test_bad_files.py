@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import tarfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +99,86 @@ def test_an_image_whose_crop_would_take_gigabytes_is_rejected(form):
     for decode in (decode_image, decode_with_pillow):
         with pytest.raises(UndecodableImage, match="too narrow: 3000x1"):
             decode(content.getvalue())
+
+
+def progressive(side, more_scans):
+    """A JPEG whose last scan, a dozen bytes, is repeated."""
+    Image.new("RGB", (side, side)).save(content := io.BytesIO(), "JPEG", progressive=True)
+    jpeg = content.getvalue()
+    return jpeg[:-2] + jpeg[jpeg.rindex(b"\xff\xda") : -2] * more_scans + jpeg[-2:]
+
+
+def one_component_a_scan(more_scans):
+    """A sequential JPEG whose scans hold one of two components each."""
+    jpeg = bytearray(encoded(1, "JPEG"))
+    at = jpeg.index(b"\xff\xda")
+    jpeg[at : at + 14] = scan = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00"
+    return bytes(jpeg[:-2] + scan * more_scans + jpeg[-2:])
+
+
+def png(side, rows, *, empty=0, length=2**16):
+    """A grey PNG with empty chunks before its rows, and with these in chunks of a length."""
+
+    def chunk(kind, data):
+        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+    head = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", side.to_bytes(4) * 2 + bytes([8, 0, 0, 0, 0]))
+    packed = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    data = b"".join(chunk(b"IDAT", packed[at : at + length]) for at in range(0, len(packed), length))
+    return head + chunk(b"abCd", b"") * empty + data + chunk(b"IEND", b"")
+
+
+def tiff(strips):
+    """An uncompressed TIFF, all strips of which are its first eight bytes."""
+    tags = [(256, 3, 8), (257, 3, 8), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 4, 0), (278, 3, 1), (279, 4, 0)]
+    places = 8 + 2 + 12 * len(tags) + 4
+    rows = [
+        struct.pack("<HHII", tag, kind, strips if kind == 4 else 1, places if kind == 4 else value)
+        for tag, kind, value in tags
+    ]
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + b"".join(rows) + bytes(4) + struct.pack("<I", 8) * strips
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        pytest.param(progressive(64, 100), "more than 100 JPEG scans", id="progressive"),
+        pytest.param(progressive(4000, 20), "more than 25 JPEG scans", id="large_and_progressive"),
+        pytest.param(one_component_a_scan(100), "more than 100 JPEG scans", id="sequential"),
+        pytest.param(
+            progressive(64, 100).replace(b"\xff\xdb", b"\xff\xff\xd0\xff\xdb", 1),
+            "more than 20 JPEG scans",
+            id="odd_bytes_in_the_header",
+        ),
+        pytest.param(
+            encoded(1, "JPEG").replace(b"\xff\xdb", b"\xff\xfe\x00\x02" * 10_000 + b"\xff\xdb", 1),
+            "more than 10,000 JPEG segments before its pixels",
+            id="segments",
+        ),
+        pytest.param(b"P5\n#" + b"x" * 300_000 + b"\n1 1\n255\n\0", "in too many pieces", id="pnm_comment"),
+        pytest.param(b"P2\n1 1\n255\n" + b"#\n" * 1001 + b"1\n", "more than 1,000 comments", id="pnm_comments"),
+        pytest.param(png(8, np.zeros((8, 8), np.uint8), empty=150_000), "in too many pieces", id="png_chunks"),
+        pytest.param(tiff(30_000), "in too many pieces", id="tiff_strips"),
+    ],
+)
+def test_a_small_file_that_would_take_long_to_decode_is_rejected(content, reason):
+    for decode in (decode_image, decode_with_pillow):
+        with pytest.raises(UndecodableImage, match=reason):
+            decode(content)
+
+
+@pytest.mark.parametrize("place", ["segment", "tail"])
+def test_bytes_that_look_like_scans_are_none_outside_the_pixels_of_a_jpeg(place):
+    jpeg, many = progressive(64, 0), b"\xff\xda" * 200
+    segment = b"\xff\xfe" + (2 + len(many)).to_bytes(2) + many
+    odd = jpeg[:2] + segment + jpeg[2:] if place == "segment" else jpeg + many
+    for decode in (decode_image, decode_with_pillow):
+        assert np.array_equal(decode(odd), decode(jpeg))
+
+
+def test_a_png_in_small_chunks_is_decoded():
+    rows = np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8)
+    assert np.array_equal(decode_image(png(1000, rows, length=256))[..., 0], rows)
 
 
 # ---- folders, indexes, names -----------------------------------------------------------------------------------------
