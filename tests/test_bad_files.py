@@ -1,5 +1,6 @@
 """Hostile and broken files: sources, shards, manifests and weights give one short message, or a counted reject."""
 
+import gzip
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import tarfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +31,7 @@ from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.config import load_run
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
-from vitray.data.shards import holdout_mask, open_dataset, read_request
+from vitray.data.shards import arrays, holdout_mask, open_dataset, read_request, tables
 from vitray.data.shards.inspection import inspect_chunk
 from vitray.data.shards.manifest import Split
 from vitray.data.shards.sources import detect_source, list_source
@@ -37,7 +39,7 @@ from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking.pyfunc import ImageClassifier
-from vitray.weights import export_weights, save_model
+from vitray.weights import export_weights, files, save_model
 
 ODD_TEXTS = ("", "x", "../x", "x" * 300, "a\nb", "\x1b[1m", "\0", "\ud800", "s3://", "gs://x", "~nobody/x", "/dev/zero")
 ODD_VALUES = (None, True, -1, 2**70, float("nan"), float("inf"), 0.5, [], {}, [[]], {"a": 1}, *ODD_TEXTS)
@@ -398,6 +400,69 @@ def test_odd_parquet_is_refused_or_its_rows_are_rejected(tmp_path):
     assert len(inspect(tmp_path / "x.parquet", tmp_path / "work", "image=image.bytes").items) == 3
 
 
+def repeated(value, rows):
+    """A column of equal values, which stay one in memory and in a file."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value]))
+
+
+def bomb(target, **columns):
+    pq.write_table(pa.table(columns), target, store_schema=False)  # otherwise they are read as dictionaries
+    return target
+
+
+def test_a_parquet_with_more_rows_than_bytes_is_refused(tmp_path):
+    source = bomb(tmp_path / "x.parquet", image=repeated(b"", 10**6), label=repeated(0, 10**6))
+    assert source.stat().st_size < 10_000
+    assert "1,000,000 rows in " in refusal(inspect, source, tmp_path / "work")
+    source = bomb(tmp_path / "y.parquet", path=repeated("a/0.png", 10**6), label=repeated(0, 10**6))
+    assert "1,000,000 rows in " in refusal(inspect, source, tmp_path / "work")
+
+
+def test_images_and_texts_of_parquet_that_expand_out_of_proportion_are_refused(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "SMALL", 2**16)
+    image, rows = encoded(0) + bytes(10**5), 400
+    source = bomb(tmp_path / "x.parquet", image=repeated(image, rows), label=repeated("a", rows))
+    limit = 100 * source.stat().st_size
+    assert len(image) < limit < rows * len(image)
+    assert f"its images take more than {limit:,}; expected" in refusal(inspect, source, tmp_path / "work")
+    index = bomb(photos / "x.parquet", path=repeated("x" * 10**5, rows), label=repeated("a", rows))
+    assert "its texts take more than" in refusal(inspect, index, tmp_path / "work")
+    zeros = tmp_path / "z.parquet"
+    pq.write_table(pa.table({"image": [bytes(10**7)], "label": [0]}), zeros, compression="zstd", use_dictionary=False)
+    assert "its rows take more than" in refusal(inspect, zeros, tmp_path / "work")
+
+
+def test_few_of_the_repeated_images_of_a_row_group_are_in_memory(tmp_path):
+    image = np.random.default_rng(0).bytes(10**6)
+    source = bomb(tmp_path / "x.parquet", image=repeated(image, 200), label=repeated(0, 200))
+    start = pa.total_allocated_bytes()
+    for row, content in zip((3, 50, 50, 199), tables.read_images(str(source), None, [3, 50, 50, 199]), strict=True):
+        assert content == image, row
+        assert pa.total_allocated_bytes() - start < 100 * 10**6
+
+
+def test_long_texts_as_labels_of_parquet_are_one_object(tmp_path):
+    source = bomb(tmp_path / "x.parquet", image=repeated(encoded(0), 500), label=repeated("x" * 10**6, 500))
+    labels = tables.read_image_table(str(source), None, None).labels
+    assert len(set(map(id, labels))) == 1
+
+
+def test_labels_of_parquet_that_are_lists_are_refused(tmp_path):
+    source = parquet(tmp_path / "x.parquet", image=[encoded(0)], label=[[0, 1]])
+    assert "column label is list<element: int64>, expected numbers or text" in refusal(inspect, source, tmp_path / "w")
+
+
+def test_a_class_name_of_a_megabyte_is_refused_with_its_beginning(base, tmp_path, verb):
+    features = json.dumps({"info": {"features": {"label": {"names": ["x" * 10**6, "d"]}}}})
+    source = parquet(tmp_path / "x.parquet", {"huggingface": features}, image=[encoded(0), encoded(1)], label=[0, 1])
+    message = refusal(inspect, source, tmp_path / "work")
+    assert message.startswith("class name 'xxx")
+    assert "1,000,000 characters, expected at most 200" in message
+    names = json.dumps(["a", "b", "x" * 10**6]).encode()
+    message = verb(weights, "show", copy_of(base / "base", tmp_path / "m", "classes.json", names))
+    assert "1,000,000 characters, expected at most 1000" in message
+
+
 @pytest.mark.parametrize("names", ["cd", {"c": 1, "d": 2}, [1, 2], [None, "d"], ["c\x1b", "d"], ["\ud800", "d"], 5])
 def test_odd_class_names_of_hugging_face_are_refused_or_left_out(tmp_path, names):
     features = json.dumps({"info": {"features": {"label": {"names": names}}}})
@@ -515,6 +580,19 @@ def test_odd_shapes_of_idx_files_are_refused(tmp_path, shape):
     assert "train-images-idx3-ubyte: " in refusal(inspect, tmp_path, tmp_path / "work")
 
 
+def test_packed_arrays_that_expand_out_of_proportion_are_refused(tmp_path, monkeypatch):
+    images = b"\0\0\x08\x03" + b"".join(side.to_bytes(4) for side in (2**21, 1, 1)) + bytes(2**21)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\1\0")
+    assert "expands to more than 1,048,576 bytes" in refusal(inspect, tmp_path, tmp_path / "work")
+    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as tar:
+        for name in ("data_batch_1.bin", "data_batch_2.bin", "batches.meta.txt"):
+            add(tar, name, bytes(3073 * 100))
+    monkeypatch.setattr(arrays, "LARGEST", 500_000)
+    message = refusal(inspect, tmp_path / "cifar.tar.gz", tmp_path / "work")
+    assert "its CIFAR files take more than 500,000 bytes" in message
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -627,6 +705,34 @@ def test_odd_arrays_are_refused(tmp_path, verb):
     np.save(tmp_path / "x.npy", np.zeros(3))
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npy").read_bytes())
     assert "it holds one array" in verb(model, tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.pth"])
+def test_a_weights_file_that_would_expand_out_of_proportion_is_refused(tmp_path, verb, monkeypatch, name):
+    monkeypatch.setattr(files, "SMALL", 2**16)
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(2**20, np.float32))
+    torch.save({"a": torch.zeros(2**20)}, tmp_path / "stored.pth")
+    with ZipFile(tmp_path / "stored.pth") as stored, ZipFile(tmp_path / "x.pth", "w", ZIP_DEFLATED) as packed:
+        for member in stored.namelist():
+            packed.writestr(member, stored.read(member))
+    assert "expected at most 20 times as many" in verb(model, tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"run: 1\n", b"hello", b"(.", b"\x85x"])
+def test_a_delta_of_a_file_without_weights_says_so(base, tmp_path, verb, content):
+    (tmp_path / "stray").write_bytes(content)
+    tree = json.loads((base / "delta/delta.json").read_text())
+    tree["base"] |= {"url": str(tmp_path / "stray"), "beside": None}
+    message = verb(weights, "show", copy_of(base / "delta", tmp_path / "m", "delta.json", json.dumps(tree).encode()))
+    assert "stray: not a known weights file: its bytes are neither safetensors nor of torch.save" in message
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 0), (1, 1, 1, 1)])
+def test_tensors_of_any_shape_are_refused_or_read(base, tmp_path, verb, shape):
+    whole = torch.load(base / "timm.pth")
+    for name in whole:
+        torch.save(whole | {name: torch.zeros(shape)}, tmp_path / "x.pth")
+        verb(model, tmp_path / "x.pth", "heads=1", "activation=gelu", "norm_eps=1e-6")
 
 
 @pytest.mark.parametrize("setting", ["model_type", "hidden_act", "num_attention_heads", "layer_norm_eps", "image_size"])
