@@ -17,6 +17,7 @@ from vitray.cluster import session
 # Ray runs its workers at nice 15 by default, and tests wait for them. Ray reads this at import.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 session.prepare_environment()
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads this at import
 # Waiting threads yield their CPU: the networks are tiny, and many processes share the CPUs.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # A background process of a shell ignores Ctrl-C, and its children inherit that.

@@ -1,5 +1,6 @@
 """Hostile and broken files: sources, shards, manifests and weights give one short message, or a counted reject."""
 
+import gzip
 import io
 import json
 import os
@@ -8,8 +9,10 @@ import socket
 import struct
 import subprocess
 import tarfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +31,7 @@ from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.config import Run, load_run
 from vitray.data.augment.decode import UndecodableImage, decode_image, decode_with_pillow
-from vitray.data.shards import holdout_mask, open_dataset, read_request
+from vitray.data.shards import arrays, holdout_mask, open_dataset, read_request, tables
 from vitray.data.shards.inspection import inspect_chunk
 from vitray.data.shards.manifest import Split
 from vitray.data.shards.sources import detect_source, list_source
@@ -36,7 +39,7 @@ from vitray.data.stream import decoding
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking.pyfunc import ImageClassifier
-from vitray.weights import export_weights, load_deltas, load_model, save_model
+from vitray.weights import export_weights, files, load_deltas, load_model, save_model
 from vitray.weights.delta import read_state
 
 ODD_TEXTS = ("", "x", "../x", "x" * 300, "a\nb", "\x1b[1m", "\0", "\ud800", "s3://", "gs://x", "~nobody/x", "/dev/zero")
@@ -99,6 +102,86 @@ def test_an_image_whose_crop_would_take_gigabytes_is_rejected(form):
     for decode in (decode_image, decode_with_pillow):
         with pytest.raises(UndecodableImage, match="too narrow: 3000x1"):
             decode(content.getvalue())
+
+
+def progressive(side, more_scans):
+    """A JPEG whose last scan, a dozen bytes, is repeated."""
+    Image.new("RGB", (side, side)).save(content := io.BytesIO(), "JPEG", progressive=True)
+    jpeg = content.getvalue()
+    return jpeg[:-2] + jpeg[jpeg.rindex(b"\xff\xda") : -2] * more_scans + jpeg[-2:]
+
+
+def one_component_a_scan(more_scans):
+    """A sequential JPEG whose scans hold one of two components each."""
+    jpeg = bytearray(encoded(1, "JPEG"))
+    at = jpeg.index(b"\xff\xda")
+    jpeg[at : at + 14] = scan = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00"
+    return bytes(jpeg[:-2] + scan * more_scans + jpeg[-2:])
+
+
+def png(side, rows, *, empty=0, length=2**16):
+    """A grey PNG with empty chunks before its rows, and with these in chunks of a length."""
+
+    def chunk(kind, data):
+        return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+    head = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", side.to_bytes(4) * 2 + bytes([8, 0, 0, 0, 0]))
+    packed = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    data = b"".join(chunk(b"IDAT", packed[at : at + length]) for at in range(0, len(packed), length))
+    return head + chunk(b"abCd", b"") * empty + data + chunk(b"IEND", b"")
+
+
+def tiff(strips):
+    """An uncompressed TIFF, all strips of which are its first eight bytes."""
+    tags = [(256, 3, 8), (257, 3, 8), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 4, 0), (278, 3, 1), (279, 4, 0)]
+    places = 8 + 2 + 12 * len(tags) + 4
+    rows = [
+        struct.pack("<HHII", tag, kind, strips if kind == 4 else 1, places if kind == 4 else value)
+        for tag, kind, value in tags
+    ]
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + b"".join(rows) + bytes(4) + struct.pack("<I", 8) * strips
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        pytest.param(progressive(64, 100), "more than 100 JPEG scans", id="progressive"),
+        pytest.param(progressive(4000, 20), "more than 25 JPEG scans", id="large_and_progressive"),
+        pytest.param(one_component_a_scan(100), "more than 100 JPEG scans", id="sequential"),
+        pytest.param(
+            progressive(64, 100).replace(b"\xff\xdb", b"\xff\xff\xd0\xff\xdb", 1),
+            "more than 20 JPEG scans",
+            id="odd_bytes_in_the_header",
+        ),
+        pytest.param(
+            encoded(1, "JPEG").replace(b"\xff\xdb", b"\xff\xfe\x00\x02" * 10_000 + b"\xff\xdb", 1),
+            "more than 10,000 JPEG segments before its pixels",
+            id="segments",
+        ),
+        pytest.param(b"P5\n#" + b"x" * 300_000 + b"\n1 1\n255\n\0", "in too many pieces", id="pnm_comment"),
+        pytest.param(b"P2\n1 1\n255\n" + b"#\n" * 1001 + b"1\n", "more than 1,000 comments", id="pnm_comments"),
+        pytest.param(png(8, np.zeros((8, 8), np.uint8), empty=150_000), "in too many pieces", id="png_chunks"),
+        pytest.param(tiff(30_000), "in too many pieces", id="tiff_strips"),
+    ],
+)
+def test_a_small_file_that_would_take_long_to_decode_is_rejected(content, reason):
+    for decode in (decode_image, decode_with_pillow):
+        with pytest.raises(UndecodableImage, match=reason):
+            decode(content)
+
+
+@pytest.mark.parametrize("place", ["segment", "tail"])
+def test_bytes_that_look_like_scans_are_none_outside_the_pixels_of_a_jpeg(place):
+    jpeg, many = progressive(64, 0), b"\xff\xda" * 200
+    segment = b"\xff\xfe" + (2 + len(many)).to_bytes(2) + many
+    odd = jpeg[:2] + segment + jpeg[2:] if place == "segment" else jpeg + many
+    for decode in (decode_image, decode_with_pillow):
+        assert np.array_equal(decode(odd), decode(jpeg))
+
+
+def test_a_png_in_small_chunks_is_decoded():
+    rows = np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8)
+    assert np.array_equal(decode_image(png(1000, rows, length=256))[..., 0], rows)
 
 
 # ---- folders, indexes, names -----------------------------------------------------------------------------------------
@@ -318,6 +401,69 @@ def test_odd_parquet_is_refused_or_its_rows_are_rejected(tmp_path):
     assert len(inspect(tmp_path / "x.parquet", tmp_path / "work", "image=image.bytes").items) == 3
 
 
+def repeated(value, rows):
+    """A column of equal values, which stay one in memory and in a file."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([value]))
+
+
+def bomb(target, **columns):
+    pq.write_table(pa.table(columns), target, store_schema=False)  # otherwise they are read as dictionaries
+    return target
+
+
+def test_a_parquet_with_more_rows_than_bytes_is_refused(tmp_path):
+    source = bomb(tmp_path / "x.parquet", image=repeated(b"", 10**6), label=repeated(0, 10**6))
+    assert source.stat().st_size < 10_000
+    assert "1,000,000 rows in " in refusal(inspect, source, tmp_path / "work")
+    source = bomb(tmp_path / "y.parquet", path=repeated("a/0.png", 10**6), label=repeated(0, 10**6))
+    assert "1,000,000 rows in " in refusal(inspect, source, tmp_path / "work")
+
+
+def test_images_and_texts_of_parquet_that_expand_out_of_proportion_are_refused(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "SMALL", 2**16)
+    image, rows = encoded(0) + bytes(10**5), 400
+    source = bomb(tmp_path / "x.parquet", image=repeated(image, rows), label=repeated("a", rows))
+    limit = 100 * source.stat().st_size
+    assert len(image) < limit < rows * len(image)
+    assert f"its images take more than {limit:,}; expected" in refusal(inspect, source, tmp_path / "work")
+    index = bomb(photos / "x.parquet", path=repeated("x" * 10**5, rows), label=repeated("a", rows))
+    assert "its texts take more than" in refusal(inspect, index, tmp_path / "work")
+    zeros = tmp_path / "z.parquet"
+    pq.write_table(pa.table({"image": [bytes(10**7)], "label": [0]}), zeros, compression="zstd", use_dictionary=False)
+    assert "its rows take more than" in refusal(inspect, zeros, tmp_path / "work")
+
+
+def test_few_of_the_repeated_images_of_a_row_group_are_in_memory(tmp_path):
+    image = np.random.default_rng(0).bytes(10**6)
+    source = bomb(tmp_path / "x.parquet", image=repeated(image, 200), label=repeated(0, 200))
+    start = pa.total_allocated_bytes()
+    for row, content in zip((3, 50, 50, 199), tables.read_images(str(source), None, [3, 50, 50, 199]), strict=True):
+        assert content == image, row
+        assert pa.total_allocated_bytes() - start < 100 * 10**6
+
+
+def test_long_texts_as_labels_of_parquet_are_one_object(tmp_path):
+    source = bomb(tmp_path / "x.parquet", image=repeated(encoded(0), 500), label=repeated("x" * 10**6, 500))
+    labels = tables.read_image_table(str(source), None, None).labels
+    assert len(set(map(id, labels))) == 1
+
+
+def test_labels_of_parquet_that_are_lists_are_refused(tmp_path):
+    source = parquet(tmp_path / "x.parquet", image=[encoded(0)], label=[[0, 1]])
+    assert "column label is list<element: int64>, expected numbers or text" in refusal(inspect, source, tmp_path / "w")
+
+
+def test_a_class_name_of_a_megabyte_is_refused_with_its_beginning(base, tmp_path, verb):
+    features = json.dumps({"info": {"features": {"label": {"names": ["x" * 10**6, "d"]}}}})
+    source = parquet(tmp_path / "x.parquet", {"huggingface": features}, image=[encoded(0), encoded(1)], label=[0, 1])
+    message = refusal(inspect, source, tmp_path / "work")
+    assert message.startswith("class name 'xxx")
+    assert "1,000,000 characters, expected at most 200" in message
+    names = json.dumps(["a", "b", "x" * 10**6]).encode()
+    message = verb(weights, "show", copy_of(base / "base", tmp_path / "m", "classes.json", names))
+    assert "1,000,000 characters, expected at most 1000" in message
+
+
 @pytest.mark.parametrize("names", ["cd", {"c": 1, "d": 2}, [1, 2], [None, "d"], ["c\x1b", "d"], ["\ud800", "d"], 5])
 def test_odd_class_names_of_hugging_face_are_refused_or_left_out(tmp_path, names):
     features = json.dumps({"info": {"features": {"label": {"names": names}}}})
@@ -433,6 +579,19 @@ def test_odd_shapes_of_idx_files_are_refused(tmp_path, shape):
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(*shape) + bytes(119))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(4) + bytes(4))
     assert "train-images-idx3-ubyte: " in refusal(inspect, tmp_path, tmp_path / "work")
+
+
+def test_packed_arrays_that_expand_out_of_proportion_are_refused(tmp_path, monkeypatch):
+    images = b"\0\0\x08\x03" + b"".join(side.to_bytes(4) for side in (2**21, 1, 1)) + bytes(2**21)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\1\0")
+    assert "expands to more than 1,048,576 bytes" in refusal(inspect, tmp_path, tmp_path / "work")
+    with tarfile.open(tmp_path / "cifar.tar.gz", "w:gz") as tar:
+        for name in ("data_batch_1.bin", "data_batch_2.bin", "batches.meta.txt"):
+            add(tar, name, bytes(3073 * 100))
+    monkeypatch.setattr(arrays, "LARGEST", 500_000)
+    message = refusal(inspect, tmp_path / "cifar.tar.gz", tmp_path / "work")
+    assert "its CIFAR files take more than 500,000 bytes" in message
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -624,6 +783,34 @@ def test_odd_arrays_are_refused(tmp_path, verb):
     np.save(tmp_path / "x.npy", np.zeros(3))
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npy").read_bytes())
     assert "it holds one array" in verb(model, tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.pth"])
+def test_a_weights_file_that_would_expand_out_of_proportion_is_refused(tmp_path, verb, monkeypatch, name):
+    monkeypatch.setattr(files, "SMALL", 2**16)
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(2**20, np.float32))
+    torch.save({"a": torch.zeros(2**20)}, tmp_path / "stored.pth")
+    with ZipFile(tmp_path / "stored.pth") as stored, ZipFile(tmp_path / "x.pth", "w", ZIP_DEFLATED) as packed:
+        for member in stored.namelist():
+            packed.writestr(member, stored.read(member))
+    assert "expected at most 20 times as many" in verb(model, tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"run: 1\n", b"hello", b"(.", b"\x85x"])
+def test_a_delta_of_a_file_without_weights_says_so(base, tmp_path, verb, content):
+    (tmp_path / "stray").write_bytes(content)
+    tree = json.loads((base / "delta/delta.json").read_text())
+    tree["base"] |= {"url": str(tmp_path / "stray"), "beside": None}
+    message = verb(weights, "show", copy_of(base / "delta", tmp_path / "m", "delta.json", json.dumps(tree).encode()))
+    assert "stray: not a known weights file: its bytes are neither safetensors nor of torch.save" in message
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 0), (1, 1, 1, 1)])
+def test_tensors_of_any_shape_are_refused_or_read(base, tmp_path, verb, shape):
+    whole = torch.load(base / "timm.pth")
+    for name in whole:
+        torch.save(whole | {name: torch.zeros(shape)}, tmp_path / "x.pth")
+        verb(model, tmp_path / "x.pth", "heads=1", "activation=gelu", "norm_eps=1e-6")
 
 
 @pytest.mark.parametrize("setting", ["model_type", "hidden_act", "num_attention_heads", "layer_norm_eps", "image_size"])

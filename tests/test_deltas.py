@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,9 @@ from vitray import load_deltas, storage
 from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
+from vitray.tracking import model_uri
 from vitray.tracking.model_flavour import log_model
-from vitray.tracking.model_registry import move_champion, register_model
+from vitray.tracking.model_registry import holder_of, move_champion, register_model
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
 
@@ -541,6 +546,75 @@ def test_an_unreachable_mlflow_is_one_message(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"models:/vit/1: no .*mlruns.db; wanted the folder that training ran in"):
         load_model("models:/vit/1")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch) -> Iterator[dict[str, object]]:
+    """The answers of the server of MLFLOW_TRACKING_URI, {a part of the path: JSON, or None for an endless answer}."""
+    answers: dict[str, object] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            answer = next((value for part, value in answers.items() if part in self.path), {})
+            self.wfile.write(b"" if answer is None else json.dumps(answer).encode())
+            while answer is None and not over.wait(0.05):
+                with suppress(OSError):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+
+        def log_message(self, *_) -> None:
+            pass
+
+    over = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "home"))
+        yield answers
+        over.set()
+        server.shutdown()
+
+
+def test_a_server_that_sends_byte_by_byte_holds_no_call(hostile, capsys):
+    hostile |= {"model-versions": None, "registered-models": None}
+    start = time.monotonic()
+    assert main(["weights", "show", "models:/vit/1"]) == 2
+    assert time.monotonic() - start < 20
+    assert "cannot find it: TimeoutError: no whole answer within 1 s" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="does not answer: TimeoutError: no whole answer within 1 s"):
+        holder_of("vit", "champion")
+
+
+RUN = {"info": {"run_id": "0", "experiment_id": "0", "artifact_uri": "mlflow-artifacts:/0"}}
+EVIL = {"name": "vit", "model_id": "../../evil"}
+OUTPUT = {"outputs": {"model_outputs": [EVIL]}}
+
+
+def test_a_download_that_arrives_byte_by_byte_is_given_up(hostile, monkeypatch, tmp_path):
+    monkeypatch.setattr(model_uri, "MINUTE", 0.5)
+    hostile |= {"runs/get": {"run": RUN}, "artifacts?": {"files": [{"path": "a", "is_dir": False}]}}
+    hostile["artifacts/"] = None
+    with pytest.raises(ConfigError, match=r"runs:/0/vit: .*TimeoutError: only \d+ bytes arrived"):
+        resolve_uri("runs:/0/vit")
+
+
+def test_the_id_of_a_model_is_no_path(hostile):
+    hostile |= {"runs/get": {"run": RUN | OUTPUT}, "/evil": {"model": {"info": EVIL}}}
+    with pytest.raises(ConfigError, match=r"names a model '\.\./\.\./evil', expected m-<id>"):
+        resolve_uri("runs:/0/vit")
+
+
+def test_files_on_another_server_are_refused(hostile):
+    hostile |= {"get-download-uri": {"artifact_uri": "http://127.0.0.1:9/x"}}
+    hostile["model-versions/get?"] = {"model_version": {"name": "vit", "version": "1"}}
+    with pytest.raises(
+        ConfigError, match=r"models:/vit/1: its files are at http://127.0.0.1:9/x, outside of MLflow at"
+    ):
+        resolve_uri("models:/vit/1")
 
 
 @pytest.mark.slow  # starts a server

@@ -1,10 +1,12 @@
 """Graphs of a network compute the same for any number of images, in files that hold no pickle and need no vitray."""
 
 import itertools
+import os
 import subprocess
 import sys
 import zipfile
 
+import onnx
 import pytest
 import torch
 from networks import scrambled
@@ -181,3 +183,31 @@ def test_an_archive_runs_without_vitray_and_holds_no_pickle(tmp_path, compiled):
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=tmp_path)
     for logits_BK in torch.load(tmp_path / "logits", weights_only=True):
         assert torch.allclose(logits_BK, network(images[: len(logits_BK)]), atol=1e-5)
+
+
+READ_AN_ONNX_FILE = """
+import sys
+from pathlib import Path
+from vitray.serving.export import graphs
+assert "onnxruntime" not in sys.modules
+quantise = graphs._quantise_dynamically if sys.argv[2] == "quantise" else graphs.open_onnx
+quantise(Path(sys.argv[1]))
+assert "onnxruntime" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("use", ["run", "quantise"])
+def test_onnxruntime_stores_no_device_id_and_queues_no_events(tmp_path, use):
+    """Without its variable, onnxruntime writes both below the user's cache while it is imported."""
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("images", "logits")]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["images"], ["logits"])], "g", values[:1], values[1:])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    # onnxruntime's telemetry is off where CI is set, too.
+    environment = {key: value for key, value in os.environ.items() if key not in ("CI", "ORT_DISABLE_TELEMETRY")}
+    environment |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
+    subprocess.run([sys.executable, "-c", READ_AN_ONNX_FILE, str(tmp_path / "m"), use], check=True, env=environment)
+    assert [path for path in home.rglob("*") if "Microsoft" in path.parts] == []

@@ -26,7 +26,7 @@ from hosts import until
 
 from pipelines import track, ui
 from vitray import storage
-from vitray.errors import ConfigError, RunError, redact, redact_uri
+from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
 from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import open_client, tracking_uri
@@ -209,10 +209,39 @@ def test_one_process_at_a_time_opens_a_spool(tmp_path):
         ("s3://bucket/a@b", "s3://bucket/a@b"),
         (json.dumps('GET "http://t/api?token=abc" failed'), json.dumps('GET "http://t/api?token=..." failed')),
         (json.dumps("http://t/api?token=a\u00e9b\\c failed"), json.dumps("http://t/api?token=... failed")),
+        ("https://h/a?x=1&access_token=abc&y=2", "https://h/a?x=1&access_token=...&y=2"),
+        ("https://h/a?api_key=abc#b", "https://h/a?api_key=..."),
+        ("https://h/a?apikey=abc", "https://h/a?apikey=..."),
+        ("https://h/c?sv=1&sig=a%2Fb%3D&se=2", "https://h/c?sv=1&sig=...&se=2"),
+        (
+            "https://h/k?X-Amz-Credential=A%2F1&X-Amz-Signature=0f",
+            "https://h/k?X-Amz-Credential=...&X-Amz-Signature=...",
+        ),
+        (
+            "https://h/k?X-Amz-Security-Token=0f&AWSAccessKeyId=A",
+            "https://h/k?X-Amz-Security-Token=...&AWSAccessKeyId=...",
+        ),
+        ("postgresql://host/db?sslpassword=a&sslkey=k", "postgresql://host/db?sslpassword=...&sslkey=k"),
+        ("host=h password=a b=c", "host=h password=... b=c"),
+        ("PASSWORD=a MLFLOW_TRACKING_PASSWORD=b HF_TOKEN=c", "PASSWORD=... MLFLOW_TRACKING_PASSWORD=... HF_TOKEN=..."),
+        ("AWS_SECRET_ACCESS_KEY=a/b+c", "AWS_SECRET_ACCESS_KEY=..."),
+        ("postgresql://me:pa/ss@host:5432/db", "postgresql://host:5432/db"),
+        ("postgresql://me:p@s/s@host/db", "postgresql://host/db"),
+        ("no answer of me:pa/ss@host:5432/db", "no answer of host:5432/db"),
+        (json.dumps({"store": "me:secret@host"}), json.dumps({"store": "host"})),
+        ("http://host:5000/a@b", "http://host:5000/a@b"),
+        *[(text, text) for text in ("model.class_token=false", "model.distillation_token=true")],
+        ("models:/birds@champion runs:/a/b me@host 12:30", "models:/birds@champion runs:/a/b me@host 12:30"),
+        ("rayproject/ray:2.60@sha256:0f git@host:a/b", "rayproject/ray:2.60@sha256:0f git@host:a/b"),
+        (json.dumps({"a": "b:c", "d": "e@f"}), json.dumps({"a": "b:c", "d": "e@f"})),
     ],
 )
 def test_credentials_are_redacted(text, redacted):
     assert redact(text) == redacted
+
+
+def test_a_shortened_error_shows_no_part_of_a_password():
+    assert "secret" not in one_line(ValueError(f"{'x' * 1970} me:secret@host"))
 
 
 # The embedded store

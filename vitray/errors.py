@@ -46,14 +46,27 @@ def nearest(word: str, legal: Iterable[str]) -> str:
     return f"; nearest: {matches[0]}" if matches else ""
 
 
-_USER = re.compile(r"://[^/\s\"'<>]*@")
+# Users and passwords before a host. A password may hold slashes, but digits and a slash are a port and a path. Without
+# a scheme it needs a colon; image names such as vitray:1@sha256:0f have one, too.
+_USERS = (
+    re.compile(r"(?<=://)[^/:@\s\"'<>]*:(?!\d{1,5}/)(?:(?!://)[^\s\"'<>])*@"),
+    re.compile(r"(?<=://)[^/\s\"'<>]*@"),
+    re.compile(r"(?<![\w/.:%+-])[\w.%+-]+:(?!/)[^@\s\"'<>]{1,500}@(?!sha256:)(?=[\w\[])"),
+)
+# Values of secrets, as in an address, a connection string or an environment: AWS_SECRET_ACCESS_KEY=, X-Amz-Signature=.
 # In JSON too: the value ends before the backslash of an escaped quote, but not at other escapes, as in \u00e9.
-_SECRET = re.compile(r"([?&](?:password|passwd|token|secret)=)(?:[^&\s\"'\\]|\\[u\\])*")
+_SECRET = re.compile(
+    r"((?:passw(?:or)?d|pwd|secret|(?<!class_)(?<!distillation_)token|api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key"
+    r"|signature|credentials?|(?<![a-z])sig)=)(?:[^&\s\"'\\]|\\[u\\])+",
+    re.IGNORECASE,
+)
 
 
 def redact(text: str) -> str:
-    """Return the text without the user names, passwords and tokens of its addresses."""
-    return _SECRET.sub(r"\1...", _USER.sub("://", text))
+    """Return the text without the user names, passwords, keys and tokens of its addresses."""
+    for user in _USERS:
+        text = user.sub("", text)
+    return _SECRET.sub(r"\1...", text)
 
 
 def redact_uri(uri: str) -> str:
@@ -63,4 +76,4 @@ def redact_uri(uri: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an error as one line of at most 2,000 characters, without credentials."""
-    return redact(" ".join(f"{type(error).__name__}: {error}".split())[:2000])
+    return redact(" ".join(f"{type(error).__name__}: {error}".split()))[:2000]

@@ -20,7 +20,7 @@ from vitray.models.network import training_gflops
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "reference"
-VARIABLE = re.compile(r"(?<![\w{])(?:(?:VITRAY|RAY|MLFLOW|AWS|GLOO|NCCL|OMP|KINETO|TUNE)_\w*[^\W_]|TMPDIR)\b")
+VARIABLE = re.compile(r"(?<![\w{])(?:(?:VITRAY|RAY|MLFLOW|AWS|GLOO|NCCL|OMP|KINETO|ORT|TUNE)_\w*[^\W_]|TMPDIR)\b")
 CLUSTER_FILES = ("cluster.yaml", "deploy/*.yaml", "deploy/*.sh")
 METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]*split\})/(\S|\{[^}]*\})*")
 # The modules that name metrics, and the methods of a tracker that write artifacts and images.

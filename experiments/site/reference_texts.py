@@ -25,8 +25,8 @@ VARIABLES = {
     "MLFLOW_S3_ENDPOINT_URL": "S3-compatible server of MLflow's artifacts; sent with a job",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "retries of a request to MLflow; default 0, as records wait on disk; sent with a"
     " job",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "timeout of a request to MLflow, in seconds; default 30, in `doctor` 20; sent with a"
-    " job",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "timeout of a request to MLflow, in seconds; default 30, in `doctor` 20; with its"
+    " retries it bounds the lookup of a model as a whole; sent with a job",
     "AWS_ENDPOINT_URL": "S3-compatible server; sent with a job",
     "AWS_ENDPOINT_URL_S3": "the same for S3 only; overrides `AWS_ENDPOINT_URL`; sent with a job",
     "AWS_REGION": "region of the bucket; sent with a job",
@@ -86,6 +86,7 @@ SET_VARIABLES = {
     "MLFLOW_LOGGING_LEVEL": ("WARNING", "MLflow logs warnings and errors"),
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": ("false", "MLflow's job runner, which takes a gigabyte, does not start"),
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": ("true", "MLflow prints no addresses"),
+    "ORT_DISABLE_TELEMETRY": ("1", "onnxruntime stores no device id and sends no statistics"),
 }
 
 # {name or template in the source: (name on the page, meaning)}; "=" repeats the name, "" leaves the row out.

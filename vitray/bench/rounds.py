@@ -1,6 +1,5 @@
 """Interleaved rounds, medians and spreads, and the hardware and versions of a measurement."""
 
-import csv
 import json
 import platform
 import sys
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vitray.pages.files import csv_text
 from vitray.tracking import system_info
 
 
@@ -157,10 +157,8 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
     """Write a table as CSV with the columns of all its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    path.write_text(csv_text([names, *([row.get(name) for name in names] for row in rows)]), newline="")
 
 
 def progress(text: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError, one_line, redact_uri
-from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri
+from vitray.tracking.mlflow_client import import_mlflow, in_time, open_client, tracking_uri
 
 PACKAGES = ("vitray", "ray", "torch", "torchvision", "pyarrow", "mlflow", "boto3")
 # Seconds for a node to start an actor, which imports torch and MLflow, and to answer.
@@ -290,7 +290,7 @@ def _check_tracking(uri: str) -> None:
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = "20"
     import_mlflow()
     try:
-        open_client(uri).search_experiments(max_results=1)
+        in_time(lambda: open_client(uri).search_experiments(max_results=1))
     except Exception as error:
         raise ConfigError(f"{redact_uri(uri)} does not answer: {one_line(error)[:200]}") from None
 

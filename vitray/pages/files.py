@@ -9,6 +9,8 @@ from vitray import storage
 from vitray.pages.markup import Html, tag
 
 PAGE = "index.html"
+# The characters with which a text becomes a formula in a spreadsheet; the wide ones in some languages.
+FORMULA_STARTS = tuple("=+-@\t\r\n＝＋－＠")
 
 
 def write_files(folder: str, files: Mapping[str, str], page: str) -> str:
@@ -21,11 +23,24 @@ def write_files(folder: str, files: Mapping[str, str], page: str) -> str:
     return storage.join(folder, PAGE)
 
 
-def csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows as CSV."""
+def csv_text(rows: Iterable[Sequence[Any]], line_end: str = "\r\n") -> str:
+    """Return rows as CSV.
+
+    A text that a spreadsheet would run as a formula, such as a file's name, gets an apostrophe in front; numbers stay.
+    """
     text = io.StringIO()
-    csv.writer(text).writerows(rows)
+    csv.writer(text, lineterminator=line_end).writerows([_inert(cell) for cell in row] for row in rows)
     return text.getvalue()
+
+
+def _inert(cell: Any) -> Any:
+    if not isinstance(cell, str) or not cell.startswith(FORMULA_STARTS):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def list_of_files(files: Mapping[str, str]) -> Html:

@@ -1,13 +1,12 @@
 """Parts of a prediction as Parquet files: each row is an image, in the order of the plan."""
 
-import csv
 import io
 import json
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from vitray import storage
 from vitray.data.shards.manifest import shard_errors
 from vitray.errors import ConfigError, RunError
+from vitray.pages.files import csv_text
 from vitray.prediction.plan import Plan, column_widths
 
 Lines = Literal["csv", "jsonl"]
@@ -94,11 +94,12 @@ def print_part(plan: Plan, part: int, lines: Lines, to: TextIO) -> None:
         to.writelines(f"{json.dumps(row)}\n" for row in table.to_pylist())
     else:
         widths = column_widths(plan)
-        writer = csv.writer(to, lineterminator="\n")
+        rows: list[list[Any]] = []
         if part == 0:
             names = [[f"{name}_{number}" for number in range(1, width + 1)] for name, width in widths.items()]
-            writer.writerow(["key", "error", *chain.from_iterable(names)])
+            rows.append(["key", "error", *chain.from_iterable(names)])
         for row in table.to_pylist():
             lists = (row[name] or [None] * width for name, width in widths.items())
-            writer.writerow([row["key"], row["error"], *chain.from_iterable(lists)])
+            rows.append([row["key"], row["error"], *chain.from_iterable(lists)])
+        to.write(csv_text(rows, line_end="\n"))
     to.flush()

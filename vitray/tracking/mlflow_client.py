@@ -10,10 +10,11 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vitray.cluster.session import job_dir
 from vitray.errors import ConfigError, redact_uri
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 LOG = logging.getLogger("vitray.tracking")
+T = TypeVar("T")
 
 # Seconds without a write after which no process is still creating a database file.
 ABANDONED_SECONDS = 20.0
@@ -108,6 +110,36 @@ def open_client(uri: str) -> "MlflowClient":
         if file and not file.exists():
             _create_database(file)
         return MlflowClient(uri)
+
+
+def in_time(ask: Callable[[], T]) -> T:
+    """Return the result of calls to a store, which have the time of one request and its retries; else TimeoutError.
+
+    requests counts its timeout from byte to byte, so a server that sends slowly would hold a call for as long as it
+    likes.
+    """
+    timeout, retries = (float(os.environ[f"MLFLOW_HTTP_REQUEST_{name}"]) for name in ("TIMEOUT", "MAX_RETRIES"))
+    seconds, answer = timeout * (1 + retries), in_thread(ask)
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():  # its own
+            raise
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from None
+
+
+def in_thread(function: Callable[[], T]) -> "Future[T]":
+    """Call a function in a thread that does not keep the process alive, and return the future of its result."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # belongs to the caller of result()
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 def _create_database(file: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vitray.errors import ConfigError, one_line, redact_uri
-from vitray.tracking.mlflow_client import database_file, import_mlflow, open_client, tracking_uri, user_dir
+from vitray.tracking.mlflow_client import database_file, import_mlflow, in_time, open_client, tracking_uri, user_dir
 from vitray.tracking.model_uri import NOT_FOUND
 
 if TYPE_CHECKING:
@@ -68,18 +68,20 @@ def move_champion(client: "MlflowClient", version: "ModelVersion", top1: float |
 def holder_of(name: str, alias: str) -> str | None:
     """Return the number of the model's version that has the alias; None if none has."""
     with _registry(name) as client:
-        return _number(_version_with(client, name, alias))
+        return in_time(lambda: _number(_version_with(client, name, alias)))
 
 
 def version_of_run(name: str, experiment: str, uid: str) -> str:
     """Return the number of the latest version of a model that a run has registered."""
-    with _registry(name) as client:
+
+    def versions_of(client: "MlflowClient") -> list[int]:
         entity = client.get_experiment_by_name(experiment)
         runs = client.search_runs([entity.experiment_id], f"tags.`{UID_TAG}` = '{uid}'") if entity else []
         ids = {run.info.run_id for run in runs}
-        versions = [
-            int(each.version) for each in client.search_model_versions(f"name = '{name}'") if each.run_id in ids
-        ]
+        return [int(each.version) for each in client.search_model_versions(f"name = '{name}'") if each.run_id in ids]
+
+    with _registry(name) as client:
+        versions = in_time(lambda: versions_of(client))
     if not versions:
         raise ConfigError(f"{name}: MLflow at {redact_uri(tracking_uri())} has no version of this run yet")
     return str(max(versions))
@@ -93,17 +95,17 @@ def move_alias(name: str, alias: str, version: str, holder: str | None) -> bool:
     """
     with _registry(name) as client:
         with _turn():
-            if _number(_version_with(client, name, alias)) != holder:
+            if in_time(lambda: _number(_version_with(client, name, alias))) != holder:
                 return False
-            client.set_registered_model_alias(name, alias, version)
+            in_time(lambda: client.set_registered_model_alias(name, alias, version))
         time.sleep(SETTLE_SECONDS)
-        return _number(_version_with(client, name, alias)) == version
+        return in_time(lambda: _number(_version_with(client, name, alias))) == version
 
 
 def tag_promotion(name: str, version: str, text: str) -> None:
     """Write the result of a comparison to a version."""
     with _registry(name) as client:
-        client.set_model_version_tag(name, version, PROMOTION_TAG, text)
+        in_time(lambda: client.set_model_version_tag(name, version, PROMOTION_TAG, text))
 
 
 @contextmanager

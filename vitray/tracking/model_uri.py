@@ -4,14 +4,18 @@ import atexit
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from vitray import storage
+from vitray.config.parsing import short
 from vitray.errors import ConfigError, nearest, one_line, redact_uri
-from vitray.tracking.mlflow_client import import_mlflow, open_client, tracking_uri, user_dir
+from vitray.tracking.mlflow_client import import_mlflow, in_thread, in_time, open_client, tracking_uri, user_dir
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,10 +30,15 @@ CHECKPOINT_TAG = "vitray.checkpoint"
 # The model folder inside a logged model: mlflow.pyfunc stores the artifact `model` there.
 MODEL_DIR = "artifacts/model"
 
+# Seconds of a download, and the bytes that arrive in each of its minutes at least.
+DOWNLOAD_SECONDS, MINUTE, BYTES_A_MINUTE = 3600.0, 60.0, 2**20
+
 # MLflow's error codes for missing entities; it reports a missing alias as an invalid parameter.
 NOT_FOUND = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
+# A server names models, and the id of one is the name of a folder here.
+_MODEL_ID = re.compile(r"m-[\w-]+")
 _MODEL_URI = re.compile(
     r"models:/(?P<model_id>m-[^/@]+)|models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))"
     r"|runs:/(?P<run_id>[^/]+)/(?P<path>.+?)/?"
@@ -55,12 +64,19 @@ def resolve_uri(url: str) -> str:
     if not is_model_uri(url):
         return url
     with _mlflow_lookup(url) as (client, uri):
-        place, model_id = _artifact_location(client, uri)
+        place, model_id = in_time(lambda: _artifact_location(client, uri))
         if place.startswith("file:"):
             from mlflow.utils.file_utils import local_file_uri_to_path
 
             place = local_file_uri_to_path(place)
         elif not storage.is_remote(place) and re.match(r"[a-z][a-z0-9+.-]+:/", place):
+            files, server = urlsplit(place), urlsplit(tracking_uri())
+            if files.scheme in ("http", "https") and (files.hostname, files.port) != (server.hostname, server.port):
+                # MLflow would send its user and password there.
+                raise ConfigError(
+                    f"{url}: its files are at {redact_uri(place)}, outside of MLflow at {redact_uri(tracking_uri())};"
+                    " expected artifacts of that server, s3:// or a path"
+                )
             place = str(_download(place, model_id))
     model_dir = storage.join(place, MODEL_DIR)
     return model_dir if storage.exists(storage.join(model_dir, "run.yaml")) else place
@@ -71,7 +87,9 @@ def pin_uri(url: str) -> str:
     if not is_model_uri(url):
         return storage.absolute(url)
     with _mlflow_lookup(url) as (client, uri):
-        return f"models:/{uri['name']}/{_model_version(client, uri).version}" if uri["alias"] else url
+        if not uri["alias"]:
+            return url
+        return f"models:/{uri['name']}/{in_time(lambda: _model_version(client, uri)).version}"
 
 
 def find_logged_model(client: "MlflowClient", url: str) -> "LoggedModel | None":
@@ -107,6 +125,8 @@ def _artifact_location(client: "MlflowClient", uri: re.Match[str]) -> tuple[str,
         if not matches:
             return storage.join(str(run.info.artifact_uri), uri["path"]), None
         model_id = max(matches, key=lambda model: model.creation_timestamp).model_id
+    if not _MODEL_ID.fullmatch(model_id):
+        raise ConfigError(f"MLflow at {redact_uri(tracking_uri())} names a model {short(model_id)}, expected m-<id>")
     model = client.get_logged_model(model_id)
     place = model.tags.get(CHECKPOINT_TAG, model.artifact_location)  # the files of a checkpoint stay in the run folder
     return storage.join(place, rest) if rest else place, None if rest else model_id
@@ -128,13 +148,30 @@ def _download(artifacts: str, model_id: str | None) -> Path:
         return cache / model_id
     temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".fetching-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    copy = Path(download_artifacts(artifact_uri=artifacts, dst_path=str(temporary), tracking_uri=tracking_uri()))
+    download = in_thread(
+        lambda: download_artifacts(artifact_uri=artifacts, dst_path=str(temporary), tracking_uri=tracking_uri())
+    )
+    copy = Path(_arrived(download, temporary))
     if model_id is None or not (copy / "MLmodel").exists():  # deleted artifacts download as an empty folder
         return copy
     try:
         return copy.replace(cache / model_id)
     except OSError:  # another process was faster
         return cache / model_id
+
+
+def _arrived(download: "Future[str]", folder: Path) -> str:
+    """Return the result of a download into a folder; raise TimeoutError for a slow one, which stays in its thread."""
+    end, before = time.monotonic() + DOWNLOAD_SECONDS, 0
+    while True:
+        with suppress(TimeoutError):
+            return download.result(MINUTE)
+        if download.done():  # its own TimeoutError
+            return download.result()
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        if time.monotonic() > end or size < before + BYTES_A_MINUTE:
+            raise TimeoutError(f"only {size:,} bytes arrived, and {size - before:,} of them in the last {MINUTE:g} s")
+        before = size
 
 
 @contextmanager
@@ -157,8 +194,11 @@ def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", re.Match[str]]]:
         except MlflowException as error:
             if error.error_code not in NOT_FOUND:
                 raise
-            raise ConfigError(f"{url}: at {redact_uri(store)}, {_describe_missing(client, uri)}") from None
-    except (MlflowException, OSError) as error:
+            missing = in_time(lambda: _describe_missing(client, uri))
+            raise ConfigError(f"{url}: at {redact_uri(store)}, {missing}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # a server's odd answer raises almost anything
         raise ConfigError(f"{url}: MLflow at {redact_uri(store)} cannot find it: {one_line(error)[:300]}") from None
 
 

@@ -1,6 +1,7 @@
 """Import of other libraries' weights, exact to the last bit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from vitray.config import Model, Run
 from vitray.config.augmentation import Normalise
 from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import is_torchvision
-from vitray.errors import ConfigError, nearest
+from vitray.errors import ConfigError, nearest, one_line
 from vitray.models.network import AnyNetwork
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
@@ -42,14 +43,25 @@ def import_weights(
     if is_torchvision(name):
         return _torchvision(file.tensors, {**(fallback or {}), **(settings or {})}, url)
     layout = _layout_of(file.tensors, layout, url)
-    return _build(file, layout, settings_of(file, layout, url, settings or {}, fallback or {}), url)
+    with _shape_errors(url):
+        return _build(file, layout, settings_of(file, layout, url, settings or {}, fallback or {}), url)
 
 
 def import_state(url: str) -> State:
     """Return the tensors of another library's weights file under our names, even without some settings."""
     file = read_weights(url)
     layout = _layout_of(file.tensors, None, url)
-    return _build(file, layout, settings_of(file, layout, url, {}, None), url)[1].state_dict()
+    with _shape_errors(url):
+        return _build(file, layout, settings_of(file, layout, url, {}, None), url)[1].state_dict()
+
+
+@contextmanager
+def _shape_errors(url: str) -> Iterator[None]:
+    """Turn the errors of tensors with too few or too many dimensions into one message."""
+    try:
+        yield
+    except (IndexError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"{url}: its tensors do not fit together: {one_line(error)[:300]}") from None
 
 
 def _layout_of(state: State, layout: str | None, url: str) -> str:

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from vitray.errors import ConfigError, cut_middle
 State = dict[str, Tensor]
 # Training scripts save {"model": ...}; flax prefixes names with the path of the tree.
 WRAPPERS = ("model", "state_dict")
+# Weights hardly compress, but a zip file of a megabyte may expand to a gigabyte of zeros.
+MOST_EXPANSION, SMALL = 20, 2**26
 PREFIXES = ("opt/target/", "params/img/", "params/", "module.")
 
 
@@ -40,6 +42,8 @@ def read_weights(url: str) -> WeightsFile:
         url = storage.join(url, "model.safetensors")
     with storage.local_copy(url) as path:
         try:
+            if is_zipfile(path):  # of numpy or torch
+                _check_expansion(path)
             content = _READERS.get(path.suffix, _read_pickle)(path)
         except (SafetensorError, BadZipFile, OSError, ValueError, RuntimeError, EOFError, MemoryError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
@@ -83,6 +87,15 @@ def as_float32(state: State, url: str) -> State:
     return converted
 
 
+def _check_expansion(path: Path) -> None:
+    with ZipFile(path) as archive:
+        expanded, size = sum(member.file_size for member in archive.infolist()), path.stat().st_size
+    if expanded > max(SMALL, MOST_EXPANSION * size):
+        raise ValueError(
+            f"{size:,} bytes would expand to {expanded:,}, expected at most {MOST_EXPANSION} times as many"
+        )
+
+
 def _read_beside(url: str, description: str) -> dict[str, Any]:
     """The content of a JSON file beside a model.safetensors; empty without one, and for weights of another name."""
     folder, _, name = url.rpartition("/")
@@ -106,7 +119,11 @@ def _read_pickle(path: Path) -> dict[str, Any]:
                 f"it holds {_unsafe_names(path)}, which only running code could load; save its tensors alone"
             ) from None
         except Exception as error:  # unreadable bytes raise almost anything
-            raise ValueError(str(error) or type(error).__name__) from None
+            with path.open("rb") as file:
+                is_usual = file.read(2) in (b"PK", b"\x80\x02")
+            if not is_usual:
+                raise ValueError("its bytes are neither safetensors nor of torch.save") from None
+            raise ValueError(f"torch.load cannot read it: {type(error).__name__}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}, not tensors by name")
     return content

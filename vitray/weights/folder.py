@@ -15,6 +15,7 @@ from torch import nn
 from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.parsing import short
+from vitray.config.sections import LONGEST_TEXT
 from vitray.errors import ConfigError
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
@@ -249,6 +250,11 @@ def _network_run(location: str, state: State) -> Run:
 def _read_classes(url: str, run: Run) -> list[str] | None:
     """Return the class names of a model folder, as many as classes, or None."""
     classes = storage.read_json(url)
+    names = classes if isinstance(classes, list) else []
+    if wrong := next((name for name in names if isinstance(name, str) and len(name) > LONGEST_TEXT), None):
+        raise ConfigError(
+            f"{url}: class name {short(wrong)}: {len(wrong):,} characters, expected at most {LONGEST_TEXT}"
+        )
     is_list = isinstance(classes, list) and all(isinstance(name, str) and name.isprintable() for name in classes)
     if classes is None or (is_list and len(classes) == run.model.num_classes):
         return classes

@@ -7,9 +7,10 @@ Animations give their first frame, transparency is composed over white, 16 bits 
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +23,43 @@ MAX_PIXELS = 178_956_970
 MAX_RATIO = 256
 # Raster formats only: others start programs (EPS) or read other files.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "JPEG2000", "AVIF")
+JPEG = b"\xff\xd8\xff"  # the first bytes of one
 # Factors by which a JPEG's height and width are reduced while it is decoded, the largest first.
 DIVISORS = (8, 4, 2)
 UPRIGHT = 1
 ORIENTATION = 0x0112  # the EXIF tag
+# Small files must not take long. Each scan of a JPEG passes over the whole image, however few bytes it has. Cameras and
+# optimizers write about ten; small images may have as many as libjpeg-turbo's fuzzers allow, until all scans together
+# pass over this many pixels.
+USUAL_SCANS, MAX_SCANS, MAX_SCANNED_PIXELS = 20, 100, 400_000_000
+MAX_SEGMENTS = 10_000  # of a JPEG, before its first scan
+# Pillow copies a block of a plain-text PNM for each comment in it.
+MAX_COMMENTS = 1000
+# Pillow parses headers in Python, with a read for each byte of a PNM comment or field of a PNG chunk. A file may take
+# this many reads, and one more for each of its BYTES_PER_READ bytes.
+MAX_READS, BYTES_PER_READ = 2**18, 64
+_SCAN = re.compile(rb"\xff\xda")
+# A marker that has a length: no stuffed zero of entropy-coded data, no RSTn, TEM or SOI.
+_SEGMENT = re.compile(rb"\xff+([^\x00\x01\xd0-\xd8\xff])")
 
 
 class UndecodableImage(ValueError):  # noqa: N818 - the name describes the image
     """Bytes that are not a usable image; the text is the reason."""
+
+
+class _CountedReads(io.BytesIO):
+    """A file in memory whose reads are bounded; a read of many bytes counts as several."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._left = MAX_READS + len(content) // BYTES_PER_READ
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        content = super().read(size)
+        self._left -= 1 + len(content) // 4096
+        if self._left < 0:
+            raise UndecodableImage("its header or rows are in too many pieces")
+        return content
 
 
 class DecodedImage(NamedTuple):
@@ -55,13 +85,14 @@ def decode_scaled(
     Other formats, and rotated JPEGs, are decoded in full. Libjpeg's other scales take longer than all pixels.
     """
     data = bytes(data)
-    if data[:3] == b"\xff\xd8\xff":
+    if data[:3] == JPEG:
+        has_app1 = check_scans(data)
         try:
             rows, columns, colours, _ = simplejpeg.decode_jpeg_header(data)
             height, width = int(rows), int(columns)
             check_size(width, height, max_pixels)
             # simplejpeg converts CMYK differently from viewers.
-            if colours in ("YCbCr", "Gray", "RGB") and _is_upright(data):
+            if colours in ("YCbCr", "Gray", "RGB") and not (has_app1 and _is_rotated(data)):
                 limit = max_reduction((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)
                 least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
@@ -83,30 +114,69 @@ def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
         raise UndecodableImage(f"too narrow: {width}x{height}, at most 1:{MAX_RATIO}")
 
 
-def _is_upright(jpeg: bytes) -> bool:
-    """Whether EXIF leaves a JPEG unrotated; takes 2 us without an APP1 segment (EXIF, XMP)."""
+def check_scans(jpeg: bytes) -> bool:
+    """Raise UndecodableImage for a JPEG with too many scans; return whether it has APP1 segments (EXIF, XMP).
+
+    It takes 3 us for a JPEG of one scan, and 1 % of the decoding of a progressive one.
+    """
+    has_app1, components, pixels, at = False, 0, MAX_PIXELS, 2
+    with suppress(IndexError):  # cut off
+        for _ in range(MAX_SEGMENTS):
+            marker = jpeg[at + 1]
+            if jpeg[at] != 0xFF or marker < 0xC0 or 0xD0 <= marker <= 0xD9:
+                break  # libjpeg may read on after such bytes: count
+            if marker == 0xFF:  # any number of fill bytes may precede a marker
+                at += 1
+                continue
+            if marker == 0xDA:
+                if jpeg[at + 4] == components:
+                    return has_app1  # all components are in the first scan, so libjpeg decodes no other
+                break
+            if marker in (0xC0, 0xC1, 0xC2, 0xC9, 0xCA):
+                pixels = int.from_bytes(jpeg[at + 5 : at + 7]) * int.from_bytes(jpeg[at + 7 : at + 9])
+                components = 0 if marker in (0xC2, 0xCA) else jpeg[at + 9]  # 0: progressive
+            has_app1 |= marker == 0xE1
+            at += 2 + (jpeg[at + 2] << 8) + jpeg[at + 3]
+        else:
+            raise UndecodableImage(f"more than {MAX_SEGMENTS:,} JPEG segments before its pixels")
+    most = min(MAX_SCANS, max(USUAL_SCANS, MAX_SCANNED_PIXELS // max(1, pixels)))
+    # A scan begins with these bytes, which the data after the image, a thumbnail or a profile may have, too.
+    if any(islice(_SCAN.finditer(jpeg), most, None)) and any(islice(_scans(jpeg), most, None)):
+        raise UndecodableImage(f"more than {most} JPEG scans")
+    return has_app1
+
+
+def _scans(jpeg: bytes) -> Iterator[bytes]:
+    """Yield the marker of each scan up to the end of the image, as libjpeg finds them."""
     at = 2
-    while jpeg[at : at + 1] == b"\xff" and jpeg[at + 1 : at + 2] != b"\xda":
-        if jpeg[at + 1 : at + 2] == b"\xe1":
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    return Image.open(io.BytesIO(jpeg), formats=["JPEG"]).getexif().get(ORIENTATION, UPRIGHT) == UPRIGHT
-            except Exception:  # unreadable EXIF raises almost anything
-                return False
-        is_fill_byte = jpeg[at + 1 : at + 2] == b"\xff"  # any number of them may precede a marker
-        at += 1 if is_fill_byte else 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-    return True
+    while (found := _SEGMENT.search(jpeg, at)) and found[1] != b"\xd9":
+        if found[1] == b"\xda":
+            yield found[1]
+        at = found.end() + int.from_bytes(jpeg[found.end() : found.end() + 2])
+
+
+def _is_rotated(jpeg: bytes) -> bool:
+    """Whether EXIF may rotate a JPEG."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(jpeg), formats=["JPEG"]).getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT
+    except Exception:  # unreadable EXIF raises almost anything
+        return True
 
 
 def decode_with_pillow(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Return the image as upright RGB; this function decides which images a dataset accepts."""
     if not content:
         raise UndecodableImage("empty file")
+    if content[:3] == JPEG:
+        check_scans(content)
+    if content[:2] in (b"P1", b"P2", b"P3") and content.count(b"#") > MAX_COMMENTS:
+        raise UndecodableImage(f"more than {MAX_COMMENTS:,} comments")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(content), formats=_formats())
+            image = Image.open(_CountedReads(content), formats=_formats())
             check_size(image.width, image.height, max_pixels)
             image.load()
             with suppress(Exception):  # viewers ignore unreadable EXIF

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, assert_never, get_args
 
 from vitray import storage
+from vitray.config.parsing import short
 from vitray.data.shards.arrays import IDX_IMAGES, check_tar_end, list_cifar, list_idx, read_png
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.manifest import MANIFEST, SPLIT_NAME, open_dataset
@@ -365,6 +366,8 @@ def _number_labels(
         codes = {label: numbers.get(str(label), len(classes)) for label in labels}
     if wrong := next((name for name in classes if not name.strip() or not name.isprintable()), None):
         raise ConfigError(f"class name {wrong[:80]!r}: wanted one line of text")
+    if wrong := next((name for name in classes if len(name) > LONGEST_NAME), None):
+        raise ConfigError(f"class name {short(wrong)}: {len(wrong):,} characters, expected at most {LONGEST_NAME}")
     unknown = [label for label in labels if codes[label] >= len(classes)]
     if unknown:
         raise ConfigError(f"label {unknown[0]!r}: not among the {len(classes)} class names of the source")
@@ -394,4 +397,4 @@ def _plain_label(label: Any) -> int | str | None:
 
 def _quoted(label: Any) -> str:
     """Return the beginning of an unusable label, as a reason for rejecting its image."""
-    return printable(repr(label)[:40])
+    return printable(repr(label[:40] if isinstance(label, str) else label)[:40])

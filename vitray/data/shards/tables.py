@@ -5,6 +5,8 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,12 @@ from vitray import storage
 from vitray.errors import ConfigError, nearest
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
+# A Parquet file of a kilobyte may hold a billion rows: equal values, and values that repeat an earlier one, take almost
+# no bytes. An image takes at least one; the texts of an index and the images of one read may take this many times the
+# bytes of their file, and any file may expand to this size.
+MOST_EXPANSION, SMALL = 100, 2**28
+# Bytes and rows of images that are decoded at once.
+BATCH_BYTES, BATCH_ROWS = 2**26, 256
 LABEL_COLUMNS = ("label", "labels", "class", "class_name", "target", "category", "fine_label")
 
 
@@ -32,11 +40,18 @@ class ImageTable(NamedTuple):
 
 
 @contextmanager
-def _opened(url: str) -> Iterator[pq.ParquetFile]:
+def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
+    """Yield a Parquet file; equal values of the columns `texts` share memory."""
     files, path = storage.filesystem(url)
     storage.check_plain(url)
     try:
-        with pq.ParquetFile(path, filesystem=files) as file:
+        with pq.ParquetFile(path, filesystem=files, read_dictionary=list(texts)) as file:
+            size, layout = files.get_file_info(path).size, file.metadata
+            if layout.num_rows > max(1, size):
+                raise ConfigError(f"{url}: {layout.num_rows:,} rows in {size:,} bytes, expected at most one a byte")
+            unpacked = sum(layout.row_group(group).total_byte_size for group in range(layout.num_row_groups))
+            if unpacked > _most_bytes(size):
+                raise ConfigError(_expansion(url, "rows", size))
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file") from None
@@ -81,9 +96,20 @@ def read_image_table(url: str, image: str | None, label: str | None) -> ImageTab
         schema = file.schema_arrow
         image_path = _image_path(schema, image, url)
         label = find_column(schema.names, label, LABEL_COLUMNS, url, "label")
-        labels = file.read(columns=[label]).column(0).to_pylist()
-        groups = tuple(_group_sizes(file))
-        return ImageTable(url, image_path, label, labels, groups, _hugging_face_names(schema.metadata or {}, label))
+        names = _hugging_face_names(schema.metadata or {}, label)
+    if pa.types.is_nested(schema.field(label).type):
+        raise ConfigError(f"{url}: column {label} is {schema.field(label).type}, expected numbers or text")
+    with _opened(url, [label]) as file:
+        labels = [value for chunk in file.read(columns=[label]).column(0).chunks for value in _values(chunk)]
+        return ImageTable(url, image_path, label, labels, tuple(_group_sizes(file)), names)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Return the values of a column; equal texts are one object."""
+    if not isinstance(column, pa.DictionaryArray):
+        return column.to_pylist()
+    values = column.dictionary.to_pylist()
+    return [None if place is None else values[place] for place in column.indices.to_pylist()]
 
 
 def image_rows(url: str, image: str | None) -> int:
@@ -106,27 +132,60 @@ def _hugging_face_names(metadata: Mapping[bytes, bytes], label: str) -> tuple[st
 
 
 def read_images(url: str, image: str | None, rows: Sequence[int]) -> Iterator[bytes]:
-    """Yield the image bytes of some rows in ascending order; keeps one row group in memory."""
+    """Yield the image bytes of some rows in ascending order; keeps few of them in memory."""
     with _opened(url) as file:
         path = _image_path(file.schema_arrow, image, url)
         starts = np.cumsum([0, *_group_sizes(file)])
-        groups = np.searchsorted(starts, rows, side="right") - 1
-        current, contents = -1, pa.chunked_array([], pa.binary())
-        for row, group in zip(rows, groups.tolist(), strict=True):
-            if group != current:
-                current, contents = group, file.read_row_group(group, columns=[path]).column(0)
-                if pa.types.is_struct(contents.type):
-                    contents = pa.chunked_array([chunk.field("bytes") for chunk in contents.chunks])
-            yield contents[row - int(starts[group])].as_py() or b""
+        groups = (np.searchsorted(starts, rows, side="right") - 1).tolist()
+        size = _size(url)
+        left = _most_bytes(size)
+        for group, members in groupby(zip(rows, groups, strict=True), key=itemgetter(1)):
+            for content in _read_group(file, group, path, [row - int(starts[group]) for row, _ in members]):
+                left -= len(content)
+                if left < 0:
+                    raise ConfigError(_expansion(url, "images", size))
+                yield content
+
+
+def _read_group(file: pq.ParquetFile, group: int, path: str, rows: Sequence[int]) -> Iterator[bytes]:
+    """Yield the bytes of some rows of a row group, in ascending order; keeps a batch of rows in memory."""
+    layout = file.metadata.row_group(group)
+    chunks = [layout.column(index) for index in range(layout.num_columns)]
+    # No row is larger than all different values of its column.
+    largest = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == path)
+    batches = file.iter_batches(max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, largest))), [group], [path])
+    start, contents = 0, pa.array([], pa.binary())
+    for row in rows:
+        while row >= start + len(contents):
+            start += len(contents)
+            contents = next(batches).column(0)
+            if pa.types.is_struct(contents.type):
+                contents = contents.field("bytes")
+        yield contents[row - start].as_py() or b""
+
+
+def _size(url: str) -> int:
+    version = storage.file_version(url)
+    return version.size if version else 0
+
+
+def _most_bytes(size: int) -> int:
+    """Return the bytes to which a file of a size may expand."""
+    return max(SMALL, MOST_EXPANSION * size)
+
+
+def _expansion(url: str, content: str, size: int) -> str:
+    most = f"expected at most {MOST_EXPANSION} times its own"
+    return f"{url}: {size:,} bytes, but its {content} take more than {_most_bytes(size):,}; {most}"
 
 
 def read_index(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
     """Return the columns and the rows of an index, with all values as text."""
     if url.lower().endswith(".parquet"):
         with _opened(url) as file:
-            table = file.read()
-        rows = table.to_pylist()
-        return table.column_names, ({key: "" if (v := row[key]) is None else str(v) for key in row} for row in rows)
+            schema = file.schema_arrow
+        names = [field.name for field in schema if not pa.types.is_nested(field.type)]
+        return names, _index_rows(url, names)
     try:
         text = storage.read_bytes(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,3 +196,16 @@ def read_index(url: str) -> tuple[list[str], Iterable[dict[str, str]]]:
         return list(reader.fieldnames or []), list(reader)
     except csv.Error as error:
         raise ConfigError(f"{url}:{reader.line_num}: cannot be read as a table: {error}") from None
+
+
+def _index_rows(url: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    size = _size(url)
+    left = _most_bytes(size)
+    with _opened(url, names) as file:
+        for batch in file.iter_batches(columns=list(names)):
+            columns = [["" if value is None else str(value) for value in _values(each)] for each in batch.columns]
+            for row in zip(*columns, strict=True):
+                left -= sum(map(len, row))
+                if left < 0:
+                    raise ConfigError(_expansion(url, "texts", size))
+                yield dict(zip(names, row, strict=True))

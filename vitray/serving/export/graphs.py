@@ -1,6 +1,7 @@
 """Graphs of a network in files, a torch.export archive or ONNX, and their runners."""
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,7 @@ def write_onnx(program: ExportedProgram, path: Path, *, int8_dynamic: bool = Fal
 
 def open_onnx(path: Path) -> Runner:
     """Return a runner of an ONNX file on the CPU, with as many threads as torch has."""
-    import onnxruntime  # an optional package
-
+    onnxruntime = _import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -71,8 +71,17 @@ def open_onnx(path: Path) -> Runner:
     return run
 
 
+def _import_onnxruntime() -> Any:
+    """Import onnxruntime, an optional package; its import would write a device id and queue events."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    import onnxruntime
+
+    return onnxruntime
+
+
 def _quantise_dynamically(path: Path) -> None:
     """Quantise the products of an ONNX file to 8-bit integers: the weights here, the activations at run time."""
+    _import_onnxruntime()
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantised = path.with_name(f"int8_{path.name}")

@@ -1,7 +1,5 @@
 """The report as a folder: index.html, which contains its pictures, the pictures as files, and results.csv."""
 
-import csv
-import io
 import json
 import math
 from contextlib import suppress
@@ -13,6 +11,7 @@ import yaml
 from vitray import storage
 from vitray.config.parsing import parse_yaml
 from vitray.errors import ConfigError
+from vitray.pages.files import FORMULA_STARTS, csv_text
 from vitray.pages.markup import Picture
 from vitray.plotting import DARK, LIGHT, to_png
 from vitray.sweep.report.comparisons import draw_cost, draw_differences, draw_groups, draw_maps
@@ -68,14 +67,12 @@ def table_of(sweep: SweepResult) -> str:
     """
     trials = best_first(sweep.trials, Measure(sweep.goal, sweep.mode))
     paths = list(dict.fromkeys(path for trial in trials for path in trial.settings))
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow([*FIELDS[:4], *paths, *FIELDS[4:]])
+    rows: list[list[Any]] = [[*FIELDS[:4], *paths, *FIELDS[4:]]]
     for trial in trials:
         settings = [_spelled(trial.settings[path]) if path in trial.settings else "" for path in paths]
         fields = ["" if (value := getattr(trial, field)) is None else value for field in FIELDS]
-        writer.writerow([*fields[:4], *settings, *fields[4:]])
-    return text.getvalue()
+        rows.append([*fields[:4], *settings, *fields[4:]])
+    return csv_text(rows)
 
 
 def _spelled(value: Any) -> str:
@@ -83,6 +80,7 @@ def _spelled(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value, default=str)
     with suppress(ConfigError):
-        if value.isprintable() and parse_yaml(value, "")[0] == value:
+        is_plain = value.isprintable() and not value.startswith(FORMULA_STARTS)
+        if is_plain and parse_yaml(value, "")[0] == value:
             return value
     return yaml.safe_dump(value, default_style='"', width=math.inf).rstrip("\n")
