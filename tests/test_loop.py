@@ -28,9 +28,9 @@ from vitray.evaluation.scores import Mistake, Score
 from vitray.runs import hangs, worker_mailbox
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
+from vitray.system.lease import own_folder
 from vitray.training import checkpoints
 from vitray.training.driver_client import DriverClient
-from vitray.training.ownership import own_folder
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray
