@@ -1,6 +1,7 @@
 """Writing datasets: every kind of source, odd and broken images, reproducible bytes."""
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import tarfile
 import time
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +26,17 @@ from pipelines import shard
 from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
-from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset
+from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
 from vitray.data.shards.writing import _check_indexable, select_classes
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
+from vitray.system.lease import own_folder
+from vitray.system.processes import process_tags
 
 ROOT = Path(__file__).parent.parent
 
@@ -669,6 +673,89 @@ def test_a_killed_job_resumes_to_the_same_bytes(ray_cluster, tmp_path):
     assert sum(path.stat().st_mtime_ns == written for path, written in before.items()) >= len(before) - 1
 
 
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Let commands call their tasks in this process, one after another."""
+    monkeypatch.setattr(writing, "tasks_at_a_time", lambda workers: nullcontext(1))
+    monkeypatch.setattr(writing, "run_tasks", lambda function, calls, at_a_time: run_serially(function, calls))
+    for module in (writing, inspection):
+        monkeypatch.setattr(
+            module, "run_with_progress", lambda function, calls, *_: run_serially(function, calls), raising=True
+        )
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_a_second_command_on_a_folder_is_refused(tmp_path, s3_server, without_ray, capsys, place):
+    dest = str(tmp_path / "d") if place == "local" else f"s3://bucket/{tmp_path.name}"
+    with own_folder(dest, "shard"):
+        assert sharded("demo", dest, "images=8", "image_size=8") == 2
+    message = capsys.readouterr().err
+    assert f"shard: {dest} is in use by process {os.getpid()} on " in message
+    assert message.endswith("wait for it to end, stop it, or choose another folder\n")
+    assert message.count("\n") == 1
+    assert storage.list_files(dest) == []
+    assert sharded("demo", dest, "images=8", "image_size=8") == 0
+    names = storage.list_files(dest)
+    assert [name for name in names if name.startswith(".")] == [], "the claims are removed"
+
+
+def test_interrupted_commands_of_other_settings_leave_no_shard_in_a_dataset(tmp_path, without_ray, monkeypatch):
+    """The labels differ, and the names and the sizes of the shards do not."""
+
+    def interrupted(*call):
+        write_shard(*call)
+        raise KeyboardInterrupt
+
+    write_shard, settings = writing.write_shard, ("images=64", "image_size=8", "shard_bytes=9000", "row_group=8")
+    for task in ("shape", "texture", "shape"):
+        request = read_request("demo", str(tmp_path / "d"), (), [*settings, f"task={task}"])
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "write_shard", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_dataset(request)
+    dataset = write_dataset(request)
+    assert len(dataset.splits["train"].shards) > 2
+    for part in dataset.splits["train"].shards:
+        assert hashlib.sha256((tmp_path / "d" / part.name).read_bytes()).hexdigest() == part.sha256
+
+
+def test_what_a_command_leaves_that_is_killed_at_its_start_does_not_stop_the_next(tmp_path, without_ray):
+    tags = process_tags()
+    tags["vitray.pid_started"] = " ".join([*tags["vitray.pid_started"].split()[:3], "0"])  # another process of this id
+    write(tmp_path / "d/.owner/a.json", json.dumps({"process": tags, "since": "now"}).encode())
+    write(tmp_path / "d/.owner/a.beat", b"3")
+    write(tmp_path / "d" / f"{storage.UNFINISHED}0123", b"vitray")  # the check that it may write there
+    assert sharded("demo", tmp_path / "d", "images=8", "image_size=8") == 0
+    assert not [name for name in tree(tmp_path / "d") if name.startswith(".")]
+
+
+def test_a_command_that_lost_its_folder_describes_no_dataset(tmp_path, without_ray, monkeypatch):
+    dest = tmp_path / "d"
+
+    def taken_over(*call):
+        write_shard(*call)
+        storage.remove(str(dest / ".owner"))
+        claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "now"}
+        write(dest / ".owner/other.json", json.dumps(claim).encode())
+
+    write_shard = writing.write_shard
+    monkeypatch.setattr(writing, "write_shard", taken_over)
+    with pytest.raises(OwnershipLost, match="taken over by process 1 on elsewhere"):
+        write_dataset(read_request("demo", str(dest), (), ["images=8", "image_size=8"]))
+    assert not (dest / "dataset.json").exists()
+
+
+def test_a_complete_dataset_with_another_shard_is_not_called_complete(tmp_path, without_ray, capsys):
+    command = ["demo", tmp_path / "d", "images=8", "image_size=8"]
+    assert sharded(*command) == 0
+    path = next((tmp_path / "d").glob("train-*.parquet"))
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    assert sharded(*command) == 2
+    assert f"{path}: its sha256 is not that of dataset.json" in capsys.readouterr().err
+
+
 @pytest.mark.ray
 def test_resize_re_encodes_larger_images(ray_cluster, tmp_path):
     source = tmp_path / "s"
@@ -740,7 +827,7 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
         (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
         (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
         (["s", "s/inside"], "lies within the source"),
-        (["s", "full"], "full: holds other files, such as diary.txt: wanted a new or empty folder"),
+        (["s", "full"], "full: holds other files, such as diary.txt: expected a new or empty folder"),
         (["mixed", "d"], "could be tar or folder: set kind=, one of folder, index"),
         (["words", "d"], "its 1 files are of no known kind"),
         (["s", "d", "--index-only"], "--index-only: wanted Parquet with images in it; s is of kind folder"),
