@@ -287,7 +287,7 @@ def test_a_late_beat_does_not_undo_the_release(tmp_path, monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "ownership":
             thread.join()
-    assert storage.list_files(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_that_could_not_be_read_does_not_run_out(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ reads it for LEASE_SECONDS. No clocks of two machines are compared.
 
 import itertools
 import json
+import os
 import random
 import socket
 import sys
@@ -103,11 +104,20 @@ class Ownership:
         with self._writing, suppress(ConfigError):  # the lease ends by itself
             if not self._lost:
                 _remove(self._folder, self.id)
+                if not storage.is_remote(self._folder):
+                    with suppress(OSError):  # another process has a claim there
+                        os.rmdir(storage.filesystem(storage.join(self._folder, FOLDER))[1])
 
     def _claim(self, watch: "Watch") -> bool:
         """Write a claim, and return whether it is the only live one; else withdraw it."""
         content = {"process": process_tags(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
-        storage.write_bytes(_file(self._folder, self.id, CLAIM), json.dumps(content).encode())
+        for attempt in range(2):
+            try:
+                storage.write_bytes(_file(self._folder, self.id, CLAIM), json.dumps(content).encode())
+                break
+            except ConfigError:  # the owner before may have removed the empty folder of claims at this moment
+                if attempt:
+                    raise
         try:
             if watch.live().keys() == {self.id}:
                 storage.write_bytes(_file(self._folder, self.id, BEAT), b"0")

@@ -20,6 +20,7 @@ from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.storage import scratch_folder
+from vitray.system.lease import own_folder
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
@@ -84,19 +85,26 @@ def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> SavedModel:
 
 
 def _write(url: str, run: Run, state: State, classes: Sequence[str] | None, delta: Delta | None) -> SavedModel:
-    if storage.exists(storage.join(url, RUN)):
-        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
+    _check_new(url)
     own = {name: tensor for name, tensor in state.items() if delta is None or name not in delta.taken}
-    with scratch_folder() as folder:
-        save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS)
-        storage.upload(folder / WEIGHTS, storage.join(url, WEIGHTS))
-    if delta is not None:
-        storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
-    elif storage.exists(storage.join(url, DELTA)):
-        storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
-    storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
-    storage.write_bytes(storage.join(url, RUN), run.to_yaml().encode())
+    with own_folder(url, "model", other="folder"):  # two writers would mix the files of two models
+        _check_new(url)
+        storage.remove_unfinished(url)
+        with scratch_folder() as folder:
+            save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS)
+            storage.upload(folder / WEIGHTS, storage.join(url, WEIGHTS))
+        if delta is not None:
+            storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
+        elif storage.exists(storage.join(url, DELTA)):
+            storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
+        storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
+        storage.write_bytes(storage.join(url, RUN), run.to_yaml().encode())
     return SavedModel(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
+
+
+def _check_new(url: str) -> None:
+    if storage.exists(storage.join(url, RUN)):
+        raise ConfigError(f"{url}: a model is there already; expected a new folder")
 
 
 def load_model(url: str) -> LoadedModel:
