@@ -36,7 +36,7 @@ from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, S
 from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, decoding, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
+from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, PAIR, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
@@ -736,8 +736,9 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
 @pytest.mark.ray
 def test_a_split_that_could_not_be_decoded_is_decoded_again(tmp_path, ray_cluster):
     dataset = write(tmp_path / "away", [jpeg(index) for index in range(30)])
-    [part] = dataset.splits["train"].shards
-    open_shard(shard := dataset.address(part), part)  # this process keeps it open
+    rows = locate_rows(dataset, "train")
+    [shard] = rows.addresses
+    read_rows(np.arange(1), rows)  # this process keeps it open
     Path(shard).rename(tmp_path / "elsewhere")
     with pytest.raises(RayError):
         decoded_split(dataset, "train")
