@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -25,6 +26,7 @@ from PIL import Image
 from pipelines import shard
 from pipelines.__main__ import run_verb
 from vitray import storage
+from vitray.config import load_run
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
 from vitray.data.shards.demo import CLASSES, demo_item
@@ -35,8 +37,10 @@ from vitray.data.shards.sources import Listing, detect_source, list_source, read
 from vitray.data.shards.writing import _check_indexable, select_classes
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
+from vitray.models.network import build_network
 from vitray.system.lease import own_folder
 from vitray.system.processes import process_tags
+from vitray.weights import load_model, save_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -204,6 +208,99 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
     assert [item.label for item in listing.items] == [2, 0]
     with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; nearest"):
         listed(source, "label=klass")
+
+
+LABELS = ("index.csv", "index.parquet", "x.parquet", "cls.tar", "json.tar")
+
+
+def labelled(folder: Path, form: str, labels: list) -> Path:
+    """Write images with these labels as a source of one of the forms that have labels as numbers or text."""
+    contents = [encoded(photo(number)) for number in range(len(labels))]
+    source = folder / form
+    match form:
+        case "x.parquet":
+            pq.write_table(pa.table({"image": contents, "label": labels}), source)
+        case "cls.tar" | "json.tar":
+            with tarfile.open(source, "w") as tar:
+                for number, (content, label) in enumerate(zip(contents, labels, strict=True)):
+                    text = str(label) if form == "cls.tar" else json.dumps({"label": label})
+                    for name, member in ((f"{number:02d}.jpg", content), (f"{number:02d}.{form[:-4]}", text.encode())):
+                        (info := tarfile.TarInfo(name)).size = len(member)
+                        tar.addfile(info, io.BytesIO(member))
+        case _:
+            for number, content in enumerate(contents):
+                write(folder / f"{number:02d}.jpg", content)
+            table = pa.table({"path": [f"{number:02d}.jpg" for number in range(len(labels))], "label": labels})
+            pa_csv.write_csv(table, source) if form == "index.csv" else pq.write_table(table, source)
+    return source
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_numbers_stay_the_labels_or_are_refused(tmp_path, form):
+    def labels(*values) -> list:
+        listing = listed(labelled(tmp_path, form, list(values)))
+        assert listing.classes == tuple(map(str, range(len(listing.classes))))
+        return [item.label for item in listing.items]
+
+    assert labels(*range(12)) == [*range(12)]
+    assert labels(3, 999) == [3, 999], "numbers in between are classes without images"
+    assert labels(2.0, 10.0, 0.0) == [2, 10, 0], "as a column with missing values is stored"
+    source = labelled(tmp_path, form, [*range(12), 1_000_000])
+    with pytest.raises(
+        ConfigError,
+        match=r"^label 1000000 of (12.jpg|x.parquet:12|(cls|json).tar/12.jpg): as the number of a class it would make"
+        r" 1,000,001 classes, and the labels are 13 different numbers; correct that label, or number the",
+    ):
+        listed(source)
+    source = labelled(tmp_path, form, [*map(str, range(12)), "unknown"])
+    with pytest.raises(ConfigError, match=r"^label 'unknown' of .*12.*: expected a number, as the label 2 of .*2"):
+        listed(source)
+    names = [*map(str, range(10)), "A", "B"]  # as sorted names, the numbers stay the labels
+    assert listed(labelled(tmp_path, form, names)).classes == tuple(names)
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_a_class_name_is_any_line_of_text(tmp_path, form):
+    """A joiner inside a Persian word, a joined emoji, a space that does not break, a wide space."""
+    names = [
+        "\u0645\u06cc\u200c\u0631\u0648\u0645",
+        "\U0001f469\u200d\U0001f4bb",
+        "New\u00a0York",
+        "\u6771\u3000\u4eac",
+    ]
+    listing = listed(labelled(tmp_path, form, names))
+    assert [listing.classes[item.label] for item in listing.items] == names
+    assert listing.rejects == []
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [("a\u202eb", r"U\+202E"), ("a\u2066b", r"U\+2066"), ("a\x1b[1m", r"U\+001B"), ("a\u2028b", r"U\+2028")],
+)
+@pytest.mark.parametrize("form", ["folder", *LABELS])
+def test_a_class_that_cannot_be_named_is_refused(tmp_path, form, name, odd):
+    if form == "folder":
+        source = class_folders(tmp_path / "s", {"cat": 3, name: 1})
+    else:
+        source = labelled(tmp_path, form, ["cat"] * 3 + [name])
+    with pytest.raises(ConfigError, match=f"^label '.*' of .*: expected one line of text, got {odd}$"):
+        listed(source)
+
+
+def test_a_folder_of_any_name_is_a_class(tmp_path):
+    assert listed(class_folders(tmp_path / "s", {"-1": 2, "10": 1, "9": 1})).classes == ("-1", "10", "9")
+    with pytest.raises(ConfigError, match="class name ' ': expected one line of text"):
+        listed(class_folders(tmp_path / "s", {" ": 1}))
+
+
+def test_class_names_stay_the_same_in_a_dataset_and_a_model_folder(tmp_path, without_ray):
+    names = ["New\u00a0York", "\U0001f469\u200d\U0001f4bb"]
+    class_folders(tmp_path / "s", dict.fromkeys(names, 2))
+    dataset = write_dataset(read_request(str(tmp_path / "s"), str(tmp_path / "d")))
+    assert list(dataset.classes) == list(open_dataset(str(tmp_path / "d")).classes) == names
+    run = load_run(None, ["model={name: vit_u2x2_8, image_size: 32, num_classes: 2}"])
+    save_model(str(tmp_path / "m"), run, build_network(run.model), dataset.classes)
+    assert load_model(str(tmp_path / "m")).classes == names
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])

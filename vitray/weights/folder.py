@@ -15,7 +15,7 @@ from torch import nn
 from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.parsing import short
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, odd_character
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
@@ -253,7 +253,7 @@ def _network_run(location: str, state: State) -> Run:
 def _read_classes(url: str, run: Run) -> list[str] | None:
     """Return the class names of a model folder, as many as classes, or None."""
     classes = storage.read_json(url)
-    is_list = isinstance(classes, list) and all(isinstance(name, str) and name.isprintable() for name in classes)
+    is_list = isinstance(classes, list) and all(isinstance(name, str) and not odd_character(name) for name in classes)
     if classes is None or (is_list and len(classes) == run.model.num_classes):
         return classes
     raise ConfigError(f"{url}: got {short(classes)}, wanted null or a list of {run.model.num_classes} names")
