@@ -854,16 +854,19 @@ def test_a_local_shard_with_other_content_is_refused(tmp_path, change, message):
 
 def test_a_remote_shard_of_another_size_or_layout_is_refused(tmp_path, s3_server):
     """Its content would have to be fetched."""
-    folder = s3_server / "bucket" / tmp_path.name
-    dataset = write(folder, [jpeg(index) for index in range(20)], row_group=5)
+    dataset, url = (
+        write(tmp_path / "d", [jpeg(index) for index in range(20)], row_group=5),
+        f"s3://bucket/{tmp_path.name}",
+    )
     [shard] = dataset.splits["train"].shards
+    storage.upload(tmp_path / "d" / shard.name, f"{url}/{shard.name}")
     for wrong, message in (
         ({"bytes": shard.bytes + 1}, f"has {shard.bytes} bytes, expected {shard.bytes + 1} bytes as in dataset.json"),
         ({"row_groups": (10, 10)}, "its row groups are not those of dataset.json"),
     ):
         split = dataset.splits["train"].model_copy(update={"shards": (shard.model_copy(update=wrong),)})
-        save_dataset(dataset.model_copy(update={"splits": {"train": split}}))
-        rows = locate_rows(open_dataset(f"s3://bucket/{tmp_path.name}"), "train")
+        save_dataset(dataset.model_copy(update={"splits": {"train": split}, "url": url}))
+        rows = locate_rows(open_dataset(url), "train")
         with pytest.raises(ConfigError, match=f"train-00000.parquet: {message}"):
             read_rows(np.arange(20), rows)
 
@@ -888,7 +891,7 @@ def test_a_call_that_has_checked_shards_for_long_leaves_the_others_to_later_call
     dataset = write(tmp_path / "data", [jpeg(index) for index in range(40)], per_shard=10, row_group=5)
     checked = []
     monkeypatch.setattr(decoding, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(decoding, "check_shard", lambda url, shard: checked.append(url) or time.sleep(0.03))
+    monkeypatch.setattr(decoding, "check_shard", lambda url, *_: checked.append(url) or time.sleep(0.03))
     rows = locate_rows(dataset, "train")
     assert len(read_rows(np.arange(40), rows)) == 40
     assert checked == rows.addresses[: len(checked)]

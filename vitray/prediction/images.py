@@ -18,7 +18,7 @@ import pyarrow as pa
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.checking import check_shard, check_sizes
-from vitray.data.shards.manifest import MANIFEST, Shard, open_dataset, row_keys
+from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
 from vitray.errors import ConfigError, nearest
@@ -67,8 +67,8 @@ class ImageList(NamedTuple):
     """Files of the source that are neither images nor hold any."""
     repeated: int = 0
     """Images left out because an earlier one has their key."""
-    shards: Mapping[str, Shard] = {}
-    """{address: description} of a dataset's shards."""
+    shards: Mapping[str, tuple[int, str]] = {}
+    """{address: (bytes, sha256)} of a dataset's shards."""
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -115,8 +115,8 @@ def read_encoded(images: ImageList, start: int, stop: int) -> list[bytes | str]:
     for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
         members = list(group)
         if table is not None:
-            if shard := images.shards.get(table):
-                check_shard(table, shard)
+            if table in images.shards:
+                check_shard(table, *images.shards[table])
             contents += read_images(table, images.column, [entry.row for entry in members if entry.row is not None])
         elif any(storage.is_remote(entry.file) for entry in members):
             with ThreadPoolExecutor(READS_AT_ONCE) as pool:
@@ -177,7 +177,8 @@ def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
                     yield Entry(prefix + key, dataset.address(shard), row)
 
     table, _, repeated = _tabulated(entries())
-    shards = {dataset.address(shard): shard for split in chosen for shard in dataset.splits[split].shards}
+    parts = [shard for split in chosen for shard in dataset.splits[split].shards]
+    shards = {dataset.address(shard): (shard.bytes, shard.sha256) for shard in parts}
     identity = hashlib.sha256(json.dumps([dataset.identity, chosen]).encode()).hexdigest()
     return ImageList(url, table, identity, dataset.columns.image.partition(".")[0], (), repeated, shards)
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from vitray import storage
-from vitray.data.shards.manifest import Dataset, Shard, shard_errors
+from vitray.data.shards.manifest import Dataset, shard_errors
 from vitray.errors import ConfigError
 from vitray.tracking.mlflow_client import user_dir
 
@@ -41,20 +41,20 @@ def check_dataset(dataset: Dataset) -> None:
     check_sizes(dataset, dataset.splits)
     shards = [shard for split in dataset.splits.values() for shard in split.shards]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing a file releases the interpreter's lock
-        list(pool.map(lambda shard: check_shard(dataset.address(shard), shard), shards))
+        list(pool.map(lambda shard: check_shard(dataset.address(shard), shard.bytes, shard.sha256), shards))
 
 
-def check_shard(url: str, shard: Shard) -> None:
-    """Refuse a local shard whose content is not that of dataset.json; without a read if this machine has checked it."""
+def check_shard(url: str, size: int, sha256: str) -> None:
+    """Refuse a local shard with other content than in dataset.json; without a read if this machine has checked it."""
     if not storage.is_remote(url):
-        _check_content(url, shard.bytes, shard.sha256)
+        _check_content(url, size, sha256)
 
 
-def mark_checked(url: str, shard: Shard) -> None:
+def mark_checked(url: str, sha256: str) -> None:
     """Spare the check on this machine: the caller has just written the shard."""
     if not storage.is_remote(url):
         with suppress(OSError):
-            mark = _mark(url, shard.sha256)
+            mark = _mark(url, sha256)
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text(f"{url}\n")
 

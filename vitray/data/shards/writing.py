@@ -183,7 +183,7 @@ def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str,
                 writer.write_table(_gather(group), row_group_size=row_group)
                 groups.append(group.num_rows)
         shard = _describe_shard(name, path, tuple(groups))
-    mark_checked(storage.join(dest, name), shard)
+    mark_checked(storage.join(dest, name), shard.sha256)
     storage.write_bytes(storage.join(dest, mark), shard.model_dump_json().encode())
 
 

@@ -22,7 +22,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards.checking import check_shard
-from vitray.data.shards.manifest import Columns, Dataset, Shard, shard_errors
+from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
 
@@ -76,8 +76,9 @@ class SplitRows(NamedTuple):
     """The location of the rows of a split: row group `i` holds rows `starts[i]` to `starts[i + 1]`."""
 
     addresses: list[str]
-    shards: tuple[Shard, ...]
-    """As dataset.json describes them."""
+    sizes: np.ndarray
+    """Bytes of each shard, as dataset.json has them."""
+    sha256: list[str]
     shard_of_group: np.ndarray
     group_in_shard: np.ndarray
     starts: np.ndarray
@@ -121,7 +122,8 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
     sizes = np.array([rows for shard in shards for rows in shard.row_groups], np.int64)
     return SplitRows(
         [dataset.address(shard) for shard in shards],
-        shards,
+        np.array([shard.bytes for shard in shards], np.int64),
+        [shard.sha256 for shard in shards],
         np.repeat(np.arange(len(shards)), counts),
         np.concatenate([np.arange(count) for count in counts]),
         np.concatenate([[0], np.cumsum(sizes)]),
@@ -238,7 +240,7 @@ def _map_groups(read: Callable[[SplitRows, int, np.ndarray], Part], numbers: np.
     deadline = time.monotonic() + CHECK_SECONDS
     for shard in dict.fromkeys(rows.shard_of_group[wanted].tolist()):
         if time.monotonic() < deadline:
-            check_shard(rows.addresses[shard], rows.shards[shard])
+            check_shard(rows.addresses[shard], int(rows.sizes[shard]), rows.sha256[shard])
     # Threads only help where reads wait for a network.
     is_remote = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group in wanted)
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
@@ -265,8 +267,7 @@ def _read_group_labels(rows: SplitRows, group: int, numbers: np.ndarray) -> np.n
 
 
 def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: list[str]) -> pa.Table:
-    number = int(rows.shard_of_group[group])
-    shard = open_shard(rows.addresses[number], rows.shards[number])
+    shard = open_shard(rows, int(rows.shard_of_group[group]))
     table = shard.read_row_group(int(rows.group_in_shard[group]), columns=columns)
     # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
     return table.take(numbers - rows.starts[group]).flatten()
@@ -279,10 +280,13 @@ def _check_labels(rows: SplitRows, table: pa.Table) -> list[int]:
     return labels
 
 
-def open_shard(url: str, shard: Shard) -> pq.ParquetFile:
+def open_shard(rows: SplitRows, shard: int) -> pq.ParquetFile:
     """Return a reader of a shard for one thread: threads may share a remote file, but not its Parquet reader."""
+    url = rows.addresses[shard]
     if storage.is_remote(url):
-        footer = _remote_footer(url, shard.bytes, shard.row_groups)
+        first, last = np.searchsorted(rows.shard_of_group, (shard, shard + 1))
+        groups = tuple(np.diff(rows.starts[first : last + 1]).tolist())
+        footer = _remote_footer(url, int(rows.sizes[shard]), groups)
         return pq.ParquetFile(_remote_file(url), metadata=footer, pre_buffer=True)
     return _local_shard(url)
 
