@@ -28,6 +28,14 @@ settings.register_profile("vitray", deadline=None)
 settings.load_profile("vitray")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def user_folder(tmp_path_factory) -> Iterator[None]:
+    """Keep what vitray remembers about a machine out of the home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITRAY_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def matmul_precision() -> Iterator[None]:
     """Restore the precision of matrix products after each test: benchmarks set it for their process."""

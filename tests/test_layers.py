@@ -20,6 +20,7 @@ FLOORS = (
         "vitray.tracking.mlflow_client",
         "vitray.tracking.model_uri",
         "vitray.data.augment",
+        "vitray.system",
     },
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},

@@ -20,6 +20,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from vitray import storage
 from vitray.cluster import session
 from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
@@ -28,9 +29,9 @@ from vitray.evaluation.scores import Mistake, Score
 from vitray.runs import hangs, worker_mailbox
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
+from vitray.system.lease import own_folder
 from vitray.training import checkpoints
 from vitray.training.driver_client import DriverClient
-from vitray.training.ownership import own_folder
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray
@@ -419,7 +420,7 @@ def test_a_run_that_another_process_trains_is_refused_before_ray_starts(place, m
     with own_folder(str(place / "runs" / "busy"), "busy"):
         with pytest.raises(ConfigError, match=f"busy is in use by process {os.getpid()} on .*another --name"):
             train(recipe(place), "busy", str(place / "runs"))
-    assert [path.name for path in (place / "runs" / "busy").iterdir()] == [".owner"]
+    assert list((place / "runs" / "busy").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -439,8 +440,7 @@ def test_a_run_on_s3_equals_a_run_on_a_local_path(place, undisturbed, s3_server)
     outcome = train(recipe(place), "remote", "s3://bucket/runs")
     assert same(weights(outcome.home), undisturbed[1])
     assert load_model("s3://bucket/runs/remote/model").vit.model.name == "vit_u2x2_8"
-    assert {path.name for path in (s3_server / "bucket/runs/remote").iterdir()} == {
-        ".owner",
+    assert {name.partition("/")[0] for name in storage.list_files(outcome.home)} == {
         "checkpoints",
         "model",
         "outcome.json",

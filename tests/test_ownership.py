@@ -19,9 +19,9 @@ from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.run_dir import RUN_META, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.sweep.listener import InterruptionStopper
-from vitray.training import ownership
+from vitray.system import lease
+from vitray.system.lease import FOLDER, Watch, check_owner, check_visible, own_folder
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
-from vitray.training.ownership import FOLDER, Watch, check_owner, check_visible, own_folder
 
 ROOT = Path(__file__).parent.parent
 PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
@@ -32,7 +32,7 @@ import os, sys, time
 from types import SimpleNamespace
 from vitray.config import Run
 from vitray.runs.run_dir import open_run_dir
-from vitray.training.ownership import own_folder
+from vitray.system.lease import own_folder
 folder, number = sys.argv[1], int(sys.argv[2])
 starts, results, ends = os.pipe(), os.pipe(), os.pipe()
 def open_run():
@@ -62,13 +62,13 @@ print(lines.decode())
 OWNER = """
 import socket, sys, time
 from vitray.errors import OwnershipLost
-from vitray.training import ownership
+from vitray.system import lease
 folder, machine = sys.argv[1:]
 if machine:
     socket.gethostname = lambda: machine
-ownership.RENEW_SECONDS = 0.1
+lease.RENEW_SECONDS = 0.1
 try:
-    with ownership.own_folder(folder, "first") as held:
+    with lease.own_folder(folder, "first") as held:
         print("owns", flush=True)
         while True:
             held.check()
@@ -86,8 +86,8 @@ def place(request, tmp_path, s3_server) -> str:
 
 @pytest.fixture
 def short_lease(monkeypatch):
-    monkeypatch.setattr(ownership, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(ownership, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_of_twenty_processes_at_once_one_opens_a_run(place):
     (opened,) = {*lines} - {*refused, ""}
     pid, uid = opened.split()
     assert len(refused) == 19
-    wanted = (f"in use by process {pid} on ", "pick another --name")
+    wanted = (f"in use by process {pid} on ", "wait for it to end, stop it, or choose another --name")
     assert [line for line in refused if not all(text in line for text in wanted)] == []
     assert json.loads(storage.read_bytes(storage.join(place, RUN_META)))["uid"] == uid
     with own_folder(place, "first"):  # the owner has ended normally
@@ -225,7 +225,7 @@ def test_a_folder_lost_while_a_checkpoint_is_written_is_left_alone(tmp_path, mon
 
 
 def test_an_owner_outlives_an_outage_of_its_storage(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     folder, away, failed = tmp_path / "run", tmp_path / "away", threading.Event()
 
     def fail(url):
@@ -256,7 +256,7 @@ def test_an_owner_that_no_longer_beats_is_not_alive(tmp_path, monkeypatch):
         storage.write_bytes(str(tmp_path / FOLDER / "a.beat"), beat)
         assert watch.live().keys() == {"a"}
         assert watch.is_alive("a") is is_alive
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.0)  # it has not beaten for twice this time
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.0)  # it has not beaten for twice this time
     assert not watch.is_alive("a")
     assert watch.live().keys() == {"a"}, "its lease has not ended"
 
@@ -271,8 +271,8 @@ def test_a_folder_in_use_after_the_wait_is_no_bad_input(tmp_path):
 
 def test_a_late_beat_does_not_undo_the_release(tmp_path, monkeypatch):
     """The storage takes longer for a beat than the release waits for the thread."""
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.01)
-    monkeypatch.setattr(ownership, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
     began, write = threading.Event(), storage.write_bytes
 
     def write_late(url, content):
@@ -282,17 +282,17 @@ def test_a_late_beat_does_not_undo_the_release(tmp_path, monkeypatch):
         write(url, content)
 
     monkeypatch.setattr(storage, "write_bytes", write_late)
-    with own_folder(str(tmp_path), "first") as held:
+    with own_folder(str(tmp_path), "first"):
         began.wait()
     for thread in threading.enumerate():
         if thread.name == "ownership":
             thread.join()
-    assert storage.read_bytes(str(tmp_path / FOLDER / f"{held.id}.beat")) == ownership.RELEASED
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_that_could_not_be_read_does_not_run_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "LEASE_SECONDS", 0.3)
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "yesterday"}
     for suffix, content in ((".json", json.dumps(claim)), (".beat", "7")):
         storage.write_bytes(str(tmp_path / FOLDER / f"a{suffix}"), content.encode())

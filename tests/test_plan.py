@@ -97,7 +97,9 @@ def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
     shard = next(copy.glob("val-*.parquet"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-7])
-    with pytest.raises(ConfigError, match=rf"{shard.name}: has {len(content) - 7} bytes, wanted {len(content)} bytes"):
+    with pytest.raises(
+        ConfigError, match=rf"{shard.name}: has {len(content) - 7} bytes, expected {len(content)} bytes"
+    ):
         make_plan(run(copy))
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}: is missing"):

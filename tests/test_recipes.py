@@ -185,7 +185,7 @@ def test_a_demo_header_states_a_measured_result_or_where_its_rates_are_from(name
     if lines[command + 1] == "#   expected: not measured yet; the rates are those of demo":
         assert loaded(recipes.path_of(name)).optim == loaded(recipes.path_of("demo")).optim
         return
-    result = r"(?:[\d.]+ % of val|val loss [\d.]+)[^;]*"
+    result = r"(?:[\d.]+(?: to [\d.]+)? % of val|val loss [\d.]+)[^;]*"
     assert re.fullmatch(rf"#   expected: {result}; measured by us on .+, \d{{4}}-\d\d-\d\d", lines[command + 1])
 
 

@@ -40,7 +40,7 @@ from vitray.sweep.trial_store import (
     read_record,
     write_record,
 )
-from vitray.training.ownership import FOLDER, own_folder
+from vitray.system.lease import FOLDER, own_folder
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
 TPE = "space: {optim.lr: {loguniform: [1.0e-4, 0.1]}}\nsearch: {kind: tpe, trials: 5, first: 2}\n"

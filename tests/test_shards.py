@@ -1,6 +1,7 @@
 """Writing datasets: every kind of source, odd and broken images, reproducible bytes."""
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -12,10 +13,12 @@ import sys
 import tarfile
 import time
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -23,16 +26,21 @@ from PIL import Image
 from pipelines import shard
 from pipelines.__main__ import run_verb
 from vitray import storage
+from vitray.config import load_run
 from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
-from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset
+from vitray.data.shards import ShardSettings, inspection, open_dataset, read_request, write_dataset, writing
 from vitray.data.shards.demo import CLASSES, demo_item
 from vitray.data.shards.inspection import image_stats
 from vitray.data.shards.plan import find_duplicates
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.data.shards.sources import Listing, detect_source, list_source, read_items
 from vitray.data.shards.writing import _check_indexable, select_classes
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, OwnershipLost
 from vitray.inference.images import open_images
+from vitray.models.network import build_network
+from vitray.system.lease import own_folder
+from vitray.system.processes import process_tags
+from vitray.weights import load_model, save_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -200,6 +208,99 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
     assert [item.label for item in listing.items] == [2, 0]
     with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; nearest"):
         listed(source, "label=klass")
+
+
+LABELS = ("index.csv", "index.parquet", "x.parquet", "cls.tar", "json.tar")
+
+
+def labelled(folder: Path, form: str, labels: list) -> Path:
+    """Write images with these labels as a source of one of the forms that have labels as numbers or text."""
+    contents = [encoded(photo(number)) for number in range(len(labels))]
+    source = folder / form
+    match form:
+        case "x.parquet":
+            pq.write_table(pa.table({"image": contents, "label": labels}), source)
+        case "cls.tar" | "json.tar":
+            with tarfile.open(source, "w") as tar:
+                for number, (content, label) in enumerate(zip(contents, labels, strict=True)):
+                    text = str(label) if form == "cls.tar" else json.dumps({"label": label})
+                    for name, member in ((f"{number:02d}.jpg", content), (f"{number:02d}.{form[:-4]}", text.encode())):
+                        (info := tarfile.TarInfo(name)).size = len(member)
+                        tar.addfile(info, io.BytesIO(member))
+        case _:
+            for number, content in enumerate(contents):
+                write(folder / f"{number:02d}.jpg", content)
+            table = pa.table({"path": [f"{number:02d}.jpg" for number in range(len(labels))], "label": labels})
+            pa_csv.write_csv(table, source) if form == "index.csv" else pq.write_table(table, source)
+    return source
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_numbers_stay_the_labels_or_are_refused(tmp_path, form):
+    def labels(*values) -> list:
+        listing = listed(labelled(tmp_path, form, list(values)))
+        assert listing.classes == tuple(map(str, range(len(listing.classes))))
+        return [item.label for item in listing.items]
+
+    assert labels(*range(12)) == [*range(12)]
+    assert labels(3, 999) == [3, 999], "numbers in between are classes without images"
+    assert labels(2.0, 10.0, 0.0) == [2, 10, 0], "as a column with missing values is stored"
+    source = labelled(tmp_path, form, [*range(12), 1_000_000])
+    with pytest.raises(
+        ConfigError,
+        match=r"^label 1000000 of (12.jpg|x.parquet:12|(cls|json).tar/12.jpg): as the number of a class it would make"
+        r" 1,000,001 classes, and the labels are 13 different numbers; correct that label, or number the",
+    ):
+        listed(source)
+    source = labelled(tmp_path, form, [*map(str, range(12)), "unknown"])
+    with pytest.raises(ConfigError, match=r"^label 'unknown' of .*12.*: expected a number, as the label 2 of .*2"):
+        listed(source)
+    names = [*map(str, range(10)), "A", "B"]  # as sorted names, the numbers stay the labels
+    assert listed(labelled(tmp_path, form, names)).classes == tuple(names)
+
+
+@pytest.mark.parametrize("form", LABELS)
+def test_a_class_name_is_any_line_of_text(tmp_path, form):
+    """A joiner inside a Persian word, a joined emoji, a space that does not break, a wide space."""
+    names = [
+        "\u0645\u06cc\u200c\u0631\u0648\u0645",
+        "\U0001f469\u200d\U0001f4bb",
+        "New\u00a0York",
+        "\u6771\u3000\u4eac",
+    ]
+    listing = listed(labelled(tmp_path, form, names))
+    assert [listing.classes[item.label] for item in listing.items] == names
+    assert listing.rejects == []
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [("a\u202eb", r"U\+202E"), ("a\u2066b", r"U\+2066"), ("a\x1b[1m", r"U\+001B"), ("a\u2028b", r"U\+2028")],
+)
+@pytest.mark.parametrize("form", ["folder", *LABELS])
+def test_a_class_that_cannot_be_named_is_refused(tmp_path, form, name, odd):
+    if form == "folder":
+        source = class_folders(tmp_path / "s", {"cat": 3, name: 1})
+    else:
+        source = labelled(tmp_path, form, ["cat"] * 3 + [name])
+    with pytest.raises(ConfigError, match=f"^label '.*' of .*: expected one line of text, got {odd}$"):
+        listed(source)
+
+
+def test_a_folder_of_any_name_is_a_class(tmp_path):
+    assert listed(class_folders(tmp_path / "s", {"-1": 2, "10": 1, "9": 1})).classes == ("-1", "10", "9")
+    with pytest.raises(ConfigError, match="class name ' ': expected one line of text"):
+        listed(class_folders(tmp_path / "s", {" ": 1}))
+
+
+def test_class_names_stay_the_same_in_a_dataset_and_a_model_folder(tmp_path, without_ray):
+    names = ["New\u00a0York", "\U0001f469\u200d\U0001f4bb"]
+    class_folders(tmp_path / "s", dict.fromkeys(names, 2))
+    dataset = write_dataset(read_request(str(tmp_path / "s"), str(tmp_path / "d")))
+    assert list(dataset.classes) == list(open_dataset(str(tmp_path / "d")).classes) == names
+    run = load_run(None, ["model={name: vit_u2x2_8, image_size: 32, num_classes: 2}"])
+    save_model(str(tmp_path / "m"), run, build_network(run.model), dataset.classes)
+    assert load_model(str(tmp_path / "m")).classes == names
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "parquet"])
@@ -669,6 +770,89 @@ def test_a_killed_job_resumes_to_the_same_bytes(ray_cluster, tmp_path):
     assert sum(path.stat().st_mtime_ns == written for path, written in before.items()) >= len(before) - 1
 
 
+@pytest.fixture
+def without_ray(monkeypatch):
+    """Let commands call their tasks in this process, one after another."""
+    monkeypatch.setattr(writing, "tasks_at_a_time", lambda workers: nullcontext(1))
+    monkeypatch.setattr(writing, "run_tasks", lambda function, calls, at_a_time: run_serially(function, calls))
+    for module in (writing, inspection):
+        monkeypatch.setattr(
+            module, "run_with_progress", lambda function, calls, *_: run_serially(function, calls), raising=True
+        )
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_a_second_command_on_a_folder_is_refused(tmp_path, s3_server, without_ray, capsys, place):
+    dest = str(tmp_path / "d") if place == "local" else f"s3://bucket/{tmp_path.name}"
+    with own_folder(dest, "shard"):
+        assert sharded("demo", dest, "images=8", "image_size=8") == 2
+    message = capsys.readouterr().err
+    assert f"shard: {dest} is in use by process {os.getpid()} on " in message
+    assert message.endswith("wait for it to end, stop it, or choose another folder\n")
+    assert message.count("\n") == 1
+    assert storage.list_files(dest) == []
+    assert sharded("demo", dest, "images=8", "image_size=8") == 0
+    names = storage.list_files(dest)
+    assert [name for name in names if name.startswith(".")] == [], "the claims are removed"
+
+
+def test_interrupted_commands_of_other_settings_leave_no_shard_in_a_dataset(tmp_path, without_ray, monkeypatch):
+    """The labels differ, and the names and the sizes of the shards do not."""
+
+    def interrupted(*call):
+        write_shard(*call)
+        raise KeyboardInterrupt
+
+    write_shard, settings = writing.write_shard, ("images=64", "image_size=8", "shard_bytes=9000", "row_group=8")
+    for task in ("shape", "texture", "shape"):
+        request = read_request("demo", str(tmp_path / "d"), (), [*settings, f"task={task}"])
+        with monkeypatch.context() as patch:
+            patch.setattr(writing, "write_shard", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                write_dataset(request)
+    dataset = write_dataset(request)
+    assert len(dataset.splits["train"].shards) > 2
+    for part in dataset.splits["train"].shards:
+        assert hashlib.sha256((tmp_path / "d" / part.name).read_bytes()).hexdigest() == part.sha256
+
+
+def test_what_a_command_leaves_that_is_killed_at_its_start_does_not_stop_the_next(tmp_path, without_ray):
+    tags = process_tags()
+    tags["vitray.pid_started"] = " ".join([*tags["vitray.pid_started"].split()[:3], "0"])  # another process of this id
+    write(tmp_path / "d/.owner/a.json", json.dumps({"process": tags, "since": "now"}).encode())
+    write(tmp_path / "d/.owner/a.beat", b"3")
+    write(tmp_path / "d" / f"{storage.UNFINISHED}0123", b"vitray")  # the check that it may write there
+    assert sharded("demo", tmp_path / "d", "images=8", "image_size=8") == 0
+    assert not [name for name in tree(tmp_path / "d") if name.startswith(".")]
+
+
+def test_a_command_that_lost_its_folder_describes_no_dataset(tmp_path, without_ray, monkeypatch):
+    dest = tmp_path / "d"
+
+    def taken_over(*call):
+        write_shard(*call)
+        storage.remove(str(dest / ".owner"))
+        claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "now"}
+        write(dest / ".owner/other.json", json.dumps(claim).encode())
+
+    write_shard = writing.write_shard
+    monkeypatch.setattr(writing, "write_shard", taken_over)
+    with pytest.raises(OwnershipLost, match="taken over by process 1 on elsewhere"):
+        write_dataset(read_request("demo", str(dest), (), ["images=8", "image_size=8"]))
+    assert not (dest / "dataset.json").exists()
+
+
+def test_a_complete_dataset_with_another_shard_is_not_called_complete(tmp_path, without_ray, capsys):
+    command = ["demo", tmp_path / "d", "images=8", "image_size=8"]
+    assert sharded(*command) == 0
+    path = next((tmp_path / "d").glob("train-*.parquet"))
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    assert sharded(*command) == 2
+    assert f"{path}: its sha256 is not that of dataset.json" in capsys.readouterr().err
+
+
 @pytest.mark.ray
 def test_resize_re_encodes_larger_images(ray_cluster, tmp_path):
     source = tmp_path / "s"
@@ -740,7 +924,7 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
         (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
         (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
         (["s", "s/inside"], "lies within the source"),
-        (["s", "full"], "full: holds other files, such as diary.txt: wanted a new or empty folder"),
+        (["s", "full"], "full: holds other files, such as diary.txt: expected a new or empty folder"),
         (["mixed", "d"], "could be tar or folder: set kind=, one of folder, index"),
         (["words", "d"], "its 1 files are of no known kind"),
         (["s", "d", "--index-only"], "--index-only: wanted Parquet with images in it; s is of kind folder"),

@@ -90,7 +90,7 @@ def test_each_fault_of_a_real_server_is_explained(s3_server, monkeypatch, url, e
     text = rejection(url)
     assert re.search(message, text), text
     assert not (s3_server / "mistyped").exists()
-    assert not list((s3_server / "bucket").rglob(".vitray-probe*"))
+    assert not list((s3_server / "bucket").rglob(f"{storage.UNFINISHED}*"))
 
 
 def test_no_message_contains_a_secret_of_the_environment(s3_server, monkeypatch):

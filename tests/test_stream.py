@@ -31,12 +31,13 @@ from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
-from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, epoch_order, forget_decoded
+from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, decoding, epoch_order, forget_decoded
 from vitray.data.stream import stream as stream_module
 from vitray.data.stream.cache import decoded_split
-from vitray.data.stream.decoding import decode_positions, locate_rows, open_shard, read_rows
+from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
@@ -355,7 +356,8 @@ def write(folder, images: list[bytes], per_shard=900, row_group=100) -> Dataset:
         pq.write_table(pa.table(columns), folder / name, compression="none", row_group_size=row_group)
         sizes = [min(row_group, len(part) - at) for at in range(0, len(part), row_group)]
         sha256 = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        shards.append(Shard(name=name, rows=len(part), bytes=1, sha256=sha256, row_groups=tuple(sizes)))
+        size = (folder / name).stat().st_size
+        shards.append(Shard(name=name, rows=len(part), bytes=size, sha256=sha256, row_groups=tuple(sizes)))
     split = Split(shards=tuple(shards), class_counts=(1,) * 7)
     no_rejects = {"rejects": Rejects(count=0, reasons={}), "duplicates": Duplicates(within={}, across=0, removed=0)}
     metadata = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "source": "test", "seed": 0, "settings": {}}
@@ -755,8 +757,9 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
 @pytest.mark.ray
 def test_a_split_that_could_not_be_decoded_is_decoded_again(tmp_path, ray_cluster):
     dataset = write(tmp_path / "away", [jpeg(index) for index in range(30)])
-    [shard] = [dataset.address(each) for each in dataset.splits["train"].shards]
-    open_shard(shard)  # this process keeps it open
+    rows = locate_rows(dataset, "train")
+    [shard] = rows.addresses
+    read_rows(np.arange(1), rows)  # this process keeps it open
     Path(shard).rename(tmp_path / "elsewhere")
     with pytest.raises(RayError):
         decoded_split(dataset, "train")
@@ -851,6 +854,69 @@ def test_a_process_opens_a_remote_shard_once(tmp_path, s3_server, monkeypatch):
         stored = read_rows(np.arange(start, 40, 2), rows)
         assert [label for _, label, _ in stored.values()] == [row % 7 for row in range(start, 40, 2)]
     assert len(opened) == len(set(opened)) == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:], "its sha256 is not that"),
+        (lambda content: content + b"x", "has [0-9]+ bytes, expected [0-9]+ bytes as in dataset.json"),
+    ],
+)
+def test_a_local_shard_with_other_content_is_refused(tmp_path, change, message):
+    dataset = write(tmp_path / "data", [jpeg(index) for index in range(40)], per_shard=20, row_group=5)
+    rows = locate_rows(dataset, "train")
+    shard = Path(rows.addresses[1])
+    shard.write_bytes(change(shard.read_bytes()))
+    assert len(read_rows(np.arange(20), rows)) == 20, "the other shard is whole"
+    with pytest.raises(ConfigError, match=f"train-00001.parquet: {message}"):
+        read_rows(np.arange(20, 40), rows)
+
+
+def test_a_remote_shard_of_another_size_or_layout_is_refused(tmp_path, s3_server):
+    """Its content would have to be fetched."""
+    dataset, url = (
+        write(tmp_path / "d", [jpeg(index) for index in range(20)], row_group=5),
+        f"s3://bucket/{tmp_path.name}",
+    )
+    [shard] = dataset.splits["train"].shards
+    storage.upload(tmp_path / "d" / shard.name, f"{url}/{shard.name}")
+    for wrong, message in (
+        ({"bytes": shard.bytes + 1}, f"has {shard.bytes} bytes, expected {shard.bytes + 1} bytes as in dataset.json"),
+        ({"row_groups": (10, 10)}, "its row groups are not those of dataset.json"),
+    ):
+        split = dataset.splits["train"].model_copy(update={"shards": (shard.model_copy(update=wrong),)})
+        save_dataset(dataset.model_copy(update={"splits": {"train": split}, "url": url}))
+        rows = locate_rows(open_dataset(url), "train")
+        with pytest.raises(ConfigError, match=f"train-00000.parquet: {message}"):
+            read_rows(np.arange(20), rows)
+
+
+def test_a_shard_is_read_whole_once_on_a_machine(tmp_path, monkeypatch):
+    dataset = write(tmp_path / "data", [jpeg(index) for index in range(40)], per_shard=20, row_group=5)
+    read, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file.name) or digest(file, name))
+    rows = locate_rows(dataset, "train")
+    for _ in range(2):
+        checking._check_content.cache_clear()  # as in another process
+        read_rows(np.arange(40), rows)
+    assert read == rows.addresses
+    shard = Path(rows.addresses[0])
+    shard.write_bytes(shard.read_bytes())  # the same bytes, in a file that has changed
+    checking._check_content.cache_clear()
+    read_rows(np.arange(40), rows)
+    assert read == [*rows.addresses, rows.addresses[0]]
+
+
+def test_a_call_that_has_checked_shards_for_long_leaves_the_others_to_later_calls(tmp_path, monkeypatch):
+    dataset = write(tmp_path / "data", [jpeg(index) for index in range(40)], per_shard=10, row_group=5)
+    checked = []
+    monkeypatch.setattr(decoding, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(decoding, "check_shard", lambda url, *_: checked.append(url) or time.sleep(0.03))
+    rows = locate_rows(dataset, "train")
+    assert len(read_rows(np.arange(40), rows)) == 40
+    assert checked == rows.addresses[: len(checked)]
+    assert 1 <= len(checked) <= 2
 
 
 def test_a_task_permutes_the_row_groups_once_and_draws_each_region_once(dataset, monkeypatch):

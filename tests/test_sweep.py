@@ -32,7 +32,7 @@ from vitray.sweep.plan import Recipe, dry_run
 from vitray.sweep.space import read_space
 from vitray.sweep.trial import TrialTrainable
 from vitray.sweep.trial_store import TrialRecord, TrialStore, read_entries, read_record, write_record
-from vitray.training.ownership import own_folder
+from vitray.system.lease import own_folder
 from vitray.weights import save_model
 
 pytestmark = pytest.mark.ray

@@ -27,7 +27,8 @@ from hosts import until
 from pipelines import track, ui
 from vitray import storage
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
-from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
+from vitray.system import processes
+from vitray.tracking import mlflow_client, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.spool import Spool, now, spool_dir
@@ -645,17 +646,17 @@ def test_a_killed_driver_is_proved_dead_and_its_run_closed(folder, monkeypatch):
 
 
 def test_only_a_provably_dead_process_is_dead():
-    alive = liveness.process_tags()
+    alive = processes.process_tags()
     machine_id, boot, space, born = alive["vitray.pid_started"].split()
-    assert not liveness.is_dead(alive)
-    assert not liveness.is_dead({})
+    assert not processes.is_dead(alive)
+    assert not processes.is_dead({})
     gone = {**alive, "vitray.pid_started": f"{machine_id} {boot} {space} {int(born) - 1}"}
-    assert liveness.is_dead(gone), "the id of a dead process, used again"
-    assert not liveness.is_dead({**gone, "vitray.host": "elsewhere"})
+    assert processes.is_dead(gone), "the id of a dead process, used again"
+    assert not processes.is_dead({**gone, "vitray.host": "elsewhere"})
     container = {**gone, "vitray.pid_started": f"{machine_id} {boot} pid:[1] {int(born) - 1}"}
-    assert not liveness.is_dead(container)
+    assert not processes.is_dead(container)
     unknown = {**gone, "vitray.pid_started": f"{machine_id} {boot} {space} ?"}
-    assert not liveness.is_dead(unknown)
+    assert not processes.is_dead(unknown)
 
 
 def test_a_machine_has_metrics_and_facts():

@@ -15,11 +15,14 @@ from timm.models.vision_transformer import ParallelThingsBlock, VisionTransforme
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from pipelines.__main__ import main
+from vitray import storage
 from vitray.config import Model, Run
 from vitray.config.augmentation import Normalise
 from vitray.errors import ConfigError
 from vitray.models.positions import sincos2d
 from vitray.models.vit import ViT
+from vitray.system.lease import own_folder
 from vitray.weights import export_weights, import_weights, load_model, save_model
 
 WIDTH, PATCH, CLASSES = 64, 8, 5
@@ -425,6 +428,29 @@ def test_a_model_folder_is_never_overwritten_nor_half_read(tmp_path):
     (folder / "run.yaml").unlink()
     with pytest.raises(ConfigError, match=r"no run\.yaml"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_of_two_writers_of_a_model_folder_the_second_is_refused(tmp_path, s3_server, capsys, place):
+    vit, source = our_vit(), str(tmp_path / "m")
+    save_model(source, Run(model=vit.model), vit)
+    target = str(tmp_path / "n") if place == "local" else f"s3://bucket/{tmp_path.name}"
+    with own_folder(target, "model"):
+        assert main(["weights", "flatten", source, target]) == 2
+    message = capsys.readouterr().err
+    assert f"model: {target} is in use by process " in message
+    assert message.endswith("wait for it to end, stop it, or choose another folder\n")
+    assert storage.list_files(target) == []
+    assert main(["weights", "flatten", source, target]) == 0
+    assert storage.list_files(target) == ["classes.json", "model.safetensors", "run.yaml"]
+
+
+def test_a_model_folder_keeps_nothing_of_a_killed_write(tmp_path):
+    vit, folder = our_vit(), tmp_path / "m"
+    folder.mkdir()
+    (folder / f"{storage.UNFINISHED}0123").write_bytes(b"half of the weights")
+    save_model(str(folder), Run(model=vit.model), vit)
+    assert sorted(path.name for path in folder.iterdir()) == ["classes.json", "model.safetensors", "run.yaml"]
 
 
 def test_settings_that_shapes_cannot_show_are_given(tmp_path):

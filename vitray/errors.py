@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable
 
 LONGEST_MESSAGE = 1400  # characters
@@ -38,6 +39,16 @@ def cut_middle(text: str, most: int) -> str:
 def printable(text: str) -> str:
     """Return text with its control characters, line ends and unpaired surrogates as escapes, such as \\x1b."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def odd_character(text: str) -> str | None:
+    """Return the first character that one line of text should not have, as U+202E; None without one.
+
+    Such are control characters, line ends, overrides of the direction of writing and unpaired surrogates. Spaces of any
+    kind and the joiners of words and emoji (U+200C, U+200D) belong to text, though Python calls them unprintable.
+    """
+    odd = (c for c in text if not (c.isprintable() or c in "\u200c\u200d" or unicodedata.category(c) == "Zs"))
+    return next((f"U+{ord(c):04X}" for c in odd), None)
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -32,6 +32,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 # Timeouts are in seconds.
 MAX_ATTEMPTS, CONNECT_TIMEOUT, REQUEST_TIMEOUT = 7, 5, 15
 
+# The beginning of the name of a file that is being written; a killed process leaves it.
+UNFINISHED = ".writing-"
+
 # File systems allow 255 bytes; temporary files and folders of trials add to a name.
 LONGEST_NAME = 200
 
@@ -251,7 +254,7 @@ def atomic_write(url: str) -> Iterator[Path]:
         return
     with _as_config_error(url):
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(f".writing-{uuid.uuid4().hex}")
+        temporary = final.with_name(f"{UNFINISHED}{uuid.uuid4().hex}")
         try:
             yield temporary
             temporary.replace(final)
@@ -288,6 +291,13 @@ def remove(url: str) -> None:
                 files.delete_file(path)
             case fs.FileType.Directory:
                 files.delete_dir(path)
+
+
+def remove_unfinished(url: str) -> None:
+    """Remove the files in a folder, not below it, that killed processes were writing; only its owner may do so."""
+    for name in list_files(url):
+        if name.startswith(UNFINISHED) and "/" not in name:
+            remove(join(url, name))
 
 
 def _remove_objects(bucket: str, keys: list[str]) -> None:

@@ -35,7 +35,7 @@ CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a ro
 
 def check_writable(url: str) -> None:
     """Write, read and remove one small file below `url`; raise a ConfigError if that fails."""
-    name = f".vitray-probe-{uuid.uuid4().hex[:12]}"
+    name = f"{storage.UNFINISHED}{uuid.uuid4().hex}"  # after a kill, the next owner of the folder removes it
     probe = storage.join(url, name)
     if storage.is_remote(url):
         _check_s3_writable(probe)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from vitray.config.model_names import Name, axial_resnet, is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.config.torchvision_names import check_size, check_torchvision, is_torchvision
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, odd_character
 
 
 class Section(BaseModel):
@@ -36,7 +36,7 @@ def one_of(default: str) -> BeforeValidator:
 
 
 def _check_text(text: str) -> str:
-    if not text.strip() or not text.isprintable() or len(text) > LONGEST_TEXT:
+    if not text.strip() or odd_character(text) or len(text) > LONGEST_TEXT:
         raise ValueError(f"got {short(text)}, wanted one line of text, at most {LONGEST_TEXT} characters")
     return text
 

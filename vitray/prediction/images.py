@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_image
+from vitray.data.shards.checking import check_shard, check_sizes
 from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
@@ -66,6 +67,8 @@ class ImageList(NamedTuple):
     """Files of the source that are neither images nor hold any."""
     repeated: int = 0
     """Images left out because an earlier one has their key."""
+    shards: Mapping[str, tuple[int, str]] = {}
+    """{address: (bytes, sha256)} of a dataset's shards."""
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -112,6 +115,8 @@ def read_encoded(images: ImageList, start: int, stop: int) -> list[bytes | str]:
     for table, group in groupby(entries, key=lambda entry: None if entry.row is None else entry.file):
         members = list(group)
         if table is not None:
+            if table in images.shards:
+                check_shard(table, *images.shards[table])
             contents += read_images(table, images.column, [entry.row for entry in members if entry.row is not None])
         elif any(storage.is_remote(entry.file) for entry in members):
             with ThreadPoolExecutor(READS_AT_ONCE) as pool:
@@ -160,6 +165,7 @@ def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
             known = ", ".join(dataset.splits)
             raise ConfigError(f"--split {split}: {url} has {known}{nearest(split, dataset.splits)}")
     chosen = list(dict.fromkeys(splits)) or list(dataset.splits)
+    check_sizes(dataset, chosen)
 
     def entries() -> Iterator[Entry]:
         for split in chosen:
@@ -171,8 +177,10 @@ def _list_dataset(url: str, splits: Sequence[str]) -> ImageList:
                     yield Entry(prefix + key, dataset.address(shard), row)
 
     table, _, repeated = _tabulated(entries())
+    parts = [shard for split in chosen for shard in dataset.splits[split].shards]
+    shards = {dataset.address(shard): (shard.bytes, shard.sha256) for shard in parts}
     identity = hashlib.sha256(json.dumps([dataset.identity, chosen]).encode()).hexdigest()
-    return ImageList(url, table, identity, dataset.columns.image.partition(".")[0], (), repeated)
+    return ImageList(url, table, identity, dataset.columns.image.partition(".")[0], (), repeated, shards)
 
 
 def _matching(pattern: str) -> tuple[str, dict[str, Any]]:

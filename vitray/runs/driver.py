@@ -19,7 +19,7 @@ from vitray.runs.promotion import promote_finished
 from vitray.runs.run_dir import Outcome, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.storage import scratch_folder
-from vitray.training.ownership import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
+from vitray.system.lease import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

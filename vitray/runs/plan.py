@@ -12,6 +12,7 @@ from vitray.config import Run
 from vitray.config.pretraining import Beit, Masked
 from vitray.config.training import Finetune
 from vitray.data.shards import holdout_mask, open_dataset
+from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import Sizes, sizes_of
@@ -134,7 +135,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     images, val_images, mask = _split_images(run, dataset)
     _check_settings(run, dataset, images)
     if not is_known:
-        check_shards(dataset, list(dict.fromkeys([run.data.train, run.data.evaluated or run.data.train])))
+        check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
     steps_per_epoch, steps = check_schedule(run, images)
     sizes, weights = _sizes(run), start or tokenizer
     costs = _task_costs(run, tokenizer, teacher)
@@ -243,19 +244,6 @@ def check_storage(url: str) -> None:
     """Refuse an unusable folder for results and a temporary tracking store."""
     tracking_uri()
     check_writable(url)
-
-
-def check_shards(dataset: Dataset, splits: list[str]) -> None:
-    """Check that each shard of dataset.json exists with its listed size."""
-    sizes = storage.file_sizes(dataset.url)
-    for split in splits:
-        for shard in dataset.splits[split].shards:
-            if dataset.address(shard) == shard.name:  # indexed in place, and opened when read
-                continue
-            got = sizes.get(shard.name)
-            if got != shard.bytes:
-                state = "is missing" if got is None else f"has {got} bytes"
-                raise ConfigError(f"{dataset.address(shard)}: {state}, wanted {shard.bytes} bytes as in dataset.json")
 
 
 def difference(old: Run, new: Run) -> list[str]:

@@ -30,7 +30,7 @@ from vitray.sweep.plan import (
 )
 from vitray.sweep.space import STAGES_DIR, Space
 from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
-from vitray.training.ownership import Ownership, own_folder
+from vitray.system.lease import Ownership, own_folder
 
 if TYPE_CHECKING:
     from vitray.sweep.trial_store import TrialStore

@@ -10,7 +10,7 @@ from ray.tune.experiment import Trial
 
 from vitray.sweep.interruption import Interruption
 from vitray.sweep.trial_store import TrialStore
-from vitray.training.ownership import Ownership
+from vitray.system.lease import Ownership
 
 
 class TrialListener(tune.Callback):

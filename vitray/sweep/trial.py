@@ -35,8 +35,8 @@ from vitray.sweep.trial_store import (
     read_sizes,
     write_record,
 )
+from vitray.system.lease import check_owner, check_visible
 from vitray.training.checkpoints import complete_steps
-from vitray.training.ownership import check_owner, check_visible
 
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0

@@ -16,7 +16,7 @@ from vitray.errors import ConfigError
 from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.run_dir import OUTCOME, RUN_META, stored_run
 from vitray.sweep.space import SweepPoint, resolve_stages, run_of
-from vitray.training.ownership import check_owner
+from vitray.system.lease import check_owner
 
 POINTS, RECORD = "points.json", "trial.json"
 # Threads that read records at the start: a request to a distant storage takes tens of milliseconds.

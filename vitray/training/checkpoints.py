@@ -22,7 +22,7 @@ from torch import Tensor
 from vitray import storage
 from vitray.errors import ConfigError
 from vitray.storage import scratch_folder
-from vitray.training.ownership import check_owner
+from vitray.system.lease import check_owner
 
 META, FORMAT = "checkpoint.json", 2
 # Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.

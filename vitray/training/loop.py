@@ -30,6 +30,7 @@ from vitray.errors import ConfigError, OwnershipLost
 from vitray.evaluation.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.models.tokenizer import VisualTokenizer
+from vitray.system.lease import check_visible
 from vitray.tracking.system_info import SystemSampler
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
@@ -41,7 +42,6 @@ from vitray.training.heartbeat import HeartbeatSender
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
 from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
-from vitray.training.ownership import check_visible
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
 from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, num_passes, total_steps

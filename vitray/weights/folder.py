@@ -16,11 +16,12 @@ from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.parsing import short
 from vitray.config.sections import LONGEST_TEXT
-from vitray.errors import ConfigError
+from vitray.errors import ConfigError, odd_character
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.storage import scratch_folder
+from vitray.system.lease import own_folder
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights.convert import import_weights
 from vitray.weights.delta import (
@@ -86,19 +87,26 @@ def save_tokenizer(url: str, tokenizer: VisualTokenizer) -> SavedModel:
 
 
 def _write(url: str, run: Run, state: State, classes: Sequence[str] | None, delta: Delta | None) -> SavedModel:
-    if storage.exists(storage.join(url, RUN)):
-        raise ConfigError(f"{url}: a model is there already; wanted a new folder")
+    _check_new(url)
     own = {name: tensor for name, tensor in state.items() if delta is None or name not in delta.taken}
-    with scratch_folder() as folder:
-        save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS)
-        storage.upload(folder / WEIGHTS, storage.join(url, WEIGHTS))
-    if delta is not None:
-        storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
-    elif storage.exists(storage.join(url, DELTA)):
-        storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
-    storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
-    storage.write_bytes(storage.join(url, RUN), run.to_yaml().encode())
+    with own_folder(url, "model", other="folder"):  # two writers would mix the files of two models
+        _check_new(url)
+        storage.remove_unfinished(url)
+        with scratch_folder() as folder:
+            save_file({name: tensor.contiguous() for name, tensor in own.items()}, folder / WEIGHTS)
+            storage.upload(folder / WEIGHTS, storage.join(url, WEIGHTS))
+        if delta is not None:
+            storage.write_bytes(storage.join(url, DELTA), f"{delta.model_dump_json(indent=1)}\n".encode())
+        elif storage.exists(storage.join(url, DELTA)):
+            storage.remove(storage.join(url, DELTA))  # left by an interrupted write of a delta
+        storage.write_bytes(storage.join(url, CLASSES), json.dumps(None if classes is None else list(classes)).encode())
+        storage.write_bytes(storage.join(url, RUN), run.to_yaml().encode())
     return SavedModel(sum(tensor.nbytes for tensor in own.values()), sum(tensor.nbytes for tensor in state.values()))
+
+
+def _check_new(url: str) -> None:
+    if storage.exists(storage.join(url, RUN)):
+        raise ConfigError(f"{url}: a model is there already; expected a new folder")
 
 
 def load_model(url: str) -> LoadedModel:
@@ -255,7 +263,7 @@ def _read_classes(url: str, run: Run) -> list[str] | None:
         raise ConfigError(
             f"{url}: class name {short(wrong)}: {len(wrong):,} characters, expected at most {LONGEST_TEXT}"
         )
-    is_list = isinstance(classes, list) and all(isinstance(name, str) and name.isprintable() for name in classes)
+    is_list = isinstance(classes, list) and all(isinstance(name, str) and not odd_character(name) for name in classes)
     if classes is None or (is_list and len(classes) == run.model.num_classes):
         return classes
     raise ConfigError(f"{url}: got {short(classes)}, wanted null or a list of {run.model.num_classes} names")

@@ -25,7 +25,7 @@ from vitray.data.shards.tables import (
     read_images,
     read_index,
 )
-from vitray.errors import ConfigError, nearest, printable
+from vitray.errors import ConfigError, nearest, odd_character, printable
 
 REJECTS = "rejects.parquet"
 
@@ -47,6 +47,9 @@ _TAR_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm",
 # Larger files are not images, and would be read whole.
 LARGEST_FILE = 2**30
 LONGEST_NAME = 200
+NUMBER = "(0|[1-9][0-9]*)"
+# Numbers without images are classes too: this many classes are allowed, or this many for each with images.
+SOME_CLASSES, MOST_CLASSES = 1000, 10
 
 
 class SourceEntry(NamedTuple):
@@ -354,26 +357,51 @@ def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[So
 def _number_labels(
     entries: list[SourceEntry], names: Sequence[str] | None, kind: Kind
 ) -> tuple[list[SourceEntry], tuple[str, ...], list[Reject]]:
-    """Return the images with numbers as labels, the class names, and the rejects."""
-    labels = {_plain_label(entry.label) for entry in entries if not entry.reason} - {None}
+    """Return the images with numbers as labels, the class names, and the rejects.
+
+    Numbers stay the labels that they are: a label that would change them is refused.
+    """
+    first: dict[int | str, str] = {}  # {label: the first image that has it}
+    for entry in entries:
+        if not entry.reason and (plain := _plain_label(entry.label, entry.name, kind)) is not None:
+            first.setdefault(plain, entry.name)
     # Folders named 1 to 10 are ten classes; a column of numbers up to 10 counts classes from 0.
-    if labels and kind != "folder" and all(re.fullmatch(r"0|[1-9]\d{0,5}", str(label)) for label in labels):
-        codes = {label: int(str(label)) for label in labels}
-        classes = tuple(names or map(str, range(max(codes.values()) + 1)))
+    if first and kind != "folder" and all(re.fullmatch(rf"{NUMBER}(\.0)?", str(label)) for label in first):
+        codes = {label: int(str(label).removesuffix(".0")) for label in first}
+        largest = max(first, key=lambda label: codes[label])
+        if not names and codes[largest] >= max(SOME_CLASSES, MOST_CLASSES * len(first)):
+            raise ConfigError(
+                f"label {largest} of {first[largest]}: as the number of a class it would make {codes[largest] + 1:,}"
+                f" classes, and the labels are {len(first):,} different numbers; correct that label, or number the"
+                " classes from 0"
+            )
+        classes = tuple(names or map(str, range(codes[largest] + 1)))
     else:
-        classes = tuple(names or sorted(map(str, labels)))
+        classes = tuple(names or sorted({*map(str, first)}))
         numbers = {name: number for number, name in enumerate(classes)}
-        codes = {label: numbers.get(str(label), len(classes)) for label in labels}
-    if wrong := next((name for name in classes if not name.strip() or not name.isprintable()), None):
-        raise ConfigError(f"class name {wrong[:80]!r}: wanted one line of text")
+        codes = {label: numbers.get(str(label), len(classes)) for label in first}
+        counted = [label for label in first if kind != "folder" and re.fullmatch(NUMBER, str(label))]
+        moved = [label for label in counted if codes[label] != int(label)]
+        if moved and not names:
+            other = next(label for label in first if label not in counted)
+            raise ConfigError(
+                f"label {other!r} of {first[other]}: expected a number, as the label {moved[0]} of"
+                f" {first[moved[0]]}; labels are numbers from 0, or names that are not numbers"
+            )
+    if wrong := next((name for name in classes if not name.strip() or odd_character(name)), None):
+        odd = f", got {character}" if (character := odd_character(wrong)) else ""
+        raise ConfigError(f"class name {short(wrong)}: expected one line of text{odd}")
     if wrong := next((name for name in classes if len(name) > LONGEST_NAME), None):
         raise ConfigError(f"class name {short(wrong)}: {len(wrong):,} characters, expected at most {LONGEST_NAME}")
-    unknown = [label for label in labels if codes[label] >= len(classes)]
-    if unknown:
-        raise ConfigError(f"label {unknown[0]!r}: not among the {len(classes)} class names of the source")
+    for label, code in codes.items():
+        if code >= len(classes):
+            raise ConfigError(
+                f"label {label!r} of {first[label]}: not among the {len(classes)} class names of the source"
+            )
     items, rejects = [], []
     for entry in entries:
-        plain, reason = _plain_label(entry.label), entry.reason
+        reason = entry.reason
+        plain = None if reason else _plain_label(entry.label, entry.name, kind)
         if not reason and entry.size > LARGEST_FILE:
             reason = f"too large: {entry.size} bytes"
         if not reason and plain is None and kind != "demo":
@@ -381,18 +409,27 @@ def _number_labels(
         if reason:
             rejects.append(Reject(entry.split, entry.name, reason))
         else:
-            items.append(entry._replace(label=codes.get(plain)))
+            items.append(entry._replace(label=None if plain is None else codes[plain]))
     return items, classes, rejects
 
 
-def _plain_label(label: Any) -> int | str | None:
-    """Return a label as a number from 0 or one short line of text; None for others, such as -1, a hidden label."""
-    label = int(label) if isinstance(label, float) and label.is_integer() else label
+def _plain_label(label: Any, name: str, kind: Kind) -> int | str | None:
+    """Return the label of an image as a number from 0 or a line of text; None for none, such as -1, a hidden label.
+
+    Text that cannot name a class is refused: without its images a class would be missing.
+    """
     if isinstance(label, str):
-        is_usable = 0 < len(label) <= LONGEST_NAME and label.isprintable() and not re.fullmatch(r"-\d+", label)
-    else:
-        is_usable = isinstance(label, int) and label >= 0
-    return label if is_usable else None
+        if odd := odd_character(label):
+            raise ConfigError(f"label {label[:80]!r} of {name}: expected one line of text, got {odd}")
+        if len(label) > LONGEST_NAME:
+            raise ConfigError(
+                f"label {label[:40]!r}... of {name}: got {len(label):,} characters, expected at most {LONGEST_NAME}"
+            )
+        is_class = kind == "folder" or (label.strip() and not re.fullmatch(r"-\d+", label))
+        return label if is_class else None
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
+    return label if isinstance(label, int) and label >= 0 else None
 
 
 def _quoted(label: Any) -> str:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from vitray import storage
 from vitray.cluster.storage_check import check_readable, check_writable
+from vitray.data.shards.checking import check_dataset, mark_checked
 from vitray.data.shards.inspection import WORK, content_name, inspect_source, write_rejects
 from vitray.data.shards.manifest import (
     MANIFEST,
@@ -34,13 +35,14 @@ from vitray.data.shards.manifest import (
 from vitray.data.shards.options import ShardRequest
 from vitray.data.shards.plan import channel_statistics, find_duplicates, plan_shards
 from vitray.data.shards.ray_tasks import run_tasks, run_with_progress, tasks_at_a_time
-from vitray.data.shards.sources import Listing, Reject, detect_source, list_source, read_ranges
+from vitray.data.shards.sources import DetectedSource, Listing, Reject, detect_source, list_source, read_ranges
 from vitray.data.shards.tables import ImageTable
 from vitray.errors import ConfigError, nearest
+from vitray.system.lease import FOLDER, check_owner, own_folder
 
 # Class names that a message lists.
 MOST_NAMED = 20
-SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet|\.writing-[^/]+")
+SHARD_NAME = re.compile(r"[^/]+-\d{5}-of-\d{5}\.parquet")
 
 SCHEMA = pa.schema(
     [("image", pa.binary()), ("label", pa.int64()), ("key", pa.string()), ("width", pa.int32()), ("height", pa.int32())]
@@ -61,6 +63,13 @@ def write_dataset(request: ShardRequest) -> Dataset:
             f"--index-only: wanted Parquet with images in it; {request.source} is of kind {detected.kind}"
         )
     check_writable(request.dest)
+    with own_folder(request.dest, "shard", other="folder") as ownership:
+        # Another process may have finished it meanwhile.
+        return _finished_dataset(request) or _write_owned(request, detected, ownership.id)
+
+
+def _write_owned(request: ShardRequest, detected: DetectedSource, owner: str) -> Dataset:
+    """Write the dataset into a folder that this process owns."""
     with tasks_at_a_time(request.settings.workers) as at_a_time:
         listing = list_source(request, detected, partial(run_tasks, at_a_time=at_a_time))
         listing = select_classes(listing, request.settings.classes)
@@ -81,7 +90,8 @@ def write_dataset(request: ShardRequest) -> Dataset:
             for row, other in in_train.items():
                 removed.append(Reject("train", names[row], f"shows the same as {names[other]}"))
             images = images.take([row for row in range(images.num_rows) if row not in in_train])
-            shards = _write_shards(request, images, at_a_time)
+            shards = _write_shards(request, images, at_a_time, owner)
+    check_owner(request.dest, owner)
     write_rejects(request, [*rejects, *removed])
     dataset = _describe(request, listing, images, shards, rejects, duplicates)
     _remove_leftovers(request, {shard.name for _, shard in shards})
@@ -108,12 +118,15 @@ def _finished_dataset(request: ShardRequest) -> Dataset | None:
             raise ConfigError(
                 f"{request.dest}: holds another dataset, of {existing.source}: choose another folder, or remove it"
             )
+        check_dataset(existing)
         storage.remove(storage.join(request.dest, WORK))
         print(f"{request.dest}: already complete, nothing done", file=sys.stderr)
         return existing
+    # A command that was killed at its start leaves only its claim and what it was writing.
     names = storage.list_files(request.dest)
-    if not request.index_only and names and not any(name.startswith(f"{WORK}/") for name in names):
-        raise ConfigError(f"{request.dest}: holds other files, such as {names[0]}: wanted a new or empty folder")
+    others = [name for name in names if not name.startswith((f"{FOLDER}/", storage.UNFINISHED))]
+    if not request.index_only and others and not any(name.startswith(f"{WORK}/") for name in others):
+        raise ConfigError(f"{request.dest}: holds other files, such as {others[0]}: expected a new or empty folder")
     return None
 
 
@@ -139,21 +152,29 @@ def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
 # ---- second pass: the shards ----------------------------------------------------------------------------------------
 
 
-def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int) -> Shards:
+def _write_shards(request: ShardRequest, images: pa.Table, at_a_time: int, owner: str) -> Shards:
     """Write the shards of each split; shards of an interrupted command remain as they are."""
     plans = plan_shards(images, request.settings)
-    marks = [storage.join(WORK, f"shard-{content_name(plan.row_group, plan.name, plan.rows)}.json") for plan in plans]
-    sizes = storage.file_sizes(request.dest)
-    left = [(plan, mark) for plan, mark in zip(plans, marks, strict=True) if not {plan.name, mark} <= sizes.keys()]
-    calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark) for plan, mark in left]
+    marks = [
+        storage.join(WORK, f"{plan.name}-{content_name(plan.row_group, plan.name, plan.rows)}.json") for plan in plans
+    ]
+    names = set(storage.list_files(request.dest))
+    left = [(plan, mark) for plan, mark in zip(plans, marks, strict=True) if not {plan.name, mark} <= names]
+    # A command with other settings may have written shards of the same names: their marks end before their files do.
+    rewritten = {plan.name for plan, _ in left}
+    for name in names:
+        if name.startswith(f"{WORK}/") and name[len(WORK) + 1 :].rpartition("-")[0] in rewritten:
+            storage.remove(storage.join(request.dest, name))
+    calls = [(request.dest, plan.name, plan.rows, plan.row_group, mark, owner) for plan, mark in left]
     run_with_progress(write_shard, calls, [plan.rows.num_rows for plan, _ in left], "written", at_a_time)
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda mark: storage.read_bytes(storage.join(request.dest, mark)), marks))
     return [(plan.split, Shard.model_validate_json(text)) for plan, text in zip(plans, texts, strict=True)]
 
 
-def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str) -> None:
+def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str, owner: str) -> None:
     """Write one shard, then its description to the work file `mark`."""
+    check_owner(dest, owner)
     groups = []
     with storage.atomic_write(storage.join(dest, name)) as path:
         with pq.ParquetWriter(path, SCHEMA, compression="none", use_dictionary=False, write_statistics=False) as writer:
@@ -162,6 +183,7 @@ def write_shard(dest: str, name: str, rows: pa.Table, row_group: int, mark: str)
                 writer.write_table(_gather(group), row_group_size=row_group)
                 groups.append(group.num_rows)
         shard = _describe_shard(name, path, tuple(groups))
+    mark_checked(storage.join(dest, name), shard.sha256)
     storage.write_bytes(storage.join(dest, mark), shard.model_dump_json().encode())
 
 
@@ -254,7 +276,8 @@ def _describe(
 
 
 def _remove_leftovers(request: ShardRequest, names: set[str]) -> None:
-    """Remove shards of interrupted commands whose plan differed."""
+    """Remove shards of interrupted commands whose plan differed, and unfinished files."""
+    storage.remove_unfinished(request.dest)
     if not request.index_only:
         for name in storage.list_files(request.dest):
             if SHARD_NAME.fullmatch(name) and name not in names:

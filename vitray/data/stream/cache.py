@@ -91,7 +91,7 @@ def _mib(size: int) -> str:
 
 def _decoded_bytes(rows: SplitRows) -> int:
     """Return the bytes of a split's pixels, estimated from a sample where files were indexed in place."""
-    pixels = [_pixels(open_shard(address)) for address in rows.addresses]
+    pixels = [_pixels(open_shard(rows, shard)) for shard in range(len(rows.addresses))]
     if None not in pixels:
         return 3 * sum(int(count) for count in pixels if count) or 1
     images = int(rows.starts[-1])

@@ -5,6 +5,7 @@ device` it gives crops, and the draws of the rest as further columns. torch take
 functions that need it import it: Ray Data's coordinator loads this module and decodes nothing.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from vitray.config.augmentation import Augment, CentreCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
+from vitray.data.shards.checking import check_shard
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
@@ -28,6 +30,9 @@ from vitray.errors import ConfigError, nearest
 READS_AT_ONCE = 8
 # Remote shards whose size and footer (13 KB) a process remembers; 525 shards of 256 MiB hold ImageNet.
 REMOTE_SHARDS = 2048
+# Seconds in which one call checks shards that this machine has not checked; later calls go on. Ray Data ends an
+# execution without a block for five minutes, and a slow disk may need longer for all shards of a task.
+CHECK_SECONDS = 60.0
 
 # Columns of decoded images: image (BHWC), label, row of the split, position in the epoch, and the row that was corrupt;
 # with `data.augment.on: device` also the draws (flip, operation, amount).
@@ -71,6 +76,9 @@ class SplitRows(NamedTuple):
     """The location of the rows of a split: row group `i` holds rows `starts[i]` to `starts[i + 1]`."""
 
     addresses: list[str]
+    sizes: np.ndarray
+    """Bytes of each shard, as dataset.json has them."""
+    sha256: list[str]
     shard_of_group: np.ndarray
     group_in_shard: np.ndarray
     starts: np.ndarray
@@ -114,6 +122,8 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
     sizes = np.array([rows for shard in shards for rows in shard.row_groups], np.int64)
     return SplitRows(
         [dataset.address(shard) for shard in shards],
+        np.array([shard.bytes for shard in shards], np.int64),
+        [shard.sha256 for shard in shards],
         np.repeat(np.arange(len(shards)), counts),
         np.concatenate([np.arange(count) for count in counts]),
         np.concatenate([[0], np.cumsum(sizes)]),
@@ -227,6 +237,10 @@ def _map_groups(read: Callable[[SplitRows, int, np.ndarray], Part], numbers: np.
     groups = np.searchsorted(rows.starts, numbers, side="right") - 1
     wanted = np.unique(groups).tolist()
     parts = [np.unique(numbers[groups == group]) for group in wanted]
+    deadline = time.monotonic() + CHECK_SECONDS
+    for shard in dict.fromkeys(rows.shard_of_group[wanted].tolist()):
+        if time.monotonic() < deadline:
+            check_shard(rows.addresses[shard], int(rows.sizes[shard]), rows.sha256[shard])
     # Threads only help where reads wait for a network.
     is_remote = any(storage.is_remote(rows.addresses[rows.shard_of_group[group]]) for group in wanted)
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
@@ -253,7 +267,7 @@ def _read_group_labels(rows: SplitRows, group: int, numbers: np.ndarray) -> np.n
 
 
 def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: list[str]) -> pa.Table:
-    shard = open_shard(rows.addresses[int(rows.shard_of_group[group])])
+    shard = open_shard(rows, int(rows.shard_of_group[group]))
     table = shard.read_row_group(int(rows.group_in_shard[group]), columns=columns)
     # `flatten` names a column inside a struct, as Hugging Face writes images, by its dotted path.
     return table.take(numbers - rows.starts[group]).flatten()
@@ -266,10 +280,14 @@ def _check_labels(rows: SplitRows, table: pa.Table) -> list[int]:
     return labels
 
 
-def open_shard(url: str) -> pq.ParquetFile:
+def open_shard(rows: SplitRows, shard: int) -> pq.ParquetFile:
     """Return a reader of a shard for one thread: threads may share a remote file, but not its Parquet reader."""
+    url = rows.addresses[shard]
     if storage.is_remote(url):
-        return pq.ParquetFile(_remote_file(url), metadata=_remote_footer(url), pre_buffer=True)
+        first, last = np.searchsorted(rows.shard_of_group, (shard, shard + 1))
+        groups = tuple(np.diff(rows.starts[first : last + 1]).tolist())
+        footer = _remote_footer(url, int(rows.sizes[shard]), groups)
+        return pq.ParquetFile(_remote_file(url), metadata=footer, pre_buffer=True)
     return _local_shard(url)
 
 
@@ -281,8 +299,16 @@ def _local_shard(url: str) -> pq.ParquetFile:
 
 # A task reads a row group of many shards: each request for a file's size or footer would be repeated by every task.
 @lru_cache(maxsize=REMOTE_SHARDS)
-def _remote_footer(url: str) -> pq.FileMetaData:
-    return pq.ParquetFile(_remote_file(url)).metadata
+def _remote_footer(url: str, size: int, row_groups: tuple[int, ...]) -> pq.FileMetaData:
+    """Return the footer; refuse a file of another size or layout than in dataset.json."""
+    file = _remote_file(url)
+    if file.size() != size:
+        raise ConfigError(f"{url}: has {file.size()} bytes, expected {size} bytes as in dataset.json")
+    footer = pq.ParquetFile(file).metadata
+    found = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+    if found != row_groups:
+        raise ConfigError(f"{url}: its row groups are not those of dataset.json: another command has changed it")
+    return footer
 
 
 @lru_cache(maxsize=REMOTE_SHARDS)

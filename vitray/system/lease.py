@@ -1,9 +1,10 @@
-"""Ownership of a run or sweep folder: one process at a time writes to it, from any machine, on a path or on S3.
+"""The lease of a folder: one process at a time writes to it, from any machine, on a path or on S3.
 
     <folder>/.owner/<id>.json   the claim of a process: host, process id and time
-    <folder>/.owner/<id>.beat   a count that the owner renews; `released` after its end
+    <folder>/.owner/<id>.beat   a count that the owner renews
 
-A process writes its claim, then lists all claims. It owns the folder if it is alone, else it withdraws. Of two
+A process writes its claim, then lists all claims. It owns the folder if it is alone, else it withdraws. At its end it
+removes its claim. Of two
 processes at the same time at least one lists both claims, so two never own the folder. This needs listings that show
 every earlier write, as those of S3 and of file systems do. Conditional writes are not used: `rclone serve s3`, for
 example, accepts and ignores their headers.
@@ -14,6 +15,7 @@ reads it for LEASE_SECONDS. No clocks of two machines are compared.
 
 import itertools
 import json
+import os
 import random
 import socket
 import sys
@@ -26,9 +28,9 @@ from typing import NamedTuple
 
 from vitray import storage
 from vitray.errors import ConfigError, OwnershipLost
-from vitray.tracking.liveness import is_alive, is_dead, process_tags
+from vitray.system.processes import is_alive, is_dead, process_tags
 
-FOLDER, CLAIM, BEAT, RELEASED = ".owner", ".json", ".beat", b"released"
+FOLDER, CLAIM, BEAT = ".owner", ".json", ".beat"
 # Seconds between two beats, and without a beat until another process takes over.
 RENEW_SECONDS, LEASE_SECONDS = 20.0, 120.0
 # Seconds between two looks at another's claim, and most seconds between two tries of processes that start together.
@@ -51,9 +53,9 @@ class Claim(NamedTuple):
 class Ownership:
     """A folder that this process owns until `release`, and the thread that renews its lease."""
 
-    def __init__(self, folder: str, name: str) -> None:
+    def __init__(self, folder: str, name: str, other: str) -> None:
         self.id = uuid.uuid4().hex
-        self._folder, self._name = folder, name
+        self._folder, self._name, self._other = folder, name, other
         self._lost: OwnershipLost | None = None
         self._closing, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew, name="ownership", daemon=True)
@@ -76,8 +78,8 @@ class Ownership:
             owner = others[owners[0]]
             if time.monotonic() - start >= patience and watch.is_alive(owners[0]):
                 raise (OwnershipLost if patience else ConfigError)(
-                    f"{self._name}: {self._folder} is in use by {owner}; wanted one process at a time: wait for its"
-                    " end, stop it, or pick another --name"
+                    f"{self._name}: {self._folder} is in use by {owner}; wait for it to end, stop it, or choose"
+                    f" another {self._other}"
                 )
             if not is_announced:
                 wait = f"waiting up to {LEASE_SECONDS:.0f} s until it has ended"
@@ -98,15 +100,24 @@ class Ownership:
     def release(self) -> None:
         """Leave the folder to the next process."""
         self._closing.set()
-        # A beat that a slow storage writes later would undo the release.
+        # A beat that a slow storage writes later would stay.
         with self._writing, suppress(ConfigError):  # the lease ends by itself
             if not self._lost:
-                storage.write_bytes(_file(self._folder, self.id, BEAT), RELEASED)
+                _remove(self._folder, self.id)
+                if not storage.is_remote(self._folder):
+                    with suppress(OSError):  # another process has a claim there
+                        os.rmdir(storage.filesystem(storage.join(self._folder, FOLDER))[1])
 
     def _claim(self, watch: "Watch") -> bool:
         """Write a claim, and return whether it is the only live one; else withdraw it."""
         content = {"process": process_tags(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
-        storage.write_bytes(_file(self._folder, self.id, CLAIM), json.dumps(content).encode())
+        for attempt in range(2):
+            try:
+                storage.write_bytes(_file(self._folder, self.id, CLAIM), json.dumps(content).encode())
+                break
+            except ConfigError:  # the owner before may have removed the empty folder of claims at this moment
+                if attempt:
+                    raise
         try:
             if watch.live().keys() == {self.id}:
                 storage.write_bytes(_file(self._folder, self.id, BEAT), b"0")
@@ -150,7 +161,7 @@ class Watch:
         # {id: when its beat last changed}, on the same clock
         self._changed: dict[str, float] = {}
         self.void: set[str] = set()
-        """Ids of the void claims: released, of a dead process, or without a new beat for LEASE_SECONDS."""
+        """Ids of the void claims: of a dead process, or without a new beat for LEASE_SECONDS."""
 
     def live(self) -> dict[str, Claim]:
         """Read the folder and return {id: claim} of the claims that are not void."""
@@ -168,7 +179,7 @@ class Watch:
         live = {
             each: claim
             for each, claim in claims.items()
-            if claim.beat != RELEASED and not is_dead(claim.process) and began - self._seen[each][1] < LEASE_SECONDS
+            if not is_dead(claim.process) and began - self._seen[each][1] < LEASE_SECONDS
         }
         self.void = claims.keys() - live.keys()
         return live
@@ -180,9 +191,12 @@ class Watch:
 
 
 @contextmanager
-def own_folder(folder: str, name: str, patience: float = 0.0) -> Iterator[Ownership]:
-    """Own a folder for the length of the block; refuse one whose owner is alive after `patience` seconds."""
-    ownership = Ownership(folder, name)
+def own_folder(folder: str, name: str, patience: float = 0.0, other: str = "--name") -> Iterator[Ownership]:
+    """Own a folder for the length of the block; refuse one whose owner is alive after `patience` seconds.
+
+    `other` says in that message which choice would lead to another folder.
+    """
+    ownership = Ownership(folder, name, other)
     ownership.acquire(patience)
     try:
         yield ownership

@@ -1,0 +1,1 @@
+"""Processes of this machine, and the lease of a folder."""
