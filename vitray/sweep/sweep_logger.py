@@ -212,9 +212,6 @@ class SweepLogger:
             run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
             paper=paper_result(run) if self._on_imagenet else None,
             latency_ms=result.latency_ms,
-            latency_ms_q25=result.latency_ms_q25,
-            latency_ms_q75=result.latency_ms_q75,
-            latency_passes=result.latency_passes,
             peak_memory_bytes=result.peak_memory_bytes,
         )
 
