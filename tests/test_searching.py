@@ -466,11 +466,12 @@ def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, bas
     logger._console, logger._on_imagenet, logger.store = MagicMock(), False, store
     recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
     logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
-    logger.plan, logger._kill_children = SimpleNamespace(trials=4), MagicMock()
+    dataset = SimpleNamespace(part_identity=lambda *part: f"hash of {part}")
+    logger.plan, logger._kill_children = SimpleNamespace(trials=4, dataset=dataset), MagicMock()
     logger.report = lambda: [logger._trial_result(name) for name in store.entries]
     outcome = logger.finish()
     assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
-    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", register_as="vit", top1=None)
+    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", "vit", None, "hash of ('val',)")
     store.close()
 
 

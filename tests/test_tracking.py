@@ -27,9 +27,10 @@ from hosts import until
 from pipelines import track, ui
 from vitray import storage
 from vitray.errors import ConfigError, RunError, redact, redact_uri
-from vitray.tracking import liveness, mlflow_client, system_info, tracker, ui_server
+from vitray.tracking import liveness, mlflow_client, model_registry, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
 from vitray.tracking.mlflow_client import open_client, tracking_uri
+from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
@@ -512,30 +513,84 @@ def test_the_champion_moves_only_for_a_better_top1(logged):
     champions = []
     for number, top1 in enumerate([None, 0.5, 0.4, 0.5, 0.6, None]):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", top1)
+            run.model(f"folder{number}", "vit", top1, top1 and "val")
         client = open_client(tracking_uri())
         aliases = client.get_registered_model("vit").aliases
         champions.append(int(aliases.get("champion", 0)))
     assert champions == [0, 2, 2, 2, 5, 5]
     champion = client.get_model_version_by_alias("vit", "champion")
     # Stored names: with others, a model of an earlier version would be logged and registered twice.
-    assert champion.tags == {"val/top1": "0.6", "vitray.model": champion.source}
+    assert champion.tags == {"val/top1": "0.6", "vitray.scored_on": "val", "vitray.model": champion.source}
     assert [key for key in client.get_run(champion.run_id).data.tags if key.startswith("vitray.model.")]
     assert logged == [f"folder{number}" for number in range(6)]
     assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
+def test_a_champion_of_other_images_or_classes_stays_and_a_line_says_so(logged, caplog):
+    for number, (top1, scored_on) in enumerate(
+        [(0.95, "shapes"), (0.97, "clothes"), (0.96, "shapes"), (0.9, "clothes")]
+    ):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", top1, scored_on)
+    client = open_client(tracking_uri())
+    assert client.get_model_version_by_alias("vit", "champion").version == 3
+    [other, worse] = [record.getMessage() for record in caplog.records if "champion" in record.getMessage()]
+    for version, champion, line in ((2, 1, other), (4, 3, worse)):
+        assert (
+            f"version {version} of vit does not become champion: version {champion}, which has the alias, was" in line
+        )
+        assert f"`vitray promote vit/{version}` compares the two on one dataset" in line
+        assert client.get_model_version("vit", str(version)).tags[PROMOTION_TAG] in line
+
+
+def test_a_champion_of_unknown_images_stays(logged):
+    for number, scored_on in enumerate(["shapes", "shapes"]):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", 0.5 + number / 10, scored_on, moves_champion=False)
+    client = open_client(tracking_uri())
+    foreign = client.create_model_version("vit", "a/folder")
+    client.set_registered_model_alias("vit", "champion", foreign.version)
+    with begin("u2") as run:
+        run.model("folder2", "vit", 0.9, "shapes")
+    assert client.get_model_version_by_alias("vit", "champion").version == foreign.version
+
+
+def test_the_best_of_two_runs_that_end_at_once_is_the_champion(logged, monkeypatch):
+    """The second run reads the champion before the first has moved the alias, and moves it a moment later."""
+    for number, top1 in enumerate([0.5, 0.7, 0.6]):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", top1, "val", moves_champion=number == 0)
+    client = open_client(tracking_uri())
+    versions = [client.get_model_version("vit", number) for number in ("2", "3")]
+    version_with, has_read = model_registry._version_with, threading.Event()
+
+    def read_slowly(*args):
+        champion = version_with(*args)
+        if not has_read.is_set():
+            has_read.set()
+            time.sleep(0.3)
+        return champion
+
+    monkeypatch.setattr(model_registry, "_version_with", read_slowly)
+    slow = threading.Thread(target=model_registry.move_champion, args=(client, versions[1]))
+    slow.start()
+    assert has_read.wait(10)
+    model_registry.move_champion(open_client(tracking_uri()), versions[0])
+    slow.join()
+    assert client.get_model_version_by_alias("vit", "champion").version == 2
+
+
 def test_a_version_that_is_compared_first_moves_no_alias(logged):
     for number, top1 in enumerate([0.5, 0.6]):
         with begin(f"u{number}") as run:
-            run.model("folder", "vit", top1, moves_champion=number == 0)
+            run.model("folder", "vit", top1, "val", moves_champion=number == 0)
     aliases = open_client(tracking_uri()).get_registered_model("vit").aliases
     assert {name: int(version) for name, version in aliases.items()} == {"champion": 1}
 
 
 def test_a_model_is_logged_and_registered_once(logged):
     with begin() as run:
-        run.model("folder", "vit", 0.5)
+        run.model("folder", "vit", 0.5, "val")
         run.model("unregistered")
         assert run.flush(30) is None
         (run._spool.folder / "mark").unlink()

@@ -32,6 +32,7 @@ from vitray.runs.run_summary import (
     best_block,
     describe_run,
     end_block,
+    evaluated_identity,
     incident_block,
     run_datasets,
     start_block,
@@ -136,7 +137,10 @@ class RunLogger:
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
-            self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
+            scored_on = evaluated_identity(run.data, info.planned.dataset)
+            self._tracker.model(
+                model, run.tracking.register_as, result.val_top1, scored_on, moves_champion=moves_champion
+            )
             if run.tracking.register_as and (fault := log_registered_figures(self._tracker, model)):
                 self._log(messages.Note(fault))
             if scores := self._last_scores(result.step):

@@ -11,6 +11,7 @@ from typing import Any
 from vitray import storage
 from vitray.errors import OwnershipLost, one_line
 from vitray.runs.run_dir import RUN_META
+from vitray.runs.run_summary import evaluated_identity
 from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import SweepPlan
@@ -102,7 +103,9 @@ class SweepLogger:
 
             result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
             if result.model and registered:
-                self._tracker.model(result.model, register_as=registered, top1=result.val_top1)
+                assert self.plan.dataset is not None, "finished before its stages were ready"
+                scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.dataset)
+                self._tracker.model(result.model, registered, result.val_top1, scored_on)
                 if fault := log_registered_figures(self._tracker, result.model):
                     self._console.line(f"  {fault}")
             elif registered:

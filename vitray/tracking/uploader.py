@@ -255,9 +255,10 @@ class Uploader:
                 model_uri = log_model(run_id, body["folder"])
                 self._send_tags(run_id, {tag: model_uri})
             if body["register_as"] is not None:
-                version = register_model(self.client, model_uri, body["register_as"], body["top1"])
-                if body.get("moves_champion", True):  # records of earlier versions do
-                    move_champion(self.client, version, body["top1"])
+                names = body["register_as"], body["top1"], body["scored_on"]
+                version = register_model(self.client, model_uri, *names)
+                if body["moves_champion"] and (line := move_champion(self.client, version)):
+                    LOG.warning("tracking: %s", line)
 
     def _send_end(self, run_id: str, body: dict[str, Any]) -> None:
         run = self.client.get_run(run_id)
