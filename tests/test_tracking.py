@@ -29,6 +29,7 @@ from vitray import storage
 from vitray.errors import ConfigError, RunError, redact, redact_uri
 from vitray.tracking import liveness, mlflow_client, model_registry, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
+from vitray.tracking.lineage import FOLDER_TAG
 from vitray.tracking.mlflow_client import open_client, tracking_uri
 from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
@@ -600,6 +601,38 @@ def test_a_model_is_logged_and_registered_once(logged):
             second.send_next()
     assert logged == ["folder", "unregistered"]
     assert len(open_client(tracking_uri()).search_model_versions("name = 'vit'")) == 1
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complete):
+    """Killed within the upload of the model, or before the run's tag names the model."""
+
+    def log_model(run_id, folder):
+        client = open_client(tracking_uri())
+        experiment_id, tags = client.get_run(run_id).info.experiment_id, {FOLDER_TAG: folder}
+        model = client.create_logged_model(experiment_id, source_run_id=run_id, tags=tags)
+        is_killed = not killed
+        killed.append(True)
+        if is_complete or not is_killed:
+            client.finalize_logged_model(model.model_id, "READY")
+        if is_killed:
+            raise OSError("killed")
+        return model.model_uri
+
+    killed = []
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
+    with begin() as run:
+        run.model("folder", "vit", 0.5, "val")
+        run.model("other")
+        assert run.flush(30) is None
+    client = open_client(tracking_uri())
+    models = client.search_logged_models([the_run().info.experiment_id])
+    assert sorted((model.tags[FOLDER_TAG], model.status) for model in models) == [
+        ("folder", "READY"),
+        ("other", "READY"),
+    ]
+    [version] = client.search_model_versions("name = 'vit'")
+    assert version.source in [model.model_uri for model in models]
 
 
 def test_a_run_begins_while_mlflow_is_imported(monkeypatch):

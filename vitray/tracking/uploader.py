@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vitray.errors import ConfigError, one_line
-from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
+from vitray.tracking.lineage import FOLDER_TAG, log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
@@ -249,9 +249,14 @@ class Uploader:
         from vitray.tracking.model_flavour import log_model
 
         with tracking_env(self.uri):
-            tag = f"vitray.model.{body['id']}"
-            model_uri = self.client.get_run(run_id).data.tags.get(tag)
+            tag, run = f"vitray.model.{body['id']}", self.client.get_run(run_id)
+            model_uri = run.data.tags.get(tag)
             if model_uri is None:
+                filter_text = f"source_run_id = '{run_id}'"
+                for model in self.client.search_logged_models([run.info.experiment_id], filter_text):
+                    is_of_folder = model.tags.get(FOLDER_TAG) == body["folder"]
+                    if is_of_folder and model.model_uri not in run.data.tags.values():  # of an upload that was killed
+                        self.client.delete_logged_model(model.model_id)
                 model_uri = log_model(run_id, body["folder"])
                 self._send_tags(run_id, {tag: model_uri})
             if body["register_as"] is not None:
