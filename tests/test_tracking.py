@@ -120,8 +120,8 @@ def server(address) -> Server:
     return address
 
 
-def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None):
-    run = TrackedRun(uid, name, EXPERIMENT, parent)
+def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None, starts=1):
+    run = TrackedRun(uid, name, EXPERIMENT, parent, starts)
     return Tracker(run, params or {"optim.lr": 1e-3}, tags or {}, description)
 
 
@@ -300,12 +300,38 @@ def test_a_resumed_run_continues_and_repeats_no_step(spool_remains):
     assert second.data.tags["vitray.changed"] == "optim.lr: 1 -> 2"
 
 
+def test_a_clock_that_is_set_back_leaves_the_end_of_the_resumed_run(monkeypatch):
+    monkeypatch.setattr(tracker, "now", lambda: now() + 3_600_000)
+    with suppress(KeyboardInterrupt), begin():
+        raise KeyboardInterrupt
+    assert the_run().info.status == "KILLED"
+    monkeypatch.setattr(tracker, "now", now)
+    with begin(starts=2, tags={"vitray.node": "other"}):
+        pass
+    run = the_run()
+    assert (run.info.status, run.data.tags["vitray.reason"], run.data.tags["vitray.node"]) == ("FINISHED", "", "other")
+
+
+def test_a_clock_that_is_set_back_delays_no_child_of_a_run(monkeypatch):
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", dict.fromkeys(tracker.END_TIMEOUTS, (0.0, 0.0)))
+    store = tracking_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with begin("parent"):
+        monkeypatch.setattr(tracker, "now", lambda: now() - 3_600_000)
+        with begin("child", parent="parent"):
+            pass
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    _wait_until_released()
+    assert [(each.uid, each.state) for each in flush_all(store)] == [("parent", "complete"), ("child", "complete")]
+
+
 def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
     spool = Spool(spool_dir() / "u1")
     head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {}, "description": ""}
-    spool.append({**head, "time": now() - 1000, "tags": {}})
+    clock_ahead = now() + 3_600_000
+    spool.append({**head, "starts": 1, "time": clock_ahead, "tags": {}})
     for step in range(3):
         spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
     uploader = Uploader(spool, tracking_uri())
@@ -316,7 +342,7 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
     spool.append({"kind": "end", "time": now(), "status": "KILLED", "reason": "stopped"})
     spool.close()
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "there"))
-    with begin() as run:
+    with begin(starts=2) as run:
         for step in range(5, 8):
             run.metrics(step, {"loss": -step})
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
@@ -334,7 +360,7 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
 
 def test_uploading_again_from_any_record_changes_nothing(tmp_path):
     spool = Spool(spool_dir() / "u1")
-    head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {"a": "1"}}
+    head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {"a": "1"}, "starts": 1}
     spool.append({**head, "time": now(), "tags": {"t": "1"}, "description": "text"})
     for step in range(4):
         spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})

@@ -86,7 +86,7 @@ class RunLogger:
         parent = info.hook.parent_uid if info.hook else None
         params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()}
         tracker = Tracker(
-            TrackedRun(info.uid, info.name, run.tracking.experiment, parent),
+            TrackedRun(info.uid, info.name, run.tracking.experiment, parent, info.starts),
             params,
             tags | system_info.facts(),
             describe_run(run, plan, info.placement),

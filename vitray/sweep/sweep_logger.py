@@ -56,7 +56,7 @@ class SweepLogger:
             import_mlflow()  # before Optuna, which imports some of the same modules
         space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
         self._tracker = Tracker(
-            TrackedRun(info.uid, info.name, base.tracking.experiment),
+            TrackedRun(info.uid, info.name, base.tracking.experiment, starts=info.starts),
             params=base.dotted() | space_params,
             tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | system_info.facts(),
             description=self._description([]),

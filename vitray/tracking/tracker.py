@@ -42,6 +42,8 @@ class TrackedRun(NamedTuple):
     name: str
     experiment: str
     parent: str | None = None
+    starts: int = 1
+    """How many times the run was started, this time included: the latest start decides its status and tags."""
 
 
 class Tracker:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("vitray.tracking")
 
-BEGIN_TAG = "vitray.begun"
+STARTS_TAG = "vitray.starts"
 REASON_TAG = "vitray.reason"
 PARENT_TAG = "mlflow.parentRunId"
 # MLflow's pages of model training, rather than of language models.
@@ -39,8 +39,8 @@ class Uploader:
         self.experiment_id: str | None = None
         self.run_id: str | None = None
         self._sent = 0
-        self._begin_time = 0
-        # Whether another process has continued the run after this spool was written.
+        self._starts = 0
+        # Whether another process has continued the run after this spool was written: not by the clocks of two machines.
         self._is_stale = False
         self._one_by_one_until = 0
         # Metrics that the run had when it was opened, and the steps of each metric that was sent or looked up since.
@@ -113,7 +113,7 @@ class Uploader:
         # A new run, as in another store, receives all records.
         self._sent = cursor.sent if cursor and cursor.run_id == run.info.run_id else 0
         begin = self.spool.state(self._sent).begin
-        self._begin_time = begin["time"] if begin else 0
+        self._starts = begin["starts"] if begin else 0
         self._read_state(run)
         self.run_id = run.info.run_id
         return run.info.run_id
@@ -126,13 +126,13 @@ class Uploader:
     def _delete_duplicates(self, uid: str) -> None:
         """Delete empty runs of the same uid, created by requests that had timed out here."""
         for run in self._find_runs(uid):
-            has_records = run.data.metrics or run.data.params or BEGIN_TAG in run.data.tags
+            has_records = run.data.metrics or run.data.params or STARTS_TAG in run.data.tags
             if run.info.run_id != self.run_id and not has_records:
                 self.client.delete_run(run.info.run_id)
 
     def _read_state(self, run: "Run") -> None:
         self._logged_before, self._steps = set(run.data.metrics), {}
-        self._is_stale = self._begin_time < int(run.data.tags.get(BEGIN_TAG, 0))
+        self._is_stale = self._starts < int(run.data.tags.get(STARTS_TAG, 0))
 
     def _find_experiment(self, name: str) -> str:
         experiment = self.client.get_experiment_by_name(name)
@@ -217,7 +217,7 @@ class Uploader:
         from mlflow.entities import Param
 
         run = self.client.get_run(run_id)
-        self._begin_time = body["time"]
+        self._starts = body["starts"]
         self._read_state(run)
         params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in body["params"].items()]
         missing = [param for param in params if param.key not in run.data.params]
@@ -233,7 +233,7 @@ class Uploader:
         tags = (
             body["tags"]
             | self._missing_parent_tag(run)
-            | {BEGIN_TAG: str(body["time"]), "mlflow.note.content": body["description"]}
+            | {STARTS_TAG: str(body["starts"]), "mlflow.note.content": body["description"]}
         )
         self._send_tags(run_id, tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
         if run.info.status != "RUNNING":
