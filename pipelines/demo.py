@@ -8,7 +8,7 @@ from pipelines.__main__ import run_verb
 from vitray import storage
 from vitray.data.shards.manifest import MANIFEST
 
-DATA, IMAGES = "data/demo", 6000
+DATA, IMAGES, REGISTER = "data/demo", 6000, "tracking.register_as=demo"
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -29,7 +29,8 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.images is not None or not storage.exists(storage.join(DATA, MANIFEST)):
         shard.main(["demo", DATA, f"images={options.images or IMAGES}", "image_size=64", "workers=2"])
     name = ["--name", options.name] if options.name else []
-    result = train.main(["demo", f"data.url={DATA}", *options.settings, *name])
+    register = [] if any(each.startswith("tracking.register_as=") for each in options.settings) else [REGISTER]
+    result = train.main(["demo", f"data.url={DATA}", *register, *options.settings, *name])
     print(
         "try next:\n"
         "  vitray ui                                            the run in MLflow: curves, pictures, the network\n"

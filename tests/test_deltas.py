@@ -434,9 +434,9 @@ def logged(store, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     run_id = new_run(store)
     whole = log_model(run_id, save(folder / "base", fresh(), classes=list("abcde")))
-    move_champion(store, register_model(store, whole, "vit", 0.5), 0.5)
+    move_champion(store, register_model(store, whole, "vit", 0.5, "val"))
     delta = log_model(new_run(store), save(folder / "d", tuned(fresh()), "models:/vit@champion", list("abcde")))
-    register_model(store, delta, "vit", 0.25)
+    register_model(store, delta, "vit", 0.25, "val")
     return {"run": run_id, "whole": whole, "delta": delta}
 
 
@@ -492,7 +492,7 @@ def test_the_version_of_a_delta_links_to_the_run_of_its_base(store, tmp_path, fo
     base = save(tmp_path / folder / "model", fresh())
     run_id, name = new_run(store), folder[0]
     store.set_tag(run_id, "vitray.home", str(tmp_path / folder))
-    register_model(store, log_model(new_run(store), save(tmp_path / "d", tuned(fresh()), base)), name, None)
+    register_model(store, log_model(new_run(store), save(tmp_path / "d", tuned(fresh()), base)), name, None, None)
     description = store.get_model_version(name, "1").description
     store.delete_registered_model(name)  # another test lists the registered models
     experiment = store.get_run(run_id).info.experiment_id

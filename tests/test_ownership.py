@@ -41,7 +41,7 @@ def open_run():
     try:
         with own_folder(folder, "first"):
             plan = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
-            os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', Run(), plan, None)}\\n".encode())
+            os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', Run(), plan, None)[0]}\\n".encode())
             os.read(ends[0], 1)
     except Exception as error:  # without a line, the parent would wait for ever
         os.write(results[1], f"{'refused' if isinstance(error, ValueError) else 'failed'} {error}\\n".encode())
@@ -121,7 +121,7 @@ def test_of_twenty_processes_at_once_one_opens_a_run(place):
     assert [line for line in refused if not all(text in line for text in wanted)] == []
     assert json.loads(storage.read_bytes(storage.join(place, RUN_META)))["uid"] == uid
     with own_folder(place, "first"):  # the owner has ended normally
-        assert open_run_dir(place, "first", Run(), PLAN, None) == uid
+        assert open_run_dir(place, "first", Run(), PLAN, None) == (uid, 2)
 
 
 def test_a_folder_in_use_is_refused_whatever_the_home(place, owner):

@@ -111,6 +111,10 @@ def tags(version):
     return open_client(tracking_uri()).get_model_version("vit", version).tags
 
 
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def verb(capsys, *args):
     """The result of a command that succeeds."""
     assert main(["promote", *args, "--workers", "1", "--json"]) == 0
@@ -166,10 +170,22 @@ def test_the_first_version_gets_the_alias_without_a_comparison(networks, place, 
     assert tags("1")[PROMOTION_TAG] == result["sentence"]
     again = verb(capsys, "models:/vit/1")
     assert (again["promoted"], again["sentence"]) == (
-        False,
-        "version 1 of vit does not become champion: it has the alias already",
+        True,
+        "version 1 of vit is now champion: it had the alias already",
     )
     assert tags("1")[PROMOTION_TAG] == result["sentence"]
+
+
+def test_the_repeat_of_a_command_that_was_killed_after_its_move_reports_the_promotion(networks, place, monkeypatch):
+    register(networks / "bad", "champion")
+    register(networks / "good")
+    request = PromotionRequest("vit/2", "data", workers=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(promotion, "tag_promotion", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            promote(request)
+    repeated = promote(request)
+    assert (repeated.promoted, repeated.holder, holder_of("vit", "champion")) == (True, "2", "2")
 
 
 def test_a_surely_better_version_gets_the_alias(networks, place, pages, capsys):

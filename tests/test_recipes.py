@@ -132,6 +132,11 @@ def test_a_header_has_a_command_that_names_the_recipe(path):
 
 
 @each_recipe
+def test_a_recipe_registers_no_model_as_its_images_may_be_replaced(path):
+    assert loaded(path).tracking.register_as is None
+
+
+@each_recipe
 def test_a_recipe_states_whether_it_compiles(path):
     assert "compile" in loaded(path).compute.model_fields_set
 

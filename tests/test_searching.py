@@ -153,12 +153,13 @@ def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
 def test_a_sweep_resumes_after_an_upgrade_that_brings_a_setting(tmp_path, base):
     (tmp_path / "space.yaml").write_text(GRID)
     space, home = read_space(tmp_path / "space.yaml"), str(tmp_path / "home")
-    started = driver.open_sweep(home, "rates", base, space)
+    uid, starts, began = driver.open_sweep(home, "rates", base, space)
     meta = storage.read_json(f"{home}/sweep.json")
     settings = parse_yaml(meta["base"], "")[0]
     del settings["optim"]["lr"]  # as of a version without it
     storage.write_bytes(f"{home}/sweep.json", json.dumps(meta | {"base": dump_yaml(settings)}).encode())
-    assert driver.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space) == started
+    resumed = driver.open_sweep(home, "rates", base.replace({"compute.max_failures": 7}), space)
+    assert (starts, resumed) == (1, (uid, 2, began))
     with pytest.raises(ConfigError, match="rates: a sweep of this name differs in seed: 0 -> 7; choose another"):
         driver.open_sweep(home, "rates", base.replace({"seed": 7}), space)
 
@@ -466,11 +467,12 @@ def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, bas
     logger._console, logger._on_imagenet, logger.store = MagicMock(), False, store
     recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
     logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
-    logger.plan, logger._kill_children = SimpleNamespace(trials=4), MagicMock()
+    dataset = SimpleNamespace(part_identity=lambda *part: f"hash of {part}")
+    logger.plan, logger._kill_children = SimpleNamespace(trials=4, dataset=dataset), MagicMock()
     logger.report = lambda: [logger._trial_result(name) for name in store.entries]
     outcome = logger.finish()
     assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
-    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", register_as="vit", top1=None)
+    logger._tracker.model.assert_called_once_with("home/lr=0.01/model", "vit", None, "hash of ('val',)")
     store.close()
 
 

@@ -123,7 +123,7 @@ def registry(folder) -> Iterator[MlflowClient]:
         experiment = client.create_experiment("serve", artifact_location=str(folder / "artifacts"))
         for number in (1, 2):
             run = client.create_run(experiment).info.run_id
-            register_model(client, log_model(run, str(folder / f"v{number}")), "birds", None)
+            register_model(client, log_model(run, str(folder / f"v{number}")), "birds", None, None)
         client.set_registered_model_alias("birds", "champion", "1")
         yield client
         mlflow.set_tracking_uri(None)

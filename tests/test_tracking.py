@@ -28,9 +28,11 @@ from pipelines import track, ui
 from vitray import storage
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
 from vitray.system import processes
-from vitray.tracking import mlflow_client, system_info, tracker, ui_server
+from vitray.tracking import mlflow_client, model_registry, system_info, tracker, ui_server
 from vitray.tracking.flush import close_dead_runs, flush_all
+from vitray.tracking.lineage import FOLDER_TAG
 from vitray.tracking.mlflow_client import open_client, tracking_uri
+from vitray.tracking.model_registry import PROMOTION_TAG
 from vitray.tracking.spool import Spool, now, spool_dir
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.tracking.uploader import Uploader
@@ -119,8 +121,8 @@ def server(address) -> Server:
     return address
 
 
-def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None):
-    run = TrackedRun(uid, name, EXPERIMENT, parent)
+def begin(uid="u1", name="run", params=None, tags=None, description="# a run", parent=None, starts=1):
+    run = TrackedRun(uid, name, EXPERIMENT, parent, starts)
     return Tracker(run, params or {"optim.lr": 1e-3}, tags or {}, description)
 
 
@@ -328,12 +330,38 @@ def test_a_resumed_run_continues_and_repeats_no_step(spool_remains):
     assert second.data.tags["vitray.changed"] == "optim.lr: 1 -> 2"
 
 
+def test_a_clock_that_is_set_back_leaves_the_end_of_the_resumed_run(monkeypatch):
+    monkeypatch.setattr(tracker, "now", lambda: now() + 3_600_000)
+    with suppress(KeyboardInterrupt), begin():
+        raise KeyboardInterrupt
+    assert the_run().info.status == "KILLED"
+    monkeypatch.setattr(tracker, "now", now)
+    with begin(starts=2, tags={"vitray.node": "other"}):
+        pass
+    run = the_run()
+    assert (run.info.status, run.data.tags["vitray.reason"], run.data.tags["vitray.node"]) == ("FINISHED", "", "other")
+
+
+def test_a_clock_that_is_set_back_delays_no_child_of_a_run(monkeypatch):
+    monkeypatch.setattr(tracker, "END_TIMEOUTS", dict.fromkeys(tracker.END_TIMEOUTS, (0.0, 0.0)))
+    store = tracking_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with begin("parent"):
+        monkeypatch.setattr(tracker, "now", lambda: now() - 3_600_000)
+        with begin("child", parent="parent"):
+            pass
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    _wait_until_released()
+    assert [(each.uid, each.state) for each in flush_all(store)] == [("parent", "complete"), ("child", "complete")]
+
+
 def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlruns.db")
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
     spool = Spool(spool_dir() / "u1")
     head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {}, "description": ""}
-    spool.append({**head, "time": now() - 1000, "tags": {}})
+    clock_ahead = now() + 3_600_000
+    spool.append({**head, "starts": 1, "time": clock_ahead, "tags": {}})
     for step in range(3):
         spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
     uploader = Uploader(spool, tracking_uri())
@@ -344,7 +372,7 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
     spool.append({"kind": "end", "time": now(), "status": "KILLED", "reason": "stopped"})
     spool.close()
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "there"))
-    with begin() as run:
+    with begin(starts=2) as run:
         for step in range(5, 8):
             run.metrics(step, {"loss": -step})
     monkeypatch.setenv("VITRAY_HOME", str(tmp_path / "here"))
@@ -362,7 +390,7 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
 
 def test_uploading_again_from_any_record_changes_nothing(tmp_path):
     spool = Spool(spool_dir() / "u1")
-    head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {"a": "1"}}
+    head = {"kind": "begin", "uid": "u1", "name": "run", "experiment": EXPERIMENT, "params": {"a": "1"}, "starts": 1}
     spool.append({**head, "time": now(), "tags": {"t": "1"}, "description": "text"})
     for step in range(4):
         spool.append({"kind": "metrics", "time": 5, "step": step, "values": {"loss": step}})
@@ -542,30 +570,84 @@ def test_the_champion_moves_only_for_a_better_top1(logged):
     champions = []
     for number, top1 in enumerate([None, 0.5, 0.4, 0.5, 0.6, None]):
         with begin(f"u{number}") as run:
-            run.model(f"folder{number}", "vit", top1)
+            run.model(f"folder{number}", "vit", top1, top1 and "val")
         client = open_client(tracking_uri())
         aliases = client.get_registered_model("vit").aliases
         champions.append(int(aliases.get("champion", 0)))
     assert champions == [0, 2, 2, 2, 5, 5]
     champion = client.get_model_version_by_alias("vit", "champion")
     # Stored names: with others, a model of an earlier version would be logged and registered twice.
-    assert champion.tags == {"val/top1": "0.6", "vitray.model": champion.source}
+    assert champion.tags == {"val/top1": "0.6", "vitray.scored_on": "val", "vitray.model": champion.source}
     assert [key for key in client.get_run(champion.run_id).data.tags if key.startswith("vitray.model.")]
     assert logged == [f"folder{number}" for number in range(6)]
     assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
+def test_a_champion_of_other_images_or_classes_stays_and_a_line_says_so(logged, caplog):
+    for number, (top1, scored_on) in enumerate(
+        [(0.95, "shapes"), (0.97, "clothes"), (0.96, "shapes"), (0.9, "clothes")]
+    ):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", top1, scored_on)
+    client = open_client(tracking_uri())
+    assert client.get_model_version_by_alias("vit", "champion").version == 3
+    [other, worse] = [record.getMessage() for record in caplog.records if "champion" in record.getMessage()]
+    for version, champion, line in ((2, 1, other), (4, 3, worse)):
+        assert (
+            f"version {version} of vit does not become champion: version {champion}, which has the alias, was" in line
+        )
+        assert f"`vitray promote vit/{version}` compares the two on one dataset" in line
+        assert client.get_model_version("vit", str(version)).tags[PROMOTION_TAG] in line
+
+
+def test_a_champion_of_unknown_images_stays(logged):
+    for number, scored_on in enumerate(["shapes", "shapes"]):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", 0.5 + number / 10, scored_on, moves_champion=False)
+    client = open_client(tracking_uri())
+    foreign = client.create_model_version("vit", "a/folder")
+    client.set_registered_model_alias("vit", "champion", foreign.version)
+    with begin("u2") as run:
+        run.model("folder2", "vit", 0.9, "shapes")
+    assert client.get_model_version_by_alias("vit", "champion").version == foreign.version
+
+
+def test_the_best_of_two_runs_that_end_at_once_is_the_champion(logged, monkeypatch):
+    """The second run reads the champion before the first has moved the alias, and moves it a moment later."""
+    for number, top1 in enumerate([0.5, 0.7, 0.6]):
+        with begin(f"u{number}") as run:
+            run.model(f"folder{number}", "vit", top1, "val", moves_champion=number == 0)
+    client = open_client(tracking_uri())
+    versions = [client.get_model_version("vit", number) for number in ("2", "3")]
+    version_with, has_read = model_registry._version_with, threading.Event()
+
+    def read_slowly(*args):
+        champion = version_with(*args)
+        if not has_read.is_set():
+            has_read.set()
+            time.sleep(0.3)
+        return champion
+
+    monkeypatch.setattr(model_registry, "_version_with", read_slowly)
+    slow = threading.Thread(target=model_registry.move_champion, args=(client, versions[1]))
+    slow.start()
+    assert has_read.wait(10)
+    model_registry.move_champion(open_client(tracking_uri()), versions[0])
+    slow.join()
+    assert client.get_model_version_by_alias("vit", "champion").version == 2
+
+
 def test_a_version_that_is_compared_first_moves_no_alias(logged):
     for number, top1 in enumerate([0.5, 0.6]):
         with begin(f"u{number}") as run:
-            run.model("folder", "vit", top1, moves_champion=number == 0)
+            run.model("folder", "vit", top1, "val", moves_champion=number == 0)
     aliases = open_client(tracking_uri()).get_registered_model("vit").aliases
     assert {name: int(version) for name, version in aliases.items()} == {"champion": 1}
 
 
 def test_a_model_is_logged_and_registered_once(logged):
     with begin() as run:
-        run.model("folder", "vit", 0.5)
+        run.model("folder", "vit", 0.5, "val")
         run.model("unregistered")
         assert run.flush(30) is None
         (run._spool.folder / "mark").unlink()
@@ -575,6 +657,38 @@ def test_a_model_is_logged_and_registered_once(logged):
             second.send_next()
     assert logged == ["folder", "unregistered"]
     assert len(open_client(tracking_uri()).search_model_versions("name = 'vit'")) == 1
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complete):
+    """Killed within the upload of the model, or before the run's tag names the model."""
+
+    def log_model(run_id, folder):
+        client = open_client(tracking_uri())
+        experiment_id, tags = client.get_run(run_id).info.experiment_id, {FOLDER_TAG: folder}
+        model = client.create_logged_model(experiment_id, source_run_id=run_id, tags=tags)
+        is_killed = not killed
+        killed.append(True)
+        if is_complete or not is_killed:
+            client.finalize_logged_model(model.model_id, "READY")
+        if is_killed:
+            raise OSError("killed")
+        return model.model_uri
+
+    killed = []
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
+    with begin() as run:
+        run.model("folder", "vit", 0.5, "val")
+        run.model("other")
+        assert run.flush(30) is None
+    client = open_client(tracking_uri())
+    models = client.search_logged_models([the_run().info.experiment_id])
+    assert sorted((model.tags[FOLDER_TAG], model.status) for model in models) == [
+        ("folder", "READY"),
+        ("other", "READY"),
+    ]
+    [version] = client.search_model_versions("name = 'vit'")
+    assert version.source in [model.model_uri for model in models]
 
 
 def test_a_run_begins_while_mlflow_is_imported(monkeypatch):

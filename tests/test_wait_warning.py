@@ -87,5 +87,5 @@ def test_a_run_says_where_it_augments_and_who_chose_it(on, use_gpu, text, tmp_pa
     changes |= {"model.name": "vit_u1x1_8", "model.image_size": 16, "model.num_classes": 10, "optim.batch": 8}
     run = load_run().replace(changes | {"optim.duration": "4 steps", "optim.warmup": "0 steps"})
     placement = Placement((1, 1), use_gpu, 1.0, 1)
-    info = RunInfo("first", str(tmp_path), "uid", "owner", make_plan(run), placement, 0.0, None, None)
+    info = RunInfo("first", str(tmp_path), "uid", 1, "owner", make_plan(run), placement, 0.0, None, None)
     assert start_block(info)["augment"] == f"random_resized crop, policy three_augment, {text}"

@@ -119,7 +119,10 @@ METRICS = {
     "cost/teacher_flops": ("=", "operations of the teacher, part of `cost/flops`"),
     "cost/step_ms": ("=", "milliseconds of a step, from the median speed"),
     "cost/mfu": ("=", "share of the device's peak operations, for known GPUs"),
-    "cost/{name}": ("`cost/NAME`", "measured at the end: {costs}"),
+    "cost/{name}": (
+        "`cost/NAME`",
+        "measured at the end: {costs}; the latency is the fastest forward pass of one image; on a CPU, of one thread",
+    ),
     "model/bytes": ("=", "bytes of the weights in the model folder"),
     "model/share": ("=", "share of the network's bytes in the model folder: 1 for a whole model, less for a delta"),
     "start/{stage.replace(' ', '_')}_seconds": (

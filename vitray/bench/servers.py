@@ -144,7 +144,7 @@ def log_networks(folder: Path, deltas: int) -> list[str]:
     for number in range(2):
         run_id = client.create_run(experiment).info.run_id
         models.append(log_model(run_id, str(folder / f"t{number % deltas}")))
-        register_model(client, models[-1], "bench", None)
+        register_model(client, models[-1], "bench", None, None)
     client.set_registered_model_alias("bench", "champion", "1")
     return models
 

@@ -45,7 +45,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     check_storage(run_dir)
     with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
         tokenizer = planned.tokenizer and planned.tokenizer.tokenizer
-        uid = open_run_dir(run_dir, name, planned.run, planned.plan, fork, tokenizer)
+        uid, starts = open_run_dir(run_dir, name, planned.run, planned.plan, fork, tokenizer)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
             return outcome
@@ -58,7 +58,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
 
             await_nodes(planned.run)
             placement = place_workers(planned.run, hook.concurrent_trials if hook else 1, hook is None or hook.has_cpus)
-            info = RunInfo(name, run_dir, uid, ownership.id, planned, placement, called, fork, hook)
+            info = RunInfo(name, run_dir, uid, starts, ownership.id, planned, placement, called, fork, hook)
             outcome = _train(info, shutdown, source)
             return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
 

@@ -109,6 +109,8 @@ class RunInfo(NamedTuple):
     name: str
     run_dir: str
     uid: str
+    starts: int
+    """How many times the run was started, this time included."""
     owner: str
     """The id of this process as the owner of the folder."""
     planned: PlannedRun

@@ -41,7 +41,7 @@ class PromotionRequest(NamedTuple):
 
 
 class Promotion(NamedTuple):
-    """A version, and whether it has been given the alias."""
+    """A version, and whether it has the alias."""
 
     name: str
     version: str
@@ -49,6 +49,7 @@ class Promotion(NamedTuple):
     holder: str | None
     """The version that had the alias before; None if none had."""
     promoted: bool
+    """Whether the version now has the alias."""
     reason: str
     pair: "PairResult | None"
     """The version against the holder; None if they were not compared."""
@@ -95,10 +96,11 @@ def promote(request: PromotionRequest) -> Promotion:
     for _ in range(ATTEMPTS):
         holder = holder_of(candidate.name, alias)
         promotion = _compare(candidate, holder, request._replace(alias=alias, when=when))
+        if holder == candidate.version:  # it keeps the note of its own promotion
+            return promotion
         if not promotion.promoted or move_alias(candidate.name, alias, candidate.version, holder):
-            if holder != candidate.version:  # the holder keeps the note of its own promotion
-                with suppress(ConfigError):  # the result stands without its note
-                    tag_promotion(candidate.name, candidate.version, promotion.sentence())
+            with suppress(ConfigError):  # the result stands without its note
+                tag_promotion(candidate.name, candidate.version, promotion.sentence())
             return promotion
     raise RunError(f"{candidate.name}@{alias}: its version changed {ATTEMPTS} times during the comparison; try again")
 
@@ -162,7 +164,7 @@ def _compare(candidate: _Candidate, holder: str | None, request: PromotionReques
     if holder is None:
         return result
     if holder == candidate.version:
-        return result._replace(promoted=False, reason="it has the alias already")
+        return result._replace(reason="it had the alias already")  # of an earlier command, perhaps a killed one
     from vitray.evaluation.report.driver import Request, evaluate  # torch takes a second
 
     data, split = request.data or candidate.run.data.url, request.split or candidate.run.data.val or "val"

@@ -60,10 +60,10 @@ def finished_outcome(run_dir: str) -> Outcome | None:
 
 def open_run_dir(
     run_dir: str, name: str, run: Run, plan: Plan, fork: str | None, tokenizer: "VisualTokenizer | None" = None
-) -> str:
-    """Return the uid of the run in a folder that this process owns: the interrupted run's, or a new one.
+) -> tuple[str, int]:
+    """Return the uid of the run in a folder that this process owns, and how many times it was started, with this one.
 
-    A fork with objective beit needs its `tokenizer`.
+    The uid is the interrupted run's, or a new one. A fork with objective beit needs its `tokenizer`.
     """
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
@@ -72,17 +72,19 @@ def open_run_dir(
             raise ConfigError(f"--fork: got {fork}, wanted another --name: {name} exists and started from {before}")
         _check_same(run_dir, name, run, plan, meta)
         storage.abort_uploads(run_dir)  # left by a killed writer
-        return meta["uid"]
+        meta["starts"] += 1
+        storage.write_bytes(path, json.dumps(meta).encode())
+        return meta["uid"], meta["starts"]
     if fork and isinstance(run.task, Finetune):
         raise ConfigError("--fork: task finetune starts from task.weights; wanted one of the two")
     if fork:
         _check_fork(_source(run_dir, name, fork), run, tokenizer)
     uid = uuid.uuid4().hex
-    meta = {"uid": uid, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
+    meta = {"uid": uid, "starts": 1, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
     meta |= {"weights_identity": plan.weights_identity, "teacher_identity": plan.teacher_identity}
     storage.write_bytes(storage.join(run_dir, SETTINGS), run.to_yaml().encode())
     storage.write_bytes(path, json.dumps(meta).encode())
-    return uid
+    return uid, 1
 
 
 def fork_source(run_dir: str) -> str | None:

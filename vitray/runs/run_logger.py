@@ -31,6 +31,7 @@ from vitray.runs.run_summary import (
     best_block,
     describe_run,
     end_block,
+    evaluated_identity,
     incident_block,
     run_datasets,
     start_block,
@@ -84,7 +85,7 @@ class RunLogger:
         parent = info.hook.parent_uid if info.hook else None
         params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()}
         tracker = Tracker(
-            TrackedRun(info.uid, info.name, run.tracking.experiment, parent),
+            TrackedRun(info.uid, info.name, run.tracking.experiment, parent, info.starts),
             params,
             tags | system_info.facts(),
             describe_run(run, plan, info.placement),
@@ -135,7 +136,10 @@ class RunLogger:
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
-            self._tracker.model(model, run.tracking.register_as, result.val_top1, moves_champion=moves_champion)
+            scored_on = evaluated_identity(run.data, info.planned.dataset)
+            self._tracker.model(
+                model, run.tracking.register_as, result.val_top1, scored_on, moves_champion=moves_champion
+            )
             if run.tracking.register_as and (fault := log_registered_figures(self._tracker, model)):
                 self._log(messages.Note(fault))
             if scores := self._last_scores(result.step):

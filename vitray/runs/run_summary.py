@@ -8,7 +8,8 @@ from typing import assert_never
 from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Finetune, SupervisedSettings
+from vitray.config.training import Data, Finetune, SupervisedSettings
+from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
 from vitray.evaluation.few_shot import shots_within
@@ -81,11 +82,17 @@ def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
     digest = dataset.part_identity(data.train, *part)
     label = f"{name}/{data.train}" + (f", without {data.development:.0%}" if part else "")
     inputs = [TrackedDataset(label, digest, url, "training", plan.images, classes)]
-    if data.evaluated:
-        digest = dataset.part_identity(data.evaluated, *([f"{data.development:g}"] if part else []))
+    if digest := evaluated_identity(data, dataset):
         label = f"{name}/{data.evaluated}" + (f", {data.development:.0%}" if part else "")
         inputs.append(TrackedDataset(label, digest, url, "validation", plan.val_images, classes))
     return inputs
+
+
+def evaluated_identity(data: Data, dataset: Dataset) -> str | None:
+    """Return a hash of the images that a run evaluates, with their labels and classes; None without any."""
+    if data.evaluated is None:
+        return None
+    return dataset.part_identity(data.evaluated, *([f"{data.development:g}"] if data.development else []))
 
 
 def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:

@@ -60,13 +60,13 @@ def sweep(
         for stage in stages:
             sweep(stage.recipe, stage.space, storage.join(name, STAGES_DIR, stage.name), out, command)
         plan = plan_sweep(base, space, cluster_nodes(), sweep_dir)
-        uid, began = open_sweep(sweep_dir, name, base, space)
+        uid, starts, began = open_sweep(sweep_dir, name, base, space)
         print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
         from vitray.sweep.sweep_logger import SweepLogger  # imports torch, MLflow and Tune, which takes seconds
         from vitray.sweep.trial_store import TrialStore
 
         store = TrialStore(sweep_dir, plan.base, plan.points, space.learns, ownership.id)
-        with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, began)) as logger:
+        with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, starts, began)) as logger:
             if any(not record.is_over for record in store.records().values()) or len(store.entries) < plan.trials:
                 _tune(plan, store, logger.info, ownership)
             return logger.finish()
@@ -87,21 +87,24 @@ def retry_failed(space: Space, name: str, out: str) -> None:
             print(f"  {each}: {', '.join(failed) or 'no trial'} to be tried again", file=sys.stderr, flush=True)
 
 
-def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, float]:
-    """Return the uid and the first start of the sweep in a folder: those of an interrupted one, or new ones.
+def open_sweep(sweep_dir: str, name: str, base: Run, space: Space) -> tuple[str, int, float]:
+    """Return the uid of the sweep in a folder, the number of its starts with this one, and the time of the first.
 
     This process has to own the folder.
     """
     path = storage.join(sweep_dir, SWEEP_META)
+    meta: dict[str, Any]
     if storage.exists(path):
         meta = json.loads(storage.read_bytes(path))
         if changes := difference(_run_from(meta["base"]), base):
             raise ConfigError(f"{name}: a sweep of this name differs in {'; '.join(changes)}; choose another --name")
         # The space may have grown or shrunk: the trial store compares the settings of each trial.
-        return meta["uid"], meta["began"]
-    meta = {"base": base.to_yaml(), "space": space.to_yaml(), "uid": uuid.uuid4().hex, "began": time.time()}
+        meta["starts"] += 1
+    else:
+        meta = {"base": base.to_yaml(), "space": space.to_yaml(), "uid": uuid.uuid4().hex}
+        meta |= {"starts": 1, "began": time.time()}
     storage.write_bytes(path, json.dumps(meta).encode())
-    return meta["uid"], meta["began"]
+    return meta["uid"], meta["starts"], meta["began"]
 
 
 def _run_from(text: str) -> Run:

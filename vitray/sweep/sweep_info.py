@@ -15,6 +15,8 @@ class SweepInfo(NamedTuple):
     command: str
     """The command line that repeats or resumes the sweep."""
     uid: str
+    starts: int
+    """How many times the sweep was started, this time included."""
     began: float
     """The first start, in seconds since 1970."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from vitray import storage
 from vitray.errors import OwnershipLost, one_line
 from vitray.runs.run_dir import RUN_META
+from vitray.runs.run_summary import evaluated_identity
 from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.plan import SweepPlan
@@ -55,7 +56,7 @@ class SweepLogger:
             import_mlflow()  # before Optuna, which imports some of the same modules
         space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
         self._tracker = Tracker(
-            TrackedRun(info.uid, info.name, base.tracking.experiment),
+            TrackedRun(info.uid, info.name, base.tracking.experiment, starts=info.starts),
             params=base.dotted() | space_params,
             tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | system_info.facts(),
             description=self._description([]),
@@ -102,7 +103,9 @@ class SweepLogger:
 
             result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
             if result.model and registered:
-                self._tracker.model(result.model, register_as=registered, top1=result.val_top1)
+                assert self.plan.dataset is not None, "finished before its stages were ready"
+                scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.dataset)
+                self._tracker.model(result.model, registered, result.val_top1, scored_on)
                 if fault := log_registered_figures(self._tracker, result.model):
                     self._console.line(f"  {fault}")
             elif registered:
@@ -212,9 +215,6 @@ class SweepLogger:
             run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
             paper=paper_result(run) if self._on_imagenet else None,
             latency_ms=result.latency_ms,
-            latency_ms_q25=result.latency_ms_q25,
-            latency_ms_q75=result.latency_ms_q75,
-            latency_passes=result.latency_passes,
             peak_memory_bytes=result.peak_memory_bytes,
         )
 

@@ -62,9 +62,6 @@ class TrialOutcome(NamedTuple):
     """{metric: (step, value) pairs}."""
     device_seconds: float | None = None
     latency_ms: float | None = None
-    latency_ms_q25: float | None = None
-    latency_ms_q75: float | None = None
-    latency_passes: float | None = None
     peak_memory_bytes: float | None = None
 
 

@@ -46,16 +46,17 @@ def close_dead_runs(experiment: str, uri: str) -> None:
 
 
 def _spool_folders() -> list[Path]:
-    """Return all spools, the oldest first: a parent run has to exist before its children."""
-    return sorted((path.parent for path in spool_dir().glob(f"*/{RECORDS}")), key=_begin_time)
+    """Return all spools, parents first, as a parent run has to exist before its children, then the oldest first."""
+    return sorted((path.parent for path in spool_dir().glob(f"*/{RECORDS}")), key=_order)
 
 
-def _begin_time(folder: Path) -> int:
+def _order(folder: Path) -> tuple[bool, int]:
     try:
         with (folder / RECORDS).open() as lines:
-            return json.loads(lines.readline())["time"]
+            begin = json.loads(lines.readline())
+            return begin["parent"] is not None, begin["time"]
     except (OSError, ValueError, KeyError):
-        return 0
+        return False, 0
 
 
 def _store_of(folder: Path) -> str | None:

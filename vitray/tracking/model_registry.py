@@ -1,6 +1,7 @@
 """MLflow's model registry: versions, aliases and their promotion, and the link from a delta to its base."""
 
 import fcntl
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,13 +21,17 @@ UID_TAG = "vitray.uid"
 BASE_TAG, BASE_IDENTITY_TAG = "vitray.base", "vitray.base_identity"
 # Tag of a logged family: its tasks.
 TASKS_TAG = "vitray.tasks"
+# Tags of a version: its top-1 at the end of training, and a hash of the images and classes that it was scored on.
+TOP1_TAG, SCORED_ON_TAG = "val/top1", "vitray.scored_on"
 # Tag of a version: the result of its last comparison with the holder of an alias.
 PROMOTION_TAG = "vitray.promotion"
 # Seconds between an alias's move and the check that no other machine has moved it meanwhile.
 SETTLE_SECONDS = 1.0
 
 
-def register_model(client: "MlflowClient", model_uri: str, name: str, top1: float | None) -> "ModelVersion":
+def register_model(
+    client: "MlflowClient", model_uri: str, name: str, top1: float | None, scored_on: str | None
+) -> "ModelVersion":
     """Register a logged model as the next version of `name`, and return the version.
 
     The description of a delta names its base. Repeated calls register a model once.
@@ -41,7 +46,8 @@ def register_model(client: "MlflowClient", model_uri: str, name: str, top1: floa
     registered = next((version for version in versions if version.tags.get("vitray.model") == model_uri), None)
     model_tags = client.get_logged_model(model_uri.removeprefix("models:/")).tags
     base = {key: model_tags[key] for key in (BASE_TAG, BASE_IDENTITY_TAG) if key in model_tags}
-    tags = {"vitray.model": model_uri} | base | ({} if top1 is None else {"val/top1": repr(top1)})
+    scores = {} if top1 is None or scored_on is None else {TOP1_TAG: repr(top1), SCORED_ON_TAG: scored_on}
+    tags = {"vitray.model": model_uri} | base | scores
     version = registered or mlflow.register_model(model_uri, name, tags=tags)
     if base:
         link = _markdown_link(client, base[BASE_TAG])
@@ -50,16 +56,29 @@ def register_model(client: "MlflowClient", model_uri: str, name: str, top1: floa
     return version
 
 
-def move_champion(client: "MlflowClient", version: "ModelVersion", top1: float | None) -> None:
+def move_champion(client: "MlflowClient", version: "ModelVersion") -> str | None:
     """Give a version the alias `champion` if its val/top1 is the best so far.
 
-    A version without val/top1 never becomes champion, and a tie changes nothing.
+    A version without val/top1 never becomes champion, and a tie changes nothing. If the champion was not scored on the
+    same images and classes, the alias stays, and a line says so, which also becomes a tag of the version.
     """
-    if top1 is None:
-        return
-    champion = _version_with(client, version.name, "champion")
-    if champion is None or top1 > float(champion.tags.get("val/top1", "-inf")):
-        client.set_registered_model_alias(version.name, "champion", version.version)
+    if TOP1_TAG not in version.tags:
+        return None
+    with _turn():  # two runs may end at once
+        champion = _version_with(client, version.name, "champion")
+        is_comparable = champion is None or champion.tags.get(SCORED_ON_TAG) == version.tags[SCORED_ON_TAG]
+        if champion is None or (is_comparable and float(version.tags[TOP1_TAG]) > float(champion.tags[TOP1_TAG])):
+            client.set_registered_model_alias(version.name, "champion", version.version)
+    if is_comparable:
+        return None
+    address = f"{version.name}/{version.version}"
+    line = (
+        f"version {version.version} of {version.name} does not become champion: version {_number(champion)}, which has"
+        f" the alias, was not scored on the same images and classes; `vitray promote {shlex.quote(address)}` compares"
+        " the two on one dataset, and `vitray ui` sets an alias by hand"
+    )
+    client.set_model_version_tag(version.name, version.version, PROMOTION_TAG, line)
+    return line
 
 
 # ---- promotion -------------------------------------------------------------------------------------------------------

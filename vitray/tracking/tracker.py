@@ -42,6 +42,8 @@ class TrackedRun(NamedTuple):
     name: str
     experiment: str
     parent: str | None = None
+    starts: int = 1
+    """How many times the run was started, this time included: the latest start decides its status and tags."""
 
 
 class Tracker:
@@ -106,11 +108,21 @@ class Tracker:
         self.tag("mlflow.note.content", markdown)
 
     def model(
-        self, folder: str, register_as: str | None = None, top1: float | None = None, *, moves_champion: bool = True
+        self,
+        folder: str,
+        register_as: str | None = None,
+        top1: float | None = None,
+        scored_on: str | None = None,
+        *,
+        moves_champion: bool = True,
     ) -> None:
-        """Log a model folder, and register it; it becomes `champion` if allowed and `top1` is above the champion's."""
-        body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as, "top1": top1}
-        self._record("model", body | {"moves_champion": moves_champion})
+        """Log a model folder, and register it.
+
+        If allowed, it becomes `champion` where its `top1` is above the champion's on the same images and classes, of
+        which `scored_on` is a hash.
+        """
+        body = {"id": uuid.uuid4().hex, "folder": folder, "register_as": register_as}
+        self._record("model", body | {"top1": top1, "scored_on": scored_on, "moves_champion": moves_champion})
 
     def datasets(self, datasets: Sequence[TrackedDataset]) -> None:
         """Record the datasets that the run reads."""

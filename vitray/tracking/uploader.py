@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vitray.errors import ConfigError, one_line
-from vitray.tracking.lineage import log_checkpoint, log_datasets, log_image, log_link, log_scores
+from vitray.tracking.lineage import FOLDER_TAG, log_checkpoint, log_datasets, log_image, log_link, log_scores
 from vitray.tracking.mlflow_client import artifact_root, open_client, tracking_env
 from vitray.tracking.model_registry import UID_TAG, move_champion, register_model
 from vitray.tracking.spool import Spool, SpoolCursor, SpoolRecord, spool_dir
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("vitray.tracking")
 
-BEGIN_TAG = "vitray.begun"
+STARTS_TAG = "vitray.starts"
 REASON_TAG = "vitray.reason"
 PARENT_TAG = "mlflow.parentRunId"
 # MLflow's pages of model training, rather than of language models.
@@ -39,8 +39,8 @@ class Uploader:
         self.experiment_id: str | None = None
         self.run_id: str | None = None
         self._sent = 0
-        self._begin_time = 0
-        # Whether another process has continued the run after this spool was written.
+        self._starts = 0
+        # Whether another process has continued the run after this spool was written: not by the clocks of two machines.
         self._is_stale = False
         self._one_by_one_until = 0
         # Metrics that the run had when it was opened, and the steps of each metric that was sent or looked up since.
@@ -113,7 +113,7 @@ class Uploader:
         # A new run, as in another store, receives all records.
         self._sent = cursor.sent if cursor and cursor.run_id == run.info.run_id else 0
         begin = self.spool.state(self._sent).begin
-        self._begin_time = begin["time"] if begin else 0
+        self._starts = begin["starts"] if begin else 0
         self._read_state(run)
         self.run_id = run.info.run_id
         return run.info.run_id
@@ -126,13 +126,13 @@ class Uploader:
     def _delete_duplicates(self, uid: str) -> None:
         """Delete empty runs of the same uid, created by requests that had timed out here."""
         for run in self._find_runs(uid):
-            has_records = run.data.metrics or run.data.params or BEGIN_TAG in run.data.tags
+            has_records = run.data.metrics or run.data.params or STARTS_TAG in run.data.tags
             if run.info.run_id != self.run_id and not has_records:
                 self.client.delete_run(run.info.run_id)
 
     def _read_state(self, run: "Run") -> None:
         self._logged_before, self._steps = set(run.data.metrics), {}
-        self._is_stale = self._begin_time < int(run.data.tags.get(BEGIN_TAG, 0))
+        self._is_stale = self._starts < int(run.data.tags.get(STARTS_TAG, 0))
 
     def _find_experiment(self, name: str) -> str:
         experiment = self.client.get_experiment_by_name(name)
@@ -217,7 +217,7 @@ class Uploader:
         from mlflow.entities import Param
 
         run = self.client.get_run(run_id)
-        self._begin_time = body["time"]
+        self._starts = body["starts"]
         self._read_state(run)
         params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in body["params"].items()]
         missing = [param for param in params if param.key not in run.data.params]
@@ -233,7 +233,7 @@ class Uploader:
         tags = (
             body["tags"]
             | self._missing_parent_tag(run)
-            | {BEGIN_TAG: str(body["time"]), "mlflow.note.content": body["description"]}
+            | {STARTS_TAG: str(body["starts"]), "mlflow.note.content": body["description"]}
         )
         self._send_tags(run_id, tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
         if run.info.status != "RUNNING":
@@ -249,15 +249,21 @@ class Uploader:
         from vitray.tracking.model_flavour import log_model
 
         with tracking_env(self.uri):
-            tag = f"vitray.model.{body['id']}"
-            model_uri = self.client.get_run(run_id).data.tags.get(tag)
+            tag, run = f"vitray.model.{body['id']}", self.client.get_run(run_id)
+            model_uri = run.data.tags.get(tag)
             if model_uri is None:
+                filter_text = f"source_run_id = '{run_id}'"
+                for model in self.client.search_logged_models([run.info.experiment_id], filter_text):
+                    is_of_folder = model.tags.get(FOLDER_TAG) == body["folder"]
+                    if is_of_folder and model.model_uri not in run.data.tags.values():  # of an upload that was killed
+                        self.client.delete_logged_model(model.model_id)
                 model_uri = log_model(run_id, body["folder"])
                 self._send_tags(run_id, {tag: model_uri})
             if body["register_as"] is not None:
-                version = register_model(self.client, model_uri, body["register_as"], body["top1"])
-                if body.get("moves_champion", True):  # records of earlier versions do
-                    move_champion(self.client, version, body["top1"])
+                names = body["register_as"], body["top1"], body["scored_on"]
+                version = register_model(self.client, model_uri, *names)
+                if body["moves_champion"] and (line := move_champion(self.client, version)):
+                    LOG.warning("tracking: %s", line)
 
     def _send_end(self, run_id: str, body: dict[str, Any]) -> None:
         run = self.client.get_run(run_id)

@@ -2,7 +2,6 @@
 
 import resource
 import time
-from statistics import quantiles
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ from vitray.config import Run
 from vitray.models.network import AnyNetwork
 from vitray.training.evaluator import autocast
 
-# Timed forward passes, after the same number of warm-up passes.
-PASSES = 10
+# Timed forward passes.
+PASSES = 20
 # Dense FLOPs per second from the makers' data sheets, by words of the device's name; fp32 uses TF32 products.
 PEAK_FLOPS = {
     "H100 PCIe": {"fp32": 378e12, "bf16": 756e12},
@@ -26,24 +25,25 @@ PEAK_FLOPS = {
 
 
 def measure_costs(run: Run, vit: AnyNetwork, device: torch.device) -> dict[str, float]:
-    """Return the forward latency of one image on this device, and the peak memory of any worker.
+    """Return the forward latency of one image on this device (a CPU: one thread), and the peak memory of any worker.
 
-    The latency is the median of the timed passes, beside its quartiles: other processes of the machine slow some.
+    The latency is that of the fastest pass, as other processes of the machine only slow some.
     """
     image_1CHW = torch.zeros((1, 3, *run.model.image_shape), device=device)
-    was_training, times = vit.training, []
+    was_training, threads, times = vit.training, torch.get_num_threads(), []
     vit.eval()
+    # Each of several threads waits for the others: on two busy cores the fastest of ten passes took 120 ms, not 0.8.
+    torch.set_num_threads(1)
     with torch.inference_mode(), autocast(run, device):
-        for _ in range(2 * PASSES):
+        for _ in range(PASSES):
             since = time.perf_counter()
             vit(image_1CHW)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(1e3 * (time.perf_counter() - since))
+    torch.set_num_threads(threads)
     vit.train(was_training)
-    q25, middle, q75 = quantiles(times[PASSES:], n=4, method="inclusive")
-    latency = {"latency_ms": middle, "latency_ms_q25": q25, "latency_ms_q75": q75, "latency_passes": float(PASSES)}
-    return latency | {"peak_memory_bytes": _peak_memory(device)}
+    return {"latency_ms": min(times), "peak_memory_bytes": _peak_memory(device)}
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -43,11 +43,11 @@ class Group(NamedTuple):
         return statistics.stdev(self.scores.values()) if len(self.scores) > 1 else None
 
     def cost(self, field: str) -> float | None:
-        """The mean of a cost over the finished trials that have it; the median of a latency, which has outliers."""
+        """The mean of a cost over the finished trials that have it; the lowest latency, as other load adds to some."""
         costs = [getattr(trial, field) for trial in self.trials if trial.state == "finished"]
         costs = [cost for cost in costs if cost is not None]
-        average = statistics.median if field.startswith("latency") else statistics.fmean
-        return average(costs) if costs else None
+        summary = min if field == "latency_ms" else statistics.fmean
+        return summary(costs) if costs else None
 
 
 class Interval(NamedTuple):

@@ -1,7 +1,6 @@
 """The sections of the page: groups, differences, the papers' numbers, charts, trials and their circumstances."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from vitray.pages.markup import (
     Column,
@@ -56,7 +55,7 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> PageSection | None
     prose = f"Mean {results.measure.goal} ± standard deviation (by n − 1) over the n finished seeds."
     prose += " Means without the failed or stopped seeds may look too good." if incomplete else ""
     varied, costs = varied_settings(results.sweep.trials), _known_costs(results.sweep.trials)
-    prose += _latency_note(costs, results.sweep.trials)
+    prose += _latency_note(costs)
     goal, count = Column(results.measure.title, True), Column("n", True)
     columns = [*_setting_columns(varied), goal, count, *(Column(cost.column, True) for cost in costs)]
     rows = []
@@ -64,7 +63,7 @@ def _groups(results: Results, pictures: Sequence[Picture]) -> PageSection | None
         n, trials = len(group.scores), len(group.trials)
         number = str(n) if n == trials else f"{n} of {trials}"
         score = results.score_text(group).partition(" (")[0]
-        spent = [cost.full_text(group.cost) for cost in costs]
+        spent = [cost.text(group.cost(cost.field)) for cost in costs]
         rows.append([*_setting_texts(group.settings, varied), score, number, *spent])
     body = joined(illustrated([prose], pictures), table("Groups", columns, rows, marked=True))
     return PageSection("groups", "Results over seeds", body)
@@ -136,11 +135,11 @@ def _trials(results: Results) -> Html:
         seed = [value_text(trial.settings[SEED]) if SEED in trial.settings else "–"] if seeds else []
         name = tag("details", tag("summary", trial.name), command_box(trial.command))
         run = [link(trial.run_url, "open")] if linked else []
-        spent = [cost.full_text(partial(getattr, trial)) for cost in costs]
+        spent = [cost.text(getattr(trial, cost.field)) for cost in costs]
         state = joined(state_dot(trial.state), trial.state)
         rows.append([name, goal, state, *_setting_texts(trial.settings, varied), *seed, *spent, *run])
     whole = table("Trials", columns, rows, marked=bool(trials) and trials[0].score is not None)
-    prose = f"Best first. Open a trial for the command that repeats it.{_latency_note(costs, trials)}"
+    prose = f"Best first. Open a trial for the command that repeats it.{_latency_note(costs)}"
     return joined(tag("p", prose), whole)
 
 
@@ -157,16 +156,11 @@ def _known_costs(trials: Sequence[TrialResult]) -> list[Cost]:
     return [cost for cost in COSTS if any(getattr(trial, cost.field) is not None for trial in trials)]
 
 
-def _latency_note(costs: Sequence[Cost], trials: Sequence[TrialResult]) -> str:
-    """Return the meaning of the latency, if it is shown with its quartiles."""
-    passes = {trial.latency_passes for trial in trials if trial.latency_passes is not None}
-    if not passes or all(cost.field != "latency_ms" for cost in costs):
+def _latency_note(costs: Sequence[Cost]) -> str:
+    """Return the meaning of the latency, if it is shown."""
+    if all(cost.field != "latency_ms" for cost in costs):
         return ""
-    number = " or ".join(f"{each:g}" for each in sorted(passes))
-    return (
-        f" Latency: median (quartiles) of {number} forward passes of one image after a trial, beside the other load of"
-        " its machine; over several seeds, the medians of these."
-    )
+    return " Latency: the fastest forward pass of one image after a trial, of all seeds; on a CPU, of one thread."
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A sweep and its trials as values, their costs, and the format of the goal's values."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from vitray.sweep.report.papers import PaperResult
@@ -34,11 +33,7 @@ class TrialResult(NamedTuple):
     run_url: str | None = None
     paper: PaperResult | None = None
     latency_ms: float | None = None
-    """Of one image, forward, on the training device: the median of some passes."""
-    latency_ms_q25: float | None = None
-    latency_ms_q75: float | None = None
-    latency_passes: float | None = None
-    """The number of passes."""
+    """Of one image, forward, on the training device (a CPU: one thread): the fastest of some passes."""
     peak_memory_bytes: float | None = None
     """The highest of all workers."""
 
@@ -80,14 +75,6 @@ class Cost(NamedTuple):
         if value is None:
             return "–"
         return hours_text(value) if self.field == "device_seconds" else f"{value / self.scale:.3g}"
-
-    def full_text(self, cost: Callable[[str], float | None]) -> str:
-        """A value in the shown unit; a latency with its quartiles, if they are known."""
-        if self.field != "latency_ms":
-            return self.text(cost(self.field))
-        low, high = cost(f"{self.field}_q25"), cost(f"{self.field}_q75")
-        quartiles = f" ({self.text(low)}–{self.text(high)})" if low is not None and high is not None else ""
-        return self.text(cost(self.field)) + quartiles
 
 
 COSTS = (

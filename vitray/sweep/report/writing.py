@@ -21,8 +21,7 @@ from vitray.sweep.report.page import render
 from vitray.sweep.report.trends import draw_blocks, draw_branches, draw_curves, draw_rates
 from vitray.sweep.report.trials import COSTS, Measure, SweepResult, best_first
 
-LATENCY = ("latency_ms_q25", "latency_ms_q75", "latency_passes")
-FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), *LATENCY, "command", "run_url")
+FIELDS = ("name", "state", "reason", "goal", *(cost.field for cost in COSTS), "command", "run_url")
 
 
 def write_report(sweep: SweepResult, folder: Path) -> list[Path]:
