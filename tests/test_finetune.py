@@ -81,7 +81,7 @@ def test_omitted_settings_come_from_the_weights(place):
     ("overrides", "message"),
     [
         (["model.name=vit_ti2x2_8"], "task.weights .*base: not the network of this run: model.name: got"),
-        (["model.num_classes=7"], "model.num_classes: got 7, wanted 10 as in"),
+        (["model.num_classes=7"], "model.num_classes: got 7, expected the 10 classes of"),
         (["task.weights=nowhere"], "nowhere"),
         (["task.weights=models:/nothing@champion"], "models:/nothing@champion"),
     ],

@@ -37,11 +37,17 @@ def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
 
 
 @pytest.mark.ray
+def test_the_number_of_classes_comes_from_the_dataset(dataset):
+    settings = ["model.name=vit_u2x2_8", "model.image_size=32", f"data.url={dataset}", "optim.batch=16"]
+    assert make_plan(load_run(None, [*settings, "optim.warmup=1 epoch"])).run.model.num_classes == 10
+
+
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("overrides", "phrases"),
     [
         (["data.train=trian"], ["data.train: got 'trian'", "nearest: train"]),
-        (["model.num_classes=1000"], ["model.num_classes: got 1000, wanted 10"]),
+        (["model.num_classes=1000"], ["model.num_classes: got 1000, expected the 10 classes of"]),
         (["optim.batch=101"], ["optim.batch: got 101, wanted at most the 100 images"]),
         (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, wanted an even number"]),
         (

@@ -168,7 +168,8 @@ class Model(Section):
     """Patch sizes for training: each step draws one, and resizes stem and positions to it (FlexiViT). Evaluation uses
     the size in the name. Empty: training does too."""
     num_classes: Size | None = 1000
-    """Number of classes; null: no head, the network returns pooled features."""
+    """Number of classes; in a run, those of the dataset if it is left out; null: no head, the network returns pooled
+    features."""
     class_token: bool = True
     """Adds a learned token before the patches."""
     distillation_token: bool = False

@@ -198,7 +198,7 @@ def check_schedule(run: Run, images: int) -> tuple[int, int]:
 
 
 def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":
-    """Return the run completed by its initial weights, these weights, and the tokenizer, where there are any."""
+    """Return the run completed by its initial weights and classes, these weights, and the tokenizer, if any."""
     if isinstance(run.task, Finetune):
         from vitray.weights.pretrained import open_initial_weights  # imports torch, which takes seconds
 
@@ -207,6 +207,8 @@ def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | No
         from vitray.weights.pretrained import open_tokenizer_source
 
         return run, None, open_tokenizer_source(run, run.task.objective)
+    if run.task.kind == "supervised" and "num_classes" not in run.model.model_fields_set:
+        run = run.replace({"model.num_classes": len(dataset.classes)})
     return run, None, None
 
 
@@ -303,8 +305,8 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     is_label_free = classes is None and run.task.kind in ("masked", "tokenizer")
     if not is_label_free and classes != len(dataset.classes):
         raise ConfigError(
-            f"model.num_classes: got {classes}, wanted {len(dataset.classes)} as in {dataset.url};"
-            " see docs/faq.md#wrong-head"
+            f"model.num_classes: got {classes}, expected the {len(dataset.classes)} classes of {dataset.url}, or none:"
+            " they then come from it; see docs/faq.md#wrong-head"
         )
     if run.data.copies > images:
         raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
