@@ -10,8 +10,8 @@ from vitray.config import Run
 from vitray.models.network import AnyNetwork
 from vitray.training.evaluator import autocast
 
-# Timed forward passes.
-PASSES = 20
+# Fewest timed forward passes, and their fewest milliseconds: the busy spells of a machine last some.
+PASSES, PASSES_MS = 10, 500.0
 # Dense FLOPs per second from the makers' data sheets, by words of the device's name; fp32 uses TF32 products.
 PEAK_FLOPS = {
     "H100 PCIe": {"fp32": 378e12, "bf16": 756e12},
@@ -35,7 +35,7 @@ def measure_costs(run: Run, vit: AnyNetwork, device: torch.device) -> dict[str, 
     # Each of several threads waits for the others: on two busy cores the fastest of ten passes took 120 ms, not 0.8.
     torch.set_num_threads(1)
     with torch.inference_mode(), autocast(run, device):
-        for _ in range(PASSES):
+        while len(times) < PASSES or sum(times) < PASSES_MS:
             since = time.perf_counter()
             vit(image_1CHW)
             if device.type == "cuda":
