@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -520,3 +521,12 @@ def test_a_run_starts_on_nodes_that_join_for_it(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "waiting for nodes with 3 x (1 CPU)" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 4
+
+
+@pytest.mark.ray
+def test_a_local_ray_leaves_no_temporary_folder_of_its_processes():
+    command = "from vitray.cluster.session import ray_session\nwith ray_session(): pass"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the paths of Ray's sockets
+        subprocess.run([sys.executable, "-c", command], check=True, env=environment | {"TMPDIR": folder})
+        assert [path.name for path in Path(folder).iterdir()] == ["ray"]

@@ -16,7 +16,8 @@ PREFIX, LOCK = "vitray-", ".lock"
 def temporary_folder() -> Iterator[Path]:
     """Yield a temporary folder for the length of the block; a lock in it ends with this process."""
     _remove_abandoned()
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+    # Processes of Ray that end at the same moment may still write to it.
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

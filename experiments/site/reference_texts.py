@@ -62,6 +62,7 @@ SET_VARIABLES = {
     "RAY_DATA_USAGE_DISABLED": ("1", "Ray Data counts no usage in workers"),
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": ("0", "a local Ray listens on 127.0.0.1 alone"),
     "RAY_GCS_SERVER_PORT": ("a free port", "port of a local Ray, during its start"),
+    "RAY_TMPDIR": ("a folder", "folder of the logs of a local Ray; default `TMPDIR`"),
     "RAY_HEAD_IP": ("an address", "address of the head in the commands of a cluster file; Ray sets it in `make up`"),
     "RAY_IGNORE_UNHANDLED_ERRORS": ("1", "workers log no errors of tasks that nobody waits for"),
     "RAY_JOB_CONFIG_JSON_ENV_VAR": ("JSON", "configuration of a submitted job; Ray sets it"),

@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vitray.errors import ConfigError, RunError, one_line
+from vitray.scratch import temporary_folder
 
 # Set before Ray is imported, unless the user has set them.
 RAY_SETTINGS = {
@@ -130,24 +132,25 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
             is_ended = True
             raise SystemExit(128 + number)
 
-    try:
+    with temporary_folder() as folder:
         try:
-            is_listable = _connect_or_start(cpus, object_store_bytes)
+            try:
+                is_listable = _connect_or_start(cpus, object_store_bytes, folder)
+            finally:
+                if is_main:
+                    signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            # Other jobs may end while this one waits for their resources.
+            with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
+                yield
+        except BaseException as error:
+            if is_ended:  # Ray's calls turn the exception into an exit with status 1, or into an error of their own
+                raise SystemExit(128 + signal.SIGTERM) from error
+            raise
         finally:
+            local_ray.shut_down(ray.shutdown)
             if is_main:
-                signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Other jobs may end while this one waits for their resources.
-        with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
-            yield
-    except BaseException as error:
-        if is_ended:  # Ray's calls turn the exception into an exit with status 1, or into an error of their own
-            raise SystemExit(128 + signal.SIGTERM) from error
-        raise
-    finally:
-        local_ray.shut_down(ray.shutdown)
-        if is_main:
-            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def remove_stale_groups() -> None:
@@ -342,8 +345,11 @@ def wait_for_nodes(bundles: Sequence[dict[str, float]], seconds: float) -> None:
         remove_placement_group(group)  # new nodes stay for some idle minutes, in which the workers take them
 
 
-def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
-    """Connect to the cluster at RAY_ADDRESS, or start a local one; return whether it is shared and can be listed."""
+def _connect_or_start(cpus: int | None, object_store_bytes: int | None, folder: Path) -> bool:
+    """Connect to the cluster at RAY_ADDRESS, or start a local one; return whether it is shared and can be listed.
+
+    `folder` is for the temporary files of a local one.
+    """
     import ray
 
     if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
@@ -373,7 +379,11 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
+    settings = {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
+    # Ray kills its processes at its end, and their temporary folders would stay; its logs shall stay.
+    settings |= {"TMPDIR": str(folder), "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir())}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
     try:
         options = {"object_store_memory": object_store_bytes, "logging_level": logging.WARNING}
         local_ray.start(partial(ray.init, "local", num_cpus=max(2, cpus or local_cpus()), **options))
@@ -386,5 +396,9 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None) -> bool:
             " disk; try the same command again when the machine is less busy"
         ) from error
     finally:
-        del os.environ["RAY_GCS_SERVER_PORT"], os.environ["RAY_ADDRESS"]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return False
