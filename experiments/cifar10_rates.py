@@ -71,7 +71,7 @@ def check_settings(sweep_dir: str, recipe: str, overrides: Sequence[str]) -> Non
     wanted = load_run(recipes.path_of(recipe), overrides).dotted()
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name) and not name.startswith(EXECUTION):
-            sys.exit(f"{sweep_dir}: {name}: got {found.get(name)}, wanted {wanted.get(name)} as on the page")
+            sys.exit(f"{sweep_dir}: {name}: got {found.get(name)}, expected {wanted.get(name)} as on the page")
 
 
 def read_tried(sweep_dir: str, space: str) -> tuple[list[Tried], list[str]]:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from vitray.errors import ConfigError, OwnershipLost, RunError, nearest
@@ -32,9 +33,20 @@ VERBS = {
 }
 # A verb whose file cannot have its name: a runnable file shadows a module of the standard library.
 FILES = {"inspect": "inspection"}
+# Words of other tools, and the verb that does it here.
+MEANT = {
+    **dict.fromkeys(("finetune", "fine-tune", "fit", "pretrain", "resume"), "train"),
+    **dict.fromkeys(("eval", "test", "validate", "score"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "embed"), "predict"),
+    **dict.fromkeys(("tune", "search", "hpo"), "sweep"),
+    **dict.fromkeys(("data", "dataset", "convert", "prepare"), "shard"),
+    **dict.fromkeys(("explain", "visualize", "attention"), "inspect"),
+    **dict.fromkeys(("mlflow", "dashboard"), "ui"),
+    **dict.fromkeys(("benchmark", "profile"), "bench"),
+}
 NOTES = """\
 Every verb takes --json: the last line of stdout is then one JSON object. Exit status: 0 done, 1 failed,
-2 bad input (one line on stderr: where, got, wanted, nearest), 130 Ctrl-C, 143 SIGTERM."""
+2 bad input (one line on stderr: where, what was given, what is expected), 130 Ctrl-C, 143 SIGTERM."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -44,9 +56,12 @@ def main(args: Sequence[str] | None = None) -> int:
         verbs = "\n".join(f"  {name:<10} {text}" for name, text in VERBS.items())
         print(f"usage: vitray VERB ...   (vitray VERB -h for details)\n\n{__doc__}\n\nverbs:\n{verbs}\n\n{NOTES}")
         return 0
+    if verb == "--version":
+        print(f"vitray {version('vitray')}")
+        return 0
     if verb not in VERBS:
-        known = f"wanted one of {', '.join(VERBS)}{nearest(verb, VERBS)}"
-        print(f"vitray: unknown verb {verb!r}, {known}", file=sys.stderr)
+        close = f"; did you mean {MEANT[verb]}?" if verb in MEANT else nearest(verb, VERBS)
+        print(f"vitray: unknown verb {verb!r}, expected one of {', '.join(VERBS)}{close}", file=sys.stderr)
         return 2
     return run_verb(importlib.import_module(f"pipelines.{FILES.get(verb, verb)}").main, rest)
 

@@ -27,10 +27,10 @@ def main(words: list[str]) -> dict[str, Any]:
     options = parser.parse_intermixed_args(words)
     names, overrides = split_words(options.words)
     if len(names) != 1:
-        raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, wanted one recipe: a file or a built-in one")
+        raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected one recipe: a file or a built-in one")
     run = load_run(recipes.path_of(names[0]), overrides)
     if options.cpus and "RAY_ADDRESS" in os.environ:
-        raise ConfigError(f"--cpus: got {options.cpus} with RAY_ADDRESS, wanted none: a cluster has its own CPUs")
+        raise ConfigError(f"--cpus: got {options.cpus} with RAY_ADDRESS, expected none: a cluster has its own CPUs")
 
     from vitray.bench.recipe_stages import check_measurable, measure_stages, plan_machines  # torch takes seconds
     from vitray.bench.verdict import Prices, ingest_verdict, verdict_text

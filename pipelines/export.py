@@ -32,7 +32,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help=json_help)
     options = parser.parse_intermixed_args(args)
     if options.images < 1 or options.rounds < 1 or not 0 <= options.bound <= 1:
-        parser.error("wanted --images and --rounds from 1 on, and --bound from 0 to 1")
+        parser.error("expected --images and --rounds from 1 on, and --bound from 0 to 1")
 
     # Imported late, because torch takes a second.
     from vitray.serving.export.driver import export_network

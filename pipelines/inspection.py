@@ -31,9 +31,9 @@ def main(args: list[str]) -> dict[str, Any]:
     options = parser.parse_intermixed_args(args)
     levels = None if options.levels is None else options.levels.split(",")
     if levels is not None and not all(level.isdecimal() for level in levels):
-        parser.error(f"wanted --levels as in 0,5,11, got {options.levels}")
+        parser.error(f"expected --levels as in 0,5,11, got {options.levels}")
     if options.images < 1 or not (options.workers is None or options.workers > 0):
-        parser.error("wanted --images and --workers from 1 on")
+        parser.error("expected --images and --workers from 1 on")
 
     # Imported late, because torch takes a second.
     from vitray.inspection.report.driver import Request, inspect_networks

@@ -20,7 +20,7 @@ def main(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="the result as JSON: jobs (id, status, command, ...)")
     args = parser.parse_args(words)
     if args.follow and not args.job:
-        parser.error("--follow: wanted the id of a job too")
+        parser.error("--follow: expected the id of a job too")
     client = jobs.connect()
     if args.follow:
         return {"jobs": [jobs.follow(client, args.job)._asdict()]}

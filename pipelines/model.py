@@ -29,7 +29,7 @@ def main(args: list[str]) -> dict[str, Any]:
     remote = options.name.startswith(("s3://", "models:/", "runs:/"))
     is_weights = remote or Path(options.name).suffix != "" or os.path.isdir(options.name)
     if options.save and not is_weights:
-        parser.error(f"--save writes weights, and {options.name} is a name; wanted a file or folder of weights")
+        parser.error(f"--save writes weights, and {options.name} is a name; expected a file or folder of weights")
     overrides = [f"model.{override}" for override in (f"name={options.name}", *options.settings)]
     run = Run() if is_weights else load_run(None, overrides)
 

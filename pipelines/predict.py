@@ -29,12 +29,12 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON: images, written, skipped, ...")
     options = parser.parse_intermixed_args(args)
     if len(options.words) < 3:
-        parser.error("wanted at least one MODEL, then IMAGES and OUT")
+        parser.error("expected at least one MODEL, then IMAGES and OUT")
     least, _, most = (options.workers or "1").rpartition(":")
     if not most.isdecimal() or not (least or "1").isdecimal() or not 1 <= int(least or 1) <= int(most):
-        parser.error("wanted --workers as in 4 or 2:8")
+        parser.error("expected --workers as in 4 or 2:8")
     if options.batch < 1 or options.part < 1 or (options.top_k or 0) < 0:
-        parser.error("wanted --batch and --part from 1 on, and --top-k from 0 on")
+        parser.error("expected --batch and --part from 1 on, and --top-k from 0 on")
 
     # Imported late, because torch takes a second.
     from vitray.prediction.driver import Request, predict

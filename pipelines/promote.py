@@ -26,7 +26,7 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON: promoted, reason, comparison")
     options = parser.parse_args(args)
     if options.workers is not None and options.workers < 1:
-        parser.error("wanted --workers from 1 on")
+        parser.error("expected --workers from 1 on")
 
     # Imported late, because MLflow takes seconds.
     from vitray.runs.promotion import PromotionRequest, promote

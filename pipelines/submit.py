@@ -29,9 +29,9 @@ def main(words: list[str]) -> dict[str, Any]:
     options = parser.parse_args(words)
     if options.verb not in VERBS or options.verb in LOCAL_VERBS:
         known = [verb for verb in VERBS if verb not in LOCAL_VERBS]
-        raise ConfigError(f"got {options.verb!r}, wanted one of {', '.join(known)}{nearest(options.verb, known)}")
+        raise ConfigError(f"got {options.verb!r}, expected one of {', '.join(known)}{nearest(options.verb, known)}")
     if "--follow" in options.args:
-        raise ConfigError(f"--follow: wanted before {options.verb}, as in vitray submit --follow {options.verb} ...")
+        raise ConfigError(f"--follow: expected before {options.verb}, as in vitray submit --follow {options.verb} ...")
     files = job_package.list_files(Path.cwd())
     command = job_package.command_line(FILES.get(options.verb) or options.verb, options.args, files)
     variables, messages = job_package.job_environment()

@@ -28,15 +28,15 @@ def main(args: list[str]) -> dict[str, Any]:
     from vitray.tracking.flush import flush_all
 
     if options.to is not None and urlsplit(options.to).scheme.partition("+")[0] not in STORES:
-        raise ConfigError(f"--to: got {redact_uri(options.to)}, wanted an MLflow address, as in http://tracker:5000")
+        raise ConfigError(f"--to: got {redact_uri(options.to)}, expected an MLflow address, as in http://tracker:5000")
     results = flush_all(options.to)
     for result in results:
         print(f"{result.name} ({result.uid}), {result.store or 'no store recorded'}: {result.message}")
     if waiting := [result for result in results if result.state == "waiting"]:
         unsent = f"the records of {len(waiting)} of {len(results)} runs are not uploaded"
         if not (stores := sorted({result.store for result in waiting if result.store})):
-            raise ConfigError(f"no store recorded: {unsent}; wanted --to ADDRESS")
-        raise RunError(f"{', '.join(stores)}: {unsent}; wanted a reachable MLflow")
+            raise ConfigError(f"no store recorded: {unsent}; expected --to ADDRESS")
+        raise RunError(f"{', '.join(stores)}: {unsent}; expected a reachable MLflow")
     if not results:
         print("nothing waits")
     return {"runs": [result._asdict() for result in results]}

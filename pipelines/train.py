@@ -31,10 +31,12 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
     names, overrides = split_words(options.words)
+    if len(names) == 2 and not options.resume and Path(names[1]).is_dir():
+        raise ConfigError(f"{names[1]}: the data of a run are a setting, data.url={names[1]}")
     if len(names) != (0 if options.resume else 1):
         recipe = f"one recipe: a file, or one of {', '.join(recipes.names())}"
         wanted = "no recipe: the run has its own" if options.resume else recipe
-        raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, wanted {wanted}")
+        raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected {wanted}")
 
     from vitray.runs.driver import train
     from vitray.runs.plan import check_storage, make_plan, plan_text

@@ -31,7 +31,7 @@ def main(args: list[str]) -> dict[str, Any]:
         return {"url": url}
     if artifact_root(uri) and not Path(uri.removeprefix("sqlite:///")).exists():
         raise ConfigError(
-            f"{redact_uri(uri)}: no runs here; wanted the folder that training ran in, or MLFLOW_TRACKING_URI"
+            f"{redact_uri(uri)}: no runs here; expected the folder that training ran in, or MLFLOW_TRACKING_URI"
         )
     serve(uri, options.host, DEFAULT_PORTS if options.port is None else [options.port])
     return {}

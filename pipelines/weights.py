@@ -35,9 +35,9 @@ def main(args: list[str]) -> dict[str, Any]:
         options.patch, options.target = options.target, options.patch
     given = (options.patch or "").isdecimal() if options.action == "repatch" else options.patch is None
     if not given or (options.target is None) != (options.action == "show"):
-        parser.error(f"{options.action}: wanted {ARGUMENTS[options.action]}")
+        parser.error(f"{options.action}: expected {ARGUMENTS[options.action]}")
     if options.image_size is not None and (options.action != "repatch" or options.image_size < 1):
-        parser.error(f"--image-size {options.image_size}: wanted a number of pixels, and action repatch")
+        parser.error(f"--image-size {options.image_size}: expected a number of pixels, and action repatch")
 
     from vitray.cluster.storage_check import check_outlives_job
     from vitray.runs.model_output import save_checkpoint

@@ -171,19 +171,19 @@ def test_factors_decay_as_matrices_and_learn_at_the_rate_of_their_level():
         (
             {"mode": "last", "levels": 3},
             {},
-            "task.levels: got 3, wanted at most 2, the levels of vit_u2x2_8",
+            "task.levels: got 3, expected at most 2, the levels of vit_u2x2_8",
         ),
         (
             {"mode": "lora", "lora": {"rank": 65}},
             {},
-            "task.lora.rank: got 65, wanted at most 64, the width of vit_u2x2_8",
+            "task.lora.rank: got 65, expected at most 64, the width of vit_u2x2_8",
         ),
         (
             {"mode": "adapter"},
             {},
-            "task.mode: got adapter, and model.adapters is null; wanted a width, as in model.adapters=16",
+            "task.mode: got adapter, and model.adapters is null; expected a width, as in model.adapters=16",
         ),
-        ({"mode": "attn", "also": ["lora"]}, {}, "task.also: got lora, wanted parts that vit_u2x2_8 has"),
+        ({"mode": "attn", "also": ["lora"]}, {}, "task.also: got lora, expected parts that vit_u2x2_8 has"),
     ],
 )
 def test_modes_that_the_network_cannot_have_are_refused(task, model, message):
@@ -464,7 +464,7 @@ def test_adapters_of_the_weights_are_kept_and_new_ones_are_trained(tmp_path):
     assert run.model.adapters == 5
     assert all(torch.equal(tensor, start.state[key]) for key, tensor in base_network(adapters=5).state_dict().items())
     wider = Run().replace({"task": task, "model.adapters": 6})
-    with pytest.raises(ConfigError, match=r"not the network of this run: model\.adapters: got 5, wanted 6"):
+    with pytest.raises(ConfigError, match=r"not the network of this run: model\.adapters: got 5, expected 6"):
         open_initial_weights(wider, wider.task, CLASSES)
 
     plain = save_base(tmp_path / "plain")

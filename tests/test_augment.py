@@ -151,19 +151,19 @@ def test_published_augmentations_can_be_written_as_settings():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.augment.flipp=1", "override: data.augment.flipp: unknown setting, wanted one of crop, flip, policy"),
-        ("data.augment.flipp=1", "; nearest: flip"),
-        ("data.augment.flip=1.5", "data.augment.flip: got 1.5, wanted less than or equal to 1"),
+        ("data.augment.flipp=1", "override: data.augment.flipp: unknown setting, expected one of crop, flip, policy"),
+        ("data.augment.flipp=1", "; did you mean flip"),
+        ("data.augment.flip=1.5", "data.augment.flip: got 1.5, expected less than or equal to 1"),
         ("data.augment.policy=randaugmnt", "data.augment.policy"),
-        ("data.augment.policy=randaugmnt", "; nearest: randaugment"),
-        ("data.augment.crop.scale=[1, 0.1]", "data.augment.crop.scale: got [1.0, 0.1], wanted [lowest, highest]"),
+        ("data.augment.policy=randaugmnt", "; did you mean randaugment"),
+        ("data.augment.crop.scale=[1, 0.1]", "data.augment.crop.scale: got [1.0, 0.1], expected [lowest, highest]"),
         ("data.augment.crop.scale=[0.1, 1.2]", "data.augment.crop.scale"),
-        ("data.augment.crop.interpolation=cubic", "; nearest: bicubic"),
+        ("data.augment.crop.interpolation=cubic", "; did you mean bicubic"),
         ("data.augment.policy={kind: randaugment, magnitude: 15}", "magnitude 15.0 is above its limit 10.0"),
         ("data.augment.policy={kind: randaugment_torchvision, magnitude: 31}", "off the scale of 31 bins, 0 to 30"),
-        ("mix.mixup=-0.1", "mix.mixup: got -0.1, wanted greater than or equal to 0"),
+        ("mix.mixup=-0.1", "mix.mixup: got -0.1, expected greater than or equal to 0"),
         ("data.normalise.std=[1, 0, 1]", "data.normalise.std"),
-        ("data.eval.crop_ration=0.9", "; nearest: crop_ratio"),
+        ("data.eval.crop_ration=0.9", "; did you mean crop_ratio"),
     ],
 )
 def test_bad_settings_are_refused_by_path(override, message):

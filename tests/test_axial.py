@@ -98,7 +98,7 @@ def test_some_of_the_patches_are_no_rows_and_columns():
 def test_weights_do_not_fit_another_attention():
     vit = network()
     plain = Model.model_validate(vit.model.model_dump() | {"attention": "global"})
-    with pytest.raises(ConfigError, match=r'model\.attention: got "axial", wanted "global"'):
+    with pytest.raises(ConfigError, match=r'model\.attention: got "axial", expected "global"'):
         adapt(vit, plain, "w", new_head=False)
 
 

@@ -184,7 +184,7 @@ def test_a_folder_gives_it_back_and_a_fine_tuning_keeps_its_image_size(tmp_path)
     tuned = TorchvisionNetwork(model(num_classes=3)).eval()
     tuned.load_state_dict(adapt(base, tuned.model, "w", new_head=False))
     assert not tuned(images()).any()
-    with pytest.raises(ConfigError, match=r"w: body\.layer1\.0\.rows\.relative: got 31 x 16, wanted 15 x 16"):
+    with pytest.raises(ConfigError, match=r"w: body\.layer1\.0\.rows\.relative: got 31 x 16, expected 15 x 16"):
         adapt(base, model(image_size=32), "w", new_head=False)
 
 
@@ -225,8 +225,8 @@ def test_spellings_of_its_name(text, name):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.name=axial_resnet50_x"], r"wanted one of axial_resnet50_s, .* nearest: axial_resnet50_"),
-        (["model.name=axial_resnet101"], "'axial_resnet101': wanted one of axial_resnet50_s"),
+        (["model.name=axial_resnet50_x"], r"expected one of axial_resnet50_s, .* did you mean axial_resnet50_"),
+        (["model.name=axial_resnet101"], "'axial_resnet101': expected one of axial_resnet50_s"),
         ([f"model={{name: {SMALL}, image_size: 48}}"], "48 x 48 does not fit axial_resnet50_s; .* a multiple of 32"),
         ([f"model={{name: {SMALL}, pool: mean}}"], 'axial_resnet50_s has no pool "mean"'),
         ([f"model={{name: {SMALL}, attention: axial}}"], 'axial_resnet50_s has no attention "axial"'),

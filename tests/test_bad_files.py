@@ -218,20 +218,20 @@ def test_a_link_to_a_folder_above_is_refused_and_one_to_another_folder_is_follow
     (photos / "c").symlink_to(tmp_path / "more")
     assert inspect(photos, tmp_path / "work").classes == ("a", "b", "c")
     (tmp_path / "more/back").symlink_to(photos)
-    assert "c/back: a link to a folder that it lies in" in refusal(inspect, photos, tmp_path / "work")
+    assert "c/back: link loop" in refusal(inspect, photos, tmp_path / "work")
 
 
 def test_a_file_name_that_is_not_text_is_refused(photos, tmp_path):
     with open(os.fsencode(photos) + b"/a/\xff.png", "wb") as file:
         file.write(encoded(9))
-    assert r"a/\udcff.png': wanted a path of UTF-8 text" in refusal(inspect, photos, tmp_path / "work")
+    assert r"a/\udcff.png': expected a path of UTF-8 text" in refusal(inspect, photos, tmp_path / "work")
 
 
 @pytest.mark.parametrize("read", [storage.read_bytes, storage.read_json, lambda url: storage.read_range(url, 0, 1)])
 def test_reading_a_pipe_or_a_device_ends_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for url in (tmp_path / "pipe", tmp_path, "/dev/zero"):
-        assert "a folder, pipe or device; wanted a file" in refusal(read, str(url))
+        assert "a folder, pipe or device; expected a file" in refusal(read, str(url))
     for ending in ("csv", "parquet", "tar", "tar.gz"):
         os.mkfifo(tmp_path / f"x.{ending}")
         assert refusal(inspect, tmp_path / f"x.{ending}", tmp_path / "work")
@@ -259,7 +259,7 @@ def test_a_split_whose_name_is_no_file_name_is_refused(photos, tmp_path, split):
     (photos / "index.csv").write_text(f'path,label,split\na/0.png,1,train\na/2.png,0,"{split}"\n')
     message = refusal(inspect, photos / "index.csv", tmp_path / "work")
     assert (message is None) == (split == "")
-    assert message is None or "wanted up to 64 of the characters" in message
+    assert message is None or "expected up to 64 of the characters" in message
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_odd_parquet_is_refused_or_its_rows_are_rejected(tmp_path):
         assert len(inspect(source, tmp_path / "work").rejects) == 1
     twice = pa.table([images, images, [0, 1, 0]], names=["image", "image", "label"])
     pq.write_table(twice, tmp_path / "x.parquet")
-    assert "has 2 columns image; wanted one" in refusal(inspect, tmp_path / "x.parquet", tmp_path / "work")
+    assert "has 2 columns image; expected one" in refusal(inspect, tmp_path / "x.parquet", tmp_path / "work")
     dotted = pa.table([images, [0, 1, 0]], names=["image.bytes", "label"])
     pq.write_table(dotted, tmp_path / "x.parquet")
     assert len(inspect(tmp_path / "x.parquet", tmp_path / "work", "image=image.bytes").items) == 3
@@ -561,11 +561,11 @@ def test_a_damaged_shard_is_named_by_one_message(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        ({"label": [5] * 20}, "column label: wanted a number from 0 to 1"),
+        ({"label": [5] * 20}, "column label: expected a number from 0 to 1"),
         ({"label": [-1] * 20}, "column label"),
         ({"label": ["a"] * 20}, "column label"),
         ({"label": [None] * 20}, "column label"),
-        ({"key": pa.nulls(20, pa.string())}, "column key: wanted a text"),
+        ({"key": pa.nulls(20, pa.string())}, "column key: expected a text"),
         ({"image": pa.nulls(20, pa.binary())}, None),
     ],
 )
@@ -664,9 +664,9 @@ def test_weights_that_are_no_fractions_are_refused(base, tmp_path, verb, dtype):
     vit = ViT(load_run(base / "base/run.yaml").model)
     save_file({key: tensor.to(dtype) for key, tensor in vit.state_dict().items()}, tmp_path / "x")
     folder = copy_of(base / "base", tmp_path / "m", "model.safetensors", (tmp_path / "x").read_bytes())
-    assert f"is {dtype}, wanted torch.float32" in verb(weights, "show", folder)
+    assert f"is {dtype}, expected torch.float32" in verb(weights, "show", folder)
     torch.save({key: tensor.to(dtype) for key, tensor in export_weights(vit, "timm").items()}, tmp_path / "x.pth")
-    assert f"is {dtype}, wanted torch.float32" in verb(model, tmp_path / "x.pth", "heads=1")
+    assert f"is {dtype}, expected torch.float32" in verb(model, tmp_path / "x.pth", "heads=1")
 
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -889,5 +889,5 @@ def test_an_odd_image_of_a_request_is_named_by_its_index(classifier, image):
 
 @pytest.mark.parametrize("top_k", ["1", 1.5, [1], {}, 0, -1, 10**30])
 def test_an_odd_number_of_classes_is_refused(classifier, top_k):
-    with pytest.raises(MlflowException, match=r"top_k: got .*, wanted 1 to 3"):
+    with pytest.raises(MlflowException, match=r"top_k: got .*, expected 1 to 3"):
         classifier.predict([{"image": encoded(0)}], {"top_k": top_k})

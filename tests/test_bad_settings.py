@@ -165,11 +165,11 @@ def test_an_interval_that_rounds_to_no_step_ends_a_dry_run(place, capsys):
     for setting in ("evaluate.every", "checkpoint.every", "tracking.every"):
         message = bad_input(capsys, train, "tiny.yaml", "--dry-run", f"{setting}=0.01 epochs")
         assert message == (
-            f"vitray: {setting}: got '0.01 epochs', which rounds to 0 steps, wanted at least one;"
+            f"vitray: {setting}: got '0.01 epochs', which rounds to 0 steps, expected at least one;"
             " an epoch has 6 steps\n"
         )
     assert "6 steps" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "optim.duration=0.01 epochs")
-    assert "wanted at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")
+    assert "expected at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")
 
 
 def test_an_interval_that_rounds_to_no_step_ends_the_dry_run_of_a_sweep(place, capsys, monkeypatch):
@@ -179,10 +179,10 @@ def test_an_interval_that_rounds_to_no_step_ends_the_dry_run_of_a_sweep(place, c
         (
             "evaluate.every",
             "0.01 epochs",
-            "got '0.01 epochs', which rounds to 0 steps, wanted at least one; an epoch has 6 steps",
+            "got '0.01 epochs', which rounds to 0 steps, expected at least one; an epoch has 6 steps",
         ),
-        ("optim.duration", "0.01 epochs", "got '0.01 epochs', wanted at least one step"),
-        ("optim.batch", 102, "got 102, wanted at most the 100 images of train"),
+        ("optim.duration", "0.01 epochs", "got '0.01 epochs', expected at least one step"),
+        ("optim.batch", 102, "got 102, expected at most the 100 images of train"),
     ):
         good = 50 if setting == "optim.batch" else "2 epochs"
         space = {"space": {setting: {"grid": [good, value]}}, "goal": {"metric": "val/loss", "mode": "min"}}
@@ -195,7 +195,7 @@ def test_a_name_of_300_characters_is_one_message(place, capsys):
     assert "cannot be read as text" in bad_input(capsys, train, long, "--dry-run")
     assert "cannot be read as text" in bad_input(capsys, sweep, "demo", long, "--dry-run")
     assert "cannot be read as text" in bad_input(capsys, sweep, long, "demo_lr", "--dry-run")
-    assert "wanted at most 100 characters" in bad_input(capsys, model, long)
+    assert "expected at most 100 characters" in bad_input(capsys, model, long)
     assert "yaml" in bad_input(capsys, train, f"{long}/a.yaml", "--dry-run")
 
 
@@ -203,13 +203,13 @@ def test_a_name_of_300_characters_is_one_message(place, capsys):
     "name", ["x" * 300, "", " ", ".", "..", "../x", "a/../../b", "/tmp/a", "a\nb", "a\0b", "\udcff"]
 )
 def test_a_name_that_is_no_folder_is_refused_before_anything_else(place, capsys, name):
-    wanted = "wanted the name of a folder: one line of at most 200 bytes, without . and .."
+    wanted = "expected the name of a folder: one line of at most 200 bytes, without . and .."
     for option in ("--name", "--fork"):
         assert wanted in bad_input(capsys, train, "demo", "--dry-run", option, name)
     assert wanted in bad_input(capsys, sweep, "demo", "demo_lr", "--dry-run", "--name", name)
     if name:
         assert wanted in bad_input(capsys, train, "--dry-run", "--resume", name)
-    with pytest.raises(ConfigError, match="wanted the name of a folder"):
+    with pytest.raises(ConfigError, match="expected the name of a folder"):
         train_run(load_run(None, TINY), name)
 
 
@@ -223,8 +223,8 @@ def test_a_resumed_run_gets_no_other_name(place, capsys):
 @pytest.mark.parametrize("folder", ["a\0b", "\udcff"])
 def test_an_address_that_is_no_text_is_one_message(place, capsys, folder):
     for args in ((train, "tiny.yaml", "--dry-run", "--out", folder), (weights, "show", folder)):
-        assert "wanted a path of UTF-8 text without null bytes" in bad_input(capsys, *args)
-    with pytest.raises(ConfigError, match="wanted a path of UTF-8 text"):
+        assert "expected a path of UTF-8 text without null bytes" in bad_input(capsys, *args)
+    with pytest.raises(ConfigError, match="expected a path of UTF-8 text"):
         read_request(folder, "data2")
 
 
@@ -245,7 +245,7 @@ def test_every_bad_value_of_every_setting_of_shard_is_refused_or_small():
                         wrong.append(f"{path}={value[:80]}: {message[:200]}")
     assert wrong == []
     assert accepted > 20
-    with pytest.raises(ConfigError, match=r"samples x copies at 4000 px have .* pixels, wanted at most 268,435,456"):
+    with pytest.raises(ConfigError, match=r"samples x copies at 4000 px have .* pixels, expected at most 268,435,456"):
         read_settings(PreviewSettings, ["size=4000"], "look")
 
 
@@ -273,7 +273,7 @@ def test_every_bad_number_of_bench_is_refused_where_it_is_parsed(capsys, value):
         verb, args = (ui, []) if benchmark == "ui" else (bench, [benchmark])
         with pytest.raises(SystemExit, match="2"):
             verb.main([*args, f"{option}={value}"])
-        assert re.search(rf"argument {option}: got .*, wanted a (whole )?number", capsys.readouterr().err)
+        assert re.search(rf"argument {option}: got .*, expected a (whole )?number", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -281,13 +281,13 @@ def test_every_bad_number_of_bench_is_refused_where_it_is_parsed(capsys, value):
     [
         (
             ["vit_b999999x999999_16"],
-            "wanted at most 1,000 pairs of attention and feedforward; it has 7.1e+18 param",
+            "expected at most 1,000 pairs of attention and feedforward; it has 7.1e+18 param",
         ),
         (["vit_u1000000x1_16"], "depth x branches is 1,000,000"),
-        (["vit_h12x1_16000", "image_size=16000"], "has 9.8e+11 parameters, wanted at most 1e+11"),
+        (["vit_h12x1_16000", "image_size=16000"], "has 9.8e+11 parameters, expected at most 1e+11"),
         (["vit_b12x1_16", "num_classes=999999999"], "has 7.7e+11 parameters"),
         (["vit_b12x1_16", "head={kind: mlp, hidden: 999999999}"], "has 1.8e+12 parameters"),
-        (["vit_b12x1_1", "image_size=100000"], "has 100000 x 100000 patches, wanted at most 1,048,576"),
+        (["vit_b12x1_1", "image_size=100000"], "has 100000 x 100000 patches, expected at most 1,048,576"),
         (["vit_b" + "9" * 60], "depth x branches is 999,999"),
     ],
 )

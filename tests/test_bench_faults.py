@@ -249,5 +249,5 @@ def test_the_page_is_that_of_the_measured_cells():
 
 
 def test_an_unknown_fault_suggests_the_nearest():
-    with pytest.raises(ConfigError, match=r"--faults: got 'sigterms', wanted .*nearest: sigterm"):
+    with pytest.raises(ConfigError, match=r"--faults: got 'sigterms', expected .*did you mean sigterm"):
         faults.main(["--faults", "sigterms"])

@@ -85,4 +85,4 @@ def test_invalid_settings_are_rejected(args, message, capsys):
 def test_a_batch_of_nothing_is_rejected(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "finetune", "--batch", "0"])
-    assert "--batch: got '0', wanted a whole number from 1" in capsys.readouterr().err
+    assert "--batch: got '0', expected a whole number from 1" in capsys.readouterr().err

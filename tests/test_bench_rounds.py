@@ -89,8 +89,8 @@ def test_more_networks_are_compiled_than_torch_does_by_itself(monkeypatch, tmp_p
 
     monkeypatch.setattr(torch, "compile", lambda network, **_: compile_for(network, dynamic=False, backend=count))
     monkeypatch.setattr(networks, "interleave", run_once)
-    monkeypatch.setattr(torch.compiler.config, "recompile_limit", torch.compiler.config.recompile_limit)
-    names = [f"vit_u{depth}x1_8" for depth in range(1, torch.compiler.config.recompile_limit + 3)]
+    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 8)  # torch's own, which other benchmarks raise
+    names = [f"vit_u{depth}x1_8" for depth in range(1, 11)]
     measure_networks(NetworksSettings(names, 1, 16, compile="default", out=tmp_path))
     assert len(graphs) == len(names)
 

@@ -120,7 +120,7 @@ def test_comparing_branches_changes_no_output_and_needs_branches():
     wanted = inference(vit, batch)
     compare_branches(vit, batch)
     assert torch.equal(inference(vit, batch), wanted)
-    with pytest.raises(ValueError, match="one branch each, wanted at least 2"):
+    with pytest.raises(ValueError, match="one branch each, expected at least 2"):
         compare_branches(network((2, 2)), batch)
-    with pytest.raises(ValueError, match="got 3 images in 1 mini-batches, wanted at least 4 in each"):
+    with pytest.raises(ValueError, match="got 3 images in 1 mini-batches, expected at least 4 in each"):
         compare_branches(vit, batch[:3])

@@ -154,9 +154,9 @@ def test_an_interval_is_reflected_at_its_estimate():
 
 
 def test_bad_input_is_refused_by_name():
-    with pytest.raises(ConfigError, match="temperature: 1 image; wanted at least 2"):
+    with pytest.raises(ConfigError, match="temperature: 1 image; expected at least 2"):
         fit_temperature([[0.0, 1.0]], [0])
-    with pytest.raises(ConfigError, match="keys: 1 of them; wanted 2"):
+    with pytest.raises(ConfigError, match="keys: 1 of them; expected 2"):
         fit_temperature(np.zeros((2, 2)), [0, 1], ["a"])
     with pytest.raises(ConfigError, match="bins: got 0"):
         ece([[0.0, 1.0]], [0], bins=0)

@@ -170,7 +170,7 @@ def test_records_of_other_settings_are_refused(tmp_path):
     folder = made_sweep(tmp_path, DEPTH, {})
     short = load_run(recipes.path_of(DEPTH.recipe), ["optim.duration=1 epoch"])
     (folder / SWEEP_META).write_text(json.dumps({"base": short.to_yaml()}))
-    with pytest.raises(SystemExit, match=r"optim\.duration: got 1 epoch, wanted 4 epochs as on the page"):
+    with pytest.raises(SystemExit, match=r"optim\.duration: got 1 epoch, expected 4 epochs as on the page"):
         cifar10_results.collect(str(tmp_path))
 
 
@@ -293,7 +293,7 @@ def test_rates_are_not_chosen_on_the_test_images(tmp_path):
     )
     base = load_run(recipes.path_of(DEPTH.recipe), ["optim.duration=2.5 epochs"])
     (folder / SWEEP_META).write_text(json.dumps({"base": base.to_yaml()}))
-    with pytest.raises(SystemExit, match=r"data\.development: got 0\.0, wanted 0\.1 as on the page"):
+    with pytest.raises(SystemExit, match=r"data\.development: got 0\.0, expected 0\.1 as on the page"):
         cifar10_rates.main(str(tmp_path))
 
 

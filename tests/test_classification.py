@@ -124,10 +124,10 @@ def test_the_bootstrap_of_the_mean_per_class_equals_a_loop():
     [
         (np.zeros((0, 3)), [], r"logits: the shape is \(0, 3\)"),
         (np.zeros(3), [0, 1, 2], r"logits: the shape is \(3,\)"),
-        (np.zeros((2, 3)), [0], r"labels: the shape is \(1,\); wanted \(2,\)"),
-        (np.zeros((2, 3)), [0, 3], "labels: row 1 has class 3; wanted 0 to 2"),
+        (np.zeros((2, 3)), [0], r"labels: the shape is \(1,\); expected \(2,\)"),
+        (np.zeros((2, 3)), [0, 3], "labels: row 1 has class 3; expected 0 to 2"),
         (np.zeros((2, 3)), [-1, 0], "labels: row 0 has class -1"),
-        (np.zeros((2, 3)), [0.0, 1.0], "labels: the type is float64; wanted integers"),
+        (np.zeros((2, 3)), [0.0, 1.0], "labels: the type is float64; expected integers"),
         ([[0.0, 1.0], [np.nan, 1.0]], [0, 1], "logits: row 1 holds nan"),
         ([["a", "b"]], [0], "logits: the type is"),
     ],

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -35,7 +36,32 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
 def test_an_unknown_verb_suggests_the_nearest(capsys):
     assert main(["modle"]) == 2
     assert "unknown verb 'modle'" in (message := capsys.readouterr().err)
-    assert "nearest: model" in message
+    assert "did you mean model" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["finetune"], "did you mean train?"),
+        (["train", "demmo"], "no recipe 'demmo', and no file; did you mean demo?"),
+        (["sweep", "demo", "demo_lrr"], "no space 'demo_lrr', and no file; did you mean demo_lr?"),
+        (["train", "demo", "optim.duration=5", "epochs"], 'needs quotes, as in "optim.duration=5 epochs"'),
+        (["train", "demo", "optim.lr", "=", "1e-3"], "expected setting=value without spaces"),
+        (["train", "demo", "optim.lr=", "1e-3"], "expected setting=value without spaces"),
+        (["train", "demo", "lr=1e-3"], "lr: unknown setting, .*; did you mean optim.lr?"),
+        (["train", "demo", "model.name=vit_base_patch16_224"], "did you mean vit_b12x1_16, with model.image_size=224?"),
+        (["train", "demo", "{folder}"], "the data of a run are a setting, data.url={folder}"),
+    ],
+)
+def test_what_was_meant_is_offered(args, meant, tmp_path, capsys):
+    assert main([arg.format(folder=tmp_path) for arg in args]) == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in meant.format(folder=tmp_path).split(".*")), message
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"vitray \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_json_is_the_last_line(capsys):
@@ -154,7 +180,7 @@ def test_the_demo_draws_trains_and_names_the_next_commands(tmp_path, monkeypatch
     assert main(["demo", "optim.lr=1e-3", "--name", "first", *options]) == 0
     assert calls == [
         ["demo", "data/demo", f"images={drawn}", "image_size=64", "workers=2"],
-        ["demo", "data.url=data/demo", "optim.lr=1e-3", "--name", "first"],
+        ["demo", "data.url=data/demo", "tracking.register_as=demo", "optim.lr=1e-3", "--name", "first"],
     ]
     printed = capsys.readouterr().out
     assert "\n  vitray evaluate runs/first/model data/demo\n" in printed

@@ -82,7 +82,7 @@ def test_waiting_for_nodes_times_out_and_withdraws_the_request(growing, capsys):
     ("overrides", "message"),
     [
         (["compute.workers=2"], "compute.device: got auto on an autoscaling cluster without a GPU now"),
-        (["compute.device=gpu"], "compute.workers: got auto on an autoscaling cluster; wanted a number"),
+        (["compute.device=gpu"], "compute.workers: got auto on an autoscaling cluster; expected a number"),
     ],
 )
 def test_a_growing_cluster_rejects_settings_that_depend_on_present_nodes(growing, overrides, message):
@@ -99,7 +99,7 @@ def test_auto_is_the_device_that_the_cluster_file_names_while_no_gpu_is_up(growi
     with pytest.raises(RunError, match=r"no room for 2 x \(1 CPU \+ 1 GPU\), 1 x \(1 CPU\) within 3 seconds"):
         await_nodes(run)
     monkeypatch.setenv("VITRAY_GROWS_DEVICE", "tpu")
-    with pytest.raises(ConfigError, match="VITRAY_GROWS_DEVICE: got 'tpu', wanted gpu or cpu"):
+    with pytest.raises(ConfigError, match="VITRAY_GROWS_DEVICE: got 'tpu', expected gpu or cpu"):
         await_nodes(run)
 
 
@@ -247,12 +247,16 @@ def test_separate_evaluations_take_their_share_of_a_gpu(gpus, overrides, workers
 @pytest.mark.parametrize(
     ("gpus", "overrides", "message"),
     [
-        (8, ["optim.batch=4"], "optim.batch: got 4, wanted at least an image for each of 8"),
-        (8, ["optim.batch=12", MIXING], "optim.batch: got 12, wanted at least two images, which mixup and cutmix pair"),
-        (4, ["optim.batch=16", "evaluate.batch=1"], "evaluate.batch: got 1, wanted at least an image for each of 4"),
+        (8, ["optim.batch=4"], "optim.batch: got 4, expected at least an image for each of 8"),
+        (
+            8,
+            ["optim.batch=12", MIXING],
+            "optim.batch: got 12, expected at least two images, which mixup and cutmix pair",
+        ),
+        (4, ["optim.batch=16", "evaluate.batch=1"], "evaluate.batch: got 1, expected at least an image for each of 4"),
         (4, ["optim.batch=16", "evaluate.batch=1", "data.val=null"], None),
         (4, ["optim.batch=16", "evaluate.batch=1", "evaluate.where=cpu"], None),
-        (2, ["optim.batch=6", MIXING], "optim.batch: got 6, which gives each of 2 workers 3 images, wanted an even"),
+        (2, ["optim.batch=6", MIXING], "optim.batch: got 6, which gives each of 2 workers 3 images, expected an even"),
         (2, ["optim.batch=6"], None),
         (8, ["optim.batch=1000", MIXING], "optim.batch: got 1000, which gives each of 8 workers 125 images"),
         (8, ["optim.batch=48", MIXING, "compute.workers=2..8"], None),
@@ -301,7 +305,7 @@ def test_the_autoscaling_timeout_is_a_number_of_seconds(monkeypatch):
     monkeypatch.delenv("VITRAY_GROWS_WITHIN", raising=False)
     assert session.autoscaling_timeout() is None
     monkeypatch.setenv("VITRAY_GROWS_WITHIN", "half an hour")
-    with pytest.raises(ConfigError, match="VITRAY_GROWS_WITHIN: got 'half an hour', wanted seconds"):
+    with pytest.raises(ConfigError, match="VITRAY_GROWS_WITHIN: got 'half an hour', expected seconds"):
         session.autoscaling_timeout()
 
 

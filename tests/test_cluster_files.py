@@ -81,14 +81,14 @@ def replaced(key, old, new):
         (lambda tree: tree["available_node_types"]["head"].update(min_worker=1), "min_worker"),
         (lambda tree: tree.update(head_node_type="haed"), "head_node_type"),
         (lambda tree: gpu(tree).update(InstanceTyp="g5.2xlarge"), "gpu_spot.node_config: .*InstanceTyp"),
-        (lambda tree: gpu(tree).update(MetadataOptions={}), "gpu_spot.*HttpTokens: wanted required"),
+        (lambda tree: gpu(tree).update(MetadataOptions={}), "gpu_spot.*HttpTokens: expected required"),
         (ingress("0.0.0.0/0"), "0.0.0.0/0 admits too many"),
         (ingress("1.2.3.4/8"), "1.2.3.4/8 has host bits set"),
-        (lambda tree: tree["provider"].pop("security_group"), "wanted ssh from your address"),
+        (lambda tree: tree["provider"].pop("security_group"), "expected ssh from your address"),
         (replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token", ""), "worker_start_ray_commands: .*token"),
         (replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", ""), "head_start_ray_commands: .*token"),
         (replaced("head_start_ray_commands", "host=127.0.0.1", "host=0.0.0.0"), "--dashboard-host=127.0.0.1"),
-        (lambda tree: tree.pop("head_start_ray_commands"), "head_start_ray_commands: wanted a `ray start`"),
+        (lambda tree: tree.pop("head_start_ray_commands"), "head_start_ray_commands: expected a `ray start`"),
     ],
 )
 def test_an_invalid_or_insecure_file_is_rejected(change, message, tmp_path):
@@ -114,19 +114,25 @@ def head(tree):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree.update(max_workers=10**6), "max_workers: got 1000000, wanted a number from 0 to 10,000"),
-        (lambda tree: tree.update(max_workers=10**400), "max_workers: got 1000.*wanted a number from 0 to 10,000"),
+        (lambda tree: tree.update(max_workers=10**6), "max_workers: got 1000000, expected a number from 0 to 10,000"),
+        (lambda tree: tree.update(max_workers=10**400), "max_workers: got 1000.*expected a number from 0 to 10,000"),
         (lambda tree: tree["available_node_types"]["head"].update(min_workers=-1), r"head\.min_workers: got -1"),
-        (lambda tree: tree.update(idle_timeout_minutes=float("nan")), "idle_timeout_minutes: got nan, wanted a number"),
-        (lambda tree: tree.update(upscaling_speed=float("inf")), "upscaling_speed: got inf, wanted a number"),
+        (
+            lambda tree: tree.update(idle_timeout_minutes=float("nan")),
+            "idle_timeout_minutes: got nan, expected a number",
+        ),
+        (lambda tree: tree.update(upscaling_speed=float("inf")), "upscaling_speed: got inf, expected a number"),
         (lambda tree: tree.update(metadata=[]), r"metadata: \[\] is not of type"),
         (lambda tree: tree.update(provider=None), "not a cluster file"),
-        (lambda tree: tree.update(available_node_types={1: 2}), "got 'head', wanted one of 1"),
+        (lambda tree: tree.update(available_node_types={1: 2}), "got 'head', expected one of 1"),
         (lambda tree: tree.update(head_node_type=[1]), r"\[1\]"),
-        (lambda tree: tree["provider"].pop("region"), r"provider\.region: got None, wanted one such as us-west-2"),
+        (lambda tree: tree["provider"].pop("region"), r"provider\.region: got None, expected one such as us-west-2"),
         (lambda tree: tree["provider"]["security_group"].pop("GroupName"), "provider.security_group: .*GroupName"),
         (lambda tree: tree["provider"]["security_group"].update(IpPermissions=[None]), "provider.security_group: "),
-        (lambda tree: tree["provider"]["security_group"]["IpPermissions"][0].pop("IpProtocol"), "wanted an IpProtocol"),
+        (
+            lambda tree: tree["provider"]["security_group"]["IpPermissions"][0].pop("IpProtocol"),
+            "expected an IpProtocol",
+        ),
         (ingress(None), "provider.security_group: .*CidrIp"),
         (lambda tree: head(tree).update(MetadataOptions=True), "head.node_config: .*MetadataOptions"),
         (lambda tree: tree.update(cluster_name="x" * 10**5), "cluster_name: .*at most 100 characters"),
@@ -143,11 +149,11 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "wanted at most 20,000 values, each use of an alias counted"),
-        (MERGES, "wanted at most 20,000 values, each use of an alias counted"),
+        (LAUGHS, "expected at most 20,000 values, each use of an alias counted"),
+        (MERGES, "expected at most 20,000 values, each use of an alias counted"),
         ("a: &a [*a]", "an alias refers to itself"),
-        ("a: " + "[" * 5000, "wanted at most 20 levels of lists and mappings"),
-        ("a: " + "x" * 300_000, "wanted at most 200,000 characters"),
+        ("a: " + "[" * 5000, "expected at most 20 levels of lists and mappings"),
+        ("a: " + "x" * 300_000, "expected at most 200,000 characters"),
         ("a: 2026-13-45", "month must be in 1..12"),
         ("a: !!python/name:os.system", "got the tag"),
         ("max_workers: 1" + "0" * 5000, "not YAML: Exceeds the limit"),
@@ -386,7 +392,7 @@ def test_a_missing_bucket_is_reported_and_not_made(aws):
         aws_account.make_account(tree)
     assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["vitray-test"]
     tree["metadata"]["bucket"] = "vitray-test"
-    with pytest.raises(ConfigError, match=r"metadata\.bucket: wanted the bucket of the s3:// address in head"):
+    with pytest.raises(ConfigError, match=r"metadata\.bucket: expected the bucket of the s3:// address in head"):
         aws_account.make_account(tree)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -11,99 +12,115 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from test_layers import ROOT
 
+from pipelines import recipes
 from vitray.config import Model, Run, load_run
 from vitray.config.parsing import place_of
 from vitray.config.reference import settings_page
 from vitray.errors import ConfigError
 
 BAD_OVERRIDES = [
-    ("model.drop_pth=0.1", ["model.drop_pth: unknown setting", "wanted one of name, image_size", "nearest: drop_path"]),
-    ("modle.pool=mean", ["modle: unknown setting, wanted one of seed, model, task", "nearest: model"]),
-    ("model.positions.resampel=timm", ["model.positions.resampel: unknown setting", "nearest: resample"]),
-    ("model.pool=tokn", ["model.pool: got 'tokn', wanted 'token', 'mean'", "nearest: token"]),
-    ("model.head=mpl", ["model.head: got 'mpl', wanted 'linear', 'mlp'; nearest: mlp"]),
+    (
+        "model.drop_pth=0.1",
+        ["model.drop_pth: unknown setting", "expected one of name, image_size", "did you mean drop_path"],
+    ),
+    ("modle.pool=mean", ["modle: unknown setting, expected one of seed, model, task", "did you mean model"]),
+    ("model.positions.resampel=timm", ["model.positions.resampel: unknown setting", "did you mean resample"]),
+    ("model.pool=tokn", ["model.pool: got 'tokn', expected 'token', 'mean'", "did you mean token"]),
+    ("model.head=mpl", ["model.head: got 'mpl', expected 'linear', 'mlp'; did you mean mlp"]),
     ("model.name=vit_q12x1_16", ["model.name: model name 'vit_q12x1_16': width 'q'"]),
-    ("model.name=3", ["model.name: got 3, wanted text"]),
-    ("model.drop_path=much", ["model.drop_path: got 'much', wanted a number"]),
-    ("model.drop_path=1.0", ["model.drop_path: got 1.0, wanted less than 1"]),
-    ("model.drop_path=-1e-3", ["model.drop_path: got -0.001, wanted greater than or equal to 0"]),
-    ("model.layerscale=.nan", ["model.layerscale: got nan, wanted a finite number"]),
-    ("model.image_size=[224]", ["model.image_size: got [224], wanted a whole number or a longer list"]),
-    ("model.image_size=[1,2,3]", ["model.image_size: got [1, 2, 3], wanted a whole number or a shorter list"]),
-    ("model.image_size=true", ["model.image_size: got True, wanted a whole number or a list"]),
+    ("model.name=3", ["model.name: got 3, expected text"]),
+    ("model.drop_path=much", ["model.drop_path: got 'much', expected a number"]),
+    ("model.drop_path=1.0", ["model.drop_path: got 1.0, expected less than 1"]),
+    ("model.drop_path=-1e-3", ["model.drop_path: got -0.001, expected greater than or equal to 0"]),
+    ("model.layerscale=.nan", ["model.layerscale: got nan, expected a finite number"]),
+    ("model.image_size=[224]", ["model.image_size: got [224], expected a whole number or a longer list"]),
+    ("model.image_size=[1,2,3]", ["model.image_size: got [1, 2, 3], expected a whole number or a shorter list"]),
+    ("model.image_size=true", ["model.image_size: got True, expected a whole number or a list"]),
     ("model.image_size=225", ["model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"]),
-    ("seed=None", ["seed: got None, wanted a whole number"]),
-    ("seed=1.5", ["seed: got 1.5, wanted a whole number"]),
-    ("seed=-1", ["seed: got -1, wanted greater than or equal to 0"]),
-    ("seed.x=1", ["seed: got {'x': 1}, wanted a whole number"]),
-    ("model=3", ["model: got 3, wanted settings as `key: value`"]),
-    ("seed", ["override 'seed': wanted setting=value"]),
-    ("=1", ["override '=1': wanted setting=value"]),
+    ("seed=None", ["seed: got None, expected a whole number"]),
+    ("seed=1.5", ["seed: got 1.5, expected a whole number"]),
+    ("seed=-1", ["seed: got -1, expected greater than or equal to 0"]),
+    ("seed.x=1", ["seed: got {'x': 1}, expected a whole number"]),
+    ("model=3", ["model: got 3, expected settings as `key: value`"]),
+    ("seed", ["override 'seed': expected setting=value"]),
+    ("=1", ["override '=1': expected setting=value"]),
     ("seed=@", ["override 'seed=@': not YAML"]),
     ("model.execution=fused model.dropout=0.1", ["execution fused is not exact with dropout 0.1"]),
     ("model.class_token=false", ["pool token needs class_token: true"]),
     (
         "task.kind=finetune",
-        ["task.weights: got nothing, wanted a vitray model folder (a path, s3://, ", ") or a weights file of another"],
+        [
+            "task.weights: got nothing, expected a vitray model folder (a path, s3://, ",
+            ") or a weights file of another",
+        ],
     ),
-    ("task=finetune", ["task.weights: got nothing, wanted a vitray model folder"]),
+    ("task=finetune", ["task.weights: got nothing, expected a vitray model folder"]),
     (
         "task.kind=finetun",
-        ["task: got 'finetun', wanted 'supervised', 'finetune', 'masked', 'tokenizer'; nearest: finetune"],
+        ["task: got 'finetun', expected 'supervised', 'finetune', 'masked', 'tokenizer'; did you mean finetune"],
     ),
-    ("task=finetune task.weights=a task.mode=atn", ["task.mode: got 'atn', wanted 'full', 'attn'", "nearest: attn"]),
-    ("task=finetune task.weights=a task.also=norms", ["task.also: got 'norms', wanted a list"]),
-    ("task=finetune task.weights=a task.mode=attn task.also=[stam]", ["task.also: got 'stam'", "nearest: stem"]),
+    (
+        "task=finetune task.weights=a task.mode=atn",
+        ["task.mode: got 'atn', expected 'full', 'attn'", "did you mean attn"],
+    ),
+    ("task=finetune task.weights=a task.also=norms", ["task.also: got 'norms', expected a list"]),
+    ("task=finetune task.weights=a task.mode=attn task.also=[stam]", ["task.also: got 'stam'", "did you mean stem"]),
     (
         "task=finetune task.weights=a task.also=[stem]",
-        ["task: also names stem, which mode full trains anyway; wanted no"],
+        ["task: also names stem, which mode full trains anyway; expected no"],
     ),
     (
         "task=finetune task.weights=a task.mode=norm task.also=[stem,head]",
-        ["task: also names head, which mode norm trains anyway; wanted stem or class_token or distillation_token or"],
+        ["task: also names head, which mode norm trains anyway; expected stem or class_token or distillation_token or"],
     ),
     (
         "task=finetune task.weights=a task.mode=ffn task.first_branch=true",
-        ["task: first_branch true is about mode attn alone; wanted false in mode ffn"],
+        ["task: first_branch true is about mode attn alone; expected false in mode ffn"],
     ),
     (
         "task=finetune task.weights=a task.mode=attn task.lora.rank=4",
-        ["task: lora.rank is about mode lora alone; wanted the defaults in mode attn"],
+        ["task: lora.rank is about mode lora alone; expected the defaults in mode attn"],
     ),
-    ("task=finetune task.weights=a task.levels=2", ["task: levels 2 is about mode last alone; wanted 1 in mode full"]),
-    ("task=finetune task.weights=a task.mode=lora task.lora.rank=0", ["task.lora.rank: got 0, wanted greater than"]),
+    (
+        "task=finetune task.weights=a task.levels=2",
+        ["task: levels 2 is about mode last alone; expected 1 in mode full"],
+    ),
+    ("task=finetune task.weights=a task.mode=lora task.lora.rank=0", ["task.lora.rank: got 0, expected greater than"]),
     ("task=finetune task.weights=a task.mode=lora task.lora.matrices=[]", ["task.lora.matrices: got ", "longer list"]),
     (
         "task=finetune task.weights=a task.mode=lora task.lora.matrices=[q,upp]",
-        ["task.lora.matrices: got 'upp', wanted 'q', 'k', 'v', 'out', 'up' or 'down'; nearest: up"],
+        ["task.lora.matrices: got 'upp', expected 'q', 'k', 'v', 'out', 'up' or 'down'; did you mean up"],
     ),
     (
         "task=finetune task.weights=a task.mode=lora task.lora.matrices=[v,q,v]",
-        ["task.lora: matrices: got v more than once, wanted each matrix once"],
+        ["task.lora: matrices: got v more than once, expected each matrix once"],
     ),
     (
         "task=finetune task.weights=a task.mode=lora task.lora.rnak=4",
-        ["task.lora.rnak: unknown setting, wanted one of rank, alpha, matrices; nearest: rank"],
+        ["task.lora.rnak: unknown setting, expected one of rank, alpha, matrices; did you mean rank"],
     ),
-    ("task.kind=supervised task.mode=lora", ["task.mode: unknown setting, wanted one of kind, loss, smoothing"]),
-    ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, wanted one of kind, loss, smoothing"]),
-    ("model.adapters=0", ["model.adapters: got 0, wanted"]),
+    ("task.kind=supervised task.mode=lora", ["task.mode: unknown setting, expected one of kind, loss, smoothing"]),
+    ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, expected one of kind, loss, smoothing"]),
+    ("model.adapters=0", ["model.adapters: got 0, expected"]),
     (
         "compute.recompute=feedforwards",
-        ["compute.recompute: got 'feedforwards', wanted 'none'", "nearest: feedforward"],
+        ["compute.recompute: got 'feedforwards', expected 'none'", "did you mean feedforward"],
     ),
-    ("compute.recompute=1", ["compute.recompute: got 1, wanted 'none', 'feedforward' or 'blocks'"]),
+    ("compute.recompute=1", ["compute.recompute: got 1, expected 'none', 'feedforward' or 'blocks'"]),
     ("optim.lr=!!bool~maybe", ["not YAML: 'maybe'"]),
     ("optim.lr=!!float~''", ["not YAML: "]),
-    ("optim.lr=!!timestamp~x", ["got the tag 'tag:yaml.org,2002:timestamp', wanted plain text, numbers, lists"]),
-    ("optim={?~[a]~:~b}", ["wanted a name of at most 200 characters before the colon"]),
-    (f"seed={'[' * 3000}", ["wanted at most 20 levels of lists and mappings"]),
-    (f"seed={'[1]' * 70_000}", ["wanted at most 200,000 characters"]),
-    (f"seed{'.a' * 2000}=1", ["got a path of 4004 characters, wanted the dotted path of a setting"]),
-    ("data.url=''", ["data.url: got '', wanted one line of text, at most 1000 characters"]),
-    ('tracking.experiment="a\\nb"', ["tracking.experiment: got 'a\\nb', wanted one line of text"]),
-    ("compute.workers=1000000", ["compute.workers: got 1000000, wanted a number from 1 to 999,999"]),
-    ("optim.duration=2000000000~steps", ["optim.duration: got '2000000000 steps', wanted at most 1,000,000,000 steps"]),
+    ("optim.lr=!!timestamp~x", ["got the tag 'tag:yaml.org,2002:timestamp', expected plain text, numbers, lists"]),
+    ("optim={?~[a]~:~b}", ["expected a name of at most 200 characters before the colon"]),
+    (f"seed={'[' * 3000}", ["expected at most 20 levels of lists and mappings"]),
+    (f"seed={'[1]' * 70_000}", ["expected at most 200,000 characters"]),
+    (f"seed{'.a' * 2000}=1", ["got a path of 4004 characters, expected the dotted path of a setting"]),
+    ("data.url=''", ["data.url: got '', expected one line of text, at most 1000 characters"]),
+    ('tracking.experiment="a\\nb"', ["tracking.experiment: got 'a\\nb', expected one line of text"]),
+    ("compute.workers=1000000", ["compute.workers: got 1000000, expected a number from 1 to 999,999"]),
+    (
+        "optim.duration=2000000000~steps",
+        ["optim.duration: got '2000000000 steps', expected at most 1,000,000,000 steps"],
+    ),
     ("task.kind=tokenizer model.num_classes=null task.decoder_depth=2000", ["decoder_depth: got 2000 blocks of width"]),
     ("seed=1 seed=2", ["override 'seed=2': seed is given twice"]),
 ]
@@ -132,21 +149,21 @@ LAUGHS = "".join(
 BAD_FILES = [
     ("model:\n  pool: tokn\n", "recipe.yaml:2: model.pool: got 'tokn'"),
     ("seed: 1\nmodel:\n  pool: mean\n  pool: token\n", "recipe.yaml:4: model.pool: given twice, first at "),
-    ("- a\n- b\n", "recipe.yaml: got ['a', 'b'], wanted settings"),
+    ("- a\n- b\n", "recipe.yaml: got ['a', 'b'], expected settings"),
     ("model: {pool: [}\n", "recipe.yaml: not YAML"),
     ("model: &a\n  head: *a\n", "recipe.yaml: an alias refers to itself"),
     (
         "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + LAUGHS,
-        "recipe.yaml: wanted at most 20,000 values, each use of an alias counted",
+        "recipe.yaml: expected at most 20,000 values, each use of an alias counted",
     ),
-    (f"{'{a: ' * 30}1{'}' * 30}\n", "recipe.yaml: wanted at most 20 levels of lists and mappings"),
+    (f"{'{a: ' * 30}1{'}' * 30}\n", "recipe.yaml: expected at most 20 levels of lists and mappings"),
     ("a: &a [*a]\n", "recipe.yaml: an alias refers to itself"),
-    (f"a: [{'1, ' * 20_000}]\n", "recipe.yaml: wanted at most 20,000 values"),
-    (f"# {'a' * 200_000}\n", "recipe.yaml: wanted at most 200,000 characters"),
-    (f"{'a' * 201}: 1\n", "recipe.yaml:1: wanted a name of at most 200 characters before the colon"),
+    (f"a: [{'1, ' * 20_000}]\n", "recipe.yaml: expected at most 20,000 values"),
+    (f"# {'a' * 200_000}\n", "recipe.yaml: expected at most 200,000 characters"),
+    (f"{'a' * 201}: 1\n", "recipe.yaml:1: expected a name of at most 200 characters before the colon"),
     ("? *a\n: 1\n", "recipe.yaml: not YAML"),
-    ("seed: 2026-01-01\n", "recipe.yaml:1: seed: got '2026-01-01', wanted a whole number"),
-    ("model: {drop_path: on}\n", "recipe.yaml:1: model.drop_path: got 'on', wanted a number"),
+    ("seed: 2026-01-01\n", "recipe.yaml:1: seed: got '2026-01-01', expected a whole number"),
+    ("model: {drop_path: on}\n", "recipe.yaml:1: model.drop_path: got 'on', expected a number"),
 ]
 
 
@@ -161,7 +178,7 @@ def test_an_error_in_a_recipe_names_the_line(tmp_path, text, message):
 
 def test_a_missing_recipe_suggests_the_nearest(tmp_path):
     (tmp_path / "supervised.yaml").write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match=r"supervized.yaml: no such file; nearest: supervised.yaml"):
+    with pytest.raises(ConfigError, match=r"supervized.yaml: no such file; did you mean supervised.yaml"):
         load_run(tmp_path / "supervized.yaml")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         load_run(tmp_path)
@@ -220,7 +237,7 @@ def test_a_run_is_frozen_and_replaced():
         run.seed = 3
     assert run.replace({"model.pool": "mean", "seed": 3}) == Run(seed=3, model=Model(pool="mean"))
     assert run == Run()
-    with pytest.raises(ConfigError, match=r"model\.pol: unknown setting.*nearest: pool"):
+    with pytest.raises(ConfigError, match=r"model\.pol: unknown setting.*did you mean pool"):
         run.replace({"model.pol": "mean"})
 
 
@@ -281,3 +298,37 @@ def test_every_setting_has_a_description():
 def test_a_control_character_is_reported_as_bad_yaml():
     with pytest.raises(ConfigError, match=r"^override 'tracking.experiment=.*not YAML: .*special characters"):
         load_run(None, ["tracking.experiment=a\x07b"])
+
+
+def test_a_recipe_extends_another_by_the_rule_of_overrides(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        "model: {name: vit_s12x1_16, drop_path: 0.05}\ndata: {mix: {mixup: 0.8, cutmix: 1.0}}\n"
+        "optim: {lr: 4.0e-3, rule: {kind: sgd, momentum: 0.5}}\n"
+    )
+    (tmp_path / "large.yaml").write_text(
+        "extends: base\nmodel: {name: vit_b12x1_16}\ndata: {mix: {mixup: 0.1}}\noptim: {rule: adamw}\n"
+    )
+    base, large = load_run(tmp_path / "base.yaml"), load_run(tmp_path / "large.yaml", ["model.drop_path=0.3"])
+    overrides = ["model.name=vit_b12x1_16", "data.mix.mixup=0.1", "optim.rule=adamw", "model.drop_path=0.3"]
+    assert large == load_run(tmp_path / "base.yaml", overrides)
+    assert (large.optim.lr, large.data.mix.cutmix) == (base.optim.lr, 1.0)
+    (tmp_path / "mine.yaml").write_text("extends: demo\nseed: 7\n")
+    assert load_run(tmp_path / "mine.yaml") == load_run(recipes.path_of("demo"), ["seed=7"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: dmeo", "mine.yaml:1: extends: no recipe 'dmeo'; did you mean demo?"),
+        ("extends: mine", "no recipe 'mine'"),
+        ("extends: large", "mine.yaml:1: extends: large itself extends demo; extend that one"),
+        ("extends: [demo]", "extends: got ['demo'], expected the name of a recipe, as in demo"),
+        ("extends: ../demo.yaml", "expected the name of a recipe"),
+        ("extends: demo\nmodel: {pol: mean}", "mine.yaml:2: model.pol: unknown setting"),
+    ],
+)
+def test_a_recipe_that_cannot_be_extended_is_one_message(text, message, tmp_path):
+    (tmp_path / "large.yaml").write_text("extends: demo\n")
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_run(tmp_path / "mine.yaml")

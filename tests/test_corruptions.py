@@ -126,7 +126,7 @@ def test_the_layout_of_imagenet_c_is_a_list_of_sets(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("noise/6/n01", "noise: got the folder '6'; wanted severities 1 to 5"),
+        ("noise/6/n01", "noise: got the folder '6'; expected severities 1 to 5"),
         ("noise/3/n01", "brightness: no severity 3, which other corruptions have"),
         ("noise/5/n03", "5: class 'n03' is not in both it and .*brightness/1"),
         ("fog", "fog: no folder in it"),
@@ -141,14 +141,14 @@ def test_a_wrong_layout_is_refused_by_name(tmp_path, extra, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: corrupt(image(), "contrst", 1), "got 'contrst'; wanted one of .*; nearest: contrast"),
-        (lambda: corrupt(image(), "contrast", 0), "got severity 0; wanted 1 to 5"),
+        (lambda: corrupt(image(), "contrst", 1), "got 'contrst'; expected one of .*; did you mean contrast"),
+        (lambda: corrupt(image(), "contrast", 0), "got severity 0; expected 1 to 5"),
         (lambda: corrupt(image() / 255, "contrast", 1), "got an image of float64"),
-        (lambda: corrupt(image()[..., 0], "contrast", 1), r"shape \(40, 50\); wanted uint8"),
+        (lambda: corrupt(image()[..., 0], "contrast", 1), r"shape \(40, 50\); expected uint8"),
         (lambda: mean_corruption_error({}), "errors: none"),
-        (lambda: mean_corruption_error({"fog": [20.0]}), r"fog has \[20.0\]; wanted shares from 0 to 1"),
-        (lambda: mean_corruption_error({"fog": [0.2]}, {"frog": [0.2]}), "no fog; .*nearest: frog"),
-        (lambda: mean_corruption_error({"fog": [0.2]}, {"fog": [0.0]}), "wanted 1 severities, not all zero"),
+        (lambda: mean_corruption_error({"fog": [20.0]}), r"fog has \[20.0\]; expected shares from 0 to 1"),
+        (lambda: mean_corruption_error({"fog": [0.2]}, {"frog": [0.2]}), "no fog; .*did you mean frog"),
+        (lambda: mean_corruption_error({"fog": [0.2]}, {"fog": [0.0]}), "expected 1 severities, not all zero"),
         (lambda: read_corruption_layout("no-folder"), "no-folder: not a folder"),
     ],
 )

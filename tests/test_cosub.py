@@ -242,16 +242,16 @@ def test_without_cosub_each_image_passes_once():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.drop_path=0"], "model.drop_path: got 0, wanted more: the two submodels of task.cosub differ by"),
+        (["model.drop_path=0"], "task.cosub needs model.drop_path > 0, because the two submodels"),
         (
             ["model.name=vit_u1x2_8", "model.drop_path_over_depth=linear"],
-            "model.drop_path_over_depth: got linear, which is 0 in the only block",
+            "task.cosub needs drop path in some block, where linear is 0 in the only one",
         ),
-        (["task.distill.teacher=t"], "task.cosub: got some with task.distill, wanted one of them"),
-        (["task.cosub.weight=1"], "task.cosub.weight: got 1, wanted less than 1"),
-        (["task.cosub.weight=0"], "task.cosub.weight: got 0, wanted greater than 0"),
-        (["task.cosub.wieght=0.1"], "task.cosub.wieght: unknown setting, wanted one of weight; nearest: weight"),
-        (["task.cosub=true"], "task.cosub: got True, wanted settings as `key: value`"),
+        (["task.distill.teacher=t"], "task.cosub and task.distill cannot be combined"),
+        (["task.cosub.weight=1"], "task.cosub.weight: got 1, expected less than 1"),
+        (["task.cosub.weight=0"], "task.cosub.weight: got 0, expected greater than 0"),
+        (["task.cosub.wieght=0.1"], "task.cosub.wieght: unknown setting, expected one of weight; did you mean weight"),
+        (["task.cosub=true"], "task.cosub: got True, expected settings as `key: value`"),
         (["model={name: torchvision/resnet18}"], "task.cosub needs a Vision Transformer: got torchvision/resnet18"),
         (["task={kind: masked, cosub: {}}", "model.num_classes=null"], "task.cosub: unknown setting"),
         (["task={kind: tokenizer, cosub: {}}", "model.num_classes=null"], "task.cosub: unknown setting"),

@@ -208,7 +208,7 @@ def test_a_changed_base_is_rejected(tmp_path, chain):
         got = identity_of(load_model(str(tmp_path / place)).vit.state_dict())
         with pytest.raises(ConfigError) as rejected:
             load_model(str(tmp_path / ("d1" if place == "base" else "d2")))
-        assert f"a delta of {tmp_path / place}, which has changed: got identity {got[:12]}, wanted" in str(
+        assert f"a delta of {tmp_path / place}, which has changed: got identity {got[:12]}, expected" in str(
             rejected.value
         )
     assert wanted["identity"][:12] in str(rejected.value)
@@ -247,7 +247,7 @@ def test_a_circle_of_deltas_is_rejected(tmp_path, chain):
     delta = json.loads((tmp_path / "d1" / "delta.json").read_text())
     delta["base"]["url"] = str(tmp_path / "d2")
     (tmp_path / "d1" / "delta.json").write_text(json.dumps(delta))
-    with pytest.raises(ConfigError, match=r"d2: a delta of itself, .*d2 -> .*d1 -> .*d2; wanted a whole network"):
+    with pytest.raises(ConfigError, match=r"d2: a delta of itself, .*d2 -> .*d1 -> .*d2; expected a whole network"):
         load_model(str(tmp_path / "d2"))
 
 
@@ -255,9 +255,9 @@ def test_a_circle_of_deltas_is_rejected(tmp_path, chain):
     ("text", "fault"),
     [
         ("{", "delta.json: not JSON"),
-        ("[]", "delta.json: not a delta.json: wanted a JSON object with a format"),
+        ("[]", "delta.json: not a delta.json: expected a JSON object with a format"),
         ("\xff", "delta.json: not JSON"),
-        ('{"format": 2}', "delta.json: format: got 2, wanted 1: written by another vitray"),
+        ('{"format": 2}', "delta.json: format: got 2, expected 1: written by another vitray"),
         ('{"format": 1, "taken": []}', "delta.json.*base"),
         ('{"format": 1, "base": {"url": "x", "identity": "12"}, "taken": []}', "delta.json.*identity"),
         ('{"format": 1, "base": {"url": "x", "identify": "12"}, "taken": []}', "delta.json.*identify"),
@@ -354,12 +354,12 @@ def test_a_delta_of_another_base_is_named(tmp_path, chain):
     save(tmp_path / "stranger", tuned(fresh(seed=8)), tmp_path / "other")
     names = {name: str(tmp_path / name) for name in ("d1", "stranger")}
     with pytest.raises(
-        ConfigError, match=r"stranger: it is a delta of .*other \(\w{12}\); wanted a delta of .*base \("
+        ConfigError, match=r"stranger: it is a delta of .*other \(\w{12}\); expected a delta of .*base \("
     ):
         load_deltas(str(tmp_path / "base"), names)
-    with pytest.raises(ConfigError, match=r"other: it is whole \(.*other\); wanted a delta of .*base"):
+    with pytest.raises(ConfigError, match=r"other: it is whole \(.*other\); expected a delta of .*base"):
         load_deltas(str(tmp_path / "base"), {"x": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"d1: it is a delta of .*base \(\w{12}\); wanted a delta of .*d2"):
+    with pytest.raises(ConfigError, match=r"d1: it is a delta of .*base \(\w{12}\); expected a delta of .*d2"):
         load_deltas(str(tmp_path / "d2"), {"x": str(tmp_path / "d1")})
     with pytest.raises(ConfigError, match=r"absent: no run.yaml, so no model folder"):
         load_deltas(str(tmp_path / "base"), {"x": str(tmp_path / "absent")})
@@ -406,7 +406,7 @@ def test_the_verb_shows_and_flattens(tmp_path, chain, capsys):
     for args in (["show", "a", "b"], ["flatten", "a"]):
         with pytest.raises(SystemExit):
             main(["weights", *args])
-        assert "wanted" in capsys.readouterr().err
+        assert "expected" in capsys.readouterr().err
     assert main(["weights", "show", str(tmp_path / "absent")]) == 2
 
 
@@ -511,14 +511,14 @@ def test_a_served_delta_is_combined_with_its_base(logged, tmp_path):
 @pytest.mark.parametrize(
     ("address", "fault"),
     [
-        ("models:/vit@champoin", r"vit has no alias champoin; it has champion \(version 1\); nearest: champion"),
-        ("models:/vti@champion", "no model is registered as vti; registered are vit; nearest: vit"),
+        ("models:/vit@champoin", r"vit has no alias champoin; it has champion \(version 1\); did you mean champion"),
+        ("models:/vti@champion", "no model is registered as vti; registered are vit; did you mean vit"),
         ("models:/vit/7", "vit has no version 7; it has 1, 2"),
         ("models:/m-0", "there is no model m-0; registered are vit"),
         ("runs:/0123/model", "there is no run 0123"),
         (
             "models:/vit",
-            "not an address of a model; wanted models:/name@alias, models:/name/3, models:/m-<id> or runs:/",
+            "not an address of a model; expected models:/name@alias, models:/name/3, models:/m-<id> or runs:/",
         ),
     ],
 )
@@ -543,7 +543,7 @@ def test_an_unreachable_mlflow_is_one_message(tmp_path, monkeypatch, capsys):
     assert error.count("\n") == 1
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"models:/vit/1: no .*mlruns.db; wanted the folder that training ran in"):
+    with pytest.raises(ConfigError, match=r"models:/vit/1: no .*mlruns.db; expected the folder that training ran in"):
         load_model("models:/vit/1")
     assert list(tmp_path.iterdir()) == []
 

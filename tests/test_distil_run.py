@@ -82,5 +82,5 @@ def test_a_teacher_that_does_not_fit_is_refused_in_the_plan(place):
         make_plan(recipe(place, "nowhere"))
     run = Run().replace({"model": Model(name="vit_u2x1_8", image_size=32, num_classes=9).model_dump(mode="json")})
     save_model(str(place / "nine"), run, ViT(run.model))
-    with pytest.raises(ConfigError, match="which knows 9 classes, wanted the 10 of the data"):
+    with pytest.raises(ConfigError, match="which knows 9 classes, expected the 10 of the data"):
         make_plan(recipe(place, "nine"))

@@ -132,7 +132,7 @@ def test_a_new_head_is_two_heads_of_zeros():
     new.load_state_dict(state)
     assert not new(images()).any()
     assert new.head.class_token[0].weight.any()
-    with pytest.raises(ConfigError, match=r"model\.distillation_token: got true, wanted false"):
+    with pytest.raises(ConfigError, match=r"model\.distillation_token: got true, expected false"):
         adapt(ours, Model.model_validate(TINY), "weights", new_head=False)
 
 
@@ -339,13 +339,13 @@ def test_a_weights_file_of_another_library_is_a_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "classes", "message"),
     [
-        ({}, NAMES[:4], "which knows 5 classes, wanted the 4 of the data"),
+        ({}, NAMES[:4], "which knows 5 classes, expected the 4 of the data"),
         (
             {},
             [*NAMES[:3], "class 4", "class 3"],
-            "whose class 3 is class 3, wanted class 4, as in the data; nearest: class 4",
+            "whose class 3 is class 3, expected class 4, as in the data; did you mean class 4",
         ),
-        ({"image_size": 48}, NAMES, "which reads images of 32 x 32 pixels, wanted 48 x 48, as model.image_size"),
+        ({"image_size": 48}, NAMES, "which reads images of 32 x 32 pixels, expected 48 x 48, as model.image_size"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_one_message(folder, settings, classes, message):
@@ -361,18 +361,21 @@ def test_a_missing_teacher_or_one_without_a_head_is_one_message(tmp_path):
         open_teacher(student(), Distillation(teacher=str(tmp_path / "nowhere")), NAMES)
     run = student(num_classes=None)
     save_model(str(tmp_path / "headless"), run, ViT(run.model))
-    with pytest.raises(ConfigError, match="a network without a head, wanted a classifier"):
+    with pytest.raises(ConfigError, match="a network without a head, expected a classifier"):
         open_teacher(student(), Distillation(teacher=str(tmp_path / "headless")), NAMES)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task.distill.target=soft"], "task.distill.teacher: got nothing, wanted the teacher"),
-        (["task.distill={teacher: t, target: sotf}"], "task.distill.target: got 'sotf', wanted .*; nearest: soft"),
-        (["task.distill={teacher: t, temperature: 3}"], "temperature: got 3 with target hard, wanted 1"),
+        (["task.distill.target=soft"], "task.distill.teacher: got nothing, expected the teacher"),
+        (
+            ["task.distill={teacher: t, target: sotf}"],
+            "task.distill.target: got 'sotf', expected .*; did you mean soft",
+        ),
+        (["task.distill={teacher: t, temperature: 3}"], "temperature: got 3 with target hard, expected 1"),
         (["task.distill={teacher: t, weight: 0}"], "task.distill.weight: got 0"),
-        (["task.distil.teacher=t"], "task.distil: unknown setting, .* nearest: distill"),
+        (["task.distil.teacher=t"], "task.distil: unknown setting, .* did you mean distill"),
         (["model.distillation_token=true", "model.pool=mean"], "distillation_token true needs pool token"),
         (
             ["model={name: torchvision/resnet18, distillation_token: true}"],
@@ -380,7 +383,7 @@ def test_a_missing_teacher_or_one_without_a_head_is_one_message(tmp_path):
         ),
         (
             ["task=masked", "model.num_classes=null", "model.distillation_token=true"],
-            "model.distillation_token: got true, wanted false: task masked has no teacher",
+            "model.distillation_token: got true, expected false: task masked has no teacher",
         ),
     ],
 )

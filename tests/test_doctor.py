@@ -62,7 +62,7 @@ def test_each_problem_is_reported_for_its_node(change, problem, remedy):
 
 def test_results_on_a_path_that_a_node_does_not_share_are_reported(tmp_path):
     marker = tmp_path / "runs" / ".vitray-doctor-1"
-    with pytest.raises(ConfigError, match="runs: is another folder here than for the driver; wanted s3://bucket/key"):
+    with pytest.raises(ConfigError, match="runs: is another folder here than for the driver; expected s3://bucket/key"):
         check_results(str(tmp_path / "runs"), str(marker))
     marker.touch()
     assert check_results(str(tmp_path / "runs"), str(marker)) is None

@@ -352,13 +352,16 @@ def test_a_folder_laid_out_as_imagenet_c_is_scored_by_kind_and_severity(place, t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--imagenet-c", "nowhere"], "nowhere: not a folder; wanted corruption/severity/class"),
-        (["--imagenet-c", "c", "--corrupt"], "--corrupt: got --imagenet-c too, .* wanted one of them"),
-        (["--baseline", "half.json"], "--baseline: got no corrupted images; wanted --imagenet-c DIR or --corrupt"),
-        (["--imagenet-c", "c", "--baseline", "half.json"], "baseline errors: no snow; wanted every corruption"),
-        (["--imagenet-c", "c", "--baseline", "percent.json"], "percent.json: fog: got 88.6, wanted shares from 0 to 1"),
-        (["--imagenet-c", "c", "--baseline", "list.json"], "list.json: wanted a JSON object"),
-        (["--imagenet-c", "c", "--baseline", "five.json"], "fog has .*; wanted 2 severities"),
+        (["--imagenet-c", "nowhere"], "nowhere: not a folder; expected corruption/severity/class"),
+        (["--imagenet-c", "c", "--corrupt"], "--corrupt: got --imagenet-c too, .* expected one of them"),
+        (["--baseline", "half.json"], "--baseline: got no corrupted images; expected --imagenet-c DIR or --corrupt"),
+        (["--imagenet-c", "c", "--baseline", "half.json"], "baseline errors: no snow; expected every corruption"),
+        (
+            ["--imagenet-c", "c", "--baseline", "percent.json"],
+            "percent.json: fog: got 88.6, expected shares from 0 to 1",
+        ),
+        (["--imagenet-c", "c", "--baseline", "list.json"], "list.json: expected a JSON object"),
+        (["--imagenet-c", "c", "--baseline", "five.json"], "fog has .*; expected 2 severities"),
         (["--imagenet-c", "c", "--baseline", "none.json"], "none.json"),
         (["--imagenet-c", "others"], "classes: got n01, which .*a does not have"),
     ],
@@ -462,7 +465,7 @@ def test_names_are_escaped(tmp_path, capsys):
 def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
     write_network(tmp_path / "headless", classes=None)
     message = refusal(capsys, tmp_path / "out", tmp_path / "headless", place / "data")
-    assert "headless: it has no head, so no predictions; wanted a classifier, or --probes knn" in message
+    assert "headless: it has no head, so no predictions; expected a classifier, or --probes knn" in message
     result = verb(capsys, tmp_path / "headless", place / "data", "--probes", "knn,rank", "--out", tmp_path / "out")
     assert "top1" not in result
     assert 0 < result["knn10"] < 1
@@ -510,19 +513,22 @@ def test_large_outputs_are_read_into_a_temporary_file(place, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(outputs.os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"TMPDIR: .*: No space left on device; wanted 0.0 GiB for the"):
+    with pytest.raises(ConfigError, match=r"TMPDIR: .*: No space left on device; expected 0.0 GiB for the"):
         compute_outputs(work, 1, network[1])
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["a", "data", "--split", "vall"], r"data: no split 'vall', wanted one of train, val; nearest: val"),
+        (["a", "data", "--split", "vall"], r"data: no split 'vall', expected one of train, val; did you mean val"),
         (["a", "nowhere"], "nowhere: no files here"),
         (["nowhere", "data"], "nowhere: "),
         (["a", "empty.parquet"], "empty.parquet: "),
-        (["a", "a", "data"], "a: given 2 times; wanted each network once"),
-        (["a", "data", "--probes", "knnn"], "--probes: got knnn, wanted some of knn, few_shot, linear, rank; nearest"),
+        (["a", "a", "data"], "a: given 2 times; expected each network once"),
+        (
+            ["a", "data", "--probes", "knnn"],
+            "--probes: got knnn, expected some of knn, few_shot, linear, rank; nearest",
+        ),
         (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),
         (["a", "photos", "--probes", "knn"], "--train-split: got train, whose images are those of --split val"),
         (["a", "data", "--probes", "knn", "--train-split", "val"], "--train-split: got val, whose images are those"),

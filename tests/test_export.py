@@ -160,7 +160,7 @@ def test_an_export_above_the_bound_is_refused_and_leaves_nothing(tmp_path):
     save_model(str(tmp_path / "m"), Run(model=vit.model), vit, CLASSES)
     request = quick(tmp_path / "m", "torch_export", tmp_path / "exports" / "out", int8="weights")
     with pytest.raises(
-        RunError, match=r"top-1 changed for \d+ of 40 images .*wanted at most 0.10%: nothing is written"
+        RunError, match=r"top-1 changed for \d+ of 40 images .*expected at most 0.10%: nothing is written"
     ):
         export_network(request)
     assert not (tmp_path / "exports").exists()
@@ -190,11 +190,15 @@ def test_differences_are_counted_over_all_batches():
 @pytest.mark.parametrize(
     ("settings", "request_", "message"),
     [
-        ({}, {"target": "onx"}, "--to onx: wanted one of onnx, .*; nearest: onnx"),
-        ({}, {"target": "timm", "int8": "weights"}, "--int8 weights --to timm: wanted --to onnx or --to torch_export"),
-        ({}, {"target": "onnx", "int8": "wieghts"}, "wanted one of weights, dynamic; nearest: weights"),
-        ({}, {"target": "torch_export", "int8": "dynamic"}, "wanted one of weights"),
-        ({}, {"target": "hf", "any_size": True}, "--any-size --to hf: wanted --to onnx or --to torch_export"),
+        ({}, {"target": "onx"}, "--to onx: expected one of onnx, .*; did you mean onnx"),
+        (
+            {},
+            {"target": "timm", "int8": "weights"},
+            "--int8 weights --to timm: expected --to onnx or --to torch_export",
+        ),
+        ({}, {"target": "onnx", "int8": "wieghts"}, "expected one of weights, dynamic; did you mean weights"),
+        ({}, {"target": "torch_export", "int8": "dynamic"}, "expected one of weights"),
+        ({}, {"target": "hf", "any_size": True}, "--any-size --to hf: expected --to onnx or --to torch_export"),
         ({}, {"target": "onnx", "any_size": True}, "learned positions belong to 2 x 2 patches"),
         ({"num_classes": None}, {"target": "onnx"}, "has no head"),
         ({"name": "vit_u2x2_16"}, {"target": "hf"}, "hf has no parallel branches, and this model has 2"),
@@ -222,7 +226,7 @@ def test_a_folder_that_exists_is_refused(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
     assert main(["export", str(tmp_path / "m"), "--to", "hf", "--out", str(tmp_path / "out")]) == 2
-    assert "exists already; wanted a new folder" in capsys.readouterr().err
+    assert "exists already; expected a new folder" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes"]
 
 

@@ -218,7 +218,7 @@ def test_an_unknown_task_names_the_nearest(tmp_path):
     save(tmp_path / "base", fresh())
     save(tmp_path / "birds", tuned(fresh()), tmp_path / "base")
     family = load_deltas(str(tmp_path / "base"), {"birds": str(tmp_path / "birds")})
-    with pytest.raises(ConfigError, match=r"task: got 'bird', wanted one of birds; nearest: birds"):
+    with pytest.raises(ConfigError, match=r"task: got 'bird', expected one of birds; did you mean birds"):
         family(images(fresh().model, 1), ["bird"])
 
 
@@ -228,7 +228,7 @@ def test_a_changed_base_is_refused(tmp_path):
     delta = json.loads((tmp_path / "d" / "delta.json").read_text())
     delta["base"]["identity"] = "0" * 64
     (tmp_path / "d" / "delta.json").write_text(json.dumps(delta))
-    with pytest.raises(ConfigError, match=r"d: it is a delta of .*\(000000000000\).*; wanted a delta of .*base"):
+    with pytest.raises(ConfigError, match=r"d: it is a delta of .*\(000000000000\).*; expected a delta of .*base"):
         load_deltas(str(tmp_path / "base"), {"d": str(tmp_path / "d")})
 
 
@@ -236,5 +236,5 @@ def test_a_batch_without_images_or_with_too_few_tasks(tmp_path):
     save(tmp_path / "base", fresh())
     family = load_deltas(str(tmp_path / "base"), {"base": str(tmp_path / "base")})
     assert family([], []) == []
-    with pytest.raises(ValueError, match="got 2 images and 1 members, wanted as many"):
+    with pytest.raises(ValueError, match="got 2 images and 1 members, expected as many"):
         family(images(fresh().model, 2), ["base"])

@@ -115,7 +115,7 @@ def test_bad_input_is_refused_by_name():
     train, test = clusters(10), clusters(10, 1)
     with pytest.raises(ConfigError, match=r"got shots \[0\]"):
         probe_few_shot(train, test, 5, shots=[0])
-    with pytest.raises(ConfigError, match="test features: 19 columns; wanted 20"):
+    with pytest.raises(ConfigError, match="test features: 19 columns; expected 20"):
         probe_few_shot(train, Labelled(test.features[:, 1:], test.labels), 5)
-    with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; wanted 0 to 3"):
+    with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; expected 0 to 3"):
         probe_few_shot(train, test, 4)

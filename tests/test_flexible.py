@@ -168,14 +168,18 @@ def test_repatch_is_timms_resize_of_stem_and_positions(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "words", "message"),
     [
-        ({}, ["14"], "got patches of 14 for images of 48 x 48 px, wanted a size that divides them, or --image-size 42"),
-        ({"name": "vit_u2x1_8_hmlp_ln"}, ["12"], "got vit_u2x1_8_hmlp_ln, wanted a linear stem"),
+        (
+            {},
+            ["14"],
+            "got patches of 14 for images of 48 x 48 px, expected a size that divides them, or --image-size 42",
+        ),
+        ({"name": "vit_u2x1_8_hmlp_ln"}, ["12"], "got vit_u2x1_8_hmlp_ln, expected a linear stem"),
         (
             {"positions": "relative", "class_token": False, "pool": "mean"},
             ["12"],
             "relative positions are those of",
         ),
-        ({}, ["twelve"], "repatch: wanted MODEL PATCH TARGET, PATCH in pixels"),
+        ({}, ["twelve"], "repatch: expected MODEL PATCH TARGET, PATCH in pixels"),
     ],
 )
 def test_what_cannot_be_repatched_is_one_message(settings, words, message, tmp_path, capsys):
@@ -277,12 +281,15 @@ def test_the_cost_of_a_step_is_the_mean_over_the_patch_sizes():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.patches=[7]"], "patches: got 7, wanted sizes that divide the image, 48 x 48"),
+        (["model.patches=[7]"], "patches: got 7, expected sizes that divide the image, 48 x 48"),
         (["model.patches=[8, 8]"], "patches: got 8 more than once"),
         (["model.name=vit_u2x1_8_hmlp_ln"], "patches: got some, and vit_u2x1_8_hmlp_ln has no linear stem"),
-        (["model.positions=relative", "model.class_token=false", "model.pool=mean"], "patches: got some, wanted none"),
+        (
+            ["model.positions=relative", "model.class_token=false", "model.pool=mean"],
+            "patches and relative positions cannot be combined",
+        ),
         (["compute.compile=true", "model.patches=[1,2,3,4,6,8,12,16,24]"], "compute.compile: got default with 9"),
-        (["task=masked", "model.num_classes=null"], "model.patches: got some, wanted none: task masked"),
+        (["task=masked", "model.num_classes=null"], "model.patches does not apply to task masked"),
     ],
 )
 def test_bad_patch_sizes_are_one_message(overrides, message):

@@ -163,9 +163,9 @@ def test_first_branch_trains_one_attention_of_two_like_deit():
             {"layerscale": None},
             "attn",
             ("layerscale",),
-            r"task.also: got layerscale, wanted parts that vit_u2x2_8_hmlp_bn has",
+            r"task.also: got layerscale, expected parts that vit_u2x2_8_hmlp_bn has",
         ),
-        ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, wanted parts that"),
+        ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, expected parts that"),
     ],
 )
 def test_modes_without_parameters_are_refused(settings, mode, also, message):
@@ -372,20 +372,26 @@ def test_a_head_is_kept_or_ends_in_zeros(old, new, new_head, is_kept):
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"name": "vit_s2x2_8_hmlp_bn"}, ['name: got "vit_u2x2_8_hmlp_bn", wanted "vit_s2x2_8_hmlp_bn"', "384"]),
-        ({"name": "vit_u3x2_8_hmlp_bn"}, ["model.name", "blocks.2.attn1.scale: got none, wanted 64"]),
-        ({"name": "vit_u2x1_8_hmlp_bn"}, ["blocks.0.attn2.scale: got 64, wanted none", "tensors more"]),
-        ({"name": "vit_u2x2_8_hmlp_ln"}, ["model.name", "running_mean: got 16, wanted none"]),
+        ({"name": "vit_s2x2_8_hmlp_bn"}, ['name: got "vit_u2x2_8_hmlp_bn", expected "vit_s2x2_8_hmlp_bn"', "384"]),
+        ({"name": "vit_u3x2_8_hmlp_bn"}, ["model.name", "blocks.2.attn1.scale: got none, expected 64"]),
+        ({"name": "vit_u2x1_8_hmlp_bn"}, ["blocks.0.attn2.scale: got 64, expected none", "tensors more"]),
+        ({"name": "vit_u2x2_8_hmlp_ln"}, ["model.name", "running_mean: got 16, expected none"]),
         ({"name": "vit_u2x2_16_hmlp_bn"}, ["model.name"]),
         (
             {"class_token": False, "pool": "mean"},
-            ["class_token: got true, wanted false", "class_token: got 64, wanted"],
+            ["class_token: got true, expected false", "class_token: got 64, expected"],
         ),
-        ({"pool": "mean"}, ['model.pool: got "token", wanted "mean"']),
-        ({"positions": "none"}, ['model.positions: got {"kind": "learned", "where": "stem"}, wanted {"kind": "none"}']),
-        ({"layerscale": None}, ["model.layerscale: got 0.1, wanted null", "blocks.0.attn1.scale: got 64, wanted none"]),
-        ({"activation": "gelu_tanh"}, ['model.activation: got "gelu", wanted "gelu_tanh"']),
-        ({"norm_eps": 1e-5}, ["model.norm_eps: got 1e-06, wanted 1e-05"]),
+        ({"pool": "mean"}, ['model.pool: got "token", expected "mean"']),
+        (
+            {"positions": "none"},
+            ['model.positions: got {"kind": "learned", "where": "stem"}, expected {"kind": "none"}'],
+        ),
+        (
+            {"layerscale": None},
+            ["model.layerscale: got 0.1, expected null", "blocks.0.attn1.scale: got 64, expected none"],
+        ),
+        ({"activation": "gelu_tanh"}, ['model.activation: got "gelu", expected "gelu_tanh"']),
+        ({"norm_eps": 1e-5}, ["model.norm_eps: got 1e-06, expected 1e-05"]),
     ],
 )
 def test_another_network_is_refused(settings, parts):
@@ -401,6 +407,6 @@ def test_another_network_is_refused(settings, parts):
 def test_frequencies_of_sincos_are_the_network():
     initial = vit(positions={"kind": "sincos2d", "frequencies": "big_vision"})
     with pytest.raises(
-        ConfigError, match=r'got {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}, wanted'
+        ConfigError, match=r'got {"kind": "sincos2d", "where": "stem", "frequencies": "big_vision"}, expected'
     ):
         adapt(initial, model(positions="sincos2d"), "task.weights models/a", new_head=False)

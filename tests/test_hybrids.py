@@ -54,7 +54,7 @@ def test_the_papers_spellings(text, name):
     [
         ("vit_b12x1_8_r50", r"have 16 pixels \(three stages\) or a multiple of 32 \(four stages\), not 8"),
         ("vit_b12x1_6_r", "its patch is a multiple of 4, not 6"),
-        ("R51+B/32", "stem 'r51' is not one of .*nearest: r50"),
+        ("R51+B/32", "stem 'r51' is not one of .*did you mean r50"),
     ],
 )
 def test_names_without_a_network_are_refused(text, message):

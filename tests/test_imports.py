@@ -242,7 +242,7 @@ def test_a_hugging_face_folder_is_read_by_its_config(tmp_path, settings):
 
 def test_other_networks_of_hugging_face_are_refused(tmp_path):
     hugging_face(tmp_path / "relu", hidden_act="relu")
-    assert "hidden_act relu, wanted one of gelu, " in refusal(tmp_path / "relu")
+    assert "hidden_act relu, expected one of gelu, " in refusal(tmp_path / "relu")
     hugging_face(tmp_path / "plain", qkv_bias=False)
     assert "qkv.bias is missing" in refusal(tmp_path / "plain")
     (tmp_path / "relu" / "config.json").unlink()
@@ -252,7 +252,7 @@ def test_other_networks_of_hugging_face_are_refused(tmp_path):
     (tmp_path / "plain" / "config.json").write_text('{"model_type": "vit", "num_attention_heads": null}')
     assert "do not show heads " in refusal(tmp_path / "plain")
     (tmp_path / "plain" / "config.json").write_text('{"model_type": "vit_msn"}')
-    assert "model_type vit_msn, wanted vit" in refusal(tmp_path / "plain")
+    assert "model_type vit_msn, expected vit" in refusal(tmp_path / "plain")
 
 
 def timm_folder(folder, theirs: nn.Module, config: dict) -> str:

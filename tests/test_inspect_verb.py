@@ -202,13 +202,13 @@ def test_a_browser_shows_the_page_in_any_width_and_theme(made, tmp_path, width, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel", "a.png", "text.png"], "text.png: not an image; wanted image files, or one dataset"),
-        (["parallel", "a.png", "absent.png"], "absent.png: no such file; wanted image files, or one dataset"),
+        (["parallel", "a.png", "text.png"], "text.png: not an image; expected image files, or one dataset"),
+        (["parallel", "a.png", "absent.png"], "absent.png: no such file; expected image files, or one dataset"),
         (["parallel", "absent"], "absent: no files here"),
-        (["parallel", "a.png", "--figures", "rolout"], "--figures: got rolout; wanted some of rollout, distance"),
-        (["parallel", "--figures", "distance"], "--figures: distance needs images; wanted a dataset or image files"),
-        (["parallel", "a.png", "--levels", "1,3"], "levels: got 1, 3; wanted some of 0 to 2 in ascending order"),
-        (["parallel", "a.png", "--compare", "parallel"], "which is the inspected network; wanted another"),
+        (["parallel", "a.png", "--figures", "rolout"], "--figures: got rolout; expected some of rollout, distance"),
+        (["parallel", "--figures", "distance"], "--figures: distance needs images; expected a dataset or image files"),
+        (["parallel", "a.png", "--levels", "1,3"], "levels: got 1, 3; expected some of 0 to 2 in ascending order"),
+        (["parallel", "a.png", "--compare", "parallel"], "which is the inspected network; expected another"),
         (["text.png", "a.png"], "text.png"),
         (["absent", "a.png"], "absent"),
     ],
@@ -227,5 +227,5 @@ def test_figures_are_those_that_the_inputs_allow():
     without = choose_figures([], has_images=False, has_two=False)
     assert all(not FIGURES[name].needs_images and not FIGURES[name].needs_two for name in without)
     assert choose_figures([], has_images=True, has_two=True) == list(FIGURES)
-    with pytest.raises(ConfigError, match="nearest: rollout"):
+    with pytest.raises(ConfigError, match="did you mean rollout"):
         choose_figures(["rolout"], has_images=True, has_two=False)

@@ -251,7 +251,7 @@ def test_one_image_is_inspected_whatever_its_size():
 
 def test_networks_that_cannot_be_inspected_are_refused():
     vit, batch = network((2, 2)), images((2, 2))
-    with pytest.raises(ValueError, match=r"training mode, wanted evaluation mode: call \.eval\(\) first"):
+    with pytest.raises(ValueError, match=r"training mode, expected evaluation mode: call \.eval\(\) first"):
         attention_maps(vit.train(), batch)
     with pytest.raises(ValueError, match="no head"):
         gradient_rollout(network((2, 2), num_classes=None), batch)
@@ -262,5 +262,5 @@ def test_chosen_levels_are_inspected_alone():
     whole, chosen = attention_distances(vit, batch), attention_distances(vit, batch, [0, 3])
     assert torch.equal(whole.distance[[0, 3]], chosen.distance)
     for levels in ([4], [-1], [1, 1], [2, 0], []):
-        with pytest.raises(ConfigError, match="wanted some of 0 to 3 in ascending order, as vit_u4x2_8 has 4 levels"):
+        with pytest.raises(ConfigError, match="expected some of 0 to 3 in ascending order, as vit_u4x2_8 has 4 levels"):
             attention_distances(vit, batch, levels)

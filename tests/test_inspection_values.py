@@ -167,7 +167,7 @@ def test_position_similarity_of_a_level_is_of_the_table_added_before_it(where):
     table = own.table.detach().double()
     got = position_similarity(vit, level=1).view(len(table), len(table))
     assert torch.allclose(got, torch.nn.functional.cosine_similarity(table[:, None], table[None], dim=2))
-    with pytest.raises(ValueError, match=f"got level {len(vit.blocks)}, wanted 0 to {len(vit.blocks) - 1}"):
+    with pytest.raises(ValueError, match=f"got level {len(vit.blocks)}, expected 0 to {len(vit.blocks) - 1}"):
         position_similarity(vit, level=len(vit.blocks))
 
 
@@ -322,7 +322,7 @@ def test_hsic_of_independent_features_is_zero_on_average():
 
 
 def test_too_few_images_are_one_message():
-    with pytest.raises(ValueError, match="got 7 images in 2 mini-batches, wanted at least 4 in each"):
+    with pytest.raises(ValueError, match="got 7 images in 2 mini-batches, expected at least 4 in each"):
         level_grams(network(), images(7), batch=6)
     with pytest.raises(ValueError, match="got 0 images"):
         level_grams(network(), images(0))

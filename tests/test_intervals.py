@@ -122,7 +122,7 @@ def test_agreement_is_the_share_of_equal_predictions():
     [
         (lambda: wilson(3, 2), "3 hits of 2 images"),
         (lambda: wilson(0, 0), "0 hits of 0 images"),
-        (lambda: wilson(1, 2, 95), "level: got 95; wanted a number between 0 and 1"),
+        (lambda: wilson(1, 2, 95), "level: got 95; expected a number between 0 and 1"),
         (lambda: bootstrap([]), r"values of shape \(0,\)"),
         (lambda: bootstrap([1.0], draws=0), "0 draws"),
         (lambda: bootstrap([1.0, np.nan]), "not finite"),

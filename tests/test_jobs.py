@@ -193,10 +193,10 @@ OUT = ["--out", "s3://b/runs"]
         (["train", "demo", "data.url=s3://me:canary@b/x", *OUT], "train: an argument has a password in it"),
         (["promote", "vit@challenger", "s3://b/d"], "--out: got evaluations, in the job's own folder"),
         (["inspect", "s3://b/x"], "--out: got inspect, in the job's own folder"),
-        (["trian", "demo"], "got 'trian', wanted one of .*nearest: train"),
-        (["ui"], "got 'ui', wanted one of"),
-        (["train", "demo", *OUT, "--follow"], "--follow: wanted before train"),
-        (["train", "demo", *OUT], "RAY_ADDRESS: not set; wanted the cluster's dashboard"),
+        (["trian", "demo"], "got 'trian', expected one of .*did you mean train"),
+        (["ui"], "got 'ui', expected one of"),
+        (["train", "demo", *OUT, "--follow"], "--follow: expected before train"),
+        (["train", "demo", *OUT], "RAY_ADDRESS: not set; expected the cluster's dashboard"),
     ],
 )
 def test_invalid_jobs_are_rejected_before_anything_is_sent(bare_environment, capsys, args, message):
@@ -209,7 +209,7 @@ def test_invalid_jobs_are_rejected_before_anything_is_sent(bare_environment, cap
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("10.0.0.1:6379", "RAY_ADDRESS: got 10.0.0.1:6379; wanted the cluster's dashboard"),
+        ("10.0.0.1:6379", "RAY_ADDRESS: got 10.0.0.1:6379; expected the cluster's dashboard"),
         ("http://me:canary@10.0.0.1:8265", "RAY_ADDRESS: has a password in it"),
         ("http://127.0.0.1:1", "RAY_ADDRESS: http://127.0.0.1:1: cannot be reached"),
     ],
@@ -311,7 +311,7 @@ def test_exports_and_model_folders_in_a_jobs_own_folder_are_rejected(job):
 def test_a_dataset_that_was_not_sent_is_reported(job):
     from vitray.data.shards import open_dataset
 
-    with pytest.raises(ConfigError, match=r"data/demo: no dataset here.*only the files that were sent with it"):
+    with pytest.raises(ConfigError, match=r"data/demo: not a vitray dataset.*only the files that were sent with it"):
         open_dataset("data/demo")
 
 
@@ -468,7 +468,7 @@ def test_jobs_run_and_stopped_ones_are_killed(head):
 
     unknown = vitray(environment, "stop", f"{name}x")
     assert unknown.returncode == 2
-    assert f"nearest: {name}" in unknown.stderr
+    assert f"did you mean {name}" in unknown.stderr
 
 
 @pytest.mark.ray

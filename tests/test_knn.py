@@ -105,9 +105,9 @@ def test_one_image_zero_features_and_half_precision():
 
 def test_bad_input_is_refused_by_name():
     train = clusters(9)
-    with pytest.raises(ConfigError, match=r"knn: got k \[10, 20\]; wanted 1 to 9, the training images"):
+    with pytest.raises(ConfigError, match=r"knn: got k \[10, 20\]; expected 1 to 9, the training images"):
         probe_knn(train, train, 5)
     with pytest.raises(ConfigError, match="knn: got temperature 0"):
         probe_knn(train, train, 5, [1], 0)
-    with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); wanted \(9,\)"):
+    with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); expected \(9,\)"):
         probe_knn(train, Labelled(train.features, train.labels[1:]), 5)

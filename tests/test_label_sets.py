@@ -140,35 +140,37 @@ def refused(message, kind, path, classes=WORDNET):
 
 
 def test_maps_that_do_not_fit_are_refused_by_name(tmp_path):
-    refused("got 'imagenet-x'; wanted one of real, .*; nearest: imagenet-", "imagenet-x", tmp_path)
-    refused("real: the model has 2 classes such as 'cat'; wanted the 1,000 classes", "real", tmp_path, ["cat", "dog"])
+    refused("got 'imagenet-x'; expected one of real, .*; did you mean imagenet-", "imagenet-x", tmp_path)
+    refused("real: the model has 2 classes such as 'cat'; expected the 1,000 classes", "real", tmp_path, ["cat", "dog"])
     refused("imagenet-a: the model has no classes", "imagenet-a", tmp_path, [])
-    refused("no-file: FileNotFoundError; wanted the file", "real", tmp_path / "no-file")
-    refused("image 2 has class 1000; wanted 0 to 999", "real", real(tmp_path, [[1], [1000]]))
+    refused("no-file: FileNotFoundError; expected the file", "real", tmp_path / "no-file")
+    refused("image 2 has class 1000; expected 0 to 999", "real", real(tmp_path, [[1], [1000]]))
     refused("image 1 has class '7'", "real", real(tmp_path, [["7"]]))
-    refused("got dict; wanted a list", "real", real(tmp_path, {"1": [2]}))
+    refused("got dict; expected a list", "real", real(tmp_path, {"1": [2]}))
     (tmp_path / "broken.json").write_text("[\n[1")
     refused("line 2 is not JSON", "real", tmp_path / "broken.json")
-    refused("got the folder 'n10000000'; wanted numbers", "imagenet-v2", folders(tmp_path / "v2", WORDNET[:2]))
+    refused("got the folder 'n10000000'; expected numbers", "imagenet-v2", folders(tmp_path / "v2", WORDNET[:2]))
     refused("no folder in it", "imagenet-sketch", folders(tmp_path / "empty", ["."]))
     few = ["n01440764", "n01443537"]
     unknown = folders(tmp_path / "r", ["n01440764", "n01443538"])
     refused(
-        "1 of 2 classes of imagenet-r are not among the 2 .* first is 'n01443538'; .*; nearest: n01443537",
+        "1 of 2 classes of imagenet-r are not among the 2 .* first is 'n01443538'; .*; did you mean n01443537",
         "imagenet-r",
         unknown,
         few,
     )
     (tmp_path / "code.py").write_text("wnids = []")
-    refused("no literal; wanted imagenet_r_wnids", "imagenet-a", tmp_path / "code.py")
+    refused("no literal; expected imagenet_r_wnids", "imagenet-a", tmp_path / "code.py")
     (tmp_path / "code.py").write_text("imagenet_r_wnids = {print()}")
     refused("imagenet_r_wnids is no literal", "imagenet-r", tmp_path / "code.py")
     (tmp_path / "none.txt").write_text("no id")
-    refused("no WordNet id; wanted the classes of imagenet-a", "imagenet-a", tmp_path / "none.txt")
+    refused("no WordNet id; expected the classes of imagenet-a", "imagenet-a", tmp_path / "none.txt")
 
 
 def test_maps_of_objectnet_that_do_not_fit_are_refused_by_name(tmp_path):
-    refused("'Alarm clok' has no folder; .*nearest: Alarm clock", "objectnet", objectnet(tmp_path, {"Alarm clok": "x"}))
+    refused(
+        "'Alarm clok' has no folder; .*did you mean Alarm clock", "objectnet", objectnet(tmp_path, {"Alarm clok": "x"})
+    )
     refused(
         "'Egg' stands for 'thing 3, item', which is in 0",
         "objectnet",
@@ -180,9 +182,9 @@ def test_maps_of_objectnet_that_do_not_fit_are_refused_by_name(tmp_path):
 def test_bad_images_are_refused_by_name(tmp_path):
     labels = read_label_set("objectnet", objectnet(tmp_path), WORDNET)
     for logits, ids, message in (
-        (np.zeros((1, 3)), ["egg"], "objectnet: logits of 3 classes; wanted 1000"),
-        (np.zeros((1, 1000)), ["eggs"], "got an image of 'eggs'; wanted one of its 3 ids; nearest: egg"),
-        (np.zeros((2, 1000)), ["egg"], "1 ids; wanted 2"),
+        (np.zeros((1, 3)), ["egg"], "objectnet: logits of 3 classes; expected 1000"),
+        (np.zeros((1, 1000)), ["eggs"], "got an image of 'eggs'; expected one of its 3 ids; did you mean egg"),
+        (np.zeros((2, 1000)), ["egg"], "1 ids; expected 2"),
         (np.zeros((1, 1000)), ["egg"], "none of 1 images has a right class"),
     ):
         with pytest.raises(ConfigError, match=message):

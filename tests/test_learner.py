@@ -164,7 +164,7 @@ def test_an_error_of_the_reading_worker_is_raised_on_all(folder):
     assert first["damaged"] == second["damaged"]
     kind, text = first["damaged"]
     assert kind == "ConfigError"
-    assert text.startswith(f"{folder}/damaged/checkpoints/step-00000007/model.safetensors: got 1 bytes, wanted ")
+    assert text.startswith(f"{folder}/damaged/checkpoints/step-00000007/model.safetensors: got 1 bytes, expected ")
     assert first["unreadable"] == second["unreadable"]
     assert first["unreadable"][0] == "RuntimeError"
 

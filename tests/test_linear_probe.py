@@ -178,15 +178,15 @@ def test_chunks_deal_the_flagged_images_in_random_order_and_begin_anew(monkeypat
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5), "1 training image; wanted at least 2"),
-        (lambda: probe_linear(clusters(1), clusters(1), 5), "1 training image; wanted at least 2"),
-        (lambda: probe_linear(clusters(9), clusters(9), 5, [0.0]), r"got L2 \[0.0\]; wanted positive"),
+        (lambda: probe_linear_sgd(clusters(1), clusters(1), 5), "1 training image; expected at least 2"),
+        (lambda: probe_linear(clusters(1), clusters(1), 5), "1 training image; expected at least 2"),
+        (lambda: probe_linear(clusters(9), clusters(9), 5, [0.0]), r"got L2 \[0.0\]; expected positive"),
         (lambda: fit_head_sgd(list, 5), "no chunk"),
-        (lambda: fit_head_sgd(parts(clusters(9), 9), 5, SgdOptions(epochs=0)), "wanted epochs and batch"),
+        (lambda: fit_head_sgd(parts(clusters(9), 9), 5, SgdOptions(epochs=0)), "expected epochs and batch"),
         (lambda: fit_head_sgd(parts(clusters(9), 9), 2), "train labels: row"),
         (
             lambda: fit_head_sgd(lambda: [clusters(9), clusters(9, width=3)], 5),
-            "a chunk has 3 columns; wanted 20",
+            "a chunk has 3 columns; expected 20",
         ),
     ],
 )

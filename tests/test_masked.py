@@ -403,16 +403,16 @@ def test_a_tokenizer_is_neither_trained_nor_owned_by_the_task():
     [
         (
             {"model__image_size": 32},
-            "task.objective.tokenizer: got runs/tokenizer/model, which has codes for 4 x 3 patches of 8 pixels, wanted"
-            " 4 x 4 of 8, as vit_u2x2_8_hmlp_ln at 32",
+            "task.objective.tokenizer: got runs/tokenizer/model, which has codes for 4 x 3 patches of 8 pixels,"
+            " expected 4 x 4 of 8, as vit_u2x2_8_hmlp_ln at 32",
         ),
         (
             {"model__name": "vit_u2x2_16", "model__image_size": [64, 48]},
-            "which has codes for 4 x 3 patches of 8 pixels, wanted 4 x 3 of 16",
+            "which has codes for 4 x 3 patches of 8 pixels, expected 4 x 3 of 16",
         ),
         (
             {"data__normalise": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}},
-            "data.normalise: got mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], wanted those of the tokenizer",
+            "data.normalise: got mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], expected those of the tokenizer",
         ),
     ],
 )

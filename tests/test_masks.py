@@ -243,42 +243,45 @@ def test_a_masked_run_survives_its_yaml(tmp_path):
 
 
 BAD = [
-    ("task.mask.ratio=1.5", "override 'task.mask.ratio=1.5': task.mask.ratio: got 1.5, wanted less than 1"),
-    ("task.mask.ratio=1", "task.mask.ratio: got 1, wanted less than 1"),
-    ("task.mask.ratio=0", "task.mask.ratio: got 0, wanted greater than 0"),
-    ("task.mask.ratio=0.999", "task.mask.ratio: got 0.999, wanted one that leaves some of 14 x 14 patches"),
+    ("task.mask.ratio=1.5", "override 'task.mask.ratio=1.5': task.mask.ratio: got 1.5, expected less than 1"),
+    ("task.mask.ratio=1", "task.mask.ratio: got 1, expected less than 1"),
+    ("task.mask.ratio=0", "task.mask.ratio: got 0, expected greater than 0"),
+    ("task.mask.ratio=0.999", "task.mask.ratio: got 0.999, expected one that leaves some of 14 x 14 patches"),
     (
         "task.mask=blocks task.mask.least=300",
-        "task.mask.least: got 300, wanted at most 196: the largest rectangle in 14 x 14",
+        "task.mask.least: got 300, expected at most 196: the largest rectangle in 14 x 14",
     ),
     (
         "task.mask=blocks task.mask.aspect=[0.5,0.5]  task.mask.least=99",
-        "task.mask.least: got 99, wanted at most 98: the largest rectangle in 14 x 14 patches with an aspect of 0.5 to",
+        "task.mask.least: got 99, expected at most 98: the largest rectangle in 14 x 14 patches with an aspect of",
     ),
-    ("task.mask=blocks task.mask.aspect=[2,1]", "task.mask.aspect: got [2.0, 1.0], wanted [lowest, highest]"),
-    ("task.mask=block", "task.mask: got 'block', wanted 'random', 'blocks'; nearest: blocks"),
-    ("task.mask.least=16", "task.mask.least: unknown setting, wanted one of kind, ratio, other, kept"),
-    ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, wanted 0: objective mae drops the"),
+    ("task.mask=blocks task.mask.aspect=[2,1]", "task.mask.aspect: got [2.0, 1.0], expected [lowest, highest]"),
+    ("task.mask=block", "task.mask: got 'block', expected 'random', 'blocks'; did you mean blocks"),
+    ("task.mask.least=16", "task.mask.least: unknown setting, expected one of kind, ratio, other, kept"),
+    ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, expected 0: objective mae drops the"),
     (
         "task.objective=pixels_l2 task.mask.kept=0.9",
-        "task.mask: other 0.1 and kept 0.9 leave nothing hidden, wanted a sum below 1",
+        "task.mask: other 0.1 and kept 0.9 leave nothing hidden, expected a sum below 1",
     ),
-    ("task.objective=mean_color", "task.objective: got 'mean_color', wanted 'mean_colour'"),
+    ("task.objective=mean_color", "task.objective: got 'mean_color', expected 'mean_colour'"),
     (
         "task.objective=beit",
-        "task.objective.tokenizer: got nothing, wanted the model folder of a tokenizer run",
+        "task.objective.tokenizer: got nothing, expected the model folder of a tokenizer run",
     ),
-    ("task.objective.decoder_width=100", "task.objective: decoder_width: got 100, wanted a multiple of its 16 heads"),
-    ("model.name=vit_u2x1_7 model.image_size=28 task.objective=small_patch", "task.objective: got small_patch, wanted"),
+    ("task.objective.decoder_width=100", "task.objective: decoder_width: got 100, expected a multiple of its 16 heads"),
+    (
+        "model.name=vit_u2x1_7 model.image_size=28 task.objective=small_patch",
+        "task.objective: got small_patch, expected",
+    ),
     ("model.image_size=225", "model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"),
     (
         "model.name=vit_b12x1_16_conv",
         "override 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
-        " patches and so leaks hidden pixels; wanted a linear, hmlp or local stem, or task.",
+        " patches and so leaks hidden pixels; expected a linear, hmlp or local stem, or task.",
     ),
-    ("model.num_classes=10", "model.num_classes: got 10, wanted null: task masked learns no classes"),
-    ("data.mix.mixup=0.8", "data.mix: got mixup 0.8, cutmix 0, wanted 0: no labels to mix"),
-    ("data.augment.erase=0.25", "data.augment.erase: got 0.25, wanted 0: task masked would learn the noise"),
+    ("model.num_classes=10", "model.num_classes: got 10, expected null: task masked learns no classes"),
+    ("data.mix.mixup=0.8", "data.mix: got mixup 0.8, cutmix 0, expected 0: no labels to mix"),
+    ("data.augment.erase=0.25", "data.augment.erase: got 0.25, expected 0: task masked would learn the noise"),
 ]
 
 

@@ -140,21 +140,23 @@ def test_the_verb_writes_the_folder_and_describes_it(interrupted, tmp_path, caps
     assert (facts["kind"], facts["model"], facts["url"]) == ("whole", "vit_u2x2_8", str(tmp_path / "best"))
     with pytest.raises(SystemExit, match="2"):
         main(["weights", "checkpoint", folder])
-    assert "checkpoint: wanted RUN TARGET, or RUN/checkpoints/step-00001200 TARGET" in capsys.readouterr().err
+    assert "checkpoint: expected RUN TARGET, or RUN/checkpoints/step-00001200 TARGET" in capsys.readouterr().err
 
 
 def test_what_is_no_usable_checkpoint_gets_one_message(interrupted, tmp_path, dataset):
     folder, _ = interrupted(MODEL, best=3)
-    with pytest.raises(ConfigError, match=r"best evaluation, of step 3, has no checkpoint; wanted \S+/step-00000004, "):
+    with pytest.raises(
+        ConfigError, match=r"best evaluation, of step 3, has no checkpoint; expected \S+/step-00000004, "
+    ):
         save_checkpoint(folder, str(tmp_path / "x"))
-    with pytest.raises(ConfigError, match="no complete checkpoint; wanted one of the steps 2, 4"):
+    with pytest.raises(ConfigError, match="no complete checkpoint; expected one of the steps 2, 4"):
         save_checkpoint(folder_of(folder, 3), str(tmp_path / "x"))
-    with pytest.raises(ConfigError, match="no run folder; wanted one"):
+    with pytest.raises(ConfigError, match="no run folder; expected one"):
         save_checkpoint(f"{folder}s", str(tmp_path / "x"))
     place = folder_of(folder, 2)
     for read in (load_model, open_weights):
         with pytest.raises(
-            ConfigError, match=f"a checkpoint, wanted a model folder; `vitray weights checkpoint {place} "
+            ConfigError, match=f"a checkpoint, expected a model folder; `vitray weights checkpoint {place} "
         ):
             read(place)
     storage.write_bytes(f"{folder}/run.json", json.dumps({"dataset_identity": "other"}).encode())

@@ -180,7 +180,7 @@ def test_a_rule_builds_its_optimizer(rule, reference):
 
 def test_nesterov_needs_momentum():
     rule = {"kind": "sgd", "momentum": 0.0, "nesterov": True}
-    with pytest.raises(ConfigError, match=r"optim.rule.nesterov: got true, wanted false where"):
+    with pytest.raises(ConfigError, match=r"optim.rule.nesterov: got true, expected false where"):
         build_optimizer(Task(), optim(rule=rule), CPU)
 
 
@@ -456,5 +456,5 @@ def test_a_state_of_another_module_is_refused():
         average.load({name: tensor for name, tensor in state.items() if name != "vit.class_token"})
     with pytest.raises(ValueError, match="the average of other is not tracked here"):
         average.load(state | {"other": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"vit.head.bias: got a tensor of shape \(8,\), wanted \(7,\)"):
+    with pytest.raises(ValueError, match=r"vit.head.bias: got a tensor of shape \(8,\), expected \(7,\)"):
         average.load(state | {"vit.head.bias": torch.zeros(8)})

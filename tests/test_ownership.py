@@ -189,7 +189,7 @@ def test_a_folder_that_another_node_does_not_see_is_refused_there(tmp_path):
     with own_folder(str(tmp_path / "head"), "first") as owner:
         assert check_visible(str(tmp_path / "head"), owner.id) is None
         with pytest.raises(
-            ConfigError, match=r"--out: .* not visible on node \S+; wanted s3://bucket/key, or a path that"
+            ConfigError, match=r"--out: .* not visible on node \S+; expected s3://bucket/key, or a path that"
         ):
             check_visible(str(tmp_path / "node"), owner.id)
         assert check_visible("s3://bucket/node", owner.id) is None
@@ -317,3 +317,13 @@ def test_a_run_and_a_sweep_stop_when_their_folder_is_lost(tmp_path):
     interruption = SimpleNamespace(signal=None)
     assert InterruptionStopper(interruption, SimpleNamespace(is_lost=True)).stop_all()
     assert not InterruptionStopper(interruption, SimpleNamespace(is_lost=False)).stop_all()
+
+
+def test_a_folder_that_another_process_has_taken_over_and_left_is_lost(tmp_path):
+    folder = str(tmp_path / "run")
+    with own_folder(folder, "first") as first:
+        storage.remove(storage.join(folder, FOLDER))  # as after a pause longer than the lease
+        with own_folder(folder, "second"):
+            pass
+        with pytest.raises(OwnershipLost, match="taken over by another process"):
+            check_owner(folder, first.id)

@@ -46,13 +46,13 @@ def test_the_number_of_classes_comes_from_the_dataset(dataset):
 @pytest.mark.parametrize(
     ("overrides", "phrases"),
     [
-        (["data.train=trian"], ["data.train: got 'trian'", "nearest: train"]),
+        (["data.train=trian"], ["data.train: got 'trian'", "did you mean train"]),
         (["model.num_classes=1000"], ["model.num_classes: got 1000, expected the 10 classes of"]),
-        (["optim.batch=101"], ["optim.batch: got 101, wanted at most the 100 images"]),
-        (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, wanted an even number"]),
+        (["optim.batch=101"], ["optim.batch: got 101, expected at most the 100 images"]),
+        (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, expected an even number"]),
         (
             ["optim.batch=4", "compute.workers=2..8"],
-            ["optim.batch: got 4, wanted at least one image for each of 8"],
+            ["optim.batch: got 4, expected at least one image for each of 8"],
         ),
         (
             ["optim.batch=9", "compute.workers=1..2", "compute.local_batch=1"],
@@ -64,7 +64,7 @@ def test_the_number_of_classes_comes_from_the_dataset(dataset):
         ),
         (["optim.warmup=4 epochs"], ["optim.warmup"]),
         (["data.url=null"], ["data.url: got null", "vitray shard"]),
-        (["data.url=nowhere"], ["nowhere: no dataset here"]),
+        (["data.url=nowhere"], ["nowhere: not a vitray dataset"]),
     ],
 )
 def test_a_mismatch_of_recipe_and_dataset_is_one_error(dataset, overrides, phrases):

@@ -40,7 +40,7 @@ def space_of(tmp_path, text):
         ("optim.lr: {grid: [1.0e-3, 1.0e-2]}", "seed: {seeds: 2}", r"without a drawn setting .*: optim.lr, data.augm"),
         ("kind: population", "kind: population, share: 0.6", "share"),
         ("every: 2 steps", "every: 2 hours", "hours"),
-        ("scheduler:", "budget: {minutes: 3}\nscheduler:", "budget: got a limit, wanted none"),
+        ("scheduler:", "budget: {minutes: 3}\nscheduler:", "budget: got a limit, expected none"),
         ("scheduler:", "search: {kind: tpe, trials: 3}\nscheduler:", "got a population with search tpe"),
         (
             "optim.lr: {grid: [1.0e-3, 1.0e-2]}",

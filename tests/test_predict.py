@@ -157,9 +157,9 @@ def test_a_dataset_gives_its_splits_under_its_keys(place):
     assert (len(whole), len(val)) == (60, 40)
     assert contents(val)["val:3"] == demo_item(23, 0, 32, "shape")[0]
     assert whole.identity != val.identity
-    with pytest.raises(ConfigError, match=r"--split vall: .* has train, val; nearest: val"):
+    with pytest.raises(ConfigError, match=r"--split vall: .* has train, val; did you mean val"):
         list_images(str(place / "data"), ["vall"])
-    with pytest.raises(ConfigError, match=r"--split val: .* is no dataset of `vitray shard`"):
+    with pytest.raises(ConfigError, match=r"--split val: needs a dataset written by `vitray shard`"):
         list_images(str(place / "photos"), ["val"])
 
 
@@ -181,18 +181,20 @@ def test_wildcards_match_on_s3_and_secrets_in_an_address_stay_out_of_the_message
 def test_a_glob_of_the_root_is_refused_before_anything_is_listed(tmp_path, monkeypatch):
     (tmp_path / "a.jpg").write_bytes(b"x")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^/\*\.jpg: got a wildcard in the first folder, .*wanted a folder above it"):
+    with pytest.raises(
+        ConfigError, match=r"^/\*\.jpg: got a wildcard in the first folder, .*expected a folder above it"
+    ):
         list_images("/*.jpg")
 
 
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
-        ({}, "", r"no files here; wanted a folder, a glob"),
+        ({}, "", r"no files here; expected a folder, a glob"),
         ({}, "none/*.jpg", r"no files here"),
         ({"a.txt": b"x"}, "", r"none of 1 files is an image, such as a.txt"),
-        ({"a.csv": b"name\nx"}, "a.csv", r"no column of addresses: its first line has name; wanted one of path"),
-        ({"a.csv": b"path\nhttp://x/y.jpg"}, "a.csv", r"row 1: http://x/y.jpg: wanted a path or s3"),
+        ({"a.csv": b"name\nx"}, "a.csv", r"no column of addresses: its first line has name; expected one of path"),
+        ({"a.csv": b"path\nhttp://x/y.jpg"}, "a.csv", r"row 1: http://x/y.jpg: expected a path or s3"),
         ({"a.csv": b"path,x\n,1"}, "a.csv", r"row 1: no address in column path"),
         ({"a.csv": b"path\n"}, "a.csv", r"no images in it"),
         ({"a.jpg": b"x", "b.jpg": b""}, "", r"none of 2 images can be decoded: a.jpg: not an image"),
@@ -306,13 +308,15 @@ def test_options_that_a_network_cannot_give_are_refused(place, tmp_path):
     headless = describe_network(str(write_network(tmp_path / "headless", classes=None)))[0]
     classifier = describe_network(str(place / "model"))[0]
     for options in (Options(), Options(logits=True, embedding=True), Options(top_k=1, embedding=True)):
-        with pytest.raises(ConfigError, match=r"it has no head, so no classes; wanted a classifier, or --embedding"):
+        with pytest.raises(ConfigError, match=r"it has no head, so no classes; expected a classifier, or --embedding"):
             check_options([headless], options)
     assert check_options([headless], Options(embedding=True)).top_k
     assert check_options([classifier], Options()).top_k == min(5, len(SHAPES))
-    with pytest.raises(ConfigError, match=rf"--top-k: got 99, wanted at most the {len(SHAPES)} classes"):
+    with pytest.raises(ConfigError, match=rf"--top-k: got 99, expected at most the {len(SHAPES)} classes"):
         check_options([classifier], Options(top_k=99))
-    with pytest.raises(ConfigError, match=r"--features blok01: .*wanted one of block00 to block01; nearest: block01"):
+    with pytest.raises(
+        ConfigError, match=r"--features blok01: .*expected one of block00 to block01; did you mean block01"
+    ):
         check_options([classifier], Options(levels=("blok01",)))
 
 
@@ -444,7 +448,7 @@ def test_parts_of_another_plan_or_of_other_keys_are_noticed(place, tmp_path):
     with pytest.raises(RunError, match=r"part-00001-of-00003.parquet: its keys are not those of the plan"):
         count_images(plan)
     second.write_bytes(kept)
-    with pytest.raises(RunError, match="of another plan"):
+    with pytest.raises(RunError, match="written by another prediction"):
         count_images(plan._replace(options=plan.options._replace(top_k=1)))
 
 
@@ -507,10 +511,10 @@ def test_the_folder_of_the_images_is_no_place_for_predictions(place):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["{model}", "{photos}"], "wanted at least one MODEL, then IMAGES and OUT"),
-        (["{model}", "{photos}", "{out}", "--workers", "3:2"], "wanted --workers as in 4 or 2:8"),
-        (["{model}", "{photos}", "{out}", "--batch", "0"], "wanted --batch and --part from 1 on"),
-        (["{model}", "{model}", "{photos}", "{out}"], "given 2 times; wanted each network once"),
+        (["{model}", "{photos}"], "expected at least one MODEL, then IMAGES and OUT"),
+        (["{model}", "{photos}", "{out}", "--workers", "3:2"], "expected --workers as in 4 or 2:8"),
+        (["{model}", "{photos}", "{out}", "--batch", "0"], "expected --batch and --part from 1 on"),
+        (["{model}", "{model}", "{photos}", "{out}"], "given 2 times; expected each network once"),
         (["{model}", "{photos}/none", "{out}"], "no files here"),
         (["{photos}", "{photos}", "{out}"], "vitray: "),
     ],

@@ -26,7 +26,7 @@ BCE = {"task.loss": "bce"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "wanted"),
+    ("changes", "expected"),
     [
         ({}, "softmax"),
         (BCE, "sigmoid"),

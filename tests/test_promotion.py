@@ -373,15 +373,18 @@ def test_an_error_of_the_comparison_does_not_end_the_run(networks, place, info):
     ("args", "message"),
     [
         (["vit/7", "data"], "vit has no version 7; it has 1, 2"),
-        (["vit@chalenger", "data"], "vit has no alias chalenger; it has .*challenger .*; nearest: challenger"),
-        (["vti@champion", "data"], "no model is registered as vti; registered are vit; nearest: vit"),
-        (["runs/first/model", "data"], "runs/first/model: wanted name@alias or name/3 of a registered model, or the"),
-        (["vit", "data"], "vit: wanted name@alias or name/3"),
-        (["vit@challenger"], "models:/vit/2: its run names no images; wanted DATA to compare the versions on"),
+        (["vit@chalenger", "data"], "vit has no alias chalenger; it has .*challenger .*; did you mean challenger"),
+        (["vti@champion", "data"], "no model is registered as vti; registered are vit; did you mean vit"),
+        (["runs/first/model", "data"], "runs/first/model: expected name@alias or name/3 of a registered model, or the"),
+        (["vit", "data"], "vit: expected name@alias or name/3"),
+        (["vit@challenger"], "models:/vit/2: its run names no images; expected DATA to compare the versions on"),
         (["vit@challenger", "nowhere"], "nowhere: no files here"),
-        (["vit@challenger", "data", "--split", "vall"], "no split 'vall', wanted one of train, val; nearest: val"),
-        (["vit@challenger", "data", "--alias", "latest"], "--alias: got 'latest', wanted letters, digits, - and _"),
-        (["vit@challenger", "data", "--alias", "a b"], "--alias: got 'a b', wanted letters"),
+        (
+            ["vit@challenger", "data", "--split", "vall"],
+            "no split 'vall', expected one of train, val; did you mean val",
+        ),
+        (["vit@challenger", "data", "--alias", "latest"], "--alias: got 'latest', expected letters, digits, - and _"),
+        (["vit@challenger", "data", "--alias", "a b"], "--alias: got 'a b', expected letters"),
         (["vit@challenger", "data", "--alias", "other"], "models:/vit/3: classes: they differ .* in .*sphere"),
     ],
 )
@@ -399,7 +402,7 @@ def test_bad_input_gets_one_message_and_moves_nothing(networks, place, capsys, a
 def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
     (place / "mlruns.db").unlink()
     for model in ("vit@challenger", info.run_dir):
-        assert "mlruns.db; wanted the folder that training ran in" in refusal(capsys, model, "data")
+        assert "mlruns.db; expected the folder that training ran in" in refusal(capsys, model, "data")
     assert not (place / "mlruns.db").exists()
 
 
@@ -409,18 +412,21 @@ def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
         (["tracking.promote={}"], "promote compares registered versions, and register_as"),
         (
             ["tracking.register_as=vit", "tracking.promote.alias=Latest"],
-            "tracking.promote.alias: got 'Latest', wanted letters, digits, - and _",
+            "tracking.promote.alias: got 'Latest', expected letters, digits, - and _",
         ),
-        (["tracking.register_as=team/vit"], "tracking.register_as: got 'team/vit', wanted a name without /, : and @"),
-        (["tracking.register_as=vit@champion"], "register_as: got 'vit@champion', wanted a name without"),
-        (["tracking.register_as=vit", "tracking.promote.alias=v2"], "tracking.promote.alias: got 'v2', wanted letters"),
+        (["tracking.register_as=team/vit"], "tracking.register_as: got 'team/vit', expected a name without /, : and @"),
+        (["tracking.register_as=vit@champion"], "register_as: got 'vit@champion', expected a name without"),
+        (
+            ["tracking.register_as=vit", "tracking.promote.alias=v2"],
+            "tracking.promote.alias: got 'v2', expected letters",
+        ),
         (
             ["tracking.register_as=vit", "tracking.promote.when=beter"],
-            "tracking.promote.when: got 'beter', wanted 'better' or .*; nearest: better",
+            "tracking.promote.when: got 'beter', expected 'better' or .*; did you mean better",
         ),
         (
             ["tracking.register_as=vit", "tracking.promote={}", "data.val=null"],
-            "tracking.promote: got a rule with data.val null; wanted images on",
+            "tracking.promote: got a rule with data.val null; expected images on",
         ),
         (
             ["tracking.register_as=vit", "tracking.promote={}", "data.development=0.5"],
@@ -435,17 +441,17 @@ def test_a_rule_that_no_run_can_follow_is_refused_by_the_plan(place, overrides, 
 
 def test_a_task_without_classes_has_no_rule(place):
     settings = [*SETTINGS[1:], "model.num_classes=null", f"data.url={place / 'data'}", "optim.batch=8", "task=masked"]
-    with pytest.raises(ConfigError, match=r"tracking.promote: got a rule, wanted null: a task of kind masked has no"):
+    with pytest.raises(ConfigError, match=r"tracking.promote: got a rule, expected null: a task of kind masked has no"):
         make_plan(load_run(None, [*settings, "tracking.register_as=vit", "tracking.promote={}"]))
 
 
 def test_a_sweep_refuses_a_rule_and_a_name_that_mlflow_refuses():
     run = load_run(None, [*SETTINGS, "tracking.register_as=vit", "tracking.promote={}"])
     space = read_space(tune_spaces.path_of("demo_lr"))
-    with pytest.raises(ConfigError, match=r"tracking.promote: got a rule for champion, wanted null in a sweep"):
+    with pytest.raises(ConfigError, match=r"tracking.promote: got a rule for champion, expected null in a sweep"):
         plan_stages(run, space, {}, "")
     run = load_run(None, [*SETTINGS, "tracking.register_as=vit:1"])
-    with pytest.raises(ConfigError, match=r"tracking.register_as: got 'vit:1', wanted a name without"):
+    with pytest.raises(ConfigError, match=r"tracking.register_as: got 'vit:1', expected a name without"):
         plan_stages(run, space, {}, "")
 
 

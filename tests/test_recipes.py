@@ -88,7 +88,7 @@ def expectations(path: Path) -> list[Expectation]:
             match = re.fullmatch(
                 r"#   expected: ([^;]*\d %[^;]*); ([^;]+); ([\d.]+) M parameters, ([\d,]+) steps", below
             )
-            assert match, f"{path.name}: {line!r} is followed by {below!r}, wanted the form in this file's docstring"
+            assert match, f"{path.name}: {line!r} is followed by {below!r}, expected the form in this file's docstring"
             result, place, params, steps = match.groups()
             expectations.append(
                 Expectation(tuple(shlex.split(command[1])), result, place, params, int(steps.replace(",", "")))

@@ -56,7 +56,7 @@ def test_an_existing_run_is_not_forked_again(tmp_path):
     first, second = (opened(tmp_path, name, settings()) for name in ("first", "second"))
     save(first, settings())
     with pytest.raises(
-        ConfigError, match="--fork: got first, wanted another --name: second exists and started from no"
+        ConfigError, match="--fork: got first, expected another --name: second exists and started from no"
     ):
         opened(tmp_path, "second", settings(), "first")
     assert fork_source(second) is None
@@ -65,10 +65,10 @@ def test_an_existing_run_is_not_forked_again(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "first"),
     [
-        ([], ["model.layerscale=0.1"], r"vit.blocks.0.attn1.scale: got none, wanted \[64\]"),
-        ([], ["model.registers=2"], r"vit.registers: got none, wanted \[\S+ 64\]"),
+        ([], ["model.layerscale=0.1"], r"vit.blocks.0.attn1.scale: got none, expected \[64\]"),
+        ([], ["model.registers=2"], r"vit.registers: got none, expected \[\S+ 64\]"),
         (["model.pool=mean", "model.class_token=false"], ["model.pool=token"], "vit.class_token: got none"),
-        ([MEAN, NO_CLASSES], [L1, NO_CLASSES], r"head.weight: got \[512, 64\], wanted \[192, 64\]"),
+        ([MEAN, NO_CLASSES], [L1, NO_CLASSES], r"head.weight: got \[512, 64\], expected \[192, 64\]"),
     ],
 )
 def test_a_fork_of_another_network_is_refused_before_ray_starts(tmp_path, before, after, first):

@@ -28,7 +28,7 @@ def logger():
 
 def test_an_error_of_the_log_is_a_note(logger):
     logger._guarded(failing)
-    assert logger.lines == ["  something is missing in MLflow: OSError: the store is away"]
+    assert logger.lines == ["  could not log to MLflow: OSError: the store is away"]
 
 
 def test_a_trial_gets_its_decision_whatever_fails(logger):

@@ -165,10 +165,10 @@ def test_nsga2_finds_the_trade_off(tmp_path):
 
 
 def test_nsga2_with_a_scheduler_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="scheduler: got asha, wanted none: search nsga2"):
+    with pytest.raises(ConfigError, match="scheduler: got asha, expected none: search nsga2"):
         space_of(tmp_path, NSGA2 + "scheduler: asha\n")
 
 
 def test_an_unknown_second_goal_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"space.yaml.*search.*against: got 'flops'.*nearest: gflops"):
+    with pytest.raises(ConfigError, match=r"space.yaml.*search.*against: got 'flops'.*did you mean gflops"):
         space_of(tmp_path, NSGA2.replace("device_seconds", "flops"))

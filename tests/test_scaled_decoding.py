@@ -114,5 +114,5 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path):
 
 
 def test_decoded_images_are_cached_with_all_pixels():
-    with pytest.raises(ConfigError, match=r"cache=decoded keeps all pixels of an image, wanted augment.decode=full"):
+    with pytest.raises(ConfigError, match=r"cache=decoded keeps all pixels of an image, expected augment.decode=full"):
         load_run().replace({"data.cache": "decoded", "data.augment.decode": "scaled"})

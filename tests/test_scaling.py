@@ -41,7 +41,7 @@ def test_the_scaling_benchmark_starts_its_own_nodes(monkeypatch, capsys):
 
 def test_nodes_get_the_same_number_of_cpus(capsys):
     assert main(["bench", "scaling", "data/demo", "--nodes", "4"]) == 2
-    assert "--cpus 6: wanted a multiple of --nodes 4" in capsys.readouterr().err
+    assert "--cpus 6: expected a multiple of --nodes 4" in capsys.readouterr().err
 
 
 def test_the_estimate_of_the_documentation_is_that_of_the_plan(capsys):

@@ -37,13 +37,13 @@ def test_an_interval_ends_at_the_last_step(every):
 
 def test_an_interval_that_rounds_to_no_step_is_refused():
     with pytest.raises(
-        ConfigError, match=r"^evaluate.every: got '0.01 epochs', which rounds to 0 steps, wanted at least one;"
+        ConfigError, match=r"^evaluate.every: got '0.01 epochs', which rounds to 0 steps, expected at least one;"
     ):
         Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), steps_per_epoch=10, total=40)
 
 
 def test_minutes_are_not_converted_to_steps():
-    with pytest.raises(ValueError, match="got '10 minutes', wanted epochs or steps"):
+    with pytest.raises(ValueError, match="got '10 minutes', expected epochs or steps"):
         in_steps("10 minutes", 10)
 
 
@@ -52,15 +52,18 @@ def test_minutes_are_not_converted_to_steps():
     [
         (
             {"duration": "40 steps", "warmup": "5 epochs"},
-            "optim.warmup: got '5 epochs', which is 50 steps, wanted at most the 40 steps of optim.duration,"
+            "optim.warmup: got '5 epochs', which is 50 steps, expected at most the 40 steps of optim.duration,"
             " '40 steps'; an epoch has 10 steps",
         ),
         (
             {"duration": "0.01 epochs", "warmup": "0 steps"},
-            "optim.duration: got '0.01 epochs', wanted at least one step",
+            "optim.duration: got '0.01 epochs', expected at least one step",
         ),
-        ({"warmup_from": 0.2}, "optim.warmup_from: got 0.2, wanted at most optim.lr, 0.1"),
-        ({"schedule": {"kind": "linear", "floor": 0.2}}, "optim.schedule.floor: got 0.2, wanted at most optim.lr, 0.1"),
+        ({"warmup_from": 0.2}, "optim.warmup_from: got 0.2, expected at most optim.lr, 0.1"),
+        (
+            {"schedule": {"kind": "linear", "floor": 0.2}},
+            "optim.schedule.floor: got 0.2, expected at most optim.lr, 0.1",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused(settings, message):

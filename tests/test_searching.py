@@ -5,6 +5,7 @@ import io
 import json
 import math
 import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -411,15 +412,15 @@ def test_a_trial_of_a_lost_sweep_answers_its_workers_and_records_no_end(tmp_path
     answers = []
 
     def train(run, name, out, *, hook):
-        with own_folder(out, "another sweep"):
-            answers.append((hook.should_stop(2, 4, {"val/top1": 0.2}), hook.stop_requested.is_set()))
+        others.enter_context(own_folder(out, "another sweep"))
+        answers.append((hook.should_stop(2, 4, {"val/top1": 0.2}), hook.stop_requested.is_set()))
         return SimpleNamespace(state="stopped early")
 
     monkeypatch.setattr("vitray.sweep.trial.train", train)
     monkeypatch.setattr("vitray.sweep.trial.trials_that_fit", lambda *_: 1)
     _, store, _ = open_sweep(tmp_path, base, GRID)
     trial = open_trial(store, base)
-    with pytest.raises(RuntimeError, match="taken over by process"):
+    with ExitStack() as others, pytest.raises(RuntimeError, match="taken over by process"):
         trial.step()
     trial.cleanup()
     assert answers == [(False, True)]
@@ -491,7 +492,7 @@ def test_a_process_whose_trial_does_not_end_takes_no_other(tmp_path, base, monke
     step = threading.Thread(target=suppressed, args=[RuntimeError, trial.step])  # waits for a score
     step.start()
     began.wait()
-    with pytest.raises(RuntimeError, match="the trial before this one does not end"):
+    with pytest.raises(RuntimeError, match="the previous trial did not stop in time"):
         trial.reset_config({"name": "lr=0.2", "optim.lr": 0.2})
     ended.set()
     step.join()

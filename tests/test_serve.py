@@ -97,8 +97,8 @@ def test_the_form_of_the_standard_library_is_read():
         ("application/json", b"[1]", {}, 400, "JSON: got list"),
         ("application/json", b"{}", {}, 400, "either image or images"),
         ("application/json", b'{"image": "aGk=", "images": []}', {}, 400, "either image or images"),
-        ("application/json", b'{"images": []}', {}, 400, "got 0 images, wanted 1 to 2"),
-        ("application/json", b'{"images": ["aGk=", "aGk=", "aGk="]}', {}, 400, "got 3 images, wanted 1 to 2"),
+        ("application/json", b'{"images": []}', {}, 400, "got 0 images, expected 1 to 2"),
+        ("application/json", b'{"images": ["aGk=", "aGk=", "aGk="]}', {}, 400, "got 3 images, expected 1 to 2"),
         ("application/json", b'{"images": "aGk="}', {}, 400, "images: got str"),
         ("application/json", b'{"image": 5}', {}, 400, "image 0: got int"),
         ("application/json", b'{"image": "!"}', {}, 400, "image 0: not base64"),
@@ -131,7 +131,7 @@ def test_too_many_values_or_images_are_refused_before_they_are_parsed_or_decoded
     monkeypatch.setattr("base64.b64decode", never)
     limits = Limits(images=2)
     three = json.dumps({"images": ["aGk="] * 3}).encode()
-    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+    with pytest.raises(BadRequest, match="got 3 images, expected 1 to 2"):
         read(three, "application/json", limits)
     monkeypatch.setattr("json.loads", never)
     for body in (b'{"images": [%s""]}' % (b'"",' * 10_000), b"[%s]" % (b"{}," * 10_000)):
@@ -143,7 +143,7 @@ def test_a_form_has_no_more_parts_than_images_task_and_top_k():
     limits, words = Limits(images=2), [('name="task"', b"a"), ('name="top_k"', b"3")]
     images = [('name="image"', bytes([value % 256])) for value in range(1000)]
     assert read(form(*words, *images[1:3]), FORM, limits) == Query("a", 3, [b"\1", b"\2"])
-    with pytest.raises(BadRequest, match="got 3 images, wanted 1 to 2"):
+    with pytest.raises(BadRequest, match="got 3 images, expected 1 to 2"):
         read(form(*images[:3]), FORM, limits)
     for parts in (5, 1000):
         with pytest.raises(BadRequest, match="more than 4 parts; expected 2 images at most"):
@@ -163,10 +163,10 @@ def test_tasks_are_words():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["birds"], "birds: wanted TASK=DELTA"),
-        (["=x"], "=x: wanted TASK=DELTA"),
-        (["a="], "a=: wanted TASK=DELTA"),
-        (["a b=x"], "wanted TASK=DELTA"),
+        (["birds"], "birds: expected TASK=DELTA"),
+        (["=x"], "=x: expected TASK=DELTA"),
+        (["a="], "a=: expected TASK=DELTA"),
+        (["a b=x"], "expected TASK=DELTA"),
         (["base=x"], "base is the task of MODEL itself"),
         (["a=x", "a=y"], "the task a is there already, as a=x"),
     ],
@@ -181,7 +181,7 @@ def test_an_address_beyond_this_machine_needs_a_token():
     check_address("0.0.0.0", TOKEN)
     with pytest.raises(ConfigError, match=r"--host: got 0.0.0.0, which other machines reach, and no token"):
         check_address("0.0.0.0", None)
-    with pytest.raises(ConfigError, match=r"VITRAY_SERVE_TOKEN: got 5 characters, wanted at least 16"):
+    with pytest.raises(ConfigError, match=r"VITRAY_SERVE_TOKEN: got 5 characters, expected at least 16"):
         check_address("127.0.0.1", "short")
 
 
@@ -264,8 +264,8 @@ def test_a_replica_answers_for_each_task_and_changes_tasks(folder):
 @pytest.mark.parametrize(
     ("task", "top_k", "status", "message"),
     [
-        ("bird", None, 404, "task: got 'bird', wanted one of base, birds; nearest: birds"),
-        ("birds", 4, 400, "top_k: got 4, wanted 1 to 3"),
+        ("bird", None, 404, "task: got 'bird', expected one of base, birds; did you mean birds"),
+        ("birds", 4, 400, "top_k: got 4, expected 1 to 3"),
     ],
 )
 def test_a_wrong_task_or_top_k_is_named(folder, task, top_k, status, message):
@@ -305,7 +305,7 @@ def test_an_alias_is_followed_and_a_broken_network_is_not(folder, monkeypatch):
     assert hosted.follow_aliases() == []
     [_, row] = hosted.listing()
     assert row["model"] == str(folder / "a2")
-    assert "wanted a delta of" in row["error"]
+    assert "expected a delta of" in row["error"]
     np.testing.assert_allclose(answers(hosted, "birds", [png()])[0], logged_answer(folder / "a2", png()), atol=1e-5)
 
 
@@ -455,7 +455,7 @@ def test_bodies_have_room_for_the_largest():
 
 @pytest.mark.parametrize("number", ["-1", "9", "nan"])
 def test_a_useless_number_of_gpus_is_refused(number):
-    with pytest.raises(ConfigError, match=f"--gpus: got {number}, wanted a number from 0 to 8"):
+    with pytest.raises(ConfigError, match=f"--gpus: got {number}, expected a number from 0 to 8"):
         read_settings(build_parser().parse_args(["models/base", f"--gpus={number}"]))
 
 
@@ -505,7 +505,7 @@ def test_a_replica_has_a_whole_gpu_where_a_cluster_adds_them(gpus, device, share
 
 def test_the_tasks_are_checked_without_reading_the_deltas(folder):
     assert check_tasks(str(folder / "base"), {"a": str(folder / "a")}) == ["base", "a"]
-    with pytest.raises(ConfigError, match=r"s=.*stranger: it is a delta of .*other .*; wanted a delta of .*base"):
+    with pytest.raises(ConfigError, match=r"s=.*stranger: it is a delta of .*other .*; expected a delta of .*base"):
         check_tasks(str(folder / "base"), {"s": str(folder / "stranger")})
     with pytest.raises(ConfigError, match=r"headless: a network of task supervised without classes"):
         check_tasks(str(folder / "base"), {"h": str(folder / "headless")})
@@ -514,7 +514,7 @@ def test_the_tasks_are_checked_without_reading_the_deltas(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{base}", "s={stranger}"], "wanted a delta of"),
+        (["{base}", "s={stranger}"], "expected a delta of"),
         (["{base}", "s={other}"], "it is whole"),
         (["{base}", "a={a}", "a={b}"], "the task a is there already"),
         (["{absent}"], "absent"),

@@ -265,9 +265,9 @@ def test_top_k_replaces_the_list_of_all_probabilities(model):
         (b"hello", "image 1: not an image"),
         ("no base64!", "image 1: not base64"),
         (b"", "image 1: empty file"),
-        (None, "image 1: got NoneType of shape (), wanted base64 or height x width x 3"),
+        (None, "image 1: got NoneType of shape (), expected base64 or height x width x 3"),
         (np.zeros((4, 4, 4), np.uint8), "image 1: got ndarray of shape (4, 4, 4)"),
-        (np.full((4, 4, 3), 0.5), "image 1: got float64 from 0.5 to 0.5, wanted whole numbers 0 to 255"),
+        (np.full((4, 4, 3), 0.5), "image 1: got float64 from 0.5 to 0.5, expected whole numbers 0 to 255"),
         (np.full((4, 4, 3), 256), "image 1: got int64 from 256 to 256"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_bad_image_is_named_by_its_index(model, second, fault):
 def test_bad_requests_are_rejected_by_name(model):
     with pytest.raises(MlflowException, match=r"missing inputs \['image'\].*extra inputs: \['picture'\]"):
         model.predict(pd.DataFrame({"picture": ["x"]}))
-    with pytest.raises(MlflowException, match="top_k: got 6, wanted 1 to 5"):
+    with pytest.raises(MlflowException, match="top_k: got 6, expected 1 to 5"):
         model.predict(rows(pictures(1)), params={"top_k": 6})
     with pytest.raises(MlflowException, match=r"image 0: got ndarray of shape \(70, 3\)"):
         model.predict(rows(pictures(1)[0]))
@@ -351,16 +351,18 @@ def test_one_request_mixes_the_tasks_of_a_family(store, folder, tmp_path):
         np.testing.assert_allclose(answer["probabilities"], one["probabilities"], rtol=0, atol=1e-5)
     assert [len(answer["probabilities"]) for answer in shown.json()["predictions"]] == [5, 3]
     assert unknown.status_code == 400
-    assert "image 0: task: got 'bird', wanted one of base, birds, cars; nearest: birds" in unknown.json()["message"]
+    assert (
+        "image 0: task: got 'bird', expected one of base, birds, cars; did you mean birds" in unknown.json()["message"]
+    )
 
 
 def test_a_family_of_strangers_or_of_bad_names_is_refused(store, folder, tmp_path):
     save_model(str(tmp_path / "other"), RUN, ViT(RUN.model))
     for task, url, fault in (
         ("birds", str(tmp_path / "other"), "it is whole"),
-        ("a/b", folder, "wanted a task of letters"),
+        ("a/b", folder, "expected a task of letters"),
         ("base", folder, "other than base"),
-        ("birds", folder, "wanted a delta of"),
+        ("birds", folder, "expected a delta of"),
     ):
         with pytest.raises(ConfigError, match=fault):
             log_family("serving", "family", folder, {task: url})

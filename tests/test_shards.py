@@ -344,7 +344,7 @@ def test_a_file_with_an_empty_row_group_cannot_stay_as_it_is(tmp_path):
             writer.write_table(part)
     listing = listed(tmp_path)
     assert [item.place for item in listing.items] == [0, 1]
-    with pytest.raises(ConfigError, match=r"train.parquet: row group 1 is empty; wanted files without such groups"):
+    with pytest.raises(ConfigError, match=r"train.parquet: row group 1 is empty; expected files without such groups"):
         _check_indexable(listing)
 
 
@@ -455,7 +455,7 @@ def test_some_classes_are_taken_in_the_order_of_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["birds"], "classes: got birds, wanted some of plane, car, bird, cat; nearest: bird"),
+        (["birds"], "classes: got birds, expected some of plane, car, bird, cat; did you mean bird"),
         (["car", "car"], "classes: got car more than once"),
         (["cat"], "classes: no image of cat"),
     ],
@@ -511,7 +511,7 @@ def test_cifar_100_in_its_binary_archive(tmp_path):
 def test_a_binary_batch_that_is_cut_is_refused(tmp_path):
     write(tmp_path / "data_batch_1.bin", cifar_binary([(1,), (0,)])[:-1])
     write(tmp_path / "batches.meta.txt", b"plane\ncar\n")
-    with pytest.raises(ConfigError, match=r"data_batch_1\.bin: 6,145 bytes, wanted a multiple of 3,073"):
+    with pytest.raises(ConfigError, match=r"data_batch_1\.bin: 6,145 bytes, expected a multiple of 3,073"):
         listed(tmp_path)
 
 
@@ -739,7 +739,7 @@ def test_too_many_rejects_write_a_list_and_no_dataset(ray_cluster, mixed_source,
     assert f"{len(BROKEN)} of 86 images cannot be used, more than max_rejects=0.01 allows" in printed
     assert "train/cat/empty.bad: empty file" in printed
     assert pq.read_metadata(tmp_path / "d/rejects.parquet").num_rows == len(BROKEN)
-    with pytest.raises(ConfigError, match=r"no dataset here: no dataset\.json"):
+    with pytest.raises(ConfigError, match=r"not a vitray dataset \(no dataset\.json\)"):
         open_dataset(str(tmp_path / "d"))
     assert sharded(mixed_source, tmp_path / "d", "max_rejects=0.1") == 0
     assert "inspected" not in capsys.readouterr().err  # the inspection of the first run is reused
@@ -917,18 +917,18 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
     ("args", "message"),
     [
         (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*nearest"),
-        (["demo", "d", "images=0"], "images: got 0, wanted greater than or equal to 1"),
-        (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', wanted .*nearest"),
-        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', wanted 'shape' or 'texture'; nearest: shape"),
+        (["demo", "d", "images=0"], "images: got 0, expected greater than or equal to 1"),
+        (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', expected .*nearest"),
+        (["demo", "d", "task=sahpe"], r"task: got 'sahpe', expected 'shape' or 'texture'; did you mean shape"),
         (["s", "d", "images=3"], "images: a setting of the demo source only; the source here is s"),
-        (["nowhere", "d"], "nowhere: no files here; wanted a folder"),
-        (["gs://a/b", "d"], "gs://a/b: wanted a path or s3://bucket/key"),
+        (["nowhere", "d"], "nowhere: no files here; expected a folder"),
+        (["gs://a/b", "d"], "gs://a/b: expected a path or s3://bucket/key"),
         (["s", "s/inside"], "lies within the source"),
         (["s", "full"], "full: holds other files, such as diary.txt: expected a new or empty folder"),
         (["mixed", "d"], "could be tar or folder: set kind=, one of folder, index"),
         (["words", "d"], "its 1 files are of no known kind"),
-        (["s", "d", "--index-only"], "--index-only: wanted Parquet with images in it; s is of kind folder"),
-        (["s", "d", "--split", "val=1.5"], "--split val=1.5: wanted each NAME once, or NAME=SHARE"),
+        (["s", "d", "--index-only"], "--index-only: expected Parquet with images in it; s is of kind folder"),
+        (["s", "d", "--split", "val=1.5"], "--split val=1.5: expected each NAME once, or NAME=SHARE"),
         (["s", "d", "--split", "a=0.5", "--split", "b=0.5"], "the shares leave nothing to train"),
     ],
 )
@@ -958,7 +958,7 @@ def test_a_finished_dataset_is_never_overwritten(ray_cluster, tmp_path, capsys):
     assert tree(tmp_path / "d") == before
     changed = json.loads((tmp_path / "d/dataset.json").read_text())
     write(tmp_path / "d/dataset.json", json.dumps(changed | {"format": 2}).encode())
-    with pytest.raises(ConfigError, match=r"dataset\.json: format: got 2, wanted 1: written by another vitray"):
+    with pytest.raises(ConfigError, match=r"dataset\.json: format: got 2, expected 1: written by another vitray"):
         open_dataset(str(tmp_path / "d"))
     write(tmp_path / "d/dataset.json", json.dumps(changed | {"splts": {}}).encode())
     with pytest.raises(ConfigError, match=r"dataset\.json: splts: unknown setting, .*nearest"):

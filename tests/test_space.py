@@ -341,7 +341,7 @@ where: [depth * branches == 12]
 
 def test_the_corners_of_a_search_are_checked(tmp_path):
     space = space_of(tmp_path, f"space:\n  model.drop_path: {{uniform: [0.0, 1.0]}}\n{RANDOM}\n")
-    with pytest.raises(ConfigError, match=r"^the point drop_path=1: model.drop_path: got 1.0, wanted less than 1$"):
+    with pytest.raises(ConfigError, match=r"^the point drop_path=1: model.drop_path: got 1.0, expected less than 1$"):
         check_space(space, Run())
 
 
@@ -393,7 +393,7 @@ FAULTY = [
     (
         "space:\n  r: {cases: {a: {optim.lrr: 1}}}",
         "space.yaml:2: space.r.cases.a.optim.lrr: unknown",
-        "nearest: optim.lr",
+        "did you mean optim.lr",
     ),
     ("space:\n  r: {cases: {a: {compute.workers: 1}}}", "r.cases.a.compute.workers: is the same for all trials of a"),
     ("space:\n  r: {cases: {a: {optim.lr: '{x}'}}}", "r.cases.a.optim.lr: 'x' is neither drawn nor an earlier stage"),
@@ -405,9 +405,9 @@ FAULTY = [
         "space:\n  r: {cases: {a: {optim: {lr: 1}}}}\n  optim.lr: {grid: [1]}",
         "space.yaml:2: space.r: a case sets optim, and the space sets optim.lr too; set it in one place",
     ),
-    ("space:\n  r: {cases: {}}", "space.r: cases: got [], wanted values that differ, at least one"),
-    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: is not used; wanted {a}"),
-    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, wanted a YAML file, or one"),
+    ("space:\n  r: {cases: {}}", "space.r: cases: got [], expected values that differ, at least one"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: is not used; expected {a}"),
+    ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, expected a YAML file, or one"),
     (f"{STAGE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
     (
         f"{STAGE}, settings: {{seed: '{{sed}}'}}}}",
@@ -415,47 +415,50 @@ FAULTY = [
         "seed",
     ),
     (f"{STAGE}, settings: {{task.weights: '{{a}}'}}}}", "settings.task.weights: 'a' is neither drawn nor an earlier"),
-    (f"{STAGE}}}".replace("'{a}'", "x/{a}"), "space.task.weights: got 'x/{a}', wanted {a} alone: it stands for"),
-    (f"{STAGE}}}\nsearch: {{kind: tpe, trials: 4}}", "before: got search tpe, wanted grid or random, whose"),
-    (f"{STAGE}}}\n  seed: {{recipe: demo}}", "before.seed: wanted a name of letters, digits and _ that is neither"),
-    ("", "space.yaml: space: got nothing, wanted {dotted setting or variable: dist"),
-    ("space: {}", "space.yaml:1: space: got nothing, wanted distributions, as in"),
-    ("space: 3", "space.yaml:1: space: got 3, wanted settings as `key: value`"),
-    ("space:\n  optim.lrr: {grid: [1]}", "space.yaml:2: space.optim.lrr: unknown setting of a run; nearest: optim.lr"),
+    (f"{STAGE}}}".replace("'{a}'", "x/{a}"), "space.task.weights: got 'x/{a}', expected {a} alone: it stands for"),
+    (f"{STAGE}}}\nsearch: {{kind: tpe, trials: 4}}", "before: got search tpe, expected grid or random, whose"),
+    (f"{STAGE}}}\n  seed: {{recipe: demo}}", "before.seed: expected a name of letters, digits and _ that is neither"),
+    ("", "space.yaml: space: got nothing, expected {dotted setting or variable: dist"),
+    ("space: {}", "space.yaml:1: space: got nothing, expected distributions, as in"),
+    ("space: 3", "space.yaml:1: space: got 3, expected settings as `key: value`"),
+    (
+        "space:\n  optim.lrr: {grid: [1]}",
+        "space.yaml:2: space.optim.lrr: unknown setting of a run; did you mean optim.lr",
+    ),
     (
         "space:\n  sed: {seeds: 3}",
-        "space.yaml:2: space.sed: no setting, and no text uses it as the variable {sed}; nearest: seed",
+        "space.yaml:2: space.sed: no setting, and no text uses it as the variable {sed}; did you mean seed",
     ),
-    ("space:\n  lr: {grid: [1]}", "space.yaml:2: space.lr: no setting,", "nearest: optim.lr"),
-    ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], wanted a distribution, as in {grid: [1, 2]}"),
-    ("space:\n  optim.lr: {gird: [1]}", "space.yaml:2: space.optim.lr.gird: unknown setting", "nearest: grid"),
-    ("space:\n  optim.lr: {grid: 1}", "space.yaml:2: space.optim.lr.grid: got 1, wanted a list"),
+    ("space:\n  lr: {grid: [1]}", "space.yaml:2: space.lr: no setting,", "did you mean optim.lr"),
+    ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], expected a distribution, as in {grid: [1, 2]}"),
+    ("space:\n  optim.lr: {gird: [1]}", "space.yaml:2: space.optim.lr.gird: unknown setting", "did you mean grid"),
+    ("space:\n  optim.lr: {grid: 1}", "space.yaml:2: space.optim.lr.grid: got 1, expected a list"),
     (
         "space:\n  optim.lr: {grid: []}",
-        "space.yaml:2: space.optim.lr: grid: got [], wanted values that differ, at least",
+        "space.yaml:2: space.optim.lr: grid: got [], expected values that differ, at least",
     ),
-    ("space:\n  optim.lr: {grid: [1, 1.0]}", "grid: got [1, 1.0], wanted values that differ"),
-    ("space:\n  seed: {seeds: 0}", "space.yaml:2: space.seed.seeds: got 0, wanted greater than or equal to 1"),
+    ("space:\n  optim.lr: {grid: [1, 1.0]}", "grid: got [1, 1.0], expected values that differ"),
+    ("space:\n  seed: {seeds: 0}", "space.yaml:2: space.seed.seeds: got 0, expected greater than or equal to 1"),
     (
         "space:\n  optim.lr: {grid: [1], uniform: [1, 2]}",
-        "space.yaml:2: space.optim.lr: got grid and uniform, wanted one",
+        "space.yaml:2: space.optim.lr: got grid and uniform, expected one",
     ),
-    ("space:\n  optim.lr: {uniform: [2, 1]}", "space.yaml:2: space.optim.lr: uniform: got [2, 1], wanted low < high"),
-    ("space:\n  optim.lr: {loguniform: [0, 1]}", "loguniform: got [0, 1], wanted low < high, both above 0"),
-    ("space:\n  optim.lr: {quniform: [0, 1, 0]}", "quniform: got a step of 0, wanted more than 0"),
+    ("space:\n  optim.lr: {uniform: [2, 1]}", "space.yaml:2: space.optim.lr: uniform: got [2, 1], expected low < high"),
+    ("space:\n  optim.lr: {loguniform: [0, 1]}", "loguniform: got [0, 1], expected low < high, both above 0"),
+    ("space:\n  optim.lr: {quniform: [0, 1, 0]}", "quniform: got a step of 0, expected more than 0"),
     (
         "space:\n  optim.lr: {quniform: [0, 1]}",
-        "space.yaml:2: space.optim.lr.quniform: got [0, 1], wanted a longer list",
+        "space.yaml:2: space.optim.lr.quniform: got [0, 1], expected a longer list",
     ),
     ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.yaml:2: space.optim.lr"),
-    ("space:\n  optim.lr: {uniform: [0, 1]}", "space.optim.lr: got uniform, which a grid search cannot list; wanted"),
+    ("space:\n  optim.lr: {uniform: [0, 1]}", "space.optim.lr: got uniform, which a grid search cannot list; expected"),
     (
         "space:\n  optim.rule: {grid: [sgd]}\n  optim.rule.momentum: {grid: [0.1]}",
         "space.yaml:3: space.optim.rule.momentum: lies in optim.rule",
     ),
     (
         "space:\n  a: x{seed}\n  seed: {seeds: 2}",
-        "space.yaml:2: space.a: got the text 'x{seed}', wanted a distribution",
+        "space.yaml:2: space.a: got the text 'x{seed}', expected a distribution",
     ),
     (
         "space:\n  d: {grid: [1]}\n  model.name: vit_u{e}x1_8",
@@ -463,14 +466,14 @@ FAULTY = [
     ),
     (
         "space:\n  data.val: test",
-        "space.yaml:2: space.data.val: got 'test', wanted a text with {variable}; set a constant",
+        "space.yaml:2: space.data.val: got 'test', expected a text with {variable}; set a constant",
     ),
-    ("space:\n  d: {grid: [1]}\n  model.name: vit_u{d}x{d_8", "wanted a text with {variable}"),
-    ("space:\n  d: {grid: [1]}\n  model.name: '{d.real}'", "wanted a text with {variable}"),
+    ("space:\n  d: {grid: [1]}\n  model.name: vit_u{d}x{d_8", "expected a text with {variable}"),
+    ("space:\n  d: {grid: [1]}\n  model.name: '{d.real}'", "expected a text with {variable}"),
     ("space:\n  d: {grid: ['[']}\n  model.name: '{d}'", "not YAML"),
     (
         "space:\n  seed: {seeds: 2}\nwhere: [sed == 1]",
-        "space.yaml:3: where[0]: no variable 'sed' is drawn; nearest: seed",
+        "space.yaml:3: where[0]: no variable 'sed' is drawn; did you mean seed",
     ),
     (
         "space:\n  seed: {seeds: 2}\nwhere: [seed ** 2 == 1]",
@@ -482,39 +485,45 @@ FAULTY = [
     ),
     ("space:\n  seed: {seeds: 2}\nwhere: [seed == 2]", "space.yaml:3: where: no point satisfies it"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: [seed == 2]\n{RANDOM}", "where: no point satisfies it"),
-    ("space:\n  seed: {seeds: 99999}", "space.seed.seeds: got 99999, wanted less than or equal to 10000"),
-    ("space:\n  seed: {seeds: 1e30}", "space.seed.seeds: got 1e+30, wanted"),
+    ("space:\n  seed: {seeds: 99999}", "space.seed.seeds: got 99999, expected less than or equal to 10000"),
+    ("space:\n  seed: {seeds: 1e30}", "space.seed.seeds: got 1e+30, expected"),
     (
         "space:\n  seed: {seeds: 9999}\n  optim.lr: {grid: [1, 2]}",
-        "space: got 19,998 combinations, wanted at most 10,000",
+        "space: got 19,998 combinations, expected at most 10,000",
     ),
     (
         "space:\n  optim.lr: {uniform: [0.1, 1]}\nsearch: {kind: tpe, trials: 1000000000}",
-        "search.trials: got 1000000000, wanted less than or equal to 10000",
+        "search.trials: got 1000000000, expected less than or equal to 10000",
     ),
     (
         "space:\n  optim.lr: {uniform: [0, 1e300]}",
-        "space.optim.lr.uniform: got 1e+300, wanted less than",
+        "space.optim.lr.uniform: got 1e+300, expected less than",
     ),
-    ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.optim.lr.uniform: got inf, wanted"),
-    ("space:\n  optim.lr: {uniform: [true, 2]}", "space.optim.lr.uniform: got True, wanted a whole number or a number"),
+    ("space:\n  optim.lr: {uniform: [0, .inf]}", "space.optim.lr.uniform: got inf, expected"),
+    (
+        "space:\n  optim.lr: {uniform: [true, 2]}",
+        "space.optim.lr.uniform: got True, expected a whole number or a number",
+    ),
     (
         "space:\n  optim.lr: {quniform: [0, 1, 1e-300]}",
-        "quniform: got a step of 1e-300, wanted more than 0, with",
+        "quniform: got a step of 1e-300, expected more than 0, with",
     ),
     (
         f"space:\n  optim.batch: {{quniform: [0, 1{'0' * 400}, 1]}}",
         "space.optim.batch.quniform: got 1000",
-        "wanted less",
+        "expected less",
     ),
-    ("space:\n  optim.lr: {grid: [1, .nan]}", "space.optim.lr.grid: got nan, wanted a number within 1e+30"),
-    ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, wanted a number within 1e+30"),
-    (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "wanted a number within 1e+30"),
-    ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', wanted one line of text"),
-    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "wanted a name of at most 180 bytes"),
+    ("space:\n  optim.lr: {grid: [1, .nan]}", "space.optim.lr.grid: got nan, expected a number within 1e+30"),
+    ("space:\n  optim.lr: {grid: [1, {kind: -.inf}]}", "space.optim.lr.grid: got -inf, expected a number within 1e+30"),
+    (f"space:\n  seed: {{grid: [1, 1{'0' * 4000}]}}", "space.seed.grid: got 1000", "expected a number within 1e+30"),
+    ('space:\n  x: {grid: ["1\\n", "2"]}\n  seed: "{x}"', "space.x.grid: got '1\\n', expected one line of text"),
+    (f"space:\n  data.url: {{grid: [{'a/b' * 90}, b]}}", "the point url=", "expected a name of at most 180 bytes"),
     (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'not ' * 200}seed == 1']", "where[0]: 'not not", "at most 50 levels"),
-    (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, wanted"),
-    ("space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]", "where[0]: '1e999 > seed': wanted numbers of at most 1e+30"),
+    (f"space:\n  seed: {{seeds: 2}}\nwhere: ['{'seed + ' * 5000}1 == 1']", "where[0]: ", "35,006 characters, expected"),
+    (
+        "space:\n  seed: {seeds: 2}\nwhere: [1e999 > seed]",
+        "where[0]: '1e999 > seed': expected numbers of at most 1e+30",
+    ),
     (
         f"space:\n  x: {{grid: [{10**29}, 2]}}\n  seed: '{{x}}'\nwhere: [{'x * ' * 9}x > 3]",
         "where: 'x * x * x",
@@ -526,23 +535,23 @@ FAULTY = [
     ("space:\n  model.name: {grid: [ViT-B/16, vit_b12x1_16]}", "space.yaml:2: space: two points are both 12x1"),
     (
         "space:\n  seed: {seeds: 2}\nsearch: gird",
-        "space.yaml:3: search: got 'gird', wanted 'grid', 'random'",
-        "nearest: grid",
+        "space.yaml:3: search: got 'gird', expected 'grid', 'random'",
+        "did you mean grid",
     ),
     (
         "space:\n  seed: {seeds: 2}\nsearch: random",
-        "space.yaml:3: search.trials: got nothing, wanted how many points are tried",
+        "space.yaml:3: search.trials: got nothing, expected how many points are tried",
     ),
     (
         "space:\n  seed: {seeds: 2}\nscheduler: {kind: asha, grace: 1 minute}",
-        "scheduler.grace: got '1 minute', wanted epochs",
+        "scheduler.grace: got '1 minute', expected epochs",
     ),
     (
         "space:\n  seed: {seeds: 2}\ngoal: {mode: maximum}",
-        "space.yaml:3: goal.mode: got 'maximum', wanted 'max' or 'min'",
+        "space.yaml:3: goal.mode: got 'maximum', expected 'max' or 'min'",
     ),
-    ("space:\n  seed: {seeds: 2}\nfailures: 1.5", "space.yaml:3: failures: got 1.5, wanted less than or equal to 1"),
-    ("space:\n  seed: {seeds: 2}\nbudgets: {}", "space.yaml:3: budgets: unknown setting", "nearest: budget"),
+    ("space:\n  seed: {seeds: 2}\nfailures: 1.5", "space.yaml:3: failures: got 1.5, expected less than or equal to 1"),
+    ("space:\n  seed: {seeds: 2}\nbudgets: {}", "space.yaml:3: budgets: unknown setting", "did you mean budget"),
 ]
 
 
@@ -560,10 +569,10 @@ def test_a_faulty_space_gets_one_message_with_its_line(tmp_path, faulty):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("space:\n  optim.lr: {grid: [1, much]}", "the point lr=much: optim.lr: got 'much', wanted a number"),
+        ("space:\n  optim.lr: {grid: [1, much]}", "the point lr=much: optim.lr: got 'much', expected a number"),
         (
             "space:\n  optim.rule: {grid: [{kind: sdg}]}",
-            "the point rule=sdg: optim.rule: got 'sdg', wanted 'adamw', 'sgd'",
+            "the point rule=sdg: optim.rule: got 'sdg', expected 'adamw', 'sgd'",
         ),
         (
             "space:\n  optim.rule.momentum: {grid: [0.5]}",
@@ -619,13 +628,13 @@ def test_the_name_of_a_trial_and_of_its_continuations_is_one_of_a_folder():
     ("addition", "message"),
     [
         ("optim.lr=3e-3", "--add 'optim.lr=3e-3': the space already has this value of optim.lr"),
-        ("optim.lrr=1", "--add 'optim.lrr=1': the space lists no values of optim.lrr; nearest: optim.lr"),
+        ("optim.lrr=1", "--add 'optim.lrr=1': the space lists no values of optim.lrr; did you mean optim.lr"),
         ("model.name=vit_u1x1_8", "the space lists no values of model.name"),
         ("depth=7", "--add 'depth=7': adds no point that `where` allows"),
-        ("depth", "override 'depth': wanted setting=value"),
-        ("optim.lr=1e40", "--add 'optim.lr=1e40': grid: got 1e+40, wanted a number within 1e+30"),
-        ("optim.lr=.inf", "--add 'optim.lr=.inf': grid: got inf, wanted a number within 1e+30"),
-        ("optim.lr=.nan", "--add 'optim.lr=.nan': grid: got nan, wanted a number within 1e+30"),
+        ("depth", "override 'depth': expected setting=value"),
+        ("optim.lr=1e40", "--add 'optim.lr=1e40': grid: got 1e+40, expected a number within 1e+30"),
+        ("optim.lr=.inf", "--add 'optim.lr=.inf': grid: got inf, expected a number within 1e+30"),
+        ("optim.lr=.nan", "--add 'optim.lr=.nan': grid: got nan, expected a number within 1e+30"),
     ],
 )
 def test_a_useless_added_value_is_refused(tmp_path, addition, message):

@@ -317,7 +317,7 @@ def test_a_fine_tuning_takes_the_conventions_of_its_weights_and_cannot_change_th
     assert (run.model.stem_norm_eps, run.model.batch_momentum) == (1e-3, 0.01)
     other = Model.model_validate(base.model.model_dump() | {"batch_momentum": 0.2})
     adapt(base, other, "w", new_head=False)  # statistics of training alone
-    with pytest.raises(ConfigError, match=r"model\.stem_norm_eps: got 0\.001, wanted null"):
+    with pytest.raises(ConfigError, match=r"model\.stem_norm_eps: got 0\.001, expected null"):
         adapt(base, Model.model_validate(base.model.model_dump() | {"stem_norm_eps": None}), "w", new_head=False)
 
 

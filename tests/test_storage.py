@@ -111,7 +111,7 @@ def test_a_mistyped_bucket_is_named_and_not_created(s3_server):
 
 
 def test_other_address_schemes_are_rejected():
-    with pytest.raises(ConfigError, match="gs://bucket/x: wanted a path or s3://bucket/key"):
+    with pytest.raises(ConfigError, match="gs://bucket/x: expected a path or s3://bucket/key"):
         storage.read_bytes("gs://bucket/x")
 
 

@@ -64,16 +64,16 @@ def test_usable_storage_is_left_unchanged(destination, s3_server, tmp_path):
         (
             "s3://bucket/runs",
             {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
-            "no credentials found; wanted AWS_ACCESS_KEY_ID",
+            "no credentials found; expected AWS_ACCESS_KEY_ID",
         ),
         ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": None}, "half of the credentials"),
-        ("s3://bucket/runs", {"AWS_PROFILE": "mistyped"}, "wanted AWS_PROFILE to be one of"),
-        ("s3://bucket/runs", {"AWS_ENDPOINT_URL": "nonsense"}, "not an endpoint; wanted http"),
+        ("s3://bucket/runs", {"AWS_PROFILE": "mistyped"}, "expected AWS_PROFILE to be one of"),
+        ("s3://bucket/runs", {"AWS_ENDPOINT_URL": "nonsense"}, "not an endpoint; expected http"),
         ("s3://bucket/runs", {"AWS_ENDPOINT_URL": f"http://me:{SECRET}@127.0.0.1:9"}, "has a password in it"),
         (
             "s3://bucket/runs",
             {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"},
-            "cannot be reached; wanted an S3 server there",
+            "cannot be reached; expected an S3 server there",
         ),
         (
             "s3://bucket/runs",
@@ -81,7 +81,7 @@ def test_usable_storage_is_left_unchanged(destination, s3_server, tmp_path):
             "refuses uploads with checksums.*AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
         ),
         (f"s3://KEY:{SECRET}@bucket/runs", {}, "an address with keys or options in it"),
-        ("s3:///runs", {}, "got the bucket '', wanted s3://bucket/key"),
+        ("s3:///runs", {}, "got the bucket '', expected s3://bucket/key"),
     ],
 )
 def test_each_fault_of_a_real_server_is_explained(s3_server, monkeypatch, url, environment, message):
@@ -176,9 +176,9 @@ def fake_server(monkeypatch):
 @pytest.mark.parametrize(
     ("method", "status", "code", "message"),
     [
-        ("PUT", 403, "AccessDenied", "may not write; wanted s3:PutObject on bucket/runs/*"),
-        ("GET", 403, "AccessDenied", "may not read; wanted s3:GetObject on bucket/runs/*"),
-        ("DELETE", 403, "AccessDenied", "may not remove; wanted s3:DeleteObject on bucket/runs/*"),
+        ("PUT", 403, "AccessDenied", "may not write; expected s3:PutObject on bucket/runs/*"),
+        ("GET", 403, "AccessDenied", "may not read; expected s3:GetObject on bucket/runs/*"),
+        ("DELETE", 403, "AccessDenied", "may not remove; expected s3:DeleteObject on bucket/runs/*"),
         ("PUT", 400, "ExpiredToken", "the credentials have expired"),
         ("PUT", 403, "InvalidToken", "the session token is of other credentials"),
         ("PUT", 411, "MissingContentLength", "refuses uploads with checksums"),
@@ -205,7 +205,7 @@ def test_a_wrong_clock_is_reported_with_its_offset(fake_server, skew, message):
 def test_the_region_of_the_bucket_is_named(fake_server):
     fake_server.status, fake_server.code = 400, "AuthorizationHeaderMalformed"
     fake_server.details = "<Region>eu-west-3</Region>"
-    assert "in another region than us-east-1; wanted AWS_REGION=eu-west-3" in rejection("s3://bucket/runs")
+    assert "in another region than us-east-1; expected AWS_REGION=eu-west-3" in rejection("s3://bucket/runs")
 
 
 def test_a_server_that_hangs_is_reported_within_seconds(monkeypatch):
@@ -244,7 +244,7 @@ def test_a_missing_permission_is_named(monkeypatch):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
         text = set_initial_no_auth_action_count(0)(rejection)("s3://guarded/runs")
-        assert "may not write; wanted s3:PutObject on guarded/runs/*" in text
+        assert "may not write; expected s3:PutObject on guarded/runs/*" in text
         assert key["SecretAccessKey"] not in text
 
 

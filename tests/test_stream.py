@@ -264,7 +264,7 @@ def test_each_place_of_an_epoch_is_as_likely_for_an_image():
 
 
 def test_a_worker_without_an_image_is_rejected():
-    with pytest.raises(ValueError, match="a global batch of 3, wanted at least an image for each of 4 workers"):
+    with pytest.raises(ValueError, match="a global batch of 3, expected at least an image for each of 4 workers"):
         positions_of(0, 3, 1, 4)
 
 
@@ -775,7 +775,7 @@ def test_a_split_that_decodes_to_more_than_half_the_object_store_is_rejected(tmp
     large = write(tmp_path / "large", [content.getvalue()] * 12)
     stream = train_stream(large, batch=4, cache="decoded")
     message = (
-        r"'train' decodes to 549 MiB, wanted at most 0.5 of the cluster's object store of 477 MiB; set cache: none"
+        r"'train' decodes to 549 MiB, expected at most 0.5 of the cluster's object store of 477 MiB; set cache: none"
     )
     with pytest.raises(ConfigError, match=message):
         next(stream.train(0, stream.steps, Share(0, 1)))
@@ -829,17 +829,17 @@ def test_a_preview_is_a_picture_of_the_dataset(dataset, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 3
     with Image.open(target) as sheet:
         assert sheet.width > 3 * 144
-    for override, message in (("augment.flp=1", "nearest: flip"), ("split=trian", "nearest: train")):
+    for override, message in (("augment.flp=1", "did you mean flip"), ("split=trian", "did you mean train")):
         assert main([*args, override]) == 2
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.ray
 def test_a_batch_larger_than_the_split_is_rejected(dataset, capsys, ray_cluster):
-    with pytest.raises(ConfigError, match="a global batch of 2501, wanted at most the 2500 images"):
+    with pytest.raises(ConfigError, match="a global batch of 2501, expected at most the 2500 images"):
         next(train_stream(dataset, batch=2501).train(0, 1, Share(0, 1)))
     assert main(["bench", "ingest", dataset.url, "--images", "10", "--image-size", "16"]) == 2
-    assert "--batch 64: wanted at most the 10 images of an epoch" in capsys.readouterr().err
+    assert "--batch 64: expected at most the 10 images of an epoch" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exited:
         main(["bench", "ingest", dataset.url, "--rounds", "0"])
     assert exited.value.code == 2
@@ -932,7 +932,7 @@ def test_a_task_permutes_the_row_groups_once_and_draws_each_region_once(dataset,
 
 
 def test_a_missing_split_names_the_nearest(dataset):
-    with pytest.raises(ConfigError, match=r"no split 'trian', wanted one of train; nearest: train"):
+    with pytest.raises(ConfigError, match=r"no split 'trian', expected one of train; did you mean train"):
         Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CentreCrop()))
 
 

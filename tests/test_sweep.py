@@ -161,7 +161,7 @@ def test_failed_trials_wait_again_on_demand(tmp_path, capsys):
 
 def test_only_an_earlier_sweep_of_independent_trials_is_tried_again(tmp_path):
     (tmp_path / "one.yaml").write_text("space: {seed: {seeds: 1}}\n")
-    with pytest.raises(ConfigError, match=r"--retry-failed: no sweep new in .*; wanted --name of an earlier one"):
+    with pytest.raises(ConfigError, match=r"--retry-failed: no sweep new in .*; expected --name of an earlier one"):
         retry_failed(read_space(tmp_path / "one.yaml"), "new", str(tmp_path))
     write_populations(tmp_path)
     with pytest.raises(ConfigError, match="--retry-failed: got a population"):
@@ -185,13 +185,13 @@ def test_invalid_sweeps_are_refused_before_they_start(folder):
     with pytest.raises(ConfigError, match="not one trial fits"):
         begin(folder, "large", **{"compute.workers": 9, "compute.cpus": 1})
     (folder / "top3.yaml").write_text("space:\n  seed: {seeds: 2}\ngoal: {metric: val/top3}\n")
-    with pytest.raises(ConfigError, match=r"goal.metric: got 'val/top3', wanted one of .*nearest: val/top"):
+    with pytest.raises(ConfigError, match=r"goal.metric: got 'val/top3', expected one of .*did you mean val/top"):
         begin(folder, "goal", space="top3.yaml")
     (folder / "asha.yaml").write_text("space:\n  seed: {seeds: 2}\nscheduler: asha\n")
-    with pytest.raises(ConfigError, match=r"evaluate.where: got cpu, wanted workers: scheduler asha"):
+    with pytest.raises(ConfigError, match=r"evaluate.where: got cpu, expected workers: scheduler asha"):
         begin(folder, "apart", space="asha.yaml", **{"evaluate.where": "cpu"})
     (folder / "wrong.yaml").write_text("space:\n  optim.lrr: {grid: [1]}\n")
-    with pytest.raises(ConfigError, match=r"optim.lrr.*nearest: optim.lr"):
+    with pytest.raises(ConfigError, match=r"optim.lrr.*did you mean optim.lr"):
         begin(folder, "wrong", space="wrong.yaml")
 
 
@@ -417,7 +417,7 @@ def stand_in(is_reusable=True):
         def reset_config(self, new_config):
             if hasattr(self, "run_dir") and not is_reusable:
                 storage.write_bytes(f"{self.context.sweep_dir}/refused", b"")
-                raise RuntimeError("the trial before this one does not end")
+                raise RuntimeError("the previous trial did not stop in time")
             self.run_dir = f"{self.context.sweep_dir}/{new_config['name']}"
             self.score = -abs(new_config["optim.lr"] - 0.01)
             self.record = TrialRecord("running", began=time.time(), steps=3)
@@ -507,9 +507,9 @@ def write_populations(folder):
 
 def test_checkpoints_of_a_population_belong_to_evaluations(folder):
     write_populations(folder)
-    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, wanted 2 steps as in evaluate.every"):
+    with pytest.raises(ConfigError, match=r"checkpoint.every: got 3 steps, expected 2 steps as in evaluate.every"):
         begin(folder, "apart", space="two.yaml", **{"checkpoint.every": "3 steps", "compute.cpus": 0.25})
-    with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, wanted at most 1"):
+    with pytest.raises(ConfigError, match=r"scheduler: got a population of 4, expected at most 1"):
         begin(folder, "crowd", space="four.yaml", **{"compute.cpus": 1})
 
 

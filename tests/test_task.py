@@ -138,7 +138,7 @@ def test_equal_parts_of_a_batch_average_to_the_whole():
 
 
 def test_a_task_needs_classes():
-    with pytest.raises(ConfigError, match=r"^model.num_classes: got null, wanted how many classes"):
+    with pytest.raises(ConfigError, match=r"^model.num_classes: got null, expected how many classes"):
         build_task(run(model__num_classes=None))
     with pytest.raises(ConfigError, match=r"how many classes task finetune learns$"):
         build_task(run(model__num_classes=None, task={"kind": "finetune", "weights": "unread"}))

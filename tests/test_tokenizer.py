@@ -234,7 +234,7 @@ def test_tokenizers_and_networks_are_not_interchangeable(tmp_path):
     save_tokenizer(str(tmp_path / "tokenizer"), module)
     for load in (load_model, open_weights):
         with pytest.raises(
-            ConfigError, match=r"tokenizer: got a tokenizer, wanted the network of a run of another task$"
+            ConfigError, match=r"tokenizer: got a tokenizer, expected the network of a run of another task$"
         ):
             load(str(tmp_path / "tokenizer"))
     save_model(
@@ -244,7 +244,7 @@ def test_tokenizers_and_networks_are_not_interchangeable(tmp_path):
     with pytest.raises(ConfigError) as error:
         open_tokenizer_source(beit(url), beit(url).task.objective)
     assert str(error.value) == (
-        f"task.objective.tokenizer: {url}: got the network of a run of task masked, wanted that of task tokenizer"
+        f"task.objective.tokenizer: {url}: got the network of a run of task masked, expected that of task tokenizer"
     )
     gone = str(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"^task.objective.tokenizer: .*gone: no run.yaml, so no model folder"):
@@ -255,7 +255,7 @@ def test_a_tokenizer_with_another_grid_is_refused(tmp_path):
     url = str(tmp_path / "model")
     save_tokenizer(url, tokenizer())
     expected = beit(url, model__image_size=32)
-    with pytest.raises(ConfigError, match=r"has codes for 4 x 3 patches of 8 pixels, wanted 4 x 4 of 8") as error:
+    with pytest.raises(ConfigError, match=r"has codes for 4 x 3 patches of 8 pixels, expected 4 x 4 of 8") as error:
         open_tokenizer_source(expected, expected.task.objective)
     assert str(error.value).startswith(f"task.objective.tokenizer: got {url}, which")
 
@@ -263,14 +263,14 @@ def test_a_tokenizer_with_another_grid_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task.levels=[8,1]", "task.levels: got 1, wanted greater than or equal to 2"),
-        ("task.levels=[]", "task.levels: got [], wanted a longer list"),
-        ("task.levels=8", "task.levels: got 8, wanted a list"),
-        ("task.levels=[1024,1025]", "task: levels: got 1,049,600 codes, wanted at most 1,048,576"),
-        ("task.decoder_heads=5", "task: decoder_width: got 384, wanted a multiple of its 5 heads, and of 4"),
-        ("task.mask=blocks", "task.mask: unknown setting, wanted one of kind, levels, decoder_width"),
-        ("model.num_classes=10", "model.num_classes: got 10, wanted null: task tokenizer learns no classes"),
-        ("data.mix.cutmix=1.0", "data.mix: got mixup 0, cutmix 1, wanted 0: no labels to mix"),
+        ("task.levels=[8,1]", "task.levels: got 1, expected greater than or equal to 2"),
+        ("task.levels=[]", "task.levels: got [], expected a longer list"),
+        ("task.levels=8", "task.levels: got 8, expected a list"),
+        ("task.levels=[1024,1025]", "task: levels: got 1,049,600 codes, expected at most 1,048,576"),
+        ("task.decoder_heads=5", "task: decoder_width: got 384, expected a multiple of its 5 heads, and of 4"),
+        ("task.mask=blocks", "task.mask: unknown setting, expected one of kind, levels, decoder_width"),
+        ("model.num_classes=10", "model.num_classes: got 10, expected null: task tokenizer learns no classes"),
+        ("data.mix.cutmix=1.0", "data.mix: got mixup 0, cutmix 1, expected 0: no labels to mix"),
         ("model.image_size=100", "model: image_size 100 is not a multiple of the patch of vit_ti12x1_16, 16"),
     ],
 )

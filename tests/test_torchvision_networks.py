@@ -238,9 +238,9 @@ def test_a_fine_tuning_gets_a_head_of_zeros_or_is_refused():
     assert not tuned.eval()(images()).any()
     same = adapt(base, model(), "task.weights w", new_head=False)
     assert all(torch.equal(same[key], tensor) for key, tensor in base.state_dict().items())
-    with pytest.raises(ConfigError, match="got torchvision/resnet18, wanted torchvision/resnet34"):
+    with pytest.raises(ConfigError, match="got torchvision/resnet18, expected torchvision/resnet34"):
         adapt(base, model("torchvision/resnet34"), "task.weights w", new_head=False)
-    with pytest.raises(ConfigError, match="got torchvision/resnet18, wanted vit_u1x1_8"):
+    with pytest.raises(ConfigError, match="got torchvision/resnet18, expected vit_u1x1_8"):
         adapt(base, model("vit_u1x1_8"), "task.weights w", new_head=False)
 
 
@@ -277,7 +277,7 @@ def test_onnx_computes_the_same(tmp_path, name):
     ("overrides", "message"),
     [
         (["model.name=torchvision/resnet5"], "no classification network 'resnet5'"),
-        (["model.name=torchvision/resnet5"], "nearest: resnet50"),
+        (["model.name=torchvision/resnet5"], "did you mean resnet50"),
         ([f"model={{name: {SMALL}, pool: mean}}"], 'torchvision/resnet18 has no pool "mean"'),
         ([f"model={{name: {SMALL}, layerscale: 0.1}}"], "only image_size and num_classes can be set"),
         (["model={name: torchvision/vit_b_16, image_size: 100}"], "square, with a side of a multiple of 16 pixels"),

@@ -379,9 +379,9 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
     [waiting] = flush_all()  # an earlier version wrote the records, without their store
     assert (waiting.state, waiting.store) == ("waiting", None)
     assert "--to" in waiting.message
-    with pytest.raises(ConfigError, match=r"no store recorded: the records of 1 of 1 runs .*; wanted --to ADDRESS"):
+    with pytest.raises(ConfigError, match=r"no store recorded: the records of 1 of 1 runs .*; expected --to ADDRESS"):
         track.main(["flush"])
-    with pytest.raises(ConfigError, match="--to: got htp://there, wanted an MLflow address"):
+    with pytest.raises(ConfigError, match="--to: got htp://there, expected an MLflow address"):
         track.main(["flush", "--to", "htp://there"])
     assert [run.state for run in flush_all(tracking_uri())] == ["complete"]
     assert sorted(points("loss")) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6), (7, -7)]
@@ -453,7 +453,9 @@ def test_a_run_that_reached_mlflow_before_its_parent_is_nested_at_its_end():
 
 def test_a_home_that_cannot_be_written_is_one_message(folder):
     (folder / "home").write_text("a file")
-    with pytest.raises(ConfigError, match=r"home/.*cannot keep the run's records: .*; wanted VITRAY_HOME as a folder"):
+    with pytest.raises(
+        ConfigError, match=r"home/.*cannot keep the run's records: .*; expected VITRAY_HOME as a folder"
+    ):
         begin()
 
 
@@ -1038,7 +1040,7 @@ def test_the_ui_reports_a_taken_port_and_a_missing_store(folder, monkeypatch):
 
 @pytest.mark.parametrize("host", ["vitray.invalid", "a..b"])
 def test_the_ui_refuses_a_mistyped_host(folder, host):
-    with pytest.raises(ConfigError, match=f"--host: got '{host}', wanted an address"):
+    with pytest.raises(ConfigError, match=f"--host: got '{host}', expected an address"):
         ui.main(["--host", host])
 
 

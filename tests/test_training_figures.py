@@ -57,16 +57,16 @@ def test_the_setting_takes_the_figures_of_one_network():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["evaluate.figures=[rolout]"], r"evaluate.figures.*got 'rolout', wanted .*; nearest: rollout"),
+        (["evaluate.figures=[rolout]"], r"evaluate.figures.*got 'rolout', expected .*; did you mean rollout"),
         (["evaluate.figures=[norms,norms]"], "evaluate: figures: got norms more than once"),
-        (["evaluate.figures=[norms]", "data.val=null"], "data.val: got null, wanted a split: evaluate.figures"),
-        (["evaluate.figures=[norms]", "evaluate.pictures=0"], "evaluate.pictures: got 0, wanted 1 to 64 images"),
+        (["evaluate.figures=[norms]", "data.val=null"], "data.val: got null, expected a split: evaluate.figures"),
+        (["evaluate.figures=[norms]", "evaluate.pictures=0"], "evaluate.pictures: got 0, expected 1 to 64 images"),
         (
             ["evaluate.figures=[similarity]", "evaluate.pictures=3"],
-            "got 3, wanted at least 4: evaluate.figures has sim",
+            "got 3, expected at least 4: evaluate.figures has sim",
         ),
-        (["evaluate.figures=[branches]"], "got branches, wanted others: vit_ti12x1_16 has one branch a level"),
-        (["evaluate.figures=[layerscale]"], "got layerscale, wanted others: vit_ti12x1_16 has no LayerScale"),
+        (["evaluate.figures=[branches]"], "got branches, expected others: vit_ti12x1_16 has one branch a level"),
+        (["evaluate.figures=[layerscale]"], "got layerscale, expected others: vit_ti12x1_16 has no LayerScale"),
         (["evaluate.figures=[positions]", "model.positions=none"], "got positions, .* has no position embedding"),
     ],
 )
@@ -77,7 +77,7 @@ def test_figures_that_do_not_fit_get_one_message(overrides, message):
 
 def test_a_tokenizer_has_no_figures():
     overrides = ["task=tokenizer", "model={name: vit_u2x1_8, image_size: 32, num_classes: null, pool: mean}"]
-    with pytest.raises(ConfigError, match=r"evaluate.figures: got some, wanted none: a tokenizer has codes"):
+    with pytest.raises(ConfigError, match=r"evaluate.figures does not apply to task tokenizer"):
         load_run(None, [*overrides, "evaluate.figures=[rollout]"])
 
 

@@ -203,13 +203,13 @@ def test_the_average_counts_where_there_is_one():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["evaluate.probes=[knnn]"], r"evaluate.probes.*got 'knnn', wanted .*'knn'"),
+        (["evaluate.probes=[knnn]"], r"evaluate.probes.*got 'knnn', expected .*'knn'"),
         (["evaluate.probes=[knn,knn]"], "evaluate: probes: got knn more than once"),
-        (["evaluate.probes=[knn]", "data.val=null"], "data.val: got null, wanted a split: evaluate.probes"),
-        (["evaluate.probes=[knn]", "evaluate.probe_images=15"], "evaluate.probe_images: got 15, wanted .*16"),
+        (["evaluate.probes=[knn]", "data.val=null"], "data.val: got null, expected a split: evaluate.probes"),
+        (["evaluate.probes=[knn]", "evaluate.probe_images=15"], "evaluate.probe_images: got 15, expected .*16"),
         (["guard.on_collapse=stop", "evaluate.probes=[knn]"], "guard.on_collapse: got stop with task sup"),
-        (["guard.knn_drop=1.0"], "guard.knn_drop: got 1.0, wanted .*less than 1"),
-        (["guard.least_rank=1.0"], "guard.least_rank: got 1.0, wanted .*greater than 1"),
+        (["guard.knn_drop=1.0"], "guard.knn_drop: got 1.0, expected .*less than 1"),
+        (["guard.least_rank=1.0"], "guard.least_rank: got 1.0, expected .*greater than 1"),
     ],
 )
 def test_settings_that_do_not_fit_get_one_message(overrides, message):
@@ -220,9 +220,12 @@ def test_settings_that_do_not_fit_get_one_message(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["evaluate.probes=[calibration]"], "evaluate.probes: got calibration, wanted others: the network has no head"),
-        (["task=tokenizer", "evaluate.probes=[rank]"], "evaluate.probes: got some, wanted none"),
-        (["guard.on_collapse=stop"], "guard.on_collapse: got stop, wanted evaluate.probes with knn or rank"),
+        (
+            ["evaluate.probes=[calibration]"],
+            "evaluate.probes: got calibration, expected others: the network has no head",
+        ),
+        (["task=tokenizer", "evaluate.probes=[rank]"], "evaluate.probes does not apply to task tokenizer"),
+        (["guard.on_collapse=stop"], "guard.on_collapse: got stop, expected evaluate.probes with knn or rank"),
         (["guard={on_collapse: stop, knn_drop: null}", "evaluate.probes=[knn]"], "evaluate.probes with knn or rank"),
     ],
 )
@@ -234,7 +237,7 @@ def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(ove
 
 def test_probes_that_learn_need_labels(dataset):
     unlabelled = dataset.model_copy(update={"classes": ("image",)})
-    with pytest.raises(ConfigError, match=r"evaluate.probes: got few_shot, wanted others: .* has no labels"):
+    with pytest.raises(ConfigError, match=r"evaluate.probes: got few_shot, expected others: .* has no labels"):
         make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabelled)
     make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabelled)
 
@@ -283,7 +286,7 @@ def every_row(dataset):
 
 
 @pytest.mark.parametrize(
-    ("node", "overrides", "wanted"),
+    ("node", "overrides", "expected"),
     [
         ({"CPU": 3.0}, [], (1.0, 0)),
         ({"CPU": 2.0}, [], None),
@@ -559,7 +562,7 @@ def test_interrupted_probes_restart_from_their_checkpoints(place, clean):
 
 
 def test_a_folder_without_checkpoints_gets_one_message(tmp_path, dataset):
-    with pytest.raises(ConfigError, match=r"nowhere: no run folder; wanted one, as runs/NAME"):
+    with pytest.raises(ConfigError, match=r"nowhere: no run folder; expected one, as runs/NAME"):
         probe_checkpoints([str(tmp_path / "nowhere")])
     home = tmp_path / "run"
     home.mkdir()
@@ -571,11 +574,11 @@ def test_a_folder_without_checkpoints_gets_one_message(tmp_path, dataset):
         probe_checkpoints([str(home)])
     parts = {"model": {f"vit.{name}": tensor for name, tensor in ViT(run.model).state_dict().items()}}
     checkpoints.write_checkpoint(str(home), Checkpoint(3, parts, {}))
-    with pytest.raises(ConfigError, match=r"no complete checkpoint; wanted one of the steps 3"):
+    with pytest.raises(ConfigError, match=r"no complete checkpoint; expected one of the steps 3"):
         probe_checkpoints([f"{home}/checkpoints/step-00000002"])
-    with pytest.raises(ConfigError, match=r"its evaluate.probes are empty; wanted --probes"):
+    with pytest.raises(ConfigError, match=r"its evaluate.probes are empty; expected --probes"):
         probe_checkpoints([str(home)])
-    with pytest.raises(ConfigError, match=r"got 'linear', wanted .*'knn'"):
+    with pytest.raises(ConfigError, match=r"got 'linear', expected .*'knn'"):
         probe_checkpoints([str(home)], ["linear"])
     assert probe_checkpoints([str(home)], ["rank"])[0]["rankme"] > 1
     (home / "run.json").write_text(json.dumps(meta | {"dataset_identity": "other"}))

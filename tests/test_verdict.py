@@ -150,13 +150,13 @@ def test_a_recipe_is_measured_on_each_node_of_a_cluster(ray_cluster, tmp_path, c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "got no recipe, wanted one recipe"),
+        ([], "got no recipe, expected one recipe"),
         (["demo", "compute.device=cpu", "data.url=null"], "data.url: got none"),
         (
             ["demo", "compute.device=cpu", "task=masked", "model.num_classes=null"],
-            "task.kind: got masked, wanted supervised",
+            "task.kind: got masked, expected supervised",
         ),
-        (["demo", "compute.device=cpu", "compute.workers=2..4"], "compute.workers: got 2..4, wanted one number"),
+        (["demo", "compute.device=cpu", "compute.workers=2..4"], "compute.workers: got 2..4, expected one number"),
         (["demo", "compute.device=cpu", "--cpus", "1"], "compute.workers: 2 workers and the decoding"),
     ],
 )

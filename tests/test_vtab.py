@@ -59,7 +59,7 @@ def test_the_images_have_the_smallest_hashes_in_any_order_of_the_rows():
     shuffled = [KEYS[row] for row in np.random.default_rng(0).permutation(1500)]
     assert [shuffled[row] for row in hash_order("pets", shuffled)] == [KEYS[row] for row in order]
     assert not np.array_equal(order, hash_order("dtd", KEYS))
-    with pytest.raises(ConfigError, match=r"pets: 999 training images; wanted at least 1,000, 800 \+ 200"):
+    with pytest.raises(ConfigError, match=r"pets: 999 training images; expected at least 1,000, 800 \+ 200"):
         hash_order("pets", KEYS[:999])
     with pytest.raises(ConfigError, match="pets: 1 names occur twice"):
         hash_order("pets", [*KEYS, KEYS[0]])
@@ -282,18 +282,18 @@ def test_the_verb_fine_tunes_with_runs_of_vitray_train(place, ray_cluster, tmp_p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a", "--vtab", "data/shapes"], "--vtab: got 'data/shapes', wanted GROUP=DATA, as in natural=data/pets"),
+        (["a", "--vtab", "data/shapes"], "--vtab: got 'data/shapes', expected GROUP=DATA, as in natural=data/pets"),
         (["a", "--vtab", "x=shapes", "optim.batch=9"], "got 'optim.batch=9', .*settings come before --vtab"),
         (["optim.batch=9", "--vtab", "x=shapes"], "--vtab: got no MODEL"),
         (["a", "--vtab", "x=nowhere"], "nowhere: no files here"),
-        (["a", "--vtab", "x=shapes", "y=copy/shapes"], "shapes have one name; wanted distinct names"),
+        (["a", "--vtab", "x=shapes", "y=copy/shapes"], "shapes have one name; expected distinct names"),
         (["a", "--vtab", "x=flat"], "--train-split: got train, whose images are those of --split val"),
-        (["a", "--vtab", "x=few"], r"few: 30 training images; wanted at least 50, 40 \+ 10"),
+        (["a", "--vtab", "x=few"], r"few: 30 training images; expected at least 50, 40 \+ 10"),
         (["a", "--vtab", "x=news"], "news: val has the class 'sphere', which train lacks"),
         (["a", "optim.lr=1", "--vtab", "x=shapes"], "override optim.lr: the protocol sets optim.lr"),
         (["a", "data.augment.flip=0.5", "--vtab", "x=shapes"], "override data.augment.flip: the protocol sets data"),
-        (["a", "optim.batch=41", "--vtab", "x=shapes"], "optim.batch: got 41, wanted at most the 40 training images"),
-        (["a", "--vtab", "x=shapes"], "optim.batch: got 512, wanted at most the 40"),
+        (["a", "optim.batch=41", "--vtab", "x=shapes"], "optim.batch: got 41, expected at most the 40 training images"),
+        (["a", "--vtab", "x=shapes"], "optim.batch: got 512, expected at most the 40"),
         (["a", "optim.batch=4", "model.name=vit_ti12x1_16", "--vtab", "x=shapes"], "not the network of this run"),
         (["a", "a", "optim.batch=4", "--vtab", "x=shapes"], "a: given 2 times"),
     ],

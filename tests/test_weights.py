@@ -343,7 +343,7 @@ def test_an_export_is_imported_bit_for_bit(tmp_path):
     [
         ({"name": "vit_u3x2_8"}, "hf", "hf has no parallel branches, and this model has 2"),
         ({"layerscale": 0.1}, "torchvision", "torchvision has no LayerScale"),
-        ({}, "jax", "wanted timm, torchvision or hf"),
+        ({}, "jax", "expected timm, torchvision or hf"),
         ({"pool": "mean"}, "hf", "hf reads the class token, and this model's pool is mean"),
         ({"pool": "mean_then_norm"}, "torchvision", "torchvision reads the class token"),
         ({"activation": "gelu_tanh"}, "torchvision", "torchvision computes the exact gelu"),
@@ -376,8 +376,8 @@ def test_files_that_do_not_fit_name_the_tensors(tmp_path):
     cases = {
         "blocks.1.attn1.qkv.bias is missing": {k: v for k, v in state.items() if k != "blocks.1.attn.qkv.bias"},
         "extra_token has no place": state | {"extra_token": torch.zeros(1)},
-        r"distillation_token is \(1,\), wanted \(64,\)": state | {"dist_token": torch.zeros(1)},
-        r"blocks.2.ffn1.up.weight is \(64, 64\), wanted \(256, 64\)": state
+        r"distillation_token is \(1,\), expected \(64,\)": state | {"dist_token": torch.zeros(1)},
+        r"blocks.2.ffn1.up.weight is \(64, 64\), expected \(256, 64\)": state
         | {"blocks.2.mlp.fc1.weight": torch.zeros(64, 64)},
         "width 48 is none of u 64": state | {"norm.weight": torch.zeros(48)},
         "a layout we do not know, with x.y": {"x.y": torch.zeros(1)},

@@ -1,6 +1,9 @@
 """The built-in search spaces, by name."""
 
+import re
 from pathlib import Path
+
+from vitray.errors import ConfigError, nearest
 
 HERE = Path(__file__).parent
 
@@ -11,7 +14,9 @@ def names() -> list[str]:
 
 
 def path_of(space: str) -> Path:
-    """Return the path of a file or of a built-in space."""
+    """Return the path of a file, or else of the space of this name."""
     # Names first: a name that is longer than file systems allow makes `exists` raise.
     is_ours = space in names() and not Path(space).exists()
+    if not is_ours and re.fullmatch(r"\w{1,100}", space) and not Path(space).exists():
+        raise ConfigError(f"no space {space!r}, and no file{nearest(space, names())}")
     return HERE / f"{space}.yaml" if is_ours else Path(space)

@@ -54,7 +54,7 @@ def odd_character(text: str) -> str | None:
 def nearest(word: str, legal: Iterable[str]) -> str:
     """Return `; nearest: <legal word>` to end an error message, or an empty string if no word is close."""
     matches = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.5)
-    return f"; nearest: {matches[0]}" if matches else ""
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 # Users and passwords before a host. A password may hold slashes, but digits and a slash are a port and a path. Without

@@ -75,7 +75,7 @@ def check_name(name: str | None, option: str) -> None:
     is_folder = all(part.strip() and part not in (".", "..") for part in name.split("/"))
     if not is_folder or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         raise ConfigError(
-            f"{option}: got {cut_middle(repr(name), 80)}, wanted the name of a folder: one line of at most"
+            f"{option}: got {cut_middle(repr(name), 80)}, expected the name of a folder: one line of at most"
             f" {LONGEST_NAME} bytes, without . and .."
         )
 
@@ -91,19 +91,19 @@ def filesystem(url: str) -> tuple[fs.FileSystem, str]:
 def split_url(url: str) -> tuple[str | None, str]:
     """Return the bucket and key of an S3 address, or None and the path; reject other addresses."""
     if "\0" in url or url != url.encode(errors="replace").decode():
-        raise ConfigError(f"{cut_middle(repr(url), 200)}: wanted a path of UTF-8 text without null bytes")
+        raise ConfigError(f"{cut_middle(repr(url), 200)}: expected a path of UTF-8 text without null bytes")
     if not is_remote(url):
         if "://" in url:
-            raise ConfigError(f"{url}: wanted a path or s3://bucket/key")
+            raise ConfigError(f"{url}: expected a path or s3://bucket/key")
         return None, url
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if "@" in bucket or "?" in url:  # not quoted: the message would put the secret into logs
         raise ConfigError(
-            "s3://: an address with keys or options in it; wanted s3://bucket/key, with keys in AWS_ACCESS_KEY_ID and"
+            "s3://: an address with keys or options in it; expected s3://bucket/key, with keys in AWS_ACCESS_KEY_ID and"
             " AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and another server in AWS_ENDPOINT_URL"
         )
     if not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"{cut_middle(url, 400)}: got the bucket {bucket[:80]!r}, wanted s3://bucket/key")
+        raise ConfigError(f"{cut_middle(url, 400)}: got the bucket {bucket[:80]!r}, expected s3://bucket/key")
     return bucket, key.rstrip("/")
 
 
@@ -177,7 +177,7 @@ def _local_entries(root: str, url: str) -> Iterator[tuple[str, FileVersion | Non
                     continue
                 real = os.path.realpath(entry.path)
                 if real in above:
-                    raise ConfigError(f"{join(url, name)}: a link to a folder that it lies in: remove it")
+                    raise ConfigError(f"{join(url, name)}: link loop: it leads to a folder above it; remove the link")
                 waiting.append((name, above | {real}))
 
 
@@ -210,7 +210,7 @@ def read_json(url: str) -> Any:
 def check_plain(url: str) -> None:
     """Refuse a local folder, pipe or device in place of a file: reading a pipe waits, and a device may never end."""
     if not is_remote(url) and os.path.exists(path := absolute(url)) and not os.path.isfile(path):
-        raise ConfigError(f"{url}: a folder, pipe or device; wanted a file")
+        raise ConfigError(f"{url}: a folder, pipe or device; expected a file")
 
 
 def read_range(url: str, start: int, size: int) -> bytes:
@@ -382,6 +382,6 @@ def scratch_folder() -> Iterator[Path]:
             if os.strerror(errno.ENOSPC) not in str(error):
                 raise
             raise ConfigError(
-                f"TMPDIR: the temporary folder {folder.parent}: {os.strerror(errno.ENOSPC)}; wanted more space there,"
+                f"TMPDIR: the temporary folder {folder.parent}: {os.strerror(errno.ENOSPC)}; expected more space there,"
                 " or another folder"
             ) from None

@@ -20,14 +20,14 @@ def main(folder: Path) -> None:
     """Fetch the package, and unpack its one file if it has the known hash."""
     arguments = ["pack", PACKAGE, "--silent", "--pack-destination", str(folder)]
     if npm(arguments, return_completed_process=False):
-        raise SystemExit(f"npm {' '.join(arguments)} failed; wanted a package index of npm")
+        raise SystemExit(f"npm {' '.join(arguments)} failed; expected a package index of npm")
     (packed,) = folder.glob("*.tgz")
     with tarfile.open(packed) as tar:
         member = tar.extractfile(MEMBER)
         content = member.read() if member else b""
     packed.unlink()
     if (got := hashlib.sha256(content).hexdigest()) != SHA256:
-        raise SystemExit(f"{PACKAGE}: {MEMBER}: got SHA-256 {got}, wanted {SHA256}")
+        raise SystemExit(f"{PACKAGE}: {MEMBER}: got SHA-256 {got}, expected {SHA256}")
     (folder / "mermaid.js").write_bytes(content)
 
 

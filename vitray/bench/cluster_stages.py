@@ -35,7 +35,7 @@ def measure_cluster(run: Run, placement: Any, seconds: float) -> tuple[Machines,
     """
     lowest, workers = placement.workers
     if lowest != workers:
-        raise ConfigError(f"compute.workers: got {run.compute.workers}, wanted one number")
+        raise ConfigError(f"compute.workers: got {run.compute.workers}, expected one number")
     cpus, gpus = ray.cluster_resources()["CPU"], workers * run.compute.gpus if placement.use_gpu else 0
     machines = Machines(workers, cpus - workers * placement.cpus, cpus, gpus, placement.threads)
     run = run.replace({"data.url": storage.absolute(str(run.data.url))})

@@ -47,7 +47,7 @@ def chosen(option: str, text: str, known: dict[str, Any]) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in known:
-            raise ConfigError(f"{option}: got {name!r}, wanted some of {', '.join(known)}{nearest(name, known)}")
+            raise ConfigError(f"{option}: got {name!r}, expected some of {', '.join(known)}{nearest(name, known)}")
     return names
 
 

@@ -81,7 +81,7 @@ def _open_stream(settings: IngestSettings) -> tuple[Stream, int]:
     wanted = settings.images or stream.images
     images = min(stream.images, wanted) // settings.batch * settings.batch
     if not images:
-        raise ConfigError(f"--batch {settings.batch}: wanted at most the {wanted} images of an epoch")
+        raise ConfigError(f"--batch {settings.batch}: expected at most the {wanted} images of an epoch")
     return stream, images
 
 
@@ -151,7 +151,7 @@ def _timed(batches: Iterator[int], images: int) -> Timing:
     count = next(batches)
     first = time.perf_counter() - start
     count += sum(batches)
-    assert count == images, f"got {count} images, wanted {images}"
+    assert count == images, f"got {count} images, expected {images}"
     wall = time.perf_counter() - start
     return Timing(first, wall / images, cpu_seconds_since(before) / images)
 

@@ -37,7 +37,7 @@ def measure_networks(settings: NetworksSettings) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = {text: model_of(text, settings.image_size) for text in settings.models}
     if len(models) < len(settings.models):
-        raise ConfigError("--models: got a network twice, wanted each once")
+        raise ConfigError("--models: got a network twice, expected each once")
     counts = {}
     for text, model in models.items():
         progress(f"counts of {text}, {len(counts) + 1} of {len(models)}")

@@ -80,7 +80,7 @@ def _open_job(settings: PredictSettings, folder: Path) -> Job:
     save_model(str(folder / "model"), run, ViT(run.model))
     files = write_images(settings.url, settings.images, settings.batch, folder / "images")
     if len(files) < 2:
-        raise ConfigError(f"--batch {settings.batch}: wanted at least two batches of the images of {settings.url}")
+        raise ConfigError(f"--batch {settings.batch}: expected at least two batches of the images of {settings.url}")
     device = "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
     plan = make_plan(str(folder / "model"), str(folder / "images"), settings.batch, folder / "out", device)
     cpus, actors = int(ray.cluster_resources()["CPU"]), pool_bounds(None, device).most
@@ -120,7 +120,7 @@ def _timed(batches: Iterator[int], images: int) -> Timing:
     first = time.perf_counter() - start
     count += sum(batches)
     end = time.perf_counter() - start
-    assert count == images, f"got {count} images, wanted {images}"
+    assert count == images, f"got {count} images, expected {images}"
     return Timing(first, images / end)
 
 

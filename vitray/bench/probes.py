@@ -76,7 +76,7 @@ def measure_probes(settings: TrainSettings) -> dict[str, Any]:
     with session.ray_session(), scratch_folder() as folder:
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if cpus < 2:
-            raise ConfigError(f"--probes: got a cluster with {cpus} CPU, wanted 2: for the steps and for the probes")
+            raise ConfigError(f"--probes: got a cluster with {cpus} CPU, expected 2: for the steps and for the probes")
         threads = 1 if device.type == "cuda" else cpus - 1
         overrides = [f"images={IMAGES * 5 // 4}", "val_share=0.8", f"image_size={settings.image_size}"]
         dataset = write_dataset(read_request("demo", str(folder / "demo"), overrides=overrides))

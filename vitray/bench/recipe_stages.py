@@ -39,19 +39,19 @@ def plan_machines(run: Run, cpus: int | None) -> Machines:
     """Return the workers and CPUs of a run on this machine, or with that many CPUs."""
     gpus = 0 if run.compute.device == "cpu" else torch.cuda.device_count()
     if run.compute.device == "gpu" and not gpus:
-        raise ConfigError("compute.device: got gpu, wanted cpu or auto: this machine has no GPU")
+        raise ConfigError("compute.device: got gpu, expected cpu or auto: this machine has no GPU")
     fewest, workers = run.compute.worker_range or (max(1, gpus),) * 2
     if fewest != workers:
-        raise ConfigError(f"compute.workers: got {run.compute.workers}, wanted one number")
+        raise ConfigError(f"compute.workers: got {run.compute.workers}, expected one number")
     if gpus and workers * run.compute.gpus > gpus:
-        raise ConfigError(f"compute.workers: got {workers}, wanted at most the {gpus} GPUs of this machine")
+        raise ConfigError(f"compute.workers: got {workers}, expected at most the {gpus} GPUs of this machine")
     all_cpus = cpus or len(os.sched_getaffinity(0))
     # As placement does: a GPU worker holds one CPU, and CPU workers share all but one.
     fair = 1.0 if gpus else (all_cpus - 1) / workers
     each = run.compute.cpus or (fair if fair < 1 else float(int(fair)))
     if not each or workers * each >= all_cpus:
         held = f"{workers} workers and the decoding of images do not fit into {all_cpus} CPUs"
-        raise ConfigError(f"compute.workers: {held}, wanted fewer workers, or more --cpus")
+        raise ConfigError(f"compute.workers: {held}, expected fewer workers, or more --cpus")
     threads = max(1, all_cpus // workers)
     return Machines(workers, all_cpus - workers * each, all_cpus, workers * run.compute.gpus if gpus else 0, threads)
 
@@ -96,9 +96,9 @@ def measure_stages(run: Run, machines: Machines, seconds: float) -> StageSeconds
 def check_measurable(run: Run) -> None:
     """Refuse a run whose stages are not measured."""
     if run.task.kind != "supervised" or run.distill:
-        raise ConfigError(f"task.kind: got {run.task.kind}, wanted supervised without distillation")
+        raise ConfigError(f"task.kind: got {run.task.kind}, expected supervised without distillation")
     if run.data.url is None:
-        raise ConfigError("data.url: got none, wanted a dataset written by vitray shard")
+        raise ConfigError("data.url: got none, expected a dataset written by vitray shard")
 
 
 def open_stream(run: Run, machines: Machines) -> tuple[Run, Stream]:
@@ -113,7 +113,7 @@ def open_stream(run: Run, machines: Machines) -> tuple[Run, Stream]:
     )
     if not local or not stream.steps:
         batch = f"got {run.optim.batch} for {machines.workers} workers"
-        raise ConfigError(f"optim.batch: {batch}, wanted at most the {stream.images} images of {run.data.train}")
+        raise ConfigError(f"optim.batch: {batch}, expected at most the {stream.images} images of {run.data.train}")
     classes = run.model.num_classes or len(dataset.classes)
     changes = {"optim.batch": local, "model.num_classes": classes, "data.augment.on": augment.on}
     return run.replace(changes), stream
@@ -178,7 +178,7 @@ class BackgroundLoad:
         """Raise if one has ended."""
         for process in self._processes:
             if not process.is_alive():
-                raise RunError(f"a process that measures ended with {process.exitcode}")
+                raise RunError(f"a measuring process exited with status {process.exitcode}")
 
     def run_only(self, *kinds: str) -> None:
         """Run only these kinds of processes; returns when they do."""

@@ -89,9 +89,9 @@ HEADINGS = {
 def measure_scaling(settings: ScalingSettings) -> dict[str, Any]:
     """Measure both pipelines for each number of consumers, print and save the table, and return its rows."""
     if settings.cpus % settings.nodes:
-        raise ConfigError(f"--cpus {settings.cpus}: wanted a multiple of --nodes {settings.nodes}")
+        raise ConfigError(f"--cpus {settings.cpus}: expected a multiple of --nodes {settings.nodes}")
     if ray.is_initialized() or "RAY_ADDRESS" in os.environ:
-        raise ConfigError("RAY_ADDRESS: is set; this benchmark starts nodes of its own, wanted no cluster")
+        raise ConfigError("RAY_ADDRESS: is set; this benchmark starts nodes of its own, expected no cluster")
     os.environ |= {"RAY_worker_niceness": "0"}
     head = {"num_cpus": 0, "object_store_memory": DRIVER_STORE, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -42,7 +42,9 @@ def measure_train(settings: TrainSettings) -> dict[str, Any]:
     """Measure every model, print and save the table, and return its rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if settings.largest_batch and device.type != "cuda":
-        raise ConfigError("--largest-batch: got a machine without a GPU, wanted one: it finds the limit of GPU memory")
+        raise ConfigError(
+            "--largest-batch: got a machine without a GPU, expected one: it finds the limit of GPU memory"
+        )
     print(f"images/s of a training step, median ± half the interquartile range of {settings.rounds} interleaved rounds")
     mode = f"{settings.dtype}{f', compiled {settings.compile}' if settings.compile else ''}"
     about = f"{mode}, {settings.image_size} px, batches of {settings.batch}"

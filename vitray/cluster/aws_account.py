@@ -29,9 +29,9 @@ def make_account(tree: Tree) -> list[str]:
 
     region, bucket = tree["provider"]["region"], tree.get("metadata", {}).get("bucket")
     if not bucket or not any(f"s3://{bucket}/" in command for command in tree.get("head_setup_commands", [])):
-        raise ConfigError("metadata.bucket: wanted the bucket of the s3:// address in head_setup_commands")
+        raise ConfigError("metadata.bucket: expected the bucket of the s3:// address in head_setup_commands")
     if os.environ.get("AWS_ENDPOINT_URL"):
-        raise ConfigError("AWS_ENDPOINT_URL: is set, so requests for nodes would go to another server; wanted it unset")
+        raise ConfigError("unset AWS_ENDPOINT_URL: requests for nodes would go to another server")
     try:
         _check_bucket(bucket, boto3.client("s3", region_name=region))
         changes = _update_security_group(tree, boto3.client("ec2", region_name=region))
@@ -56,7 +56,7 @@ def _check_bucket(bucket: str, s3: Any) -> None:
     except ClientError as error:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         problem = "no such bucket, and vitray makes none" if status == 404 else f"access denied (status {status})"
-        raise ConfigError(f"metadata.bucket: s3://{bucket}: {problem}; wanted one of yours") from None
+        raise ConfigError(f"metadata.bucket: s3://{bucket}: {problem}; expected one of yours") from None
 
 
 def _update_security_group(tree: Tree, ec2: Any) -> list[str]:
@@ -101,7 +101,7 @@ def _network(tree: Tree, ec2: Any) -> str:
     if len(networks) != 1:
         raise ConfigError(
             f"{tree['head_node_type']}.node_config.SubnetIds: got subnets of {', '.join(networks) or 'no network'},"
-            " wanted those of one network"
+            " expected those of one network"
         )
     return networks[0]
 

@@ -281,7 +281,7 @@ def check_results(results_url: str, marker: str) -> None:
     check_writable(results_url)
     if not storage.is_remote(results_url) and not storage.exists(marker):
         raise ConfigError(
-            f"{results_url}: is another folder here than for the driver; wanted s3://bucket/key, or a path that all"
+            f"{results_url}: is another folder here than for the driver; expected s3://bucket/key, or a path that all"
             " nodes share"
         )
 

@@ -139,7 +139,7 @@ def command_line(verb: str, args: Sequence[str], files: PackageFiles) -> str:
         out = parser.parse_known_args(args)[0].out or DEFAULT_OUTPUTS[verb]
         if not storage.is_remote(out) and not Path(out).is_absolute():
             raise ConfigError(
-                f"--out: got {out}, in the job's own folder, which is removed after it; wanted --out"
+                f"--out: got {out}, in the job's own folder, which is removed after it; expected --out"
                 f" s3://bucket/{DEFAULT_OUTPUTS[verb]}, or an absolute path that all nodes share"
             )
     for arg in args:
@@ -147,7 +147,9 @@ def command_line(verb: str, args: Sequence[str], files: PackageFiles) -> str:
         if setting == "data.url" and url != "null" and "://" not in url and not Path(url).is_absolute():
             folder = f"{os.path.normpath(url)}/"
             if not any(name.startswith(folder) for name in files.sizes):
-                raise ConfigError(f"{arg}: would not be sent, as git ignores it or it is missing; wanted data on s3://")
+                raise ConfigError(
+                    f"{arg}: would not be sent, as git ignores it or it is missing; expected data on s3://"
+                )
     return shlex.join(["python", "-m", f"pipelines.{verb}", *args, "--json"])
 
 
@@ -156,8 +158,8 @@ def job_environment() -> tuple[dict[str, str], list[str]]:
     variables = {name: os.environ[name] for name in SENT_VARIABLES if os.environ.get(name)}
     if with_password := [name for name, value in variables.items() if redact(value) != value]:
         raise ConfigError(
-            f"{with_password[0]}: has a password in it, which everyone who may list jobs could read; wanted the address"
-            " alone: the nodes have their own credentials"
+            f"{with_password[0]}: has a password in it, which everyone who may list jobs could read; expected the"
+            " address alone: the nodes have their own credentials"
         )
     local = [name for name, value in variables.items() if _is_local_address(name, value)]
     messages = [f"{name}: an address of this machine, not sent; the job uses the cluster's own" for name in local]
@@ -185,7 +187,7 @@ def check_tracking(verb: str, variables: Mapping[str, str]) -> list[str]:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), CONNECT_SECONDS).close()
     except ConnectionRefusedError:
-        raise ConfigError(f"MLFLOW_TRACKING_URI: {address}: nothing listens there; wanted a running MLflow") from None
+        raise ConfigError(f"MLFLOW_TRACKING_URI: {address}: nothing listens there; expected a running MLflow") from None
     except (OSError, ValueError) as error:
         return [f"MLFLOW_TRACKING_URI: {address}: not reached from here ({error}); the nodes may reach it"]
     return []

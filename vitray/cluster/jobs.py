@@ -46,7 +46,7 @@ def dashboard_address() -> str:
     """Return the address of the dashboard that takes jobs, from the environment."""
     name = "RAY_API_SERVER_ADDRESS" if os.environ.get("RAY_API_SERVER_ADDRESS") else "RAY_ADDRESS"
     address = os.environ.get(name, "")
-    wanted = "wanted the cluster's dashboard, as in http://127.0.0.1:8265 at the end of a tunnel (`make tunnel`)"
+    wanted = "expected the cluster's dashboard, as in http://127.0.0.1:8265 at the end of a tunnel (`make tunnel`)"
     if not address:
         raise ConfigError(f"RAY_ADDRESS: not set; {wanted}")
     if redact(address) != address:
@@ -75,9 +75,9 @@ def connect() -> "JobSubmissionClient":
 def _explain_refusal(error: Exception) -> str:
     text = one_line(error)
     if any(part in text for part in NO_TOKEN):
-        return f"asks for a token, and none was sent; wanted the cluster's in {session.CREDENTIAL_PLACES}"
+        return f"asks for a token, and none was sent; expected the cluster's in {session.CREDENTIAL_PLACES}"
     if WRONG_TOKEN in text:
-        return f"refuses the token, which is not its own; wanted the cluster's in {session.CREDENTIAL_PLACES}"
+        return f"refuses the token, which is not its own; expected the cluster's in {session.CREDENTIAL_PLACES}"
     return f"does not answer as a cluster's dashboard does ({text[:200]})"
 
 

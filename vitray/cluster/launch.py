@@ -37,7 +37,7 @@ def read_cluster(path: str) -> Tree:
     except (yaml.YAMLError, ValueError) as error:  # a ValueError is a date that does not exist
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("provider"), dict):
-        raise ConfigError(f"{path}: not a cluster file; wanted one such as cluster.yaml or deploy/local.yaml")
+        raise ConfigError(f"{path}: not a cluster file; expected one such as cluster.yaml or deploy/local.yaml")
     values = [token for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)]
     if unset := [f"line {each.start_mark.line + 1}: {each.value}" for each in values if PLACEHOLDER in each.value]:
         raise ConfigError(f"{path}: not set: {'; '.join(unset)}; comments in the file explain each")
@@ -56,7 +56,7 @@ def _number_problems(tree: Any, path: str = "") -> Iterator[str]:
     elif isinstance(tree, int | float):
         least, most = (0, MOST_NODES) if path.endswith("_workers") else (-MOST_COUNT, MOST_COUNT)
         if not least <= tree <= most:
-            yield f"{path}: got {short(tree)}, wanted a number from {least:,} to {most:,}"
+            yield f"{path}: got {short(tree)}, expected a number from {least:,} to {most:,}"
 
 
 def _schema_problems(tree: Tree) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _schema_problems(tree: Tree) -> Iterator[str]:
     types, head = tree.get("available_node_types"), tree.get("head_node_type")
     names = list(map(str, types)) if isinstance(types, dict) else []
     if names and isinstance(head, str) and head not in names:
-        yield f"head_node_type: got {head!r}, wanted one of {', '.join(names)}{nearest(head, names)}"
+        yield f"head_node_type: got {head!r}, expected one of {', '.join(names)}{nearest(head, names)}"
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     try:
         jsonschema.validate(fillout_defaults(json.loads(json.dumps(tree))), schema)
@@ -75,7 +75,7 @@ def _schema_problems(tree: Tree) -> Iterator[str]:
         place = ".".join(map(str, getattr(error, "absolute_path", ())))
         yield f"{place}: {' '.join(str(getattr(error, 'message', error)).split())[:300]}".removeprefix(": ")
     if len(name := str(tree.get("cluster_name"))) > LONGEST_NAME:
-        yield f"cluster_name: got {short(name)}, wanted at most {LONGEST_NAME} characters"
+        yield f"cluster_name: got {short(name)}, expected at most {LONGEST_NAME} characters"
 
 
 def _start_problems(tree: Tree) -> Iterator[str]:
@@ -83,12 +83,12 @@ def _start_problems(tree: Tree) -> Iterator[str]:
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         starts = [command for command in tree.get(key, []) if "ray start" in command]
         if not starts:
-            yield f"{key}: wanted a `ray start`: Ray's default opens the dashboard to the network, without a token"
+            yield f"{key}: expected a `ray start`: Ray's default opens the dashboard to the network, without a token"
         for command in starts:
             if "RAY_AUTH_MODE=token" not in command:
-                yield f"{key}: wanted RAY_AUTH_MODE=token before `ray start`, without which Ray admits anyone"
+                yield f"{key}: expected RAY_AUTH_MODE=token before `ray start`, without which Ray admits anyone"
             if "--head" in command and not re.search(r"--dashboard-host[= ](127\.0\.0\.1|localhost)", command):
-                yield f"{key}: wanted --dashboard-host=127.0.0.1, the far end of `make tunnel`"
+                yield f"{key}: expected --dashboard-host=127.0.0.1, the far end of `make tunnel`"
 
 
 def _aws_problems(tree: Tree) -> Iterator[str]:
@@ -107,11 +107,11 @@ def _aws_problems(tree: Tree) -> Iterator[str]:
             yield f"{name}.node_config: {' '.join(report.generate_report().split())[:300]}"
         elif settings.get("MetadataOptions", {}).get("HttpTokens") != "required":
             yield (
-                f"{name}.node_config.MetadataOptions.HttpTokens: wanted required: with version 1 any page that a"
+                f"{name}.node_config.MetadataOptions.HttpTokens: expected required: with version 1 any page that a"
                 " process fetches can read the node's role"
             )
     if not isinstance(tree["provider"].get("region"), str):
-        yield f"provider.region: got {short(tree['provider'].get('region'))}, wanted one such as us-west-2"
+        yield f"provider.region: got {short(tree['provider'].get('region'))}, expected one such as us-west-2"
     yield from _ingress_problems(tree, ec2.operation_model("AuthorizeSecurityGroupIngress").input_shape)
 
 
@@ -124,22 +124,22 @@ def _ingress_problems(tree: Tree, shape: Any) -> Iterator[str]:
         yield f"provider.security_group: {' '.join(report.generate_report().split())[:300]}"
         return
     if any("IpProtocol" not in permission for permission in request["IpPermissions"]):
-        yield "provider.security_group.IpPermissions: wanted an IpProtocol in each"
+        yield "provider.security_group.IpPermissions: expected an IpProtocol in each"
     sources = [
         source.get("CidrIp", source.get("CidrIpv6", ""))
         for permission in ingress_permissions(tree)
         for source in (*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", []))
     ]
     if not sources:
-        yield "provider.security_group.IpPermissions: wanted ssh from your address: Ray would add it from everywhere"
+        yield "provider.security_group.IpPermissions: expected ssh from your address: Ray would add it from everywhere"
     for source in sources:
         try:
             network = ipaddress.ip_network(source)
         except ValueError as error:
-            yield f"provider.security_group: {error}; wanted an address as 203.0.113.7/32"
+            yield f"provider.security_group: {error}; expected an address as 203.0.113.7/32"
         else:
             if network.num_addresses > 2**16:
-                yield f"provider.security_group: {source} admits too many; wanted your address, as 203.0.113.7/32"
+                yield f"provider.security_group: {source} admits too many; expected your address, as 203.0.113.7/32"
 
 
 def check_tools() -> None:
@@ -155,7 +155,7 @@ def check_secrets() -> None:
     """Raise a ConfigError if a secret is missing: a new one would replace a file that the running Ray has read."""
     if missing := [name for name in (TOKEN, CREDENTIALS) if not Path(name).expanduser().exists()]:
         raise ConfigError(
-            f"{', '.join(missing)}: missing, and the running cluster has its own; wanted a copy from the machine of"
+            f"{', '.join(missing)}: missing, and the running cluster has its own; expected a copy from the machine of"
             " `make up`, or `make up`, which restarts Ray with new ones"
         )
 

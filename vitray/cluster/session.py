@@ -303,14 +303,14 @@ def autoscaling_timeout() -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise ConfigError(f"VITRAY_GROWS_WITHIN: got {text!r}, wanted seconds, as in 1800") from None
+        raise ConfigError(f"VITRAY_GROWS_WITHIN: got {text!r}, expected seconds, as in 1800") from None
 
 
 def autoscaling_device() -> str | None:
     """Return gpu or cpu: the device of the nodes that this cluster adds; None if its configuration does not say."""
     device = os.environ.get("VITRAY_GROWS_DEVICE") or None
     if device not in ("gpu", "cpu", None):
-        raise ConfigError(f"VITRAY_GROWS_DEVICE: got {device!r}, wanted gpu or cpu")
+        raise ConfigError(f"VITRAY_GROWS_DEVICE: got {device!r}, expected gpu or cpu")
     return device
 
 
@@ -322,7 +322,7 @@ def check_reachable(address: str, remedy: str) -> None:
         socket.create_connection((parts.hostname or "", parts.port or port), 5).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"RAY_ADDRESS: {address}: cannot be reached ({error}); wanted a running cluster, and {remedy}"
+            f"RAY_ADDRESS: {address}: cannot be reached ({error}); expected a running cluster, and {remedy}"
         ) from None
 
 
@@ -355,7 +355,7 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None, folder: 
     if os.environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
         raise ConfigError(
             "RAY_ADDRESS: got the address of a dashboard, where `vitray submit` sends jobs; to drive a run from this"
-            " machine, wanted an address as host:6379"
+            " machine, expected an address as host:6379"
         )
     if "RAY_ADDRESS" in os.environ:
         from ray.exceptions import AuthenticationError
@@ -367,7 +367,7 @@ def _connect_or_start(cpus: int | None, object_store_bytes: int | None, folder: 
         except (ConnectionError, AuthenticationError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS: {address}: no cluster answers, or it refuses this machine's token"
-                f" ({one_line(error)}); wanted a running cluster, and its token in {CREDENTIAL_PLACES}"
+                f" ({one_line(error)}); expected a running cluster, and its token in {CREDENTIAL_PLACES}"
             ) from None
         if has_dashboard:
             with suppress(Exception):  # it may admit the head alone, where another command or the next one cleans up

@@ -24,7 +24,7 @@ CONTENT = b"vitray checks that it may write here\n"
 CONNECT_TIMEOUT, READ_TIMEOUT = 2, 5
 
 CHECKSUMS_REFUSED = (
-    "refuses uploads with checksums, as some S3-compatible servers do; wanted"
+    "refuses uploads with checksums, as some S3-compatible servers do; expected"
     " AWS_REQUEST_CHECKSUM_CALCULATION=when_required and AWS_RESPONSE_CHECKSUM_VALIDATION=when_required"
 )
 # Parts of the errors that pyarrow raises when a server refuses a trailer: its code, or its status.
@@ -58,7 +58,7 @@ def check_outlives_job(url: str) -> None:
     ):
         raise ConfigError(
             f"{url}: lies in the folder of this job, which is removed after it and which other nodes do not see;"
-            " wanted s3://bucket/key, or an absolute path that all nodes share"
+            " expected s3://bucket/key, or an absolute path that all nodes share"
         )
 
 
@@ -135,7 +135,7 @@ def _connect(url: str) -> _Target:
     bucket, key = storage.split_url(url)
     for name in ENDPOINT_VARIABLES:
         if redact(os.environ.get(name, "")) != os.environ.get(name, ""):
-            raise ConfigError(f"{name}: has a password in it; wanted {CREDENTIALS}")
+            raise ConfigError(f"{name}: has a password in it; expected {CREDENTIALS}")
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
@@ -158,33 +158,33 @@ def _explain_response(error: "ClientError", action: str, target: _Target) -> str
     code = details.get("Code", "")
     match code.lower():
         case "nosuchbucket":
-            return "no such bucket, and vitray makes none; wanted one that exists (`aws s3 mb` makes one)"
+            return "no such bucket, and vitray makes none; expected one that exists (`aws s3 mb` makes one)"
         case "invalidaccesskeyid":
-            return f"the server does not know the access key; wanted this endpoint's: {CREDENTIALS}"
+            return f"the server does not know the access key; expected this endpoint's: {CREDENTIALS}"
         case "signaturedoesnotmatch":
-            return "the secret key does not belong to the access key; wanted another AWS_SECRET_ACCESS_KEY or profile"
+            return "the secret key does not belong to the access key; expected another AWS_SECRET_ACCESS_KEY or profile"
         case "requesttimetooskewed" | "requestexpired":
-            return (
-                f"this machine's clock is {_clock_skew(headers)}; wanted a synchronised one (timedatectl set-ntp true)"
-            )
+            return f"this machine's clock is {_clock_skew(headers)}; expected one in sync (timedatectl set-ntp true)"
         case "expiredtoken" | "expiredtokenexception" | "tokenrefreshrequired":
-            return "the credentials have expired; wanted new ones (`aws sso login`, or a new AWS_SESSION_TOKEN)"
+            return "the credentials have expired; expected new ones (`aws sso login`, or a new AWS_SESSION_TOKEN)"
         case "invalidtoken":
-            return "the session token is of other credentials; wanted AWS_SESSION_TOKEN removed, or of the same keys"
+            return "the session token is of other credentials; expected AWS_SESSION_TOKEN removed, or of the same keys"
         case "authorizationheadermalformed" | "illegallocationconstraintexception" | "permanentredirect" | "301":
             region = details.get("Region") or headers.get("x-amz-bucket-region") or "that of the bucket"
-            return f"the bucket is in another region than {target.client.meta.region_name}; wanted AWS_REGION={region}"
+            return (
+                f"the bucket is in another region than {target.client.meta.region_name}; expected AWS_REGION={region}"
+            )
         case "missingcontentlength" | "xamzcontentsha256mismatch" | "xamzcontentchecksummismatch" | "411":
             return CHECKSUMS_REFUSED
         case "accessdenied" | "allaccessdisabled" | "accountproblem" | "403" | "forbidden" | "unauthorizedaccess":
             permission = {"write": "s3:PutObject", "read": "s3:GetObject", "remove": "s3:DeleteObject"}[action]
             prefix = target.key.rpartition("/")[0]
             path = "/".join(part for part in (target.bucket, prefix, "*") if part)
-            return f"may not {action}; wanted {permission} on {path} for these credentials ({code}, status {status})"
+            return f"may not {action}; expected {permission} on {path} for these credentials ({code}, status {status})"
         case "404" | "405" | "methodnotallowed" | "" if status < 500:
-            return f"does not answer as S3 does ({status}); wanted {_endpoint_hint()}"
+            return f"does not answer as S3 does ({status}); expected {_endpoint_hint()}"
         case "quotaexceeded" | "entitytoolarge" | "xminiostoragefull" | "507":
-            return f"is full or over its quota ({code}); wanted free space"
+            return f"is full or over its quota ({code}); expected free space"
     if status >= 500 or code == "SlowDown":
         return f"the server answers {status} {code}, a fault of its own; try again later"
     return f"cannot {action}: {status} {code}: {target.clean(details.get('Message', ''))}"
@@ -213,19 +213,19 @@ def _explain_exception(error: "BotoCoreError | ValueError", text: str) -> str:
 
     match error:
         case boto.NoCredentialsError():
-            return f"no credentials found; wanted {CREDENTIALS}"
+            return f"no credentials found; expected {CREDENTIALS}"
         case boto.PartialCredentialsError():
-            return f"half of the credentials is missing ({text}); wanted {CREDENTIALS}"
+            return f"half of the credentials is missing ({text}); expected {CREDENTIALS}"
         case boto.ProfileNotFound():
-            return f"{text}; wanted AWS_PROFILE to be one of ~/.aws/config"
+            return f"{text}; expected AWS_PROFILE to be one of ~/.aws/config"
         case boto.NoRegionError():
-            return "no region is set; wanted AWS_REGION, as in AWS_REGION=us-east-1"
+            return "no region is set; expected AWS_REGION, as in AWS_REGION=us-east-1"
         case boto.EndpointConnectionError() | boto.ConnectTimeoutError() | boto.ProxyConnectionError():
-            return f"cannot be reached; wanted {_endpoint_hint()}"
+            return f"cannot be reached; expected {_endpoint_hint()}"
         case boto.ReadTimeoutError() | boto.ConnectionClosedError():
-            return f"accepts connections and does not answer within {READ_TIMEOUT} seconds; wanted {_endpoint_hint()}"
+            return f"accepts connections and does not answer within {READ_TIMEOUT} seconds; expected {_endpoint_hint()}"
         case boto.SSLError():
-            return f"its certificate is not trusted, or it does not speak https ({text}); wanted {_endpoint_hint()}"
+            return f"its certificate is not trusted, or it does not speak https ({text}); expected {_endpoint_hint()}"
         case boto.ParamValidationError():
             return f"not a valid bucket name: {text}"
         case (
@@ -236,7 +236,7 @@ def _explain_exception(error: "BotoCoreError | ValueError", text: str) -> str:
             | boto.TokenRetrievalError()
             | boto.UnknownCredentialError()
         ):
-            return f"the credentials cannot be used ({text}); wanted {CREDENTIALS}, or `aws sso login`"
+            return f"the credentials cannot be used ({text}); expected {CREDENTIALS}, or `aws sso login`"
         case _ if "endpoint" in text.lower():  # several classes, and ValueError
-            return f"not an endpoint; wanted http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
+            return f"not an endpoint; expected http(s)://host:port in {' or '.join(ENDPOINT_VARIABLES)}"
     return f"{type(error).__name__}: {text}"

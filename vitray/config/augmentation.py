@@ -10,7 +10,7 @@ from vitray.config.sections import MOST_COUNT, NotNegative, Positive, Section, o
 def check_ascending(bounds: tuple[float, float]) -> tuple[float, float]:
     """Return the bounds unchanged, or raise if the lower one is not first."""
     if bounds[0] > bounds[1]:
-        raise ValueError(f"got {list(bounds)}, wanted [lowest, highest]")
+        raise ValueError(f"got {list(bounds)}, expected [lowest, highest]")
     return bounds
 
 

@@ -26,7 +26,7 @@ class Distillation(Section):
     @model_validator(mode="after")
     def _temperature_acts(self) -> Self:
         if self.target == "hard" and self.temperature != 1:
-            raise ValueError(f"temperature: got {self.temperature:g} with target hard, wanted 1, or target soft")
+            raise ValueError(f"temperature: got {self.temperature:g} with target hard, expected 1, or target soft")
         return self
 
 

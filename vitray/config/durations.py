@@ -25,10 +25,10 @@ def parse_duration(text: str) -> Duration:
     """Return the duration that a text such as `300 epochs`, `10000 steps` or `10 minutes` spells."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(epoch|step|minute)s?", text.strip())
     if match is None:
-        raise ValueError(f"got {short(text)}, wanted a number and a unit, as in '300 epochs' or '10000 steps'")
+        raise ValueError(f"got {short(text)}, expected a number and a unit, as in '300 epochs' or '10000 steps'")
     number = float(match[1])
     if number > LONGEST_DURATION:
-        raise ValueError(f"got {short(text)}, wanted at most {LONGEST_DURATION:,} {match[2]}s")
+        raise ValueError(f"got {short(text)}, expected at most {LONGEST_DURATION:,} {match[2]}s")
     return Duration(number, f"{match[2]}s")  # type: ignore[arg-type]
 
 
@@ -38,11 +38,11 @@ def duration_in(*units: Unit, least: float = 1e-9) -> BeforeValidator:
     def spell(text: Any) -> str:
         count, unit = parse_duration(str(text))
         if unit not in units:
-            raise ValueError(f"got {short(text)}, wanted {' or '.join(units)}")
+            raise ValueError(f"got {short(text)}, expected {' or '.join(units)}")
         if unit == "steps" and count != int(count):
-            raise ValueError(f"got {short(text)}, wanted whole steps")
+            raise ValueError(f"got {short(text)}, expected whole steps")
         if count < least:
-            raise ValueError(f"got {short(text)}, wanted more than nothing")
+            raise ValueError(f"got {short(text)}, must be greater than 0")
         return f"{count:.15g} {unit if count != 1 else unit[:-1]}"
 
     return BeforeValidator(spell)

@@ -45,7 +45,7 @@ class Lora(Section):
     @model_validator(mode="after")
     def _matrices_differ(self) -> Self:
         if repeated := sorted({name for name in self.matrices if self.matrices.count(name) > 1}):
-            raise ValueError(f"matrices: got {', '.join(repeated)} more than once, wanted each matrix once")
+            raise ValueError(f"matrices: got {', '.join(repeated)} more than once, expected each matrix once")
         return self
 
     @property

@@ -73,7 +73,7 @@ def axial_resnet(text: str) -> str | None:
     name = f"{name}_l" if name == "axial_resnet50" else name
     if name not in AXIAL_RESNETS:
         raise ValueError(
-            f"model name {cut_middle(repr(text), 80)}: wanted one of {', '.join(AXIAL_RESNETS)}"
+            f"model name {cut_middle(repr(text), 80)}: expected one of {', '.join(AXIAL_RESNETS)}"
             f"{nearest(name, AXIAL_RESNETS)}"
         )
     return name
@@ -136,7 +136,7 @@ def parse_name(text: str) -> Name:
     Of hybrids, `R50+ViT-B/32` and `vit_b12x1_1_r50`, a patch of one cell, are the papers' spellings.
     """
     if len(text) > 100:
-        raise ValueError(f"model name {cut_middle(repr(text), 80)}: wanted at most 100 characters, as in {GRAMMAR}")
+        raise ValueError(f"model name {cut_middle(repr(text), 80)}: expected at most 100 characters, as in {GRAMMAR}")
     resnet, plus, spelled = text.strip().lower().replace("×", "x").rpartition("+")
     parts = re.split(r"[-_/]", spelled)
     body, *rest = parts[1:] if parts[0] == "vit" and len(parts) > 1 else parts
@@ -144,19 +144,24 @@ def parse_name(text: str) -> Name:
     if body == "axial" and rest:
         plain = parse_name("_".join(rest))
         raise ValueError(
-            f"model name {text!r}: axial attention is a setting, and a block is two levels: wanted"
+            f"model name {text!r}: axial attention is a setting, and a block is two levels: expected"
             f" {replace(plain, depth=2 * plain.depth)} with model.attention=axial, model.class_token=false and"
             " model.pool=mean"
         )
     if shape is None:
-        raise ValueError(f"model name {text!r}: cannot read {body!r}, wanted {GRAMMAR}")
+        raise ValueError(f"model name {text!r}: cannot read {body!r}, expected {GRAMMAR}")
     width, depth, branches = shape.groups()
     known_width = width_of(width)
     if known_width is None:
+        # timm's spelling: vit_base_patch16_224.
+        if theirs := re.match(r"(?:vit|deit)3?_(tiny|small|medium|base|large|huge)_patch(\d+)_(\d+)", text):
+            ours = {"tiny": "ti"}.get(theirs[1], theirs[1][0])
+            name = f"vit_{ours}{WIDTHS[ours].depth}x1_{theirs[2]}"
+            raise ValueError(f"model name {text!r}: did you mean {name}, with model.image_size={theirs[3]}?")
         known = ", ".join(f"{key} ({value.size})" for key, value in WIDTHS.items())
         raise ValueError(
             f"model name {text!r}: width {width!r} is not one of {known}{nearest(width, WIDTHS)}, nor w<channels>d with"
-            f" a multiple of {HEAD_SIZE}, as in vit_w832d12x1_16; wanted {GRAMMAR}"
+            f" a multiple of {HEAD_SIZE}, as in vit_w832d12x1_16; expected {GRAMMAR}"
         )
     width = width_key(*known_width[:2]) or width
     patch = rest.pop(0) if rest and not rest[0].isalpha() else "16"
@@ -175,13 +180,13 @@ def parse_name(text: str) -> Name:
     name = Name(width, int(depth or known_width.depth), int(branches or 1), int(patch), stem)
     for part in ("depth", "branches", "patch"):
         if getattr(name, part) < 1:
-            raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, wanted at least 1")
+            raise ValueError(f"model name {text!r}: {part} is {getattr(name, part)}, expected at least 1")
     pairs = name.depth * name.branches
     if pairs > MOST_PAIRS:
         # 12 D^2 parameters in each pair.
         raise ValueError(
-            f"model name {text!r}: depth x branches is {pairs:,}, wanted at most {MOST_PAIRS:,} pairs of attention and"
-            f" feedforward; it has {12.0 * pairs * name.size**2:.2g} parameters"
+            f"model name {text!r}: depth x branches is {pairs:,}, expected at most {MOST_PAIRS:,} pairs of attention"
+            f" and feedforward; it has {12.0 * pairs * name.size**2:.2g} parameters"
         )
     _check_patch_suits_stem(text, name)
     return name

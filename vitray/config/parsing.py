@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ MOST_CHARACTERS = 200_000
 MOST_VALUES = 20_000
 MOST_DEPTH = 20
 LONGEST_KEY = 200
+UNITS = ("epoch", "epochs", "step", "steps", "minute", "minutes")
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of a command that name something, and its overrides `a.b=c`."""
+    for before, word in pairwise(words):
+        if word.startswith("=") or (before.endswith("=") and "=" not in word):
+            raise ConfigError(f"{before} {word}: expected setting=value without spaces, as in optim.lr=1e-3")
+        if "=" in before and word in UNITS:
+            raise ConfigError(f'{before} {word}: a value with a space needs quotes, as in "{before} {word}"')
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
 
 
@@ -32,9 +39,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         path, equals, text = override.partition("=")
         where = place_of(override)
         if not equals or not all(path.split(".")):
-            raise ConfigError(f"{where}: wanted setting=value, for example model.drop_path=0.1")
+            raise ConfigError(f"{where}: expected setting=value, for example model.drop_path=0.1")
         if len(path) > LONGEST_KEY or path.count(".") >= MOST_DEPTH:
-            raise ConfigError(f"{where}: got a path of {len(path)} characters, wanted the dotted path of a setting")
+            raise ConfigError(f"{where}: got a path of {len(path)} characters, expected the dotted path of a setting")
         if path in changes:
             raise ConfigError(f"{where}: {path} is given twice")
         changes[path] = parse_yaml(text, where)[0]
@@ -93,7 +100,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     text = read_text(path)
     tree, places = parse_yaml(text, str(path))
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"{path}: got {short(tree)}, wanted settings as `key: value` lines")
+        raise ConfigError(f"{path}: got {short(tree)}, expected settings as `key: value` lines")
     return tree or {}, places
 
 
@@ -123,7 +130,9 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
         _check_bounds(values, len(above), source)
         place = places[path] = f"{source}:{node.start_mark.line + 1}"
         if node.tag not in _TAGS:
-            raise ConfigError(f"{place}: got the tag {short(node.tag)}, wanted plain text, numbers, lists and mappings")
+            raise ConfigError(
+                f"{place}: got the tag {short(node.tag)}, expected plain text, numbers, lists and mappings"
+            )
         inside = (*above, node)
         if isinstance(node, yaml.SequenceNode):
             return [build(item, f"{path}[{index}]", inside) for index, item in enumerate(node.value)]
@@ -133,7 +142,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
         for key_node, value_node in node.value:
             place = f"{source}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode) or len(key_node.value) > LONGEST_KEY:
-                raise ConfigError(f"{place}: wanted a name of at most {LONGEST_KEY} characters before the colon")
+                raise ConfigError(f"{place}: expected a name of at most {LONGEST_KEY} characters before the colon")
             key = str(key_node.value)
             here = f"{path}.{key}".lstrip(".")
             if key in tree:
@@ -156,7 +165,7 @@ def parse_yaml(text: str, source: str) -> tuple[Any, dict[str, str]]:
 def _check_events(text: str, source: str) -> None:
     """Refuse a text beyond the bounds before its nodes are composed, which recurses."""
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"{source}: wanted at most {MOST_CHARACTERS:,} characters")
+        raise ConfigError(f"{source}: expected at most {MOST_CHARACTERS:,} characters")
     values = depth = 0
     for event in yaml.parse(text, Loader=_Yaml):
         values += isinstance(event, yaml.NodeEvent)
@@ -166,9 +175,9 @@ def _check_events(text: str, source: str) -> None:
 
 def _check_bounds(values: int, depth: int, source: str) -> None:
     if values > MOST_VALUES:
-        raise ConfigError(f"{source}: wanted at most {MOST_VALUES:,} values, each use of an alias counted")
+        raise ConfigError(f"{source}: expected at most {MOST_VALUES:,} values, each use of an alias counted")
     if depth > MOST_DEPTH:
-        raise ConfigError(f"{source}: wanted at most {MOST_DEPTH} levels of lists and mappings")
+        raise ConfigError(f"{source}: expected at most {MOST_DEPTH} levels of lists and mappings")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -223,7 +232,7 @@ def count_up_to(most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         number = int(text) if re.fullmatch(r"[0-9]{1,18}", text.strip()) else 0
         if not 1 <= number <= most:
-            raise argparse.ArgumentTypeError(f"got {short(text)}, wanted a whole number from 1 to {most:,}")
+            raise argparse.ArgumentTypeError(f"got {short(text)}, expected a whole number from 1 to {most:,}")
         return number
 
     return parse
@@ -238,7 +247,7 @@ def number_up_to(most: float) -> Callable[[str], float]:
         except ValueError:
             number = math.nan
         if not 0 < number <= most:
-            raise argparse.ArgumentTypeError(f"got {short(text)}, wanted a number above 0, at most {most:,g}")
+            raise argparse.ArgumentTypeError(f"got {short(text)}, expected a number above 0, at most {most:,g}")
         return number
 
     return parse

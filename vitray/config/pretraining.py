@@ -30,7 +30,9 @@ class RandomMask(Section):
     @model_validator(mode="after")
     def _some_are_hidden(self) -> Self:
         if self.other + self.kept >= 1:
-            raise ValueError(f"other {self.other:g} and kept {self.kept:g} leave nothing hidden, wanted a sum below 1")
+            raise ValueError(
+                f"other {self.other:g} and kept {self.kept:g} leave nothing hidden, expected a sum below 1"
+            )
         return self
 
 
@@ -97,11 +99,11 @@ DecoderHeads = Annotated[Size, Field(description="Attention heads of the decoder
 
 def _check_decoder(width: int, depth: int, heads: int) -> None:
     if width % heads or width % 4:
-        raise ValueError(f"decoder_width: got {width}, wanted a multiple of its {heads} heads, and of 4")
+        raise ValueError(f"decoder_width: got {width}, expected a multiple of its {heads} heads, and of 4")
     parameters = 12 * depth * width**2
     if depth > MOST_PAIRS or parameters > MOST_PARAMETERS:
         raise ValueError(
-            f"decoder_depth: got {depth} blocks of width {width}, {parameters:.2g} parameters, wanted at most"
+            f"decoder_depth: got {depth} blocks of width {width}, {parameters:.2g} parameters, expected at most"
             f" {MOST_PAIRS:,} blocks and {MOST_PARAMETERS:.2g} parameters"
         )
 
@@ -180,7 +182,7 @@ class Masked(Section):
     def _mask_suits(self) -> Self:
         if self.objective.kind == "mae" and isinstance(self.mask, RandomMask) and self.mask.other + self.mask.kept:
             raise ValueError(
-                f"mask.other and mask.kept: got {self.mask.other:g} and {self.mask.kept:g}, wanted 0: objective mae"
+                f"mask.other and mask.kept: got {self.mask.other:g} and {self.mask.kept:g}, expected 0: objective mae"
                 " drops the predicted patches"
             )
         return self
@@ -204,7 +206,7 @@ class Tokenizer(Section):
     def _parts_fit(self) -> Self:
         _check_decoder(self.decoder_width, self.decoder_depth, self.decoder_heads)
         if self.codes > MOST_CODES:
-            raise ValueError(f"levels: got {self.codes:,} codes, wanted at most {MOST_CODES:,}")
+            raise ValueError(f"levels: got {self.codes:,} codes, expected at most {MOST_CODES:,}")
         return self
 
     @property
@@ -219,47 +221,49 @@ class Tokenizer(Section):
 def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
     """Raise if the model or the data settings do not fit a task without labels."""
     if model.num_classes is not None:
-        raise ValueError(f"model.num_classes: got {model.num_classes}, wanted null: task {task.kind} learns no classes")
+        raise ValueError(
+            f"model.num_classes: got {model.num_classes}, expected null: task {task.kind} learns no classes"
+        )
     if data.mix.is_mixing:
         raise ValueError(
-            f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, wanted 0: no labels to mix"
+            f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, expected 0: no labels to mix"
         )
     if data.augment.erase:
         raise ValueError(
-            f"data.augment.erase: got {data.augment.erase:g}, wanted 0: task {task.kind} would learn the noise"
+            f"data.augment.erase: got {data.augment.erase:g}, expected 0: task {task.kind} would learn the noise"
         )
     if model.distillation_token:
-        raise ValueError(f"model.distillation_token: got true, wanted false: task {task.kind} has no teacher")
+        raise ValueError(f"model.distillation_token: got true, expected false: task {task.kind} has no teacher")
     if model.patches:
-        raise ValueError(f"model.patches: got some, wanted none: task {task.kind} predicts patches of one size")
+        raise ValueError(f"model.patches does not apply to task {task.kind}, which predicts patches of one size")
     if isinstance(task, Tokenizer):
         return
     shape, (rows, columns) = model.shape, model.grid
     if shape.is_hybrid and not task.allow_leak:
         raise ValueError(
             f"model.name: got {shape}: the patches of a hybrid see each other through its ResNet, which so leaks hidden"
-            " pixels; wanted a linear, hmlp or local stem, or task.allow_leak true"
+            " pixels; expected a linear, hmlp or local stem, or task.allow_leak true"
         )
     if shape.mixes_patches and not task.allow_leak:
         raise ValueError(
             f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
-            " wanted a linear, hmlp or local stem, or task.allow_leak true"
+            " expected a linear, hmlp or local stem, or task.allow_leak true"
         )
     if task.objective.kind == "mae" and model.attention == "axial":
         raise ValueError(
-            "task.objective: got mae, whose encoder sees some of the patches, wanted another: attention axial needs"
+            "task.objective: got mae, whose encoder sees some of the patches, expected another: attention axial needs"
             " whole rows and columns"
         )
     if task.objective.kind == "small_patch" and shape.patch % 4:
         raise ValueError(
-            f"task.objective: got small_patch, wanted another: patches of {shape.patch} pixels do not divide by 4"
+            f"task.objective: got small_patch, expected another: patches of {shape.patch} pixels do not divide by 4"
         )
     if predicted_patches(task.mask, rows * columns) == rows * columns:
         raise ValueError(
-            f"task.mask.ratio: got {task.mask.ratio:g}, wanted one that leaves some of {rows} x {columns} patches"
+            f"task.mask.ratio: got {task.mask.ratio:g}, expected one that leaves some of {rows} x {columns} patches"
         )
     if isinstance(task.mask, BlockMask) and task.mask.least > (largest := largest_least(task.mask, model.grid)):
         raise ValueError(
-            f"task.mask.least: got {task.mask.least}, wanted at most {math.floor(largest)}: the largest rectangle in"
+            f"task.mask.least: got {task.mask.least}, expected at most {math.floor(largest)}: the largest rectangle in"
             f" {rows} x {columns} patches with an aspect of {task.mask.aspect[0]:.3g} to {task.mask.aspect[1]:.3g}"
         )

@@ -73,15 +73,13 @@ class Run(Section):
             return self
         model = self.model
         model.require_vit("task.cosub")
-        reason = "the two submodels of task.cosub differ by their draws of drop path"
+        reason = "the two submodels differ by their draws of drop path"
         if not model.drop_path:
-            raise ValueError(f"model.drop_path: got 0, wanted more: {reason}")
+            raise ValueError(f"task.cosub needs model.drop_path > 0, because {reason}")
         if model.drop_path_over_depth == "linear" and model.shape.depth == 1:
-            raise ValueError(f"model.drop_path_over_depth: got linear, which is 0 in the only block: {reason}")
+            raise ValueError(f"task.cosub needs drop path in some block, where linear is 0 in the only one: {reason}")
         if self.distill is not None:
-            raise ValueError(
-                "task.cosub: got some with task.distill, wanted one of them: each divides the loss with the labels"
-            )
+            raise ValueError("task.cosub and task.distill cannot be combined: each divides the loss with the labels")
         return self
 
     @model_validator(mode="after")
@@ -89,23 +87,29 @@ class Run(Section):
         # torch.compile keeps 8 graphs of a function, and computes further ones without compiling.
         if self.compute.compile and len(self.model.patches) > 8:
             got = f"{self.compute.compile} with {len(self.model.patches)} model.patches"
-            raise ValueError(f"compute.compile: got {got}, wanted at most 8")
+            raise ValueError(f"compute.compile: got {got}, expected at most 8")
         return self
 
     @model_validator(mode="after")
     def _probes_fit(self) -> Self:
         probes, kind = self.evaluate.probes, self.task.kind
         if probes and kind == "tokenizer":
-            raise ValueError("evaluate.probes: got some, wanted none: they score features, and a tokenizer has codes")
+            raise ValueError(
+                "evaluate.probes does not apply to task tokenizer: probes score features, and it has codes"
+            )
         if probes and self.data.evaluated is None:
-            raise ValueError("data.val: got null, wanted a split: evaluate.probes score the network at each evaluation")
+            raise ValueError(
+                "data.val: got null, expected a split: evaluate.probes score the network at each evaluation"
+            )
         if "calibration" in probes and self.model.num_classes is None:
-            raise ValueError("evaluate.probes: got calibration, wanted others: the network has no head")
+            raise ValueError("evaluate.probes: got calibration, expected others: the network has no head")
         if self.guard.on_collapse == "stop" and kind != "masked":
-            raise ValueError(f"guard.on_collapse: got stop with task {kind}, wanted warn: stop is for task masked only")
+            raise ValueError(
+                f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"
+            )
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.least_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
-            raise ValueError("guard.on_collapse: got stop, wanted evaluate.probes with knn or rank, and its bound")
+            raise ValueError("guard.on_collapse: got stop, expected evaluate.probes with knn or rank, and its bound")
         return self
 
     @model_validator(mode="after")
@@ -114,15 +118,19 @@ class Run(Section):
         if not names:
             return self
         if self.task.kind == "tokenizer":
-            raise ValueError("evaluate.figures: got some, wanted none: a tokenizer has codes, and no attention to show")
+            raise ValueError(
+                "evaluate.figures does not apply to task tokenizer, which has codes and no attention to show"
+            )
         if self.data.evaluated is None:
-            raise ValueError("data.val: got null, wanted a split: evaluate.figures show the network at each evaluation")
+            raise ValueError(
+                "data.val: got null, expected a split: evaluate.figures show the network at each evaluation"
+            )
         if not pictures:
-            raise ValueError("evaluate.pictures: got 0, wanted 1 to 64 images, which evaluate.figures are of")
+            raise ValueError("evaluate.pictures: got 0, expected 1 to 64 images, which evaluate.figures are of")
         few = [name for name in ("branches", "similarity") if name in names and pictures < FEWEST_COMPARED]
         if few:
             raise ValueError(
-                f"evaluate.pictures: got {pictures}, wanted at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
+                f"evaluate.pictures: got {pictures}, expected at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
             )
         lacking = {
             "branches": model.shape.branches == 1 and "one branch a level, and none to compare",
@@ -131,7 +139,7 @@ class Run(Section):
         }
         for name, reason in lacking.items():
             if reason and name in names:
-                raise ValueError(f"evaluate.figures: got {name}, wanted others: {model.name} has {reason}")
+                raise ValueError(f"evaluate.figures: got {name}, expected others: {model.name} has {reason}")
         return self
 
     @property

@@ -37,7 +37,7 @@ def one_of(default: str) -> BeforeValidator:
 
 def _check_text(text: str) -> str:
     if not text.strip() or odd_character(text) or len(text) > LONGEST_TEXT:
-        raise ValueError(f"got {short(text)}, wanted one line of text, at most {LONGEST_TEXT} characters")
+        raise ValueError(f"got {short(text)}, expected one line of text, at most {LONGEST_TEXT} characters")
     return text
 
 
@@ -233,11 +233,11 @@ class Model(Section):
             raise ValueError(f"image_size {self.image_size} is not a multiple of the patch of {self.name}, {patch}")
         if math.prod(self.grid) > MOST_PATCHES:
             patches = " x ".join(map(str, self.grid))
-            raise ValueError(f"image_size {self.image_size} has {patches} patches, wanted at most {MOST_PATCHES:,}")
+            raise ValueError(f"image_size {self.image_size} has {patches} patches, expected at most {MOST_PATCHES:,}")
         if (parameters := self._matrix_parameters) > MOST_PARAMETERS:
             raise ValueError(
                 f"{self.name} with {self.num_classes} classes at {self.image_size} px has {parameters:.2g} parameters,"
-                f" wanted at most {MOST_PARAMETERS:.2g}"
+                f" expected at most {MOST_PARAMETERS:.2g}"
             )
         if self.resnet_eps != "vit" and not self.shape.is_hybrid:
             raise ValueError(f"resnet_eps {self.resnet_eps} is about hybrids, and {self.name} has no ResNet")
@@ -263,7 +263,7 @@ class Model(Section):
         if self.positions.kind == "relative" and self.num_prefix:
             raise ValueError(
                 f"relative positions are offsets between patches: got class_token {json.dumps(self.class_token)} and"
-                f" registers {self.registers}, wanted false and 0, with pool mean or mean_then_norm"
+                f" registers {self.registers}, expected false and 0, with pool mean or mean_then_norm"
             )
         if self.execution == "fused" and self.dropout:
             raise ValueError(
@@ -285,19 +285,19 @@ class Model(Section):
         if self.shape.depth % 2:
             other = replace(self.shape, depth=self.shape.depth + 1)
             raise ValueError(
-                f"attention axial alternates rows and columns: got {self.name} of depth {self.shape.depth}, wanted an"
+                f"attention axial alternates rows and columns: got {self.name} of depth {self.shape.depth}, expected an"
                 f" even depth, as in {other}"
             )
         if self.num_prefix:
             raise ValueError(
                 "attention axial is along rows and columns of patches: got class_token"
-                f" {json.dumps(self.class_token)} and registers {self.registers}, wanted false and 0, with pool mean or"
-                " mean_then_norm"
+                f" {json.dumps(self.class_token)} and registers {self.registers}, expected false and 0, with pool mean"
+                " or mean_then_norm"
             )
         if self.positions.kind == "relative":
             raise ValueError(
-                "positions relative are offsets in raster order, and attention axial is along rows and columns; wanted"
-                " other positions"
+                "positions relative are offsets in raster order, and attention axial is along rows and columns;"
+                " expected other positions"
             )
 
     def _check_other(self) -> None:
@@ -320,18 +320,18 @@ class Model(Section):
     def require_vit(self, what: str) -> None:
         """Refuse another network for something that only Vision Transformers have."""
         if not self.is_vit:
-            raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, wanted a name as in vit_s12x1_16")
+            raise ConfigError(f"{what} needs a Vision Transformer: got {self.name}, expected a name as in vit_s12x1_16")
 
     def _check_patches(self) -> None:
         height, width = self.image_shape
         if repeated := [patch for patch in self.patches if self.patches.count(patch) > 1]:
-            raise ValueError(f"patches: got {repeated[0]} more than once, wanted each size once")
+            raise ValueError(f"patches: got {repeated[0]} more than once, expected each size once")
         if wrong := [patch for patch in self.patches if height % patch or width % patch]:
-            raise ValueError(f"patches: got {wrong[0]}, wanted sizes that divide the image, {height} x {width}")
+            raise ValueError(f"patches: got {wrong[0]}, expected sizes that divide the image, {height} x {width}")
         if self.patches and not self.shape.has_linear_stem:
             raise ValueError(f"patches: got some, and {self.name} has no linear stem, whose kernel can be resized")
         if self.patches and self.positions.kind == "relative":
-            raise ValueError("patches: got some, wanted none: relative positions are those of one grid")
+            raise ValueError("patches and relative positions cannot be combined: these are those of one grid")
 
     def at_patch(self, patch: int) -> "Model":
         """Return the settings of the network with patches of this size only."""

@@ -77,12 +77,14 @@ def parse_tasks(words: Sequence[str]) -> dict[str, str]:
         name, equals, url = word.partition("=")
         if not equals or not url or not is_task_name(name):
             raise ConfigError(
-                f"{word}: wanted TASK=DELTA, as in birds=models/birds; a task has letters, digits and _-."
+                f"{word}: expected TASK=DELTA, as in birds=models/birds; a task has letters, digits and _-."
             )
         if name == BASE_TASK:
-            raise ConfigError(f"{word}: {BASE_TASK} is the task of MODEL itself; wanted another name")
+            raise ConfigError(f"{word}: {BASE_TASK} is the task of MODEL itself; expected another name")
         if name in tasks:
-            raise ConfigError(f"{word}: the task {name} is there already, as {name}={tasks[name]}; wanted another name")
+            raise ConfigError(
+                f"{word}: the task {name} is there already, as {name}={tasks[name]}; expected another name"
+            )
         tasks[name] = url
     return tasks
 
@@ -95,7 +97,7 @@ def is_task_name(name: str) -> bool:
 def unknown_task(name: str, tasks: Sequence[str]) -> str:
     """Return the message about a task that is not served."""
     shown = ", ".join(tasks[:20]) + (f" and {len(tasks) - 20} others" if len(tasks) > 20 else "")
-    return f"task: got {name[:100]!r}, wanted one of {shown}{nearest(name[:100], tasks)}"
+    return f"task: got {name[:100]!r}, expected one of {shown}{nearest(name[:100], tasks)}"
 
 
 def default_task(tasks: Sequence[str]) -> str | None:
@@ -111,4 +113,4 @@ def check_address(host: str, token: str | None) -> None:
             " requests then give as `Authorization: Bearer SECRET`, or keep --host 127.0.0.1"
         )
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
-        raise ConfigError(f"{TOKEN_VARIABLE}: got {len(token)} characters, wanted at least 16, printable, no spaces")
+        raise ConfigError(f"{TOKEN_VARIABLE}: got {len(token)} characters, expected at least 16, printable, no spaces")

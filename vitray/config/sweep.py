@@ -28,10 +28,10 @@ def _check_values(values: Any) -> Any:
             pass
         case int() | float():
             if not -MOST_NUMBER <= values <= MOST_NUMBER:
-                raise ValueError(f"got {short(values)}, wanted a number within {MOST_NUMBER:g}")
+                raise ValueError(f"got {short(values)}, expected a number within {MOST_NUMBER:g}")
         case str():
             if not values.isprintable() or len(values) > LONGEST_TEXT:
-                raise ValueError(f"got {short(values)}, wanted one line of text, at most {LONGEST_TEXT} characters")
+                raise ValueError(f"got {short(values)}, expected one line of text, at most {LONGEST_TEXT} characters")
         case Mapping():
             for key, value in values.items():
                 _check_values(key)
@@ -99,7 +99,7 @@ class Distribution(Section):
         if isinstance(given, str):
             return {"text": given}
         if not isinstance(given, dict):
-            raise ValueError(f"got {short(given)}, wanted a distribution, as in {{grid: [1, 2]}}")
+            raise ValueError(f"got {short(given)}, expected a distribution, as in {{grid: [1, 2]}}")
         return given
 
     @model_validator(mode="after")
@@ -107,18 +107,18 @@ class Distribution(Section):
         given = [kind for kind in type(self).model_fields if getattr(self, kind) is not None]
         if len(given) != 1:
             known = ", ".join(type(self).model_fields)
-            raise ValueError(f"got {' and '.join(given) or 'nothing'}, wanted one of {known}")
+            raise ValueError(f"got {' and '.join(given) or 'nothing'}, expected one of {known}")
         if self.values is not None and len(set(map(slug, self.values))) < max(1, len(self.values)):
-            raise ValueError(f"{self.kind}: got {short(list(self.values))}, wanted values that differ, at least one")
+            raise ValueError(f"{self.kind}: got {short(list(self.values))}, expected values that differ, at least one")
         least = 0.0 if self.kind == "loguniform" else -math.inf
         if self.bounds and not least < self.bounds[0] < self.bounds[1] < math.inf:
             wanted = f"low < high{', both above 0' if least == 0 else ''}"
-            raise ValueError(f"{self.kind}: got {list(self.bounds)}, wanted {wanted}")
+            raise ValueError(f"{self.kind}: got {list(self.bounds)}, expected {wanted}")
         if self.quniform:
             low, high, step = self.quniform
             if not (step > 0 and high - low <= MOST_STEPS * step):
                 wanted = f"more than 0, with at most {MOST_STEPS:,} steps from {low} to {high}"
-                raise ValueError(f"quniform: got a step of {step}, wanted {wanted}")
+                raise ValueError(f"quniform: got a step of {step}, expected {wanted}")
         return self
 
     @model_serializer

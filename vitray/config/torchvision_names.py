@@ -31,7 +31,7 @@ def check_torchvision(name: str) -> str:
     if network not in NETWORKS:
         raise ValueError(
             f"model name {cut_middle(repr(name), 80)}: torchvision has no classification network {network[:80]!r}"
-            f"{nearest(network, NETWORKS)}; wanted one of its names, as in torchvision/resnet50"
+            f"{nearest(network, NETWORKS)}; expected one of its names, as in torchvision/resnet50"
         )
     return name
 
@@ -43,9 +43,9 @@ def check_size(name: str, height: int, width: int) -> None:
     if height % side or width % side or (is_square and height != width):
         shape = "square, with a side of" if is_square else "sides of"
         multiple = f" a multiple of {side}" if side > 1 else ""
-        raise ValueError(f"image_size {height} x {width} does not fit {name}; wanted {shape}{multiple} pixels")
+        raise ValueError(f"image_size {height} x {width} does not fit {name}; expected {shape}{multiple} pixels")
     if min(height, width) < (least := _least(network)):
-        raise ValueError(f"image_size {height} x {width} is too small for {name}; wanted at least {least} pixels")
+        raise ValueError(f"image_size {height} x {width} is too small for {name}; expected at least {least} pixels")
 
 
 def _step(network: str) -> tuple[int, bool]:

@@ -16,7 +16,7 @@ from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive,
 def _check_workers(workers: int | str) -> int | str:
     match = re.fullmatch(r"([0-9]{1,6})(?:\.\.([0-9]{1,6}))?", str(workers))
     if workers != "auto" and not (match and 1 <= int(match[1]) <= int(match[2] or match[1])):
-        raise ValueError(f"got {short(workers)}, wanted a number from 1 to 999,999, a range as in 2..8, or auto")
+        raise ValueError(f"got {short(workers)}, expected a number from 1 to 999,999, a range as in 2..8, or auto")
     return workers
 
 
@@ -62,7 +62,7 @@ class Data(Section):
     @model_validator(mode="after")
     def _cache_has_all_pixels(self) -> Self:
         if self.cache == "decoded" and self.augment.decode == "scaled":
-            raise ValueError("cache=decoded keeps all pixels of an image, wanted augment.decode=full")
+            raise ValueError("cache=decoded keeps all pixels of an image, expected augment.decode=full")
         return self
 
     @property
@@ -120,7 +120,7 @@ class Finetune(Section):
             rest = [part for part in get_args(Part) if part not in trained]
             raise ValueError(
                 f"also names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
-                f" wanted {' or '.join(rest) if rest else 'nothing'}"
+                f" expected {' or '.join(rest) if rest else 'nothing'}"
             )
         for mode, text, is_default, wanted in (
             ("attn", "first_branch true", not self.first_branch, "false"),
@@ -128,7 +128,7 @@ class Finetune(Section):
             ("lora", " and ".join(f"lora.{name}" for name in self.lora.changed), not self.lora.changed, "the defaults"),
         ):
             if self.mode != mode and not is_default:
-                raise ValueError(f"{text} is about mode {mode} alone; wanted {wanted} in mode {self.mode}")
+                raise ValueError(f"{text} is about mode {mode} alone; expected {wanted} in mode {self.mode}")
         return self
 
     @property
@@ -261,7 +261,7 @@ class Compute(Section):
     @model_validator(mode="after")
     def _no_two_share_a_gpu(self) -> Self:
         if self.gpus < 1 and self.device == "cpu":
-            raise ValueError(f"gpus: got {self.gpus:g} with device cpu, wanted 1 (the default), or device gpu")
+            raise ValueError(f"gpus: got {self.gpus:g} with device cpu, expected 1 (the default), or device gpu")
         if self.gpus < 1 and self.worker_range != (1, 1):
             raise ValueError(
                 f"gpus {self.gpus:g} needs workers: 1, got {self.workers}: NCCL refuses two workers of a run on one GPU"
@@ -331,7 +331,7 @@ class Evaluate(Section):
             raise ValueError(f"gpus {self.gpus:g} needs where: gpu, got {self.where}")
         for setting, names in (("probes", self.probes), ("figures", self.figures)):
             if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise ValueError(f"{setting}: got {', '.join(repeated)} more than once, wanted each once")
+                raise ValueError(f"{setting}: got {', '.join(repeated)} more than once, expected each once")
         return self
 
 
@@ -366,7 +366,7 @@ def check_alias(alias: str) -> str:
     """Return an alias that MLflow's registry accepts; refuse any other."""
     is_reserved = alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias)
     if is_reserved or not re.fullmatch(r"[\w-]{1,255}", alias, re.ASCII):
-        raise ValueError(f"got {short(alias)}, wanted letters, digits, - and _, and neither `latest` nor `v1`")
+        raise ValueError(f"got {short(alias)}, expected letters, digits, - and _, and neither `latest` nor `v1`")
     return alias
 
 
@@ -395,5 +395,5 @@ class Tracking(Section):
     @model_validator(mode="after")
     def _promotes_a_version(self) -> Self:
         if self.promote and self.register_as is None:
-            raise ValueError("promote compares registered versions, and register_as is null; wanted a name")
+            raise ValueError("promote compares registered versions, and register_as is null; expected a name")
         return self

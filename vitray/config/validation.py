@@ -1,7 +1,7 @@
-"""Validation errors of pydantic as messages to users: one line each, with where, got, wanted and nearest."""
+"""Validation errors of pydantic as messages to users: one line each, with where, got, expected and nearest."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -38,7 +38,7 @@ def explain_error(invalid: ValidationError, root: type[Section], places: Mapping
     lines = []
     for path, errors in wrong.items():
         # A missing setting has no place, but its section has. An error across sections starts with the setting.
-        setting = str(errors[0].get("ctx", {}).get("error", "")).partition(":")[0]
+        setting = re.split(r"[^\w.]", str(errors[0].get("ctx", {}).get("error", "")))[0]
         given = path.rpartition(".")[0] if _is_missing(errors[0]) else path or setting
         lines.append(f"{_place(given, places, source)}: {_explain(path, errors, root)}")
     return ConfigError("\n".join(lines))
@@ -76,6 +76,14 @@ def sections_in(annotation: Any) -> dict[str, type[Section]]:
     return {section.model_fields["kind"].default: section for section in sections}
 
 
+def _paths(section: type[Section], above: str = "") -> Iterator[str]:
+    """Yield the dotted paths of all settings of a section and of those in it."""
+    for name, field in section.model_fields.items():
+        yield f"{above}{name}"
+        for below in sections_in(field.annotation).values():
+            yield from _paths(below, f"{above}{name}.")
+
+
 def _place(path: str, places: Mapping[str, str], source: str) -> str:
     """Return the last place that sets a path or something inside it, else the place of its section."""
     within = [place for setting, place in places.items() if setting == path or setting.startswith(f"{path}.")]
@@ -91,18 +99,20 @@ def _explain(path: str, errors: list[ErrorDetails], root: type[Section]) -> str:
     match first["type"]:
         case "extra_forbidden":
             known = _locate(first["loc"], root)[1].model_fields
-            close = nearest(path.rpartition(".")[2], known)
-            return f"{path}: unknown setting, wanted one of {', '.join(known)}{close}"
+            name = path.rpartition(".")[2]
+            deeper = [each for each in _paths(root) if each.endswith(f".{name}")] if path == name else []
+            close = f"; did you mean {' or '.join(deeper[:3])}?" if deeper else nearest(name, known)
+            return f"{path}: unknown setting, expected one of {', '.join(known)}{close}"
         case "missing" if _is_missing(first):
             wanted = _locate(first["loc"], root)[1].model_fields[path.rpartition(".")[2]].description or "a value"
-            return f"{path}: got nothing, wanted {wanted[0].lower()}{wanted[1:].rstrip('.')}"
+            return f"{path}: got nothing, expected {wanted[0].lower()}{wanted[1:].rstrip('.')}"
         case "value_error":
             return f"{path}: {context['error']}".removeprefix(": ")
         case "literal_error" | "union_tag_invalid":
             expected = context.get("expected") or context["expected_tags"]
             got = context.get("tag", got)
             close = nearest(str(got), re.findall("'(.*?)'", expected))
-            return f"{path}: got {short(got)}, wanted {expected}{close}"
+            return f"{path}: got {short(got)}, expected {expected}{close}"
         case _:
             wants = (WANTED.get(error["type"], error["msg"].removeprefix("Input should be ")) for error in errors)
-            return f"{path}: got {short(got)}, wanted {' or '.join(dict.fromkeys(wants))}"
+            return f"{path}: got {short(got)}, expected {' or '.join(dict.fromkeys(wants))}"

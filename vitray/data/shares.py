@@ -15,6 +15,6 @@ def share_sizes(batch: int, workers: int) -> list[int]:
 def dealt_unit(batch: int, workers: int) -> int:
     """Return the number of neighbouring images that go to the same worker."""
     if batch < workers:
-        raise ValueError(f"got a global batch of {batch}, wanted at least an image for each of {workers} workers")
+        raise ValueError(f"got a global batch of {batch}, expected at least an image for each of {workers} workers")
     is_odd = batch % workers == 0 and batch // workers % PAIR
     return 1 if is_odd or batch // PAIR < workers else PAIR

@@ -50,14 +50,14 @@ def check_matrix(name: str, values: Any, columns: str) -> np.ndarray:
     """Return `values` as a finite matrix of numbers with at least one row and one column."""
     matrix = np.asarray(values)
     if matrix.ndim != 2 or 0 in matrix.shape:
-        raise ConfigError(f"{name}: the shape is {matrix.shape}; wanted images x {columns}, at least one of each")
+        raise ConfigError(f"{name}: the shape is {matrix.shape}; expected images x {columns}, at least one of each")
     if matrix.dtype.kind not in "fiu":
-        raise ConfigError(f"{name}: the type is {matrix.dtype}; wanted numbers")
+        raise ConfigError(f"{name}: the type is {matrix.dtype}; expected numbers")
     for start in range(0, len(matrix), CHECKED_ROWS):
         is_finite = np.isfinite(matrix[start : start + CHECKED_ROWS])
         if not is_finite.all():
             row, column = np.argwhere(~is_finite)[0]
-            raise ConfigError(f"{name}: row {start + row} holds {matrix[start + row, column]}; wanted finite numbers")
+            raise ConfigError(f"{name}: row {start + row} holds {matrix[start + row, column]}; expected finite numbers")
     return matrix
 
 
@@ -65,12 +65,12 @@ def check_labels(labels: Any, images: int, num_classes: int, name: str = "labels
     """Return N labels as int64, each of them one of the classes."""
     values = np.asarray(labels)
     if values.shape != (images,):
-        raise ConfigError(f"{name}: the shape is {values.shape}; wanted ({images},), one label for each image")
+        raise ConfigError(f"{name}: the shape is {values.shape}; expected ({images},), one label for each image")
     if values.dtype.kind not in "iu":
-        raise ConfigError(f"{name}: the type is {values.dtype}; wanted integers")
+        raise ConfigError(f"{name}: the type is {values.dtype}; expected integers")
     wrong = np.flatnonzero((values < 0) | (values >= num_classes))
     if len(wrong):
-        raise ConfigError(f"{name}: row {wrong[0]} has class {values[wrong[0]]}; wanted 0 to {num_classes - 1}")
+        raise ConfigError(f"{name}: row {wrong[0]} has class {values[wrong[0]]}; expected 0 to {num_classes - 1}")
     return values.astype(np.int64)
 
 
@@ -97,7 +97,7 @@ def check_probe(train: Labelled, test: Labelled, num_classes: int) -> tuple[Labe
     train, test = check_features("train", train, num_classes), check_features("test", test, num_classes)
     wanted, got = train.features.shape[1], test.features.shape[1]
     if got != wanted:
-        raise ConfigError(f"test features: {got} columns; wanted {wanted}, as many as the train features have")
+        raise ConfigError(f"test features: {got} columns; expected {wanted}, as many as the train features have")
     return train, test
 
 
@@ -109,7 +109,7 @@ def draw_part(count: int, part: int, seed: int, keys: Any = None) -> np.ndarray:
     if keys is None:
         order_N = np.random.default_rng(seed).permutation(count)
     elif len(keys) != count:
-        raise ConfigError(f"keys: {len(keys)} of them; wanted {count}, one for each image")
+        raise ConfigError(f"keys: {len(keys)} of them; expected {count}, one for each image")
     else:
         digests = [sha256(f"{seed}\0{key}".encode("utf-8", "surrogateescape")).digest() for key in keys]
         order_N = np.array(sorted(range(count), key=digests.__getitem__), dtype=np.int64)

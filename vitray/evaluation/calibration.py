@@ -121,7 +121,7 @@ def fit_temperature(logits_NK: Any, labels_N: Any, keys: Sequence[str] | None = 
     logits_NK, labels_N = check_logits(logits_NK, labels_N)
     images = len(labels_N)
     if images < 2:
-        raise ConfigError(f"temperature: {images} image; wanted at least 2, one to fit on and one to measure")
+        raise ConfigError(f"temperature: {images} image; expected at least 2, one to fit on and one to measure")
     half_N = draw_part(images, images // 2, seed, keys)
     temperature = best_temperature(logits_NK[half_N], labels_N[half_N])
     rest = logits_NK[~half_N], labels_N[~half_N]
@@ -202,7 +202,7 @@ def _equal_mass(confidences_N: np.ndarray, bins: int) -> np.ndarray:
 
 def _bins(confidences_N: np.ndarray, hits_N: np.ndarray, bins: int, equal_mass: bool) -> list[Bin]:
     if bins < 1:
-        raise ConfigError(f"bins: got {bins}; wanted at least 1")
+        raise ConfigError(f"bins: got {bins}; expected at least 1")
     index_N = (_equal_mass if equal_mass else _equal_width)(confidences_N, bins)
     edges, found = np.linspace(0, 1, bins + 1).tolist(), []
     for index in range(bins):

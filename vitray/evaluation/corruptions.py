@@ -51,10 +51,10 @@ def corrupt(image_HWC: np.ndarray, corruption: Corruption, severity: int, seed: 
     if image_HWC.dtype != np.uint8 or image_HWC.ndim != 3 or image_HWC.shape[2] != 3 or not image_HWC.size:
         raise ConfigError(
             f"corruption: got an image of {image_HWC.dtype} and shape {image_HWC.shape}; "
-            "wanted uint8, height x width x 3"
+            "expected uint8, height x width x 3"
         )
     if severity not in SEVERITIES:
-        raise ConfigError(f"corruption: got severity {severity}; wanted 1 to 5")
+        raise ConfigError(f"corruption: got severity {severity}; expected 1 to 5")
     level, pixels_HWC = severity - 1, image_HWC / 255.0
     match corruption:
         case "gaussian_noise":
@@ -74,7 +74,7 @@ def corrupt(image_HWC: np.ndarray, corruption: Corruption, severity: int, seed: 
             pixels_HWC = (pixels_HWC - means_C) * CONTRAST_LEFT[level] + means_C
         case _:
             raise ConfigError(
-                f"corruption: got {corruption!r}; wanted one of {', '.join(CORRUPTIONS)}"
+                f"corruption: got {corruption!r}; expected one of {', '.join(CORRUPTIONS)}"
                 f"{nearest(corruption, CORRUPTIONS)}"
             )
     return (np.clip(pixels_HWC, 0, 1) * 255).astype(np.uint8)
@@ -85,10 +85,10 @@ def mean_corruption_error(
 ) -> CorruptionError:
     """Return the mean of {corruption: error of each severity}, and that relative to a baseline's errors."""
     if not errors:
-        raise ConfigError("corruption errors: none; wanted {corruption: error of each severity}")
+        raise ConfigError("corruption errors: none; expected {corruption: error of each severity}")
     for name, values in errors.items():
         if not len(values) or not all(0 <= value <= 1 for value in values):
-            raise ConfigError(f"corruption errors: {name} has {list(values)}; wanted shares from 0 to 1")
+            raise ConfigError(f"corruption errors: {name} has {list(values)}; expected shares from 0 to 1")
     means = {name: float(np.mean(values)) for name, values in errors.items()}
     mean = float(np.mean(list(means.values())))
     if baseline is None:
@@ -96,10 +96,10 @@ def mean_corruption_error(
     relative = {}
     for name, values in errors.items():
         if name not in baseline:
-            raise ConfigError(f"baseline errors: no {name}; wanted every corruption{nearest(name, baseline)}")
+            raise ConfigError(f"baseline errors: no {name}; expected every corruption{nearest(name, baseline)}")
         if len(baseline[name]) != len(values) or not sum(baseline[name]) > 0:
             raise ConfigError(
-                f"baseline errors: {name} has {list(baseline[name])}; wanted {len(values)} severities, not all zero"
+                f"baseline errors: {name} has {list(baseline[name])}; expected {len(values)} severities, not all zero"
             )
         relative[name] = float(sum(values) / sum(baseline[name]))
     return CorruptionError(mean, means, float(np.mean(list(relative.values()))), relative)
@@ -115,7 +115,7 @@ def read_corruption_layout(folder: str | Path) -> list[CorruptionSet]:
     for corruption in _folders(root):
         for severity in _folders(root / corruption):
             if severity not in map(str, SEVERITIES):
-                raise ConfigError(f"{root / corruption}: got the folder {severity!r}; wanted severities 1 to 5")
+                raise ConfigError(f"{root / corruption}: got the folder {severity!r}; expected severities 1 to 5")
             sets.append(CorruptionSet(corruption, int(severity), root / corruption / severity))
     severities, classes = {each.severity for each in sets}, _folders(sets[0].path)
     for corruption in {each.corruption for each in sets}:
@@ -145,8 +145,8 @@ def _brighter(pixels_HWC: np.ndarray, added: float) -> np.ndarray:
 
 def _folders(path: Path) -> list[str]:
     if not path.is_dir():
-        raise ConfigError(f"{path}: not a folder; wanted corruption/severity/class, as ImageNet-C has")
+        raise ConfigError(f"{path}: not a folder; expected corruption/severity/class, as ImageNet-C has")
     folders = sorted(each.name for each in path.iterdir() if each.is_dir() and each.name[0] != ".")
     if not folders:
-        raise ConfigError(f"{path}: no folder in it; wanted corruption/severity/class, as ImageNet-C has")
+        raise ConfigError(f"{path}: no folder in it; expected corruption/severity/class, as ImageNet-C has")
     return folders

@@ -62,7 +62,7 @@ def probe_few_shot(
 ) -> list[FewShot]:
     """Return the scores for each seed and number of shots; the images of fewer shots are among those of more."""
     if not shots or min(shots) < 1 or not seeds:
-        raise ConfigError(f"few-shot: got shots {list(shots)} and seeds {list(seeds)}; wanted shots of at least 1")
+        raise ConfigError(f"few-shot: got shots {list(shots)} and seeds {list(seeds)}; expected shots of at least 1")
     train, test = check_probe(train, test, num_classes)
     scores = []
     for seed in seeds:

@@ -77,7 +77,7 @@ def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
 
     _check_level(level)
     if not (n >= 1 and 0 <= hits <= n):
-        raise ConfigError(f"interval: {hits} hits of {n} images; wanted at least 1 image and 0 to {n} hits")
+        raise ConfigError(f"interval: {hits} hits of {n} images; expected at least 1 image and 0 to {n} hits")
     z, share = float(ndtri((1 + level) / 2)), hits / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -101,10 +101,10 @@ def bootstrap(
     _check_level(level)
     if array.ndim not in (1, 2) or not len(array) or draws < 1:
         raise ConfigError(
-            f"bootstrap: {draws} draws of values of shape {array.shape}; wanted at least one draw of N values"
+            f"bootstrap: {draws} draws of values of shape {array.shape}; expected at least one draw of N values"
         )
     if not np.isfinite(array).all():
-        raise ConfigError("bootstrap: a value is not finite; wanted finite numbers")
+        raise ConfigError("bootstrap: a value is not finite; expected finite numbers")
     rng, images = np.random.default_rng(seed), len(array)
     if statistic is None:
         array = array.reshape(images, -1).mean(1)
@@ -147,7 +147,7 @@ def mcnemar(hits_a: Any, hits_b: Any) -> McNemar:
     a_N, b_N = _pair(hits_a, hits_b)
     for name, hits_N in (("hits_a", a_N), ("hits_b", b_N)):
         if not np.isin(hits_N, (0, 1)).all():
-            raise ConfigError(f"{name}: a value is neither 0 nor 1; wanted hits")
+            raise ConfigError(f"{name}: a value is neither 0 nor 1; expected hits")
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     tail = float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)) if only_a + only_b else 1.0
     return McNemar(only_a, only_b, min(1.0, 2 * tail))
@@ -166,13 +166,13 @@ def agreement(predictions_MN: Any) -> np.ndarray:
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise ConfigError(f"level: got {level}; wanted a number between 0 and 1, such as 0.95")
+        raise ConfigError(f"level: got {level}; expected a number between 0 and 1, such as 0.95")
 
 
 def _pair(hits_a: Any, hits_b: Any) -> tuple[np.ndarray, np.ndarray]:
     a_N, b_N = np.asarray(hits_a, dtype=np.float64), np.asarray(hits_b, dtype=np.float64)
     if a_N.ndim != 1 or a_N.shape != b_N.shape or not len(a_N):
-        raise ConfigError(f"hits: the shapes are {a_N.shape} and {b_N.shape}; wanted the same N images twice, N > 0")
+        raise ConfigError(f"hits: the shapes are {a_N.shape} and {b_N.shape}; expected the same N images twice, N > 0")
     return a_N, b_N
 
 

@@ -34,9 +34,9 @@ def probe_knn(
     train, test = check_probe(train, test, num_classes)
     most = max(neighbours, default=0)
     if not neighbours or min(neighbours) < 1 or most > len(train.labels):
-        raise ConfigError(f"knn: got k {list(neighbours)}; wanted 1 to {len(train.labels)}, the training images")
+        raise ConfigError(f"knn: got k {list(neighbours)}; expected 1 to {len(train.labels)}, the training images")
     if not temperature > 0:
-        raise ConfigError(f"knn: got temperature {temperature}; wanted a positive number")
+        raise ConfigError(f"knn: got temperature {temperature}; expected a positive number")
     predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbours}
     for start in range(0, len(test.labels), BLOCK):
         rows_BT, similar_BT = _neighbours(train.features, test.features[start : start + BLOCK], most)

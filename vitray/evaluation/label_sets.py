@@ -69,7 +69,7 @@ def read_label_set(kind: str, path: str | Path, classes: Sequence[str]) -> Label
     """
     path = Path(path)
     if not classes:
-        raise ConfigError(f"{kind}: the model has no classes; wanted a classifier")
+        raise ConfigError(f"{kind}: the model has no classes; expected a classifier")
     match kind:
         case "real":
             return _read_real(path, classes)
@@ -82,7 +82,7 @@ def read_label_set(kind: str, path: str | Path, classes: Sequence[str]) -> Label
         case "objectnet":
             return _read_objectnet(path, classes)
     kinds = ("real", "imagenet-v2", "imagenet-a", "imagenet-r", "imagenet-sketch", "objectnet")
-    raise ConfigError(f"label set: got {kind!r}; wanted one of {', '.join(kinds)}{nearest(kind, kinds)}")
+    raise ConfigError(f"label set: got {kind!r}; expected one of {', '.join(kinds)}{nearest(kind, kinds)}")
 
 
 def score_label_set(logits_NK: Any, ids_N: Sequence[str], labels: LabelSet) -> LabelSetScore:
@@ -90,18 +90,18 @@ def score_label_set(logits_NK: Any, ids_N: Sequence[str], labels: LabelSet) -> L
     logits_NK = check_matrix("logits", logits_NK, "classes")
     images, num_classes = logits_NK.shape
     if num_classes != labels.num_classes:
-        raise ConfigError(f"{labels.name}: logits of {num_classes} classes; wanted {labels.num_classes}")
+        raise ConfigError(f"{labels.name}: logits of {num_classes} classes; expected {labels.num_classes}")
     if len(ids_N) != images:
-        raise ConfigError(f"{labels.name}: {len(ids_N)} ids; wanted {images}, one for each image")
+        raise ConfigError(f"{labels.name}: {len(ids_N)} ids; expected {images}, one for each image")
     for each in ids_N:
         if each not in labels.targets:
             raise ConfigError(
-                f"{labels.name}: got an image of {each!r}; wanted one of its {len(labels.targets):,} ids"
+                f"{labels.name}: got an image of {each!r}; expected one of its {len(labels.targets):,} ids"
                 f"{nearest(each, labels.targets)}"
             )
     rows_M = np.array([row for row, each in enumerate(ids_N) if labels.targets[each]], dtype=np.int64)
     if not len(rows_M):
-        raise ConfigError(f"{labels.name}: none of {images:,} images has a right class; wanted at least one")
+        raise ConfigError(f"{labels.name}: none of {images:,} images has a right class; expected at least one")
     columns_C, size = np.array(labels.columns), max(1, CHUNK_VALUES // num_classes)
     ranks_M = np.empty(len(rows_M), np.int64)
     for start in range(0, len(rows_M), size):
@@ -125,12 +125,12 @@ def score_label_set(logits_NK: Any, ids_N: Sequence[str], labels: LabelSet) -> L
 def _read_real(path: Path, classes: Sequence[str]) -> LabelSet:
     order, lists = _imagenet_order("real", classes), _read_json(path)
     if not (isinstance(lists, list) and all(isinstance(each, list) for each in lists)):
-        raise ConfigError(f"{path}: got {type(lists).__name__}; wanted a list with a list of classes for each image")
+        raise ConfigError(f"{path}: got {type(lists).__name__}; expected a list with a list of classes for each image")
     targets = {}
     for number, labels in enumerate(lists, 1):
         for label in labels:
             if type(label) is not int or not 0 <= label < IMAGENET_CLASSES:
-                raise ConfigError(f"{path}: image {number} has class {label!r}; wanted 0 to {IMAGENET_CLASSES - 1}")
+                raise ConfigError(f"{path}: image {number} has class {label!r}; expected 0 to {IMAGENET_CLASSES - 1}")
         targets[f"ILSVRC2012_val_{number:08d}"] = tuple(order[label] for label in labels)
     return LabelSet("real", targets, True, tuple(range(len(classes))), len(classes))
 
@@ -139,20 +139,20 @@ def _read_numbered(path: Path, classes: Sequence[str]) -> LabelSet:
     order, targets = _imagenet_order("imagenet-v2", classes), {}
     for folder in _folders(path):
         if not folder.isdecimal() or int(folder) >= IMAGENET_CLASSES:
-            raise ConfigError(f"{path}: got the folder {folder!r}; wanted numbers from 0 to {IMAGENET_CLASSES - 1}")
+            raise ConfigError(f"{path}: got the folder {folder!r}; expected numbers from 0 to {IMAGENET_CLASSES - 1}")
         targets[folder] = (order[int(folder)],)
     return LabelSet("imagenet-v2", targets, False, tuple(range(len(classes))), len(classes))
 
 
 def _of_wordnet_ids(name: str, path: Path, ids: Sequence[str], classes: Sequence[str], *, restricted: bool) -> LabelSet:
     if not ids:
-        raise ConfigError(f"{path}: no WordNet id; wanted the classes of {name}, such as n01443537")
+        raise ConfigError(f"{path}: no WordNet id; expected the classes of {name}, such as n01443537")
     index = {each: position for position, each in enumerate(classes)}
     missing = [each for each in ids if each not in index]
     if missing:
         raise ConfigError(
             f"{path}: {len(missing)} of {len(ids)} classes of {name} are not among the {len(classes)} classes of the "
-            f"model, the first is {missing[0]!r}; wanted classes such as {classes[0]!r}{nearest(missing[0], classes)}"
+            f"model, the first is {missing[0]!r}; expected classes such as {classes[0]!r}{nearest(missing[0], classes)}"
         )
     targets = {each: (index[each],) for each in ids}
     columns = sorted(index[each] for each in targets) if restricted else range(len(classes))
@@ -172,7 +172,7 @@ def _read_subset(path: Path, classes: Sequence[str]) -> list[str]:
         order = _imagenet_order("imagenet-a", classes)
         chosen = [index for index, place in literals["thousand_k_to_200"].items() if place != -1]
         return [classes[order[int(index)]] for index in chosen]
-    raise ConfigError(f"{path}: no literal; wanted imagenet_r_wnids or thousand_k_to_200, as in the authors' eval.py")
+    raise ConfigError(f"{path}: no literal; expected imagenet_r_wnids or thousand_k_to_200, as in the authors' eval.py")
 
 
 def _read_objectnet(path: Path, classes: Sequence[str]) -> LabelSet:
@@ -186,7 +186,7 @@ def _read_objectnet(path: Path, classes: Sequence[str]) -> LabelSet:
     unknown = sorted(set(to_imagenet) - set(folders.values()))
     if unknown:
         raise ConfigError(
-            f"{path}: {unknown[0]!r} has no folder; wanted a label{nearest(unknown[0], folders.values())}"
+            f"{path}: {unknown[0]!r} has no folder; expected a label{nearest(unknown[0], folders.values())}"
         )
     index_of_line = {line: int(index) for index, line in numbers.items()}
     targets = {}
@@ -196,7 +196,7 @@ def _read_objectnet(path: Path, classes: Sequence[str]) -> LabelSet:
             if lines.count(each) != 1:
                 raise ConfigError(
                     f"{path}: {label!r} stands for {each!r}, which is in {lines.count(each)} lines of "
-                    f"imagenet_to_label_2012_v2; wanted it in one{nearest(each, lines)}"
+                    f"imagenet_to_label_2012_v2; expected it in one{nearest(each, lines)}"
                 )
         targets[folder] = tuple(order[index_of_line[lines.index(each)]] for each in names)
     return LabelSet("objectnet", targets, False, tuple(range(len(classes))), len(classes))
@@ -210,17 +210,17 @@ def _imagenet_order(name: str, classes: Sequence[str]) -> list[int]:
         if set(classes) == {str(index) for index in range(IMAGENET_CLASSES)}:
             return sorted(range(len(classes)), key=lambda position: int(classes[position]))
     raise ConfigError(
-        f"{name}: the model has {len(classes)} classes such as {classes[0]!r}; wanted the {IMAGENET_CLASSES:,} classes "
-        "of ImageNet, as WordNet ids (n01440764) or as numbers from 0"
+        f"{name}: the model has {len(classes)} classes such as {classes[0]!r}; expected the {IMAGENET_CLASSES:,} "
+        "classes of ImageNet, as WordNet ids (n01440764) or as numbers from 0"
     )
 
 
 def _folders(path: Path) -> list[str]:
     if not path.is_dir():
-        raise ConfigError(f"{path}: not a folder; wanted one with a folder for each class")
+        raise ConfigError(f"{path}: not a folder; expected one with a folder for each class")
     folders = sorted(each.name for each in path.iterdir() if each.is_dir() and each.name[0] != ".")
     if not folders:
-        raise ConfigError(f"{path}: no folder in it; wanted one for each class")
+        raise ConfigError(f"{path}: no folder in it; expected one for each class")
     return folders
 
 
@@ -229,7 +229,7 @@ def _literals(path: Path) -> dict[str, Any]:
     try:
         tree = ast.parse(_read(path))
     except SyntaxError as error:
-        raise ConfigError(f"{path}: line {error.lineno} is not Python; wanted the authors' eval.py") from error
+        raise ConfigError(f"{path}: line {error.lineno} is not Python; expected the authors' eval.py") from error
     assigned = [
         (target.id, node.value)
         for node in tree.body
@@ -240,18 +240,18 @@ def _literals(path: Path) -> dict[str, Any]:
     try:
         return {name: ast.literal_eval(value) for name, value in assigned}
     except ValueError as error:
-        raise ConfigError(f"{path}: {assigned[0][0]} is no literal; wanted the authors' eval.py") from error
+        raise ConfigError(f"{path}: {assigned[0][0]} is no literal; expected the authors' eval.py") from error
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error.__class__.__name__}; wanted the file that its authors publish") from error
+        raise ConfigError(f"{path}: {error.__class__.__name__}; expected the file that its authors publish") from error
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: line {error.lineno} is not JSON; wanted the file of its authors") from error
+        raise ConfigError(f"{path}: line {error.lineno} is not JSON; expected the file of its authors") from error

@@ -114,9 +114,9 @@ def probe_linear(
     train, test = check_probe(train, test, num_classes)
     images = len(train.labels)
     if images < 2:
-        raise ConfigError("linear probe: 1 training image; wanted at least 2, one to choose the L2 and one to fit")
+        raise ConfigError("linear probe: 1 training image; expected at least 2, one to choose the L2 and one to fit")
     if not l2_grid or min(l2_grid) <= 0:
-        raise ConfigError(f"linear probe: got L2 {list(l2_grid)}; wanted positive numbers")
+        raise ConfigError(f"linear probe: got L2 {list(l2_grid)}; expected positive numbers")
     development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
     part = Labelled(train.features[~development_N], train.labels[~development_N])
     grid, head = [], None
@@ -146,7 +146,7 @@ def probe_linear_sgd(
     train, test = check_probe(train, test, num_classes)
     images = len(train.labels)
     if images < 2:
-        raise ConfigError("linear probe: 1 training image; wanted at least 2, one to choose the lr and one to fit")
+        raise ConfigError("linear probe: 1 training image; expected at least 2, one to choose the lr and one to fit")
     development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
     development, part = chunks_of(train, development_N, seed), chunks_of(train, ~development_N, seed)
     hits = {}
@@ -216,7 +216,7 @@ def fit_head_sgd(
     """
     options = options or SgdOptions()
     if min(options.epochs, options.batch) < 1 or not options.lr > 0:
-        raise ConfigError(f"linear probe: got {options}; wanted epochs and batch of at least 1 and a positive lr")
+        raise ConfigError(f"linear probe: got {options}; expected epochs and batch of at least 1 and a positive lr")
     mean_F, std_F, steps = _moments(chunks, num_classes, options.batch)
     steps *= options.epochs
     weights_GK = np.zeros((len(mean_F) + 1, num_classes))  # the last row is the bias
@@ -248,13 +248,13 @@ def _moments(
         if not count:
             mean_F, squares_F = np.zeros_like(own_F), np.zeros_like(own_F)
         elif len(own_F) != len(mean_F):
-            raise ConfigError(f"train features: a chunk has {len(own_F)} columns; wanted {len(mean_F)}, as before")
+            raise ConfigError(f"train features: a chunk has {len(own_F)} columns; expected {len(mean_F)}, as before")
         delta_F = own_F - mean_F
         squares_F += ((features_NF - own_F) ** 2).sum(0) + delta_F**2 * count * size / (count + size)
         mean_F += delta_F * size / (count + size)
         count, steps = count + size, steps + -(-size // batch)
     if not count:
-        raise ConfigError("train features: no chunk; wanted at least one")
+        raise ConfigError("train features: no chunk; expected at least one")
     return mean_F, np.sqrt(squares_F / count) + EPSILON, steps
 
 

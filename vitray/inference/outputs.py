@@ -117,7 +117,7 @@ def read_outputs(work: Work) -> Outputs:
     for table, _ in parts.values():
         rows = table["row"].to_numpy()
         if not np.array_equal(rows, np.arange(work.images.images)):
-            raise RuntimeError(f"{work.place}: got {len(rows)} rows, wanted each of {work.images.images} images once")
+            raise RuntimeError(f"{work.place}: got {len(rows)} rows, expected each of {work.images.images} images once")
     first = parts[work.outputs[0]][0]
     corrupt, usable = _corrupt_images(first), _usable(first)
     _check_left_out(work, corrupt)
@@ -176,7 +176,9 @@ def _empty(rows: int, width: int) -> np.ndarray:
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk would kill the process at a later write
         except OSError as error:
             wanted = f"{size / 2**30:.1f} GiB for the outputs of {rows:,} images"
-            raise ConfigError(f"TMPDIR: {gettempdir()}: {error.strerror}; wanted {wanted}, or another folder") from None
+            raise ConfigError(
+                f"TMPDIR: {gettempdir()}: {error.strerror}; expected {wanted}, or another folder"
+            ) from None
         return np.memmap(file, np.float32, "r+", shape=(rows, width))
 
 

@@ -115,7 +115,7 @@ def branch_report(sums: Sequence[BranchSums], seed: int = 0) -> BranchReport:
 def branch_sums(vit: ViT, images_BCHW: Tensor) -> BranchSums:
     """Return the sums of one mini-batch of at least 4 images, by level and half."""
     if blocks(vit)[0].branches < 2:
-        raise ValueError("the levels of the network have one branch each, wanted at least 2 to compare")
+        raise ValueError("the levels of the network have one branch each, expected at least 2 to compare")
     mini_batches(images_BCHW, max(len(images_BCHW), 1))  # refuses too few
     # All parts of the batch advance by a level at a time, so that the outputs of one level exist.
     walks = (run_levels(vit, part) for part in chunks(vit, images_BCHW))

@@ -92,7 +92,7 @@ def feature_changes(
     """
     images_of_other = images_BCHW if images_of_other is None else images_of_other
     if (first := tokens_of(base, images_BCHW)) != (second := tokens_of(other, images_of_other)):
-        raise ValueError(f"got {first} and {second}, wanted two networks with the same tokens; CKA compares any two")
+        raise ValueError(f"got {first} and {second}, expected two networks with the same tokens; CKA compares any two")
     relatives, cosines = [], []
     for chunk, chunk_of_other in zip(chunks(base, images_BCHW), chunks(other, images_of_other), strict=True):
         changes = [

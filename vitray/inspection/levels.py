@@ -57,7 +57,7 @@ def blocks(vit: ViT) -> list[Block]:
 def check_network(vit: AnyNetwork) -> None:
     """Refuse a network in training mode, whose dropout would be inspected too."""
     if vit.training:
-        raise ValueError("the network is in training mode, wanted evaluation mode: call .eval() first")
+        raise ValueError("the network is in training mode, expected evaluation mode: call .eval() first")
 
 
 def check_levels(vit: ViT, chosen: Sequence[int]) -> Sequence[int]:
@@ -65,7 +65,7 @@ def check_levels(vit: ViT, chosen: Sequence[int]) -> Sequence[int]:
     depth = len(vit.blocks)
     if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= depth:
         wanted = f"some of 0 to {depth - 1} in ascending order, as {vit.model.name} has {depth} levels"
-        raise ConfigError(f"levels: got {', '.join(map(str, chosen)) or 'none'}; wanted {wanted}")
+        raise ConfigError(f"levels: got {', '.join(map(str, chosen)) or 'none'}; expected {wanted}")
     return chosen
 
 

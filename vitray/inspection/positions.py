@@ -51,7 +51,7 @@ def position_similarity(vit: AnyNetwork, grid: tuple[int, int] | None = None, le
 
 def _added_before(vit: ViT, level: int) -> Positions:
     if not 0 <= level < len(vit.blocks):
-        raise ValueError(f"got level {level}, wanted 0 to {len(vit.blocks) - 1}")
+        raise ValueError(f"got level {level}, expected 0 to {len(vit.blocks) - 1}")
     own: Any = [vit.positions, *vit.level_positions]
     return own[level] if vit.positions_added_at == "levels" else vit.positions
 

@@ -42,7 +42,7 @@ def mini_batches(images_BCHW: Tensor, batch: int) -> Sequence[Tensor]:
     parts = images_BCHW.tensor_split(math.ceil(len(images_BCHW) / batch) or 1)
     if len(parts[-1]) < FEWEST_IMAGES:
         got = f"got {len(images_BCHW)} images in {len(parts)} mini-batches"
-        raise ValueError(f"{got}, wanted at least {FEWEST_IMAGES} in each")
+        raise ValueError(f"{got}, expected at least {FEWEST_IMAGES} in each")
     return parts
 
 

@@ -29,7 +29,7 @@ def run_states(vit: AnyNetwork, images_BCHW: Tensor) -> Iterator[Tensor]:
     if isinstance(vit, TorchvisionNetwork):
         check_network(vit)
         if not has_levels(vit):
-            raise ValueError(f"{vit.model.name} has no numbered stages, wanted a network with levels")
+            raise ValueError(f"{vit.model.name} has no numbered stages, expected a network with levels")
         with vit.watching_stages() as states:
             vit(images_BCHW)
         yield from (state_BCHW.flatten(2).mT for state_BCHW in states)

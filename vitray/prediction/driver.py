@@ -95,7 +95,9 @@ def _plan_of(request: Request) -> Plan:
     options = check_options(networks, request.options)
     images = list_images(request.images, request.splits)
     if f"{out}/".startswith(f"{images.url.rstrip('/')}/"):
-        raise ConfigError(f"{request.out}: lies in {request.images}, whose images it would join; wanted another folder")
+        raise ConfigError(
+            f"{request.out}: lies in {request.images}, whose images it would join; expected another folder"
+        )
     _note(images)
     return Plan(networks, images, options, out)
 
@@ -104,7 +106,7 @@ def _networks(request: Request) -> tuple[NetworkSpec, ...]:
     """Return the networks, each under a name of its own."""
     for url in request.models:
         if request.models.count(url) > 1:
-            raise ConfigError(f"{url}: given {request.models.count(url)} times; wanted each network once")
+            raise ConfigError(f"{url}: given {request.models.count(url)} times; expected each network once")
     specs = [describe_network(url)[0] for url in request.models]
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
@@ -147,7 +149,7 @@ def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -
         if part in sizes:
             done = next(written)
             if done != part:
-                raise RuntimeError(f"got part {done}, wanted {part}")
+                raise RuntimeError(f"got part {done}, expected {part}")
             progress.add(sizes[part])
         if request.follow:
             print_part(plan, part, request.follow, to)

@@ -84,7 +84,7 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
     if not is_glob and storage.exists(storage.join(address, MANIFEST)):
         return _list_dataset(address, splits)
     if splits:
-        raise ConfigError(f"--split {splits[0]}: {url} is no dataset of `vitray shard`; wanted no --split")
+        raise ConfigError(f"--split {splits[0]}: needs a dataset written by `vitray shard`, and {url} is none")
     if not is_glob and storage.exists(address):
         if ending in ("csv", "tsv") or (ending == "parquet" and not holds_images(address, None)):
             entries: Iterator[Entry] = _list_addresses(address, files)
@@ -98,12 +98,12 @@ def list_images(url: str, splits: Sequence[str] = ()) -> ImageList:
             folder, files = _matching(address)
         if not files:
             wanted = "a folder, a glob, .tar, .parquet or .csv, local or s3://"
-            raise ConfigError(f"{url}: no files here; wanted {wanted}")
+            raise ConfigError(f"{url}: no files here; expected {wanted}")
         entries = _list_files(folder, files, others)
     table, digest, repeated = _tabulated(entries)
     if not table.num_rows:
         got = f"none of {len(files)} files is an image, such as {others[0]}" if others else "no images in it"
-        raise ConfigError(f"{url}: {got}; wanted .jpg, .png, .webp, .tar, .parquet, ...")
+        raise ConfigError(f"{url}: {got}; expected .jpg, .png, .webp, .tar, .parquet, ...")
     digest.update(json.dumps([[name, files[name]] for name in sorted(files.keys() - set(others))]).encode())
     return ImageList(address, table, digest.hexdigest(), None, tuple(others), repeated)
 
@@ -188,7 +188,7 @@ def _matching(pattern: str) -> tuple[str, dict[str, Any]]:
     folder = re.split(r"[*?[]", pattern)[0].rpartition("/")[0]
     if not folder:
         got = "got a wildcard in the first folder, for which all files of this machine would be listed"
-        raise ConfigError(f"{pattern}: {got}; wanted a folder above it, as in /data/*.jpg")
+        raise ConfigError(f"{pattern}: {got}; expected a folder above it, as in /data/*.jpg")
     wildcards = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.findall(r"\*\*/?|\*|\?|\[[^]]+\]|.", pattern[len(folder) + 1 :])
     expression = "".join(
@@ -238,7 +238,7 @@ def _read_addresses(url: str) -> Iterator[tuple[str, str]]:
     if column is None:
         wanted = f"one of {', '.join(ADDRESS_COLUMNS)}{nearest(header[0] if header else '', ADDRESS_COLUMNS)}"
         got = f"its first line has {', '.join(header)}"
-        raise ConfigError(f"{url}: no column of addresses: {got}; wanted {wanted}")
+        raise ConfigError(f"{url}: no column of addresses: {got}; expected {wanted}")
     folder = url.rpartition("/")[0]
     for number, row in enumerate(rows, 1):
         address = row[column]

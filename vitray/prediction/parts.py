@@ -71,7 +71,7 @@ def count_images(plan: Plan) -> Counts:
         with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
             table = file.read(columns=["key", "error"])
             if (file.schema_arrow.metadata or {}).get(IDENTITY) != plan.identity.encode():
-                raise RunError(f"{url}: of another plan: another command has written to the same folder")
+                raise RunError(f"{url}: written by another prediction in the same folder")
         start, stop = plan.span(part, 0)[0], plan.span(part, plan.batches - 1)[1]
         if not table["key"].equals(plan.images.table["key"].slice(start, stop - start)):
             raise RunError(f"{url}: its keys are not those of the plan: remove it, and repeat the command")

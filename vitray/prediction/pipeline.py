@@ -44,7 +44,7 @@ def pool_bounds(workers: Bounds | None, device: str) -> Bounds:
     room = gpus if device == "cuda" else cpus - 1
     if room < 1:
         wanted = "a GPU, as at the first command, or another OUT" if device == "cuda" else "two CPUs at least"
-        raise RunError(f"the cluster has {cpus} CPUs and {gpus} GPUs; wanted {wanted}")
+        raise RunError(f"the cluster has {cpus} CPUs and {gpus} GPUs; expected {wanted}")
     if workers is None:
         return Bounds(1, room)
     if workers.least > room:
@@ -156,7 +156,9 @@ class _Writer:
     def __call__(self, rows: Row) -> Row:
         part = int(rows["part"][0])
         if set(rows["part"].tolist()) != {part} or rows["batch"].tolist() != list(range(self._plan.batches)):
-            raise RuntimeError(f"got batches {rows['batch']} of parts {rows['part']}, wanted all of one part in order")
+            raise RuntimeError(
+                f"got batches {rows['batch']} of parts {rows['part']}, expected all of one part in order"
+            )
         tables = [pa.ipc.open_stream(content).read_all() for content in rows["outputs"].tolist()]
         reasons = [reason for text in rows["reasons"].tolist() for reason in json.loads(text)]
         refused = ""

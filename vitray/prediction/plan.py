@@ -103,13 +103,13 @@ def check_options(networks: Sequence[NetworkSpec], options: Options) -> Options:
         if spec.num_classes is None:
             if options.logits or options.top_k or not (options.embedding or options.levels):
                 wanted = "a classifier, or --embedding or --features alone"
-                raise ConfigError(f"{spec.url}: it has no head, so no classes; wanted {wanted}")
+                raise ConfigError(f"{spec.url}: it has no head, so no classes; expected {wanted}")
         elif options.top_k is not None and options.top_k > spec.num_classes:
             wanted = f"at most the {spec.num_classes} classes of {spec.url}"
-            raise ConfigError(f"--top-k: got {options.top_k}, wanted {wanted}")
+            raise ConfigError(f"--top-k: got {options.top_k}, expected {wanted}")
         _check_levels(spec, options)
     if options.top_k == 0 and not (options.logits or options.embedding or options.levels):
-        raise ConfigError("--top-k 0: nothing to write; wanted --logits, --embedding or --features")
+        raise ConfigError("--top-k 0: nothing to write; expected --logits, --embedding or --features")
     if options.top_k is None:
         options = options._replace(top_k=min([TOP_K, *(spec.num_classes for spec in networks if spec.num_classes)]))
     return options
@@ -119,13 +119,13 @@ def _check_levels(spec: NetworkSpec, options: Options) -> None:
     known = list(level_widths(spec)) if options.levels else []
     for level in options.levels:
         if not known:
-            raise ConfigError(f"--features {level}: {spec.network} has no stages; wanted --embedding alone")
+            raise ConfigError(f"--features {level}: {spec.network} has no stages; expected --embedding alone")
         if level not in known:
             wanted = f"one of {known[0]} to {known[-1]}{nearest(level, known)}"
-            raise ConfigError(f"--features {level}: no such level in {spec.network}; wanted {wanted}")
+            raise ConfigError(f"--features {level}: no such level in {spec.network}; expected {wanted}")
     if options.compile and not is_vit(spec.network) and (options.levels or options.embedding):
         wanted = "no --embedding and no --features"
-        raise ConfigError(f"--compile: {spec.network} is compiled whole, with its logits alone; wanted {wanted}")
+        raise ConfigError(f"--compile: {spec.network} is compiled whole, with its logits alone; expected {wanted}")
 
 
 def level_widths(spec: NetworkSpec) -> dict[str, int]:
@@ -156,7 +156,7 @@ def open_plan(plan: Plan) -> Plan:
     url = storage.join(plan.out, PLAN)
     if not storage.exists(url):
         if names := storage.list_files(storage.join(plan.out, PARTS)):
-            raise ConfigError(f"{plan.out}: has {PARTS}/{names[0]} without {PLAN}; wanted a new or an empty folder")
+            raise ConfigError(f"{plan.out}: has {PARTS}/{names[0]} without {PLAN}; expected a new or an empty folder")
         return plan
     stored = storage.read_json(url)
     if isinstance(stored, dict) and stored.get("device") in ("cpu", "cuda"):

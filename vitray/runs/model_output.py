@@ -59,8 +59,8 @@ def find_checkpoints(url: str) -> tuple[str, list[int]]:
             return folder, steps
         if chosen := [step for step in steps if checkpoints.folder_of(folder, step) == url.rstrip("/")]:
             return folder, chosen
-        raise ConfigError(f"{url}: no complete checkpoint; wanted one of the steps {', '.join(map(str, steps))}")
-    raise ConfigError(f"{url}: no run folder; wanted one, as runs/NAME, or runs/NAME/checkpoints/step-00001200")
+        raise ConfigError(f"{url}: no complete checkpoint; expected one of the steps {', '.join(map(str, steps))}")
+    raise ConfigError(f"{url}: no run folder; expected one, as runs/NAME, or runs/NAME/checkpoints/step-00001200")
 
 
 def _best_step(run_dir: str, steps: Sequence[int]) -> int:
@@ -75,7 +75,7 @@ def _best_step(run_dir: str, steps: Sequence[int]) -> int:
         print(f"not evaluated when the run was interrupted, so not compared: steps {', '.join(map(str, pending))}")
     if best is not None and best not in steps:
         raise ConfigError(
-            f"{run_dir}: its best evaluation, of step {best}, has no checkpoint; wanted"
+            f"{run_dir}: its best evaluation, of step {best}, has no checkpoint; expected"
             f" {checkpoints.folder_of(run_dir, steps[-1])}, or another of the steps {', '.join(map(str, steps))}"
         )
     return steps[-1] if best is None else best

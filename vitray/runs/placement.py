@@ -53,11 +53,13 @@ def await_nodes(run: Run) -> None:
     device = compute.device if compute.device != "auto" else "gpu" if has_gpus else session.autoscaling_device()
     if device is None:
         raise ConfigError(
-            "compute.device: got auto on an autoscaling cluster without a GPU now; wanted gpu or cpu, or one of them as"
-            " VITRAY_GROWS_DEVICE in the environment of the head"
+            "compute.device: got auto on an autoscaling cluster without a GPU now; expected gpu or cpu, or one of them"
+            " as VITRAY_GROWS_DEVICE in the environment of the head"
         )
     if compute.worker_range is None:
-        raise ConfigError("compute.workers: got auto on an autoscaling cluster; wanted a number, as compute.workers=2")
+        raise ConfigError(
+            "compute.workers: got auto on an autoscaling cluster; expected a number, as compute.workers=2"
+        )
     gpus = {} if device == "cpu" else {"GPU": compute.gpus}
     evaluator = run.evaluate.where if run.data.evaluated else "workers"
     bundles: list[dict[str, float]] = [{"CPU": compute.cpus or 1.0} | gpus] * compute.worker_range[0]
@@ -86,7 +88,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
     use_gpu = compute.device == "gpu" or (compute.device == "auto" and resources.get("GPU", 0) > 0)
     lowest, highest = compute.worker_range or ((gpus, gpus) if use_gpu else (1, 1))
     if evaluator == "gpu" and not resources.get("GPU", 0):
-        raise ConfigError("evaluate.where: got gpu, the cluster has no GPU; wanted workers or cpu")
+        raise ConfigError("evaluate.where: got gpu, the cluster has no GPU; expected workers or cpu")
     if use_gpu and (lowest > gpus or not gpus):
         besides = " besides the one for evaluations" if evaluator == "gpu" else ""
         raise ConfigError(f"compute.workers: got {max(lowest, 1)} GPU workers, the cluster has {gpus} GPUs{besides}")
@@ -105,7 +107,7 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
         raise ConfigError(
             f"compute.workers: {lowest} workers{share} with one CPU to decode images{others} do not fit into the"
             f" {cpus:g} CPUs of the cluster{f', {smallest:g} on its smallest node' if len(nodes) > 1 else ''};"
-            f" wanted fewer workers, a smaller compute.cpus or more CPUs{later}"
+            f" expected fewer workers, a smaller compute.cpus or more CPUs{later}"
         )
     _check_batch(run, lowest, highest)
     neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
@@ -123,15 +125,15 @@ def _check_batch(run: Run, lowest: int, highest: int) -> None:
     batch, each = run.optim.batch, 2 if run.data.mix.is_mixing else 1
     if batch < highest * each:
         images = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "an image"
-        raise ConfigError(f"optim.batch: got {batch}, wanted at least {images} for each of {highest} workers")
+        raise ConfigError(f"optim.batch: got {batch}, expected at least {images} for each of {highest} workers")
     if run.data.evaluated and run.evaluate.where == "workers" and (run.evaluate.batch or batch) < highest:
         raise ConfigError(
-            f"evaluate.batch: got {run.evaluate.batch}, wanted at least an image for each of {highest} workers"
+            f"evaluate.batch: got {run.evaluate.batch}, expected at least an image for each of {highest} workers"
         )
     odd = [workers for workers in range(lowest, highest + 1) if dealt_unit(batch, workers) < PAIR]
     if run.data.mix.is_mixing and odd:
         raise ConfigError(
-            f"optim.batch: got {batch}, which gives each of {odd[0]} workers {batch // odd[0]} images, wanted an even"
+            f"optim.batch: got {batch}, which gives each of {odd[0]} workers {batch // odd[0]} images, expected an even"
             " number for each, as mixup and cutmix pair them; or another compute.workers"
         )
     check_shares(run, lowest, highest)

@@ -127,7 +127,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     `known` is an open dataset, used in place of the run's own if both have the same address.
     """
     if run.data.url is None:
-        raise ConfigError("data.url: got null, wanted a dataset that `vitray shard` wrote, as in data.url=data/demo")
+        raise ConfigError("data.url: got null, expected a dataset that `vitray shard` wrote, as in data.url=data/demo")
     is_known = known is not None and storage.absolute(known.url) == storage.absolute(run.data.url)
     if not is_known:
         check_readable(run.data.url, MANIFEST)
@@ -190,7 +190,7 @@ def check_schedule(run: Run, images: int) -> tuple[int, int]:
     """Return the steps of an epoch and of the run; refuse a duration or an interval without a step."""
     batch = run.optim.batch
     if batch > images:
-        raise ConfigError(f"optim.batch: got {batch}, wanted at most the {images} images of {run.data.train}")
+        raise ConfigError(f"optim.batch: got {batch}, expected at most the {images} images of {run.data.train}")
     steps_per_epoch = images // batch
     steps = total_steps(run.optim, steps_per_epoch)
     Triggers(run, steps_per_epoch, steps)  # refuses an interval of no step
@@ -229,14 +229,18 @@ def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | No
     held_out = int(mask.sum())
     if not held_out:
         raise ConfigError(
-            f"data.development: got {run.data.development:g}, which holds out none of {images} images, wanted more"
+            f"data.development: got {run.data.development:g}, which holds out none of {images} images, expected more"
         )
     return images - held_out, held_out, mask
 
 
 def plan_text(planned: PlannedRun) -> str:
     """Return the plan as indented lines, with the trained parts of a fine-tuning."""
-    lines = [f"  {key:<18} {value}" for key, value in planned.plan._asdict().items()]
+    values = {key: value for key, value in planned.plan._asdict().items() if value is not None}
+    if planned.teacher is None:
+        del values["teacher_gflops"]
+    texts = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in values.items()}
+    lines = [f"  {key:<18} {text}" for key, text in texts.items()]
     if planned.start:
         from vitray.weights.freezing import audit_table
 
@@ -295,7 +299,7 @@ def _images(dataset: Dataset, setting: str, split: str) -> int:
     if split not in dataset.splits:
         known = ", ".join(dataset.splits)
         raise ConfigError(
-            f"{setting}: got {split!r}, wanted a split of {dataset.url}: {known}{nearest(split, dataset.splits)}"
+            f"{setting}: got {split!r}, expected a split of {dataset.url}: {known}{nearest(split, dataset.splits)}"
         )
     return dataset.splits[split].rows
 
@@ -309,25 +313,27 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
             " they then come from it; see docs/faq.md#wrong-head"
         )
     if run.data.copies > images:
-        raise ConfigError(f"data.copies: got {run.data.copies}, wanted at most the {images} images of {run.data.train}")
+        raise ConfigError(
+            f"data.copies: got {run.data.copies}, expected at most the {images} images of {run.data.train}"
+        )
     if run.data.mix.is_mixing and batch % 2:
-        raise ConfigError(f"optim.batch: got {batch}, wanted an even number, as mixup and cutmix pair images")
+        raise ConfigError(f"optim.batch: got {batch}, expected an even number, as mixup and cutmix pair images")
     check_model_name(run.tracking.register_as)
     if run.tracking.promote and run.task.kind in ("masked", "tokenizer"):
-        raise ConfigError(f"tracking.promote: got a rule, wanted null: a task of kind {run.task.kind} has no top-1")
+        raise ConfigError(f"tracking.promote: got a rule, expected null: a task of kind {run.task.kind} has no top-1")
     if run.tracking.promote and (run.data.val is None or run.data.development):
         got = f"data.development {run.data.development:g}" if run.data.development else "data.val null"
-        wanted = "wanted images on which no version was trained: data.val, and data.development 0"
+        wanted = "expected images on which no version was trained: data.val, and data.development 0"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
     learning = {"knn", "few_shot"} & set(run.evaluate.probes)
     if learning and len(dataset.classes) < 2:
         raise ConfigError(
-            f"evaluate.probes: got {', '.join(sorted(learning))}, wanted others: {dataset.url} has no labels to learn"
+            f"evaluate.probes: got {', '.join(sorted(learning))}, expected others: {dataset.url} has no labels to learn"
         )
     lowest, highest = run.compute.worker_range or (1, 1)
     if batch < highest * (2 if run.data.mix.is_mixing else 1):
         least = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "one image"
-        raise ConfigError(f"optim.batch: got {batch}, wanted at least {least} for each of {highest} workers")
+        raise ConfigError(f"optim.batch: got {batch}, expected at least {least} for each of {highest} workers")
     check_shares(run, lowest, highest)
 
 
@@ -342,6 +348,6 @@ def _few_shot_least(run: Run, dataset: Dataset, mask: np.ndarray | None) -> int:
         raise ConfigError(
             f"evaluate.probe_images: got {run.evaluate.probe_images}: {len(missing):,} of {len(dataset.classes):,}"
             f" classes have none of these images of {run.data.train}, the first is {missing[0]!r}, and few_shot learns"
-            " from each class; wanted more images, or evaluate.probes without few_shot"
+            " from each class; expected more images, or evaluate.probes without few_shot"
         )
     return int(counts[np.array(wanted) > 0].min())

@@ -139,13 +139,13 @@ def _find_candidate(model: str) -> _Candidate:
     if storage.exists(storage.join(model, RUN_META)):
         run = stored_run(model)
         if run.tracking.register_as is None:
-            raise ConfigError(f"{model}: its tracking.register_as is null; wanted a run with a registered model")
+            raise ConfigError(f"{model}: its tracking.register_as is null; expected a run with a registered model")
         uid = json.loads(storage.read_bytes(storage.join(model, RUN_META)))["uid"]
         name = run.tracking.register_as
         return _Candidate(name, version_of_run(name, run.tracking.experiment, uid), run)
     address = model.removeprefix("models:/")
     if not re.fullmatch(r"[^/@]+(@[^/@]+|/[0-9]+)", address):
-        raise ConfigError(f"{model}: wanted name@alias or name/3 of a registered model, or the folder of a run")
+        raise ConfigError(f"{model}: expected name@alias or name/3 of a registered model, or the folder of a run")
     url = pin_uri(f"models:/{address}")
     name, _, version = url.removeprefix("models:/").rpartition("/")
     settings = storage.join(resolve_uri(url), "run.yaml")
@@ -169,7 +169,7 @@ def _compare(candidate: _Candidate, holder: str | None, request: PromotionReques
 
     data, split = request.data or candidate.run.data.url, request.split or candidate.run.data.val or "val"
     if data is None:
-        raise ConfigError(f"{candidate.url}: its run names no images; wanted DATA to compare the versions on")
+        raise ConfigError(f"{candidate.url}: its run names no images; expected DATA to compare the versions on")
     urls = [candidate.url, f"models:/{candidate.name}/{holder}"]
     evaluation, page = evaluate(Request(urls, data, split, out=request.out, workers=request.workers))
     [pair] = evaluation.pairs

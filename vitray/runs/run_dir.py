@@ -69,14 +69,14 @@ def open_run_dir(
         meta = json.loads(storage.read_bytes(path))
         if fork and fork != meta["forked_from"]:
             before = meta["forked_from"] or "no other run"
-            raise ConfigError(f"--fork: got {fork}, wanted another --name: {name} exists and started from {before}")
+            raise ConfigError(f"--fork: got {fork}, expected another --name: {name} exists and started from {before}")
         _check_same(run_dir, name, run, plan, meta)
         storage.abort_uploads(run_dir)  # left by a killed writer
         meta["starts"] += 1
         storage.write_bytes(path, json.dumps(meta).encode())
         return meta["uid"], meta["starts"]
     if fork and isinstance(run.task, Finetune):
-        raise ConfigError("--fork: task finetune starts from task.weights; wanted one of the two")
+        raise ConfigError("--fork: task finetune starts from task.weights; expected one of the two")
     if fork:
         _check_fork(_source(run_dir, name, fork), run, tokenizer)
     uid = uuid.uuid4().hex
@@ -127,7 +127,7 @@ def run_dataset(run: Run, run_dir: str) -> Dataset:
     assert run.data.url is not None
     dataset = open_dataset(run.data.url)
     if dataset.identity != json.loads(storage.read_bytes(storage.join(run_dir, RUN_META)))["dataset_identity"]:
-        raise ConfigError(f"{dataset.url}: the images have changed since {run_dir} started; wanted those of the run")
+        raise ConfigError(f"{dataset.url}: the images have changed since {run_dir} started; expected those of the run")
     return dataset
 
 
@@ -174,7 +174,7 @@ def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> N
     if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
         raise ConfigError(
             f"--fork: the weights of {before.name} at {before.image_size} px do not fit {now.name} at {now.image_size};"
-            f" wanted the same network, or task.kind=finetune task.weights={source}/model"
+            f" expected the same network, or task.kind=finetune task.weights={source}/model"
         )
     got = checkpoints.weight_shapes(source, checkpoints.complete_steps(source)[-1])
     with torch.device("meta"):
@@ -182,6 +182,6 @@ def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> N
     for name in {**wanted, **got}:
         if wanted.get(name) != got.get(name):
             raise ConfigError(
-                f"--fork: {source} is of another network: {name}: got {got.get(name, 'none')}, wanted"
+                f"--fork: {source} is of another network: {name}: got {got.get(name, 'none')}, expected"
                 f" {wanted.get(name, 'none')}; settings of model and task have changed"
             )

@@ -147,7 +147,7 @@ class RunLogger:
             best = self._best.without_checkpoint
             if best and best.step not in complete:  # saved before this start
                 text = f"step {best.step:,} has the best scores and no checkpoint, so MLflow has no logged model of it"
-                self._log(messages.Note(f"{text}; wanted checkpoint.every as often as evaluate.every"))
+                self._log(messages.Note(f"{text}; expected checkpoint.every as often as evaluate.every"))
             self._tracker.end("FINISHED")
         else:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")
@@ -214,7 +214,7 @@ class RunLogger:
         try:
             log()
         except Exception as error:
-            text = f"something is missing in MLflow: {one_line(error)}"
+            text = f"could not log to MLflow: {one_line(error)}"
             with suppress(Exception):
                 self._log(messages.Note(cut_middle(text, LONGEST_NOTE)))
 

@@ -54,8 +54,8 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
             serving = serving.model_copy(update={"gpus": gpus_of_a_replica(serving.replicas[1], gpus)})
         if serve.status().proxies:
             raise RunError(
-                "Serve runs on this cluster already, and its address and other applications would be changed; wanted a"
-                " cluster without it: end the other `vitray serve`, or run `serve shutdown`"
+                "Serve runs on this cluster already, and its address and other applications would be changed; expected"
+                " a cluster without it: end the other `vitray serve`, or run `serve shutdown`"
             )
         if (seconds := autoscaling_timeout()) is not None:
             wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
@@ -117,8 +117,8 @@ def _check_port(host: str, port: int) -> None:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind(address)
     except (socket.gaierror, UnicodeError):
-        raise ConfigError(f"--host: got {host!r}, wanted an address of this machine, as in 127.0.0.1") from None
+        raise ConfigError(f"--host: got {host!r}, expected an address of this machine, as in 127.0.0.1") from None
     except OSError as error:
         raise ConfigError(
-            f"--port: got {port} at {host}: {error.strerror}; wanted a free port, as in --port 8001"
+            f"--port: got {port} at {host}: {error.strerror}; expected a free port, as in --port 8001"
         ) from None

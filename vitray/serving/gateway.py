@@ -55,7 +55,7 @@ class Gateway:
         self.limits, self.network = serving.limits, network
         token = os.environ.get(TOKEN_VARIABLE)
         if serving.token and not token:
-            raise RuntimeError(f"{TOKEN_VARIABLE} is not set on this node; wanted the secret that requests give")
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set on this node; expected the secret that requests give")
         check_address(LOOPBACK[0], token)  # its length
         self.token = token.encode() if token else None
         self.metrics = Metrics()
@@ -90,9 +90,9 @@ class Gateway:
         """Return the response and the task that answered."""
         path = request.url.path
         if path not in ROUTES:
-            raise BadRequest(404, f"path: got {path[:100]}, wanted one of {', '.join(ROUTES)}")
+            raise BadRequest(404, f"path: got {path[:100]}, expected one of {', '.join(ROUTES)}")
         if request.method != ROUTES[path]:
-            raise BadRequest(405, f"method: got {request.method[:20]}, wanted {ROUTES[path]} for {path}")
+            raise BadRequest(405, f"method: got {request.method[:20]}, expected {ROUTES[path]} for {path}")
         if path == "/healthz":
             return await self._health(), ""
         self._check_token(request.headers.get("authorization", ""))
@@ -170,7 +170,7 @@ class Gateway:
         kind, _, given = header.partition(" ")
         is_right = self.token is None or hmac.compare_digest(given.strip().encode(), self.token)
         if not is_right or (self.token is not None and kind.lower() != "bearer"):
-            raise BadRequest(401, "wanted the header `Authorization: Bearer TOKEN` with the token of this server")
+            raise BadRequest(401, "expected the header `Authorization: Bearer TOKEN` with the token of this server")
 
     async def _health(self) -> Response:
         try:

@@ -54,7 +54,7 @@ def check_tasks(base_url: str, tasks: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"{name}={url}: {error}") from None
     names = [BASE_TASK, *tasks] if _has_classes(pinned) else list(tasks)
     if not names:
-        raise ConfigError(f"{base_url}: it has no classes, and no task is given; wanted a classifier, or TASK=DELTA")
+        raise ConfigError(f"{base_url}: it has no classes, and no task is given; expected a classifier, or TASK=DELTA")
     return names
 
 
@@ -157,14 +157,14 @@ class Hosted:
         names = list(sources)
         name = default_task(names) if task is None else task
         if name is None:
-            raise BadRequest(400, f"task: wanted ?task= one of {', '.join(names[:20])}")
+            raise BadRequest(400, f"task: expected ?task= one of {', '.join(names[:20])}")
         if name not in sources and name in self.errors:
             raise BadRequest(503, f"task {name}: {self.errors[name]}")
         if name not in sources:
             raise BadRequest(404, unknown_task(name, names))
         count = len(class_names(sources[name].member))
         if top_k is not None and top_k > count:
-            raise BadRequest(400, f"top_k: got {top_k}, wanted 1 to {count}, the number of classes")
+            raise BadRequest(400, f"top_k: got {top_k}, expected 1 to {count}, the number of classes")
         return name, sources[name], top_k or min(5, count)
 
     def answers(self, items: Sequence[Item]) -> list[np.ndarray | str]:

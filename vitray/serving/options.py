@@ -52,9 +52,9 @@ def read_settings(options: argparse.Namespace) -> Serving:
     fewest, _, most = options.replicas.partition("-")
     most = most or fewest
     if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most) <= 10_000):
-        raise ConfigError(f"--replicas: got {options.replicas}, wanted a number or bounds, as in 2 or 1-4")
+        raise ConfigError(f"--replicas: got {options.replicas}, expected a number or bounds, as in 2 or 1-4")
     if options.gpus is not None and not 0 <= options.gpus <= 8:
-        raise ConfigError(f"--gpus: got {options.gpus:g}, wanted a number from 0 to 8")
+        raise ConfigError(f"--gpus: got {options.gpus:g}, expected a number from 0 to 8")
     if options.memory_mb < options.max_mb:
         raise ConfigError(f"--memory-mb: got {options.memory_mb}, expected at least --max-mb, {options.max_mb}")
     limits = {"body_bytes": options.max_mb * 2**20, "upload_seconds": options.upload_s, "pixels": options.max_pixels}

@@ -37,9 +37,9 @@ class Query(NamedTuple):
 def read_query(parameters: Mapping[str, str], content_type: str, body: bytes, limits: Limits) -> Query:
     """Return the query of a request; its URL parameters take precedence over the fields of its body."""
     if unknown := sorted(parameters.keys() - {"task", "top_k"}):
-        raise BadRequest(400, f"got the parameter {unknown[0]}, wanted task or top_k")
+        raise BadRequest(400, f"got the parameter {unknown[0]}, expected task or top_k")
     if not body:
-        raise BadRequest(400, "the body is empty; wanted an image, a form with images, or JSON")
+        raise BadRequest(400, "the body is empty; expected an image, a form with images, or JSON")
     kind = content_type.partition(";")[0].strip().lower()
     fields: dict[str, Any] = {}
     if kind == "application/json":
@@ -50,19 +50,19 @@ def read_query(parameters: Mapping[str, str], content_type: str, body: bytes, li
     elif kind.startswith("image/") or kind in RAW_TYPES:
         images = [body]
     else:
-        raise BadRequest(415, f"content type: got {kind}, wanted image/*, multipart/form-data or application/json")
+        raise BadRequest(415, f"content type: got {kind}, expected image/*, multipart/form-data or application/json")
     _check_count(images, limits)
     if empty := [index for index, image in enumerate(images) if not image]:
         raise BadRequest(400, f"image {empty[0]}: empty")
     task = parameters.get("task", fields.get("task"))
     if task is not None and not isinstance(task, str):
-        raise BadRequest(400, f"task: got {type(task).__name__}, wanted text")
+        raise BadRequest(400, f"task: got {type(task).__name__}, expected text")
     return Query(task, _read_top_k(parameters.get("top_k", fields.get("top_k"))), images)
 
 
 def _check_count(images: Sequence[Any], limits: Limits) -> None:
     if not 1 <= len(images) <= limits.images:
-        raise BadRequest(400, f"got {len(images)} images, wanted 1 to {limits.images}")
+        raise BadRequest(400, f"got {len(images)} images, expected 1 to {limits.images}")
 
 
 def _read_top_k(value: Any) -> int | None:
@@ -70,7 +70,7 @@ def _read_top_k(value: Any) -> int | None:
         return None
     text = value if isinstance(value, str) else str(value)
     if isinstance(value, bool | float) or not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
-        raise BadRequest(400, f"top_k: got {text[:50]!r}, wanted a whole number from 1 on")
+        raise BadRequest(400, f"top_k: got {text[:50]!r}, expected a whole number from 1 on")
     return int(text)
 
 
@@ -83,25 +83,25 @@ def _read_json(body: bytes, limits: Limits) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise BadRequest(400, f"JSON: got {type(fields).__name__}, wanted an object with image or images")
+        raise BadRequest(400, f"JSON: got {type(fields).__name__}, expected an object with image or images")
     if unknown := sorted(fields.keys() - JSON_FIELDS):
-        raise BadRequest(400, f"JSON: got the field {unknown[0][:50]!r}, wanted image or images, task, top_k")
+        raise BadRequest(400, f"JSON: got the field {unknown[0][:50]!r}, expected image or images, task, top_k")
     return fields
 
 
 def _images_of_json(fields: dict[str, Any], limits: Limits) -> list[bytes]:
     if ("image" in fields) == ("images" in fields):
-        raise BadRequest(400, "JSON: wanted either image or images, base64 text")
+        raise BadRequest(400, "JSON: expected either image or images, base64 text")
     texts = fields["images"] if "images" in fields else [fields["image"]]
     if not isinstance(texts, list):
-        raise BadRequest(400, f"images: got {type(texts).__name__}, wanted a list of base64 text")
+        raise BadRequest(400, f"images: got {type(texts).__name__}, expected a list of base64 text")
     _check_count(texts, limits)
     return [_decode_base64(text, index) for index, text in enumerate(texts)]
 
 
 def _decode_base64(text: Any, index: int) -> bytes:
     if not isinstance(text, str):
-        raise BadRequest(400, f"image {index}: got {type(text).__name__}, wanted base64 text")
+        raise BadRequest(400, f"image {index}: got {type(text).__name__}, expected base64 text")
     try:
         # Some encoders break the text into lines.
         return base64.b64decode(text.encode("ascii").translate(None, b" \t\r\n"), validate=True)
@@ -136,5 +136,5 @@ def read_form(content_type: str, body: bytes, limits: Limits) -> tuple[list[byte
         elif is_file or name[1] in (b"image", b"images"):
             images.append(content)
         else:
-            raise BadRequest(400, f"multipart/form-data: got the field {name[1][:50]!r}, wanted image, task or top_k")
+            raise BadRequest(400, f"multipart/form-data: got the field {name[1][:50]!r}, expected image, task or top_k")
     return images, fields

@@ -77,10 +77,10 @@ def retry_failed(space: Space, name: str, out: str) -> None:
     from vitray.sweep.trial_store import reset_failed
 
     if space.is_population:
-        raise ConfigError("--retry-failed: got a population, wanted a sweep whose trials do not continue each other")
+        raise ConfigError("--retry-failed: got a population, expected a sweep whose trials do not continue each other")
     sweep_dir = storage.join(storage.absolute(out), name)
     if not storage.exists(storage.join(sweep_dir, SWEEP_META)):
-        raise ConfigError(f"--retry-failed: no sweep {name} in {out}; wanted --name of an earlier one")
+        raise ConfigError(f"--retry-failed: no sweep {name} in {out}; expected --name of an earlier one")
     with own_folder(sweep_dir, name):
         for each in (*(storage.join(name, STAGES_DIR, stage) for stage in space.before), name):
             failed = reset_failed(storage.join(storage.absolute(out), each))

@@ -50,30 +50,30 @@ def evaluate(expression: str, values: Mapping[str, Any]) -> bool:
         given = " ".join(f"{name}={short(value)}" for name, value in values.items())
         raise ConfigError(f"{short(expression)}: cannot be computed for {given}: {error}") from None
     if not isinstance(result, bool):
-        raise ConfigError(f"{short(expression)}: is {short(result)}, wanted a comparison, which is true or false")
+        raise ConfigError(f"{short(expression)}: is {short(result)}, expected a comparison, which is true or false")
     return result
 
 
 @cache
 def _parsed(expression: str) -> ast.expr:
     if len(expression) > LONGEST:
-        raise ConfigError(f"{short(expression)}: got {len(expression):,} characters, wanted at most {LONGEST:,}")
+        raise ConfigError(f"{short(expression)}: got {len(expression):,} characters, expected at most {LONGEST:,}")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ConfigError(f"{short(expression)}: not an expression, wanted {LANGUAGE}") from None
+        raise ConfigError(f"{short(expression)}: not an expression, expected {LANGUAGE}") from None
     level, depth = [tree], 0
     while level:
         level, depth = [child for node in level for child in ast.iter_child_nodes(node)], depth + 1
         if depth > DEEPEST:
-            raise ConfigError(f"{short(expression)}: wanted at most {DEEPEST} levels of operators and brackets")
+            raise ConfigError(f"{short(expression)}: expected at most {DEEPEST} levels of operators and brackets")
     for node in ast.walk(tree):
         legal = isinstance(node, ALLOWED_NODES)
         if not legal or (isinstance(node, ast.Constant) and not isinstance(node.value, str | int | float | None)):
             got = type(node).__name__.lower()
-            raise ConfigError(f"{short(expression)}: {got} is not part of the language, wanted {LANGUAGE}")
+            raise ConfigError(f"{short(expression)}: {got} is not part of the language, expected {LANGUAGE}")
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and abs(node.value) > MOST_NUMBER:
-            raise ConfigError(f"{short(expression)}: wanted numbers of at most {MOST_NUMBER:g}")
+            raise ConfigError(f"{short(expression)}: expected numbers of at most {MOST_NUMBER:g}")
     return tree
 
 

@@ -83,7 +83,7 @@ def plan_stages(base: Run, space: Space, recipes: Mapping[str, Recipe], sweep_di
     base = _with_absolute_urls(base)
     values = base.dotted()
     if base.tracking.promote:
-        wanted = "wanted null in a sweep; `vitray promote` compares its best model afterwards"
+        wanted = "expected null in a sweep; `vitray promote` compares its best model afterwards"
         raise ConfigError(f"tracking.promote: got a rule for {base.tracking.promote.alias}, {wanted}")
     shared = {path: values[path] for path in SHARED_SETTINGS} | {"tracking.promote": None, "tracking.register_as": None}
     points = check_space(space, base)[: space.budget.trials] if space.before else []
@@ -119,7 +119,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
     if space.is_population and capacity.concurrent < trials:
         wanted = "whose trials run at the same time; give them fewer CPUs or workers, or the cluster more"
-        raise ConfigError(f"scheduler: got a population of {trials}, wanted at most {capacity.concurrent}, {wanted}")
+        raise ConfigError(f"scheduler: got a population of {trials}, expected at most {capacity.concurrent}, {wanted}")
     base = base.replace({"compute.workers": resources.workers, "tracking.register_as": None} | reserved)
     runs = [run_of(base, point, sweep_dir) for point in points.values()]
     for run in runs:
@@ -156,18 +156,18 @@ def _check_goal(run: Run, space: Space) -> None:
     measured = METRICS if run.model.num_classes is not None else ("val/loss",)
     known = measured + tuple(f"{name}_ema" for name in measured if run.optim.ema)
     if metric not in known:
-        raise ConfigError(f"goal.metric: got {metric!r}, wanted one of {', '.join(known)}{nearest(metric, known)}")
+        raise ConfigError(f"goal.metric: got {metric!r}, expected one of {', '.join(known)}{nearest(metric, known)}")
     if run.data.evaluated is None:
-        raise ConfigError("data.val: got null, wanted a split to score the trials on")
+        raise ConfigError("data.val: got null, expected a split to score the trials on")
     if space.is_population and run.checkpoint.every != run.evaluate.every:
         raise ConfigError(
-            f"checkpoint.every: got {run.checkpoint.every}, wanted {run.evaluate.every} as in evaluate.every: a trial"
+            f"checkpoint.every: got {run.checkpoint.every}, expected {run.evaluate.every} as in evaluate.every: a trial"
             " of a population continues from the checkpoint of an evaluation"
         )
     if space.scheduler.kind != "none" and run.evaluate.where != "workers":
         raise ConfigError(
-            f"evaluate.where: got {run.evaluate.where}, wanted workers: scheduler {space.scheduler.kind} decides after"
-            " each score"
+            f"evaluate.where: got {run.evaluate.where}, expected workers: scheduler {space.scheduler.kind} decides"
+            " after each score"
         )
 
 

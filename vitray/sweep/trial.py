@@ -93,7 +93,7 @@ class TrialTrainable(tune.Trainable):
         """Run another trial in the same process, which has everything imported."""
         self.cleanup()
         if self._thread.is_alive():  # not False: Tune would fail the trial, and not tell the searcher
-            raise RuntimeError("the trial before this one does not end")
+            raise RuntimeError("the previous trial did not stop in time")
         self._start(new_config)
         return True
 

@@ -4,10 +4,9 @@
     <folder>/.owner/<id>.beat   a count that the owner renews
 
 A process writes its claim, then lists all claims. It owns the folder if it is alone, else it withdraws. At its end it
-removes its claim. Of two
-processes at the same time at least one lists both claims, so two never own the folder. This needs listings that show
-every earlier write, as those of S3 and of file systems do. Conditional writes are not used: `rclone serve s3`, for
-example, accepts and ignores their headers.
+removes its claim. Of two processes at the same time at least one lists both claims, so two never own the folder. This
+needs listings that show every earlier write, as those of S3 and of file systems do. Conditional writes are not used:
+`rclone serve s3`, for example, accepts and ignores their headers.
 
 A claim is void if its process has provably ended on this machine, or if its beat stays the same while another process
 reads it for LEASE_SECONDS. No clocks of two machines are compared.
@@ -205,9 +204,14 @@ def own_folder(folder: str, name: str, patience: float = 0.0, other: str = "--na
 
 
 def check_owner(folder: str, owner: str) -> None:
-    """Raise OwnershipLost if another process has taken over the folder."""
-    if owner in (ids := _claims(_names(folder))) or not ids:
+    """Raise OwnershipLost if another process has taken over the folder; it may have finished and left since.
+
+    "" is no owner, of a folder that nobody claims.
+    """
+    if owner in (ids := _claims(_names(folder))) or not (ids or owner):
         return
+    if not ids and not storage.is_remote(folder) and not os.path.isdir(storage.filesystem(folder)[1]):
+        return  # a network disk is away, and with it all claims
     latest = max(_read_claims(folder).values(), key=lambda claim: claim.since, default=None)
     raise OwnershipLost(
         f"{folder}: taken over by {latest or 'another process'}, as this process did not renew its lease for"
@@ -220,8 +224,8 @@ def check_visible(folder: str, owner: str | None) -> None:
     # By its name, which is new: a network file system may repeat an earlier listing for a minute.
     if owner and not storage.is_remote(folder) and not storage.exists(_file(folder, owner, CLAIM)):
         raise ConfigError(
-            f"--out: {folder} of the driver is not visible on node {socket.gethostname()}; wanted s3://bucket/key, or a"
-            " path that all nodes share"
+            f"--out: {folder} of the driver is not visible on node {socket.gethostname()}; expected s3://bucket/key, or"
+            " a path that all nodes share"
         )
 
 

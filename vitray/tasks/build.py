@@ -23,7 +23,7 @@ def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teac
     match run.task:
         case SupervisedSettings() | Finetune():
             if run.model.num_classes is None:
-                raise ConfigError(f"model.num_classes: got null, wanted how many classes task {run.task.kind} learns")
+                raise ConfigError(f"model.num_classes: got null, expected how many classes task {run.task.kind} learns")
             task = Supervised(run, teacher)
             if isinstance(run.task, Finetune):
                 prepare(task.vit, run.task)

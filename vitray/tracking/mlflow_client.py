@@ -40,7 +40,7 @@ def tracking_uri() -> str:
     if folder is not None and path != uri and (folder / path).is_relative_to(folder):
         raise ConfigError(
             f"MLFLOW_TRACKING_URI: got {os.environ.get('MLFLOW_TRACKING_URI') or 'nothing'}, and a store in the folder"
-            " that this job runs in would be removed with it; wanted a server that all nodes reach, as in"
+            " that this job runs in would be removed with it; expected a server that all nodes reach, as in"
             " http://10.0.0.5:5000"
         )
     return uri

@@ -81,11 +81,11 @@ def log_family(experiment: str, name: str, base: str, tasks: Mapping[str, str]) 
         (folder / "tasks").mkdir()
         for task, url in tasks.items():
             if not is_task_name(task) or task == BASE_TASK:
-                raise ConfigError(f"{task}: wanted a task of letters, digits and _-. other than {BASE_TASK}")
+                raise ConfigError(f"{task}: expected a task of letters, digits and _-. other than {BASE_TASK}")
             check_classifier(check_member(url, base, identity), url)
             _, delta = _copy_model(resolve_uri(url), folder / "tasks" / task)
             if delta is None or delta.base.identity != identity:
-                raise ConfigError(f"{task}={url}: got a delta of another delta, wanted a delta of {base} itself")
+                raise ConfigError(f"{task}={url}: got a delta of another delta, expected a delta of {base} itself")
         names = [BASE_TASK] * has_classes + list(tasks)
         tags = {BASE_TAG: base, BASE_IDENTITY_TAG: identity, TASKS_TAG: cut_middle(", ".join(names), 4000)}
         logged = client.create_logged_model(experiment_id, name=name, tags=tags)

@@ -133,7 +133,7 @@ def _registry(name: str) -> "Iterator[MlflowClient]":
     store = tracking_uri()
     file = database_file(store)
     if file and not file.exists():  # a client would create it
-        raise ConfigError(f"{name}: no {file}; wanted the folder that training ran in, or MLFLOW_TRACKING_URI")
+        raise ConfigError(f"{name}: no {file}; expected the folder that training ran in, or MLFLOW_TRACKING_URI")
     import_mlflow()
     from mlflow.exceptions import MlflowException
 

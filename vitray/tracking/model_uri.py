@@ -48,7 +48,7 @@ _MODEL_URI = re.compile(
 def check_model_name(name: str | None) -> None:
     """Refuse a name that MLflow's registry refuses, or that its addresses cannot hold; None is no name."""
     if set(name or "") & set("/:@"):
-        raise ConfigError(f"tracking.register_as: got {name!r}, wanted a name without /, : and @")
+        raise ConfigError(f"tracking.register_as: got {name!r}, expected a name without /, : and @")
 
 
 def is_model_uri(url: str) -> bool:
@@ -179,11 +179,11 @@ def _mlflow_lookup(url: str) -> Iterator[tuple["MlflowClient", re.Match[str]]]:
     """Yield a client and the parsed address; turn MLflow's errors into one message."""
     uri = _MODEL_URI.fullmatch(url)
     if uri is None:
-        raise ConfigError(f"{url}: not an address of a model; wanted {GRAMMAR}")
+        raise ConfigError(f"{url}: not an address of a model; expected {GRAMMAR}")
     store = tracking_uri()
     database = Path(store.removeprefix("sqlite:///").partition("?")[0])
     if store.startswith("sqlite:///") and not database.exists():  # a client would create it
-        raise ConfigError(f"{url}: no {database}; wanted the folder that training ran in, or MLFLOW_TRACKING_URI")
+        raise ConfigError(f"{url}: no {database}; expected the folder that training ran in, or MLFLOW_TRACKING_URI")
     import_mlflow()
     from mlflow.exceptions import MlflowException
 

@@ -72,7 +72,7 @@ class ImageClassifier(PythonModel):
             is_missing = task is None or task != task  # pandas fills a column with NaN
             name = default_task(names) if is_missing else str(task)
             if name is None:
-                raise _invalid(f"image {index}: no task; wanted one of {', '.join(names[:20])}")
+                raise _invalid(f"image {index}: no task; expected one of {', '.join(names[:20])}")
             if name not in self.family.members:
                 raise _invalid(f"image {index}: {unknown_task(name, names)}")
             members.append(self.family.member(name))
@@ -81,10 +81,10 @@ class ImageClassifier(PythonModel):
 
 def _top_k(params: Any, classes: int) -> int | None:
     if params is not None and not isinstance(params, Mapping):
-        raise _invalid(f"params: got {type(params).__name__}, wanted params by name")
+        raise _invalid(f"params: got {type(params).__name__}, expected params by name")
     top_k = (params or {}).get("top_k")
     if top_k is not None and not (isinstance(top_k, int | np.integer) and 1 <= top_k <= classes):
-        raise _invalid(f"top_k: got {top_k!r}, wanted 1 to {classes}, the number of classes")
+        raise _invalid(f"top_k: got {top_k!r}, expected 1 to {classes}, the number of classes")
     return None if top_k is None else int(top_k)
 
 
@@ -116,9 +116,9 @@ def _tasks(model_input: Any, count: int) -> list[Any]:
 
 def _image_column(columns: Any) -> Any:
     if not isinstance(columns, Mapping) and not hasattr(columns, "columns"):
-        raise _invalid(f"got {type(columns).__name__}, wanted records, columns or a tensor")
+        raise _invalid(f"got {type(columns).__name__}, expected records, columns or a tensor")
     if "image" not in columns:
-        raise _invalid(f"got the columns {', '.join(map(str, columns)) or 'none'}; wanted image")
+        raise _invalid(f"got the columns {', '.join(map(str, columns)) or 'none'}; expected image")
     return columns["image"]
 
 
@@ -143,12 +143,12 @@ def _pixels(image: Any) -> np.ndarray:
         return decode_image(bytes(image))
     pixels = np.asarray(image)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise ValueError(f"got {type(image).__name__} of shape {pixels.shape}, wanted base64 or height x width x 3")
+        raise ValueError(f"got {type(image).__name__} of shape {pixels.shape}, expected base64 or height x width x 3")
     check_size(pixels.shape[1], pixels.shape[0])
     if pixels.dtype.kind not in "iuf":
-        raise ValueError(f"got {pixels.dtype}, wanted whole numbers 0 to 255")
+        raise ValueError(f"got {pixels.dtype}, expected whole numbers 0 to 255")
     if pixels.dtype.kind == "f" or pixels.min() < 0 or pixels.max() > 255:
-        raise ValueError(f"got {pixels.dtype} from {pixels.min()} to {pixels.max()}, wanted whole numbers 0 to 255")
+        raise ValueError(f"got {pixels.dtype} from {pixels.min()} to {pixels.max()}, expected whole numbers 0 to 255")
     return pixels.astype(np.uint8)
 
 

@@ -66,9 +66,9 @@ class Tracker:
         try:
             self._spool = Spool(folder, LOCK_TIMEOUT)
         except BlockingIOError:
-            raise ConfigError(f"{folder}: another process tracks this run; wanted that it ends first") from None
+            raise ConfigError(f"{folder}: another process is tracking this run; wait for it to finish") from None
         except OSError as error:
-            wanted = "wanted VITRAY_HOME as a folder that this process may write to"
+            wanted = "expected VITRAY_HOME as a folder that this process may write to"
             raise ConfigError(f"{folder}: cannot keep the run's records: {one_line(error)}; {wanted}") from None
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in params.items()}
         source = {"mlflow.source.name": source_name(), "mlflow.source.type": "LOCAL"}

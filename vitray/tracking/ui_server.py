@@ -50,7 +50,7 @@ def serve(uri: str, host: str, ports: Sequence[int]) -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
     taken = f"{ports[0]} is" if len(ports) == 1 else f"{ports[0]} to {ports[-1]} are"
-    raise ConfigError(f"--port: {taken} taken; wanted a free one, as in --port {ports[-1] + 1}")
+    raise ConfigError(f"--port: {taken} taken; expected a free one, as in --port {ports[-1] + 1}")
 
 
 def _serve_at(uri: str, host: str, port: int) -> None:
@@ -87,7 +87,7 @@ def _is_taken(host: str, port: int) -> bool:
         with socket.create_connection((host, port), CONNECT_SECONDS):
             return True
     except (socket.gaierror, UnicodeError):  # the latter for a name with an empty or overlong part
-        raise ConfigError(f"--host: got {host!r}, wanted an address of this machine, as in 127.0.0.1") from None
+        raise ConfigError(f"--host: got {host!r}, expected an address of this machine, as in 127.0.0.1") from None
     except OSError:  # also an address of another machine: MLflow rejects it
         return False
 

@@ -102,8 +102,8 @@ def read_meta(run_dir: str, step: int) -> dict[str, Any]:
     content = json.loads(storage.read_bytes(path))
     if content.get("format") != FORMAT:
         raise ConfigError(
-            f"{path}: got checkpoint format {content.get('format')!r}, wanted {FORMAT}; use the version of vitray that"
-            " wrote it, or start a new run"
+            f"{path}: got checkpoint format {content.get('format')!r}, expected {FORMAT}; use the version of vitray"
+            " that wrote it, or start a new run"
         )
     return content
 
@@ -115,7 +115,7 @@ def read_checkpoint(run_dir: str, step: int) -> Checkpoint:
     for name, size in content["files"].items():
         with storage.local_copy(storage.join(folder, name)) as path:
             if path.stat().st_size != size:
-                raise ConfigError(f"{folder}/{name}: got {path.stat().st_size} bytes, wanted {size}")
+                raise ConfigError(f"{folder}/{name}: got {path.stat().st_size} bytes, expected {size}")
             try:
                 tensors = load_file(path)
             except (SafetensorError, OSError) as error:

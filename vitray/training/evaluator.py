@@ -158,7 +158,7 @@ def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, c
         corrupt = scores[-1].corrupt
         if corrupt and (state.latest is None or state.latest.corrupt != corrupt):
             few = ", ".join(corrupt[:5]) + (f" and {len(corrupt) - 5} more" if len(corrupt) > 5 else "")
-            client.note(f"no score counts {len(corrupt)} of the evaluated images, which cannot be decoded: {few}")
+            client.note(f"{len(corrupt)} evaluated images could not be decoded and are not scored: {few}")
         state.add_scores(step, scores)
         best = {"best/val_top1": state.best_top1, "best/val_loss": state.best_loss}
         values = {name: value for name, value in best.items() if value is not None}

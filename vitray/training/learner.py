@@ -118,8 +118,8 @@ def rewind(
     earlier = resume(context, learner, client)
     if earlier.step == 0:
         raise ConfigError(
-            f"the loss was not finite or spiked at step {broken}, and no checkpoint exists to rewind to; wanted a lower"
-            " optim.lr, or an earlier checkpoint (checkpoint.every)"
+            f"the loss was not finite or spiked at step {broken}, and no checkpoint exists to rewind to; expected a"
+            " lower optim.lr, or an earlier checkpoint (checkpoint.every)"
         )
     earlier.skipped, earlier.rewinds = [*state.skipped, broken], state.rewinds + 1
     if state.best_knn_step is not None and state.best_knn_step <= earlier.step:

@@ -68,7 +68,7 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
             optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=eps, fused=fused)
         case Sgd(momentum=momentum, nesterov=nesterov):
             if nesterov and not momentum:
-                raise ConfigError("optim.rule.nesterov: got true, wanted false where optim.rule.momentum is 0")
+                raise ConfigError("optim.rule.nesterov: got true, expected false where optim.rule.momentum is 0")
             # torch adds the decay to the gradient, so it passes through the momentum.
             optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=momentum, nesterov=nesterov, fused=fused)
         case LambSettings(betas=betas, eps=eps):
@@ -192,7 +192,7 @@ class Average:
             raise ValueError(f"the average of {name} is {'not tracked here' if name in state else 'missing'}")
         for name, average in self._tensors.items():
             if average.shape != state[name].shape:
-                shapes = f"{tuple(state[name].shape)}, wanted {tuple(average.shape)}"
+                shapes = f"{tuple(state[name].shape)}, expected {tuple(average.shape)}"
                 raise ValueError(f"the average of {name}: got a tensor of shape {shapes}")
             average.copy_(state[name])
 

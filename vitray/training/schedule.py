@@ -28,7 +28,7 @@ def in_steps(text: str, steps_per_epoch: int) -> int:
         case "steps":
             return int(count)
         case "minutes":
-            raise ValueError(f"got {text!r}, wanted epochs or steps: minutes do not convert to steps")
+            raise ValueError(f"got {text!r}, expected epochs or steps: minutes do not convert to steps")
         case _:
             assert_never(unit)
 
@@ -38,7 +38,7 @@ def interval_steps(setting: str, text: str, steps_per_epoch: int) -> int:
     steps = in_steps(text, steps_per_epoch)
     if steps < 1:
         raise ConfigError(
-            f"{setting}: got {text!r}, which rounds to 0 steps, wanted at least one; an epoch has {steps_per_epoch}"
+            f"{setting}: got {text!r}, which rounds to 0 steps, expected at least one; an epoch has {steps_per_epoch}"
             " steps"
         )
     return steps
@@ -49,16 +49,16 @@ def total_steps(optim: Optim, steps_per_epoch: int) -> int:
     total, warmup = in_steps(optim.duration, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
     an_epoch = f"an epoch has {steps_per_epoch} steps"
     if total < 1:
-        raise ConfigError(f"optim.duration: got {optim.duration!r}, wanted at least one step; {an_epoch}")
+        raise ConfigError(f"optim.duration: got {optim.duration!r}, expected at least one step; {an_epoch}")
     if warmup > total:
         raise ConfigError(
-            f"optim.warmup: got {optim.warmup!r}, which is {warmup} steps, wanted at most the {total} steps of"
+            f"optim.warmup: got {optim.warmup!r}, which is {warmup} steps, expected at most the {total} steps of"
             f" optim.duration, {optim.duration!r}; {an_epoch}"
         )
     floor = 0.0 if isinstance(optim.schedule, Constant) else optim.schedule.floor
     for setting, rate in (("warmup_from", optim.warmup_from), ("schedule.floor", floor)):
         if rate > optim.lr:
-            raise ConfigError(f"optim.{setting}: got {rate}, wanted at most optim.lr, {optim.lr}")
+            raise ConfigError(f"optim.{setting}: got {rate}, expected at most optim.lr, {optim.lr}")
     return total
 
 

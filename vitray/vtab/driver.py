@@ -119,7 +119,7 @@ class _Cell(NamedTuple):
 def evaluate_vtab(request: VtabRequest) -> tuple[VtabEvaluation, str]:
     """Score all networks, write the folder, and return the scores and the address of the page."""
     if not request.models:
-        raise ConfigError("--vtab: got no MODEL, wanted one or more before it")
+        raise ConfigError("--vtab: got no MODEL, expected one or more before it")
     base = _base_run(request)
     networks = open_networks(request.models)
     tasks = open_tasks(request.tasks, request.train_split, request.split)
@@ -168,7 +168,7 @@ def _base_run(request: VtabRequest) -> Run:
         taken = next((name for name in TAKEN if f"{path}.".startswith(f"{name}.")), None)
         if taken:
             raise ConfigError(
-                f"override {path}: the protocol sets {taken}; wanted another setting, as in optim.batch=64"
+                f"override {path}: the protocol sets {taken}; expected another setting, as in optim.batch=64"
             )
     return load_run(request.recipe, request.overrides).replace(PROTOCOL)
 
@@ -178,7 +178,9 @@ def _check(network: Network, task: Task, base: Run) -> None:
     from vitray.weights.pretrained import open_initial_weights
 
     if base.optim.batch > TRAIN:
-        raise ConfigError(f"optim.batch: got {base.optim.batch}, wanted at most the {TRAIN} training images of a task")
+        raise ConfigError(
+            f"optim.batch: got {base.optim.batch}, expected at most the {TRAIN} training images of a task"
+        )
     run = base.replace({"task.weights": network.spec.url})
     assert isinstance(run.task, Finetune)
     open_initial_weights(run, run.task, task.train.classes)

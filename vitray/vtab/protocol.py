@@ -52,10 +52,10 @@ def hash_order(dataset: str, names: Sequence[str]) -> np.ndarray:
     wanted = TRAIN + DEVELOPMENT
     if len(names) < wanted:
         raise ConfigError(
-            f"{dataset}: {len(names):,} training images; wanted at least {wanted:,}, {TRAIN} + {DEVELOPMENT}"
+            f"{dataset}: {len(names):,} training images; expected at least {wanted:,}, {TRAIN} + {DEVELOPMENT}"
         )
     if len(set(names)) < len(names):
-        raise ConfigError(f"{dataset}: {len(names) - len(set(names))} names occur twice; wanted one for each image")
+        raise ConfigError(f"{dataset}: {len(names) - len(set(names))} names occur twice; expected one for each image")
     digests = [sha256(f"{dataset}\0{name}".encode("utf-8", "surrogateescape")).digest() for name in names]
     return np.array(sorted(range(len(names)), key=digests.__getitem__), dtype=np.int64)
 

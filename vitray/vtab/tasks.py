@@ -54,7 +54,7 @@ def open_tasks(words: Sequence[str], train_split: str, split: str) -> list[Task]
         group, _, url = word.partition("=")
         if not re.fullmatch(r"[\w-]+", group) or not url:
             raise ConfigError(
-                f"--vtab: got {word!r}, wanted GROUP=DATA, as in natural=data/pets; settings come before --vtab"
+                f"--vtab: got {word!r}, expected GROUP=DATA, as in natural=data/pets; settings come before --vtab"
             )
         test = open_images(url, split)
         if not test.images:
@@ -63,7 +63,7 @@ def open_tasks(words: Sequence[str], train_split: str, split: str) -> list[Task]
         if unknown := sorted(set(test.classes) - set(train.classes)):
             raise ConfigError(f"{test.url}: {test.split} has the class {unknown[0]!r}, which {train.split} lacks")
         if same := next((task for task in tasks if task.name == train.name), None):
-            raise ConfigError(f"--vtab: {same.train.url} and {train.url} have one name; wanted distinct names")
+            raise ConfigError(f"--vtab: {same.train.url} and {train.url} have one name; expected distinct names")
         tasks.append(Task(train.name, group, hash_order(train.name, read_names(train)), train, test))
     return tasks
 
@@ -80,7 +80,7 @@ def write_subset(task: Task, folder: str) -> Dataset:
     images = list(islice(_decodable(task, left_out), TRAIN + DEVELOPMENT))
     if len(images) < TRAIN + DEVELOPMENT:
         raise ConfigError(
-            f"{task.train.url}: {len(images):,} images of {task.train.split} can be decoded; wanted at least"
+            f"{task.train.url}: {len(images):,} images of {task.train.split} can be decoded; expected at least"
             f" {TRAIN + DEVELOPMENT:,}: {', '.join(left_out[:5])}"
         )
     mean, std = _colours(images[:TRAIN])

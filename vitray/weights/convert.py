@@ -39,7 +39,7 @@ def import_weights(
     file = read_weights(url)
     name = str({**(fallback or {}), **(settings or {})}.get("name", ""))
     if axial_resnet(name):
-        raise ConfigError(f"{url}: weights files of {name} are not read; wanted a model folder written by vitray")
+        raise ConfigError(f"{url}: weights files of {name} are not read; expected a model folder written by vitray")
     if is_torchvision(name):
         return _torchvision(file.tensors, {**(fallback or {}), **(settings or {})}, url)
     layout = _layout_of(file.tensors, layout, url)
@@ -67,7 +67,7 @@ def _shape_errors(url: str) -> Iterator[None]:
 def _layout_of(state: State, layout: str | None, url: str) -> str:
     layout = layout or detect_layout(state, url)
     if layout not in LAYOUTS:
-        raise ConfigError(f"layout {layout!r}: wanted one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}")
+        raise ConfigError(f"layout {layout!r}: expected one of {', '.join(LAYOUTS)}{nearest(layout, LAYOUTS)}")
     return layout
 
 
@@ -108,7 +108,7 @@ def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run,
     wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]
     wrong += [f"{name} has no place here" for name in ours.keys() - wanted.keys()]
     wrong += [
-        f"{name} is {tuple(ours[name].shape)}, wanted {tuple(tensor.shape)}"
+        f"{name} is {tuple(ours[name].shape)}, expected {tuple(tensor.shape)}"
         for name, tensor in wanted.items()
         if name in ours and ours[name].shape != tensor.shape
     ]
@@ -144,9 +144,9 @@ def _renamed(state: State, layout: WeightLayout, vit: ViT, url: str) -> State:
     _fold_prefix_slots(ours, vit)
     for key, tensor in ours.items():
         if tensor.shape != (wanted := vit.state_dict()[key]).shape:
-            wrong.append(f"{key} is {tuple(tensor.shape)}, wanted {tuple(wanted.shape)}")
+            wrong.append(f"{key} is {tuple(tensor.shape)}, expected {tuple(wanted.shape)}")
         elif tensor.is_floating_point() != wanted.is_floating_point():
-            wrong.append(f"{key} is {tensor.dtype}, wanted {wanted.dtype}")
+            wrong.append(f"{key} is {tensor.dtype}, expected {wanted.dtype}")
     wrong += [f"{key} has no place here" for key in sorted(unused)]
     if wrong:
         raise ConfigError(f"{url}: read as {vit.model.name}, but {few(wrong, '; ')}")

@@ -98,9 +98,9 @@ def read_delta(location: str) -> Delta | None:
         return None
     tree = storage.read_json(url)
     if not isinstance(tree, dict) or "format" not in tree:
-        raise ConfigError(f"{url}: not a {DELTA}: wanted a JSON object with a format")
+        raise ConfigError(f"{url}: not a {DELTA}: expected a JSON object with a format")
     if (version := tree["format"]) != FORMAT:
-        raise ConfigError(f"{url}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
+        raise ConfigError(f"{url}: format: got {version!r}, expected {FORMAT}: written by another vitray")
     try:
         return Delta.model_validate_json(json.dumps(tree))
     except ValidationError as invalid:
@@ -116,7 +116,7 @@ def read_chain(location: str, until: str | None = None) -> tuple[list[Link], str
     while (delta := read_delta(location)) is not None:
         if location in (visited := [link.location for link in links]):
             path = " -> ".join([*visited, location])
-            raise ConfigError(f"{visited[0]}: a delta of itself, {path}; wanted a whole network")
+            raise ConfigError(f"{visited[0]}: a delta of itself, {path}; expected a whole network")
         links.append(Link(location, delta))
         if delta.base.identity == until:
             break
@@ -181,7 +181,7 @@ def compose(links: Sequence[Link], state: State, identity: str | None = None) ->
         got, identity = identity or identity_of(state), None
         if got != delta.base.identity:
             raise ConfigError(
-                f"{location}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, wanted"
+                f"{location}: a delta of {delta.base.url}, which has changed: got identity {got[:12]}, expected"
                 f" {delta.base.identity[:12]}"
             )
         own = read_own(location)

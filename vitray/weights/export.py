@@ -30,10 +30,10 @@ _TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
 def export_weights(vit: AnyNetwork, layout: str) -> State:
     """Return the network's tensors with the names and shapes of timm, torchvision or hf."""
     if layout not in EXPORTS:
-        raise ConfigError(f"layout {layout!r}: wanted timm, torchvision or hf")
+        raise ConfigError(f"layout {layout!r}: expected timm, torchvision or hf")
     if not isinstance(vit, ViT):
         if layout != "torchvision" or vit.model.num_classes is None or not is_torchvision(vit.model.name):
-            wanted = "wanted layout torchvision, and a network of torchvision with a head"
+            wanted = "expected layout torchvision, and a network of torchvision with a head"
             raise ConfigError(f"{vit.model.name}: an export for {layout} has no such network; {wanted}")
         return {name.removeprefix("body."): tensor.detach() for name, tensor in vit.state_dict().items()}
     model, branches = vit.model, vit.model.shape.branches

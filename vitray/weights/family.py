@@ -114,7 +114,7 @@ class Family:
         """Return the network of this name."""
         if name not in self.members:
             known = ", ".join(self.members) or "none"
-            raise ConfigError(f"task: got {name!r}, wanted one of {known}{nearest(name, self.members)}")
+            raise ConfigError(f"task: got {name!r}, expected one of {known}{nearest(name, self.members)}")
         return self.members[name]
 
     def __call__(self, images: Sequence[Tensor] | Tensor, tasks: Sequence[str]) -> list[Tensor]:
@@ -128,7 +128,7 @@ class Family:
         Images of different sizes are processed one size after the other.
         """
         if len(images) != len(members):
-            raise ValueError(f"got {len(images)} images and {len(members)} members, wanted as many")
+            raise ValueError(f"got {len(images)} images and {len(members)} members, expected as many")
         keys = [
             (member.sort_key[0], tuple(image.shape), member.sort_key[1], id(member))
             for image, member in zip(images, members, strict=True)

@@ -104,7 +104,7 @@ def _read_beside(url: str, description: str) -> dict[str, Any]:
         return {}
     config = storage.read_json(place)
     if not isinstance(config, dict):
-        raise ConfigError(f"{place}: holds a {type(config).__name__}, wanted settings by name")
+        raise ConfigError(f"{place}: holds a {type(config).__name__}, expected settings by name")
     return config
 
 

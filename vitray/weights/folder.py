@@ -120,7 +120,7 @@ def load_tokenizer(url: str) -> VisualTokenizer:
     location = _folder_at(url)
     run = _run_at(location)
     if run.task.kind != "tokenizer":
-        raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, wanted that of task tokenizer")
+        raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, expected that of task tokenizer")
     tokenizer = VisualTokenizer(run)
     _fill(tokenizer, location, run, read_state(location))
     return tokenizer.requires_grad_(False)
@@ -159,7 +159,7 @@ def _chain_to(url: str, base_url: str, identity: str) -> list[Link]:
     if not links or links[-1].delta.base.identity != identity:
         bases = [f"{link.delta.base.url} ({link.delta.base.identity[:12]})" for link in links]
         got = f"a delta of {', and that of '.join(bases)}" if bases else f"whole ({root})"
-        raise ConfigError(f"{url}: it is {got}; wanted a delta of {base_url} ({identity[:12]})")
+        raise ConfigError(f"{url}: it is {got}; expected a delta of {base_url} ({identity[:12]})")
     return links
 
 
@@ -183,8 +183,10 @@ def open_weights(
     """
     location = resolve_uri(url)
     if storage.exists(storage.join(location, RUN)):
+        if storage.exists(storage.join(location, "model", RUN)):
+            raise ConfigError(f"{url}: the folder of a run; its network is {storage.join(url, 'model')}")
         if settings:
-            raise ConfigError(f"{url}: a model folder has its own settings; got {', '.join(settings)}, wanted none")
+            raise ConfigError(f"{url}: a model folder has its own settings; got {', '.join(settings)}, expected none")
         return load_model(location)
     _refuse_checkpoint(url, location)
     run, vit = import_weights(location, settings=settings, fallback=fallback)
@@ -225,14 +227,14 @@ def has_settings(url: str) -> bool:
 def _refuse_checkpoint(url: str, location: str) -> None:
     if storage.exists(storage.join(location, "checkpoint.json")):
         command = shlex.join(["vitray", "weights", "checkpoint", location, "TARGET"])
-        raise ConfigError(f"{url}: a checkpoint, wanted a model folder; `{command}` writes one")
+        raise ConfigError(f"{url}: a checkpoint, expected a model folder; `{command}` writes one")
 
 
 def _folder_at(url: str) -> str:
     location = resolve_uri(url)
     if not storage.exists(storage.join(location, RUN)):
         _refuse_checkpoint(url, location)
-        raise ConfigError(f"{url}: no {RUN}, so no model folder; wanted one written by vitray")
+        raise ConfigError(f"{url}: no {RUN}, so no model folder; expected one written by vitray")
     return location
 
 
@@ -249,7 +251,7 @@ def _network_run(location: str, state: State) -> Run:
     """The run of a folder; refuse a tokenizer, and tensors that do not fit."""
     run = _run_at(location)
     if run.task.kind == "tokenizer":
-        raise ConfigError(f"{location}: got a tokenizer, wanted the network of a run of another task")
+        raise ConfigError(f"{location}: got a tokenizer, expected the network of a run of another task")
     with torch.device("meta"):  # initial values of a large network take a minute
         _check_fit(build_network(run.model), location, run, state)
     return run
@@ -266,7 +268,7 @@ def _read_classes(url: str, run: Run) -> list[str] | None:
     is_list = isinstance(classes, list) and all(isinstance(name, str) and not odd_character(name) for name in classes)
     if classes is None or (is_list and len(classes) == run.model.num_classes):
         return classes
-    raise ConfigError(f"{url}: got {short(classes)}, wanted null or a list of {run.model.num_classes} names")
+    raise ConfigError(f"{url}: got {short(classes)}, expected null or a list of {run.model.num_classes} names")
 
 
 def _run_at(location: str) -> Run:
@@ -287,12 +289,12 @@ def _check_fit(network: nn.Module, url: str, run: Run, state: State) -> None:
     wrong = [f"{key} is missing" for key in wanted.keys() - state.keys()]
     wrong += [f"{key} has no place" for key in state.keys() - wanted.keys()]
     wrong += [
-        f"{key} is {tuple(state[key].shape)}, wanted {tuple(wanted[key].shape)}"
+        f"{key} is {tuple(state[key].shape)}, expected {tuple(wanted[key].shape)}"
         for key in wanted.keys() & state.keys()
         if state[key].shape != wanted[key].shape
     ]
     wrong += [
-        f"{key} is {state[key].dtype}, wanted {wanted[key].dtype}"
+        f"{key} is {state[key].dtype}, expected {wanted[key].dtype}"
         for key in wanted.keys() & state.keys()
         if state[key].dtype != wanted[key].dtype
     ]

@@ -48,7 +48,9 @@ def prepare(vit: AnyNetwork, settings: Finetune) -> None:
     if isinstance(vit, ViT) and settings.mode == "lora":
         lora, width = settings.lora, vit.model.shape.size
         if lora.rank > width:
-            raise ConfigError(f"task.lora.rank: got {lora.rank}, wanted at most {width}, the width of {vit.model.name}")
+            raise ConfigError(
+                f"task.lora.rank: got {lora.rank}, expected at most {width}, the width of {vit.model.name}"
+            )
         add_lora(vit, lora.matrices, lora.rank, lora.alpha)
     freeze(vit, settings)
 
@@ -58,7 +60,7 @@ def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     parts = parts_of(vit)
     if absent := [part for part in settings.also if part not in parts.values()]:
         raise ConfigError(
-            f"task.also: got {', '.join(absent)}, wanted parts that {vit.model.name} has with its model settings"
+            f"task.also: got {', '.join(absent)}, expected parts that {vit.model.name} has with its model settings"
         )
     trained = {name for name, part in parts.items() if part in settings.trained} | _trained_beside(vit, settings)
     if settings.first_branch:
@@ -66,7 +68,7 @@ def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     if not trained:
         raise ConfigError(
             f"task.mode: got {settings.mode}, which leaves nothing to train of {vit.model.name} with"
-            f" model.num_classes {json.dumps(vit.model.num_classes)}, wanted a mode whose parts it has"
+            f" model.num_classes {json.dumps(vit.model.num_classes)}, expected a mode whose parts it has"
         )
     for name, parameter in vit.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -89,13 +91,13 @@ def _trained_beside(vit: AnyNetwork, settings: Finetune) -> set[str]:
             depth = len(vit.blocks)
             if settings.levels > depth:
                 raise ConfigError(
-                    f"task.levels: got {settings.levels}, wanted at most {depth}, the levels of {vit.model.name}"
+                    f"task.levels: got {settings.levels}, expected at most {depth}, the levels of {vit.model.name}"
                 )
             levels = tuple(f"blocks.{level}." for level in range(depth - settings.levels, depth))
             return {name for name in names if name.startswith((*levels, "norm."))}
         case "adapter" if vit.model.adapters is None:
             raise ConfigError(
-                "task.mode: got adapter, and model.adapters is null; wanted a width, as in model.adapters=16"
+                "task.mode: got adapter, and model.adapters is null; expected a width, as in model.adapters=16"
             )
         case _:
             return set()

@@ -236,7 +236,9 @@ def _infer_hybrid(state: State, layout: WeightLayout, url: str) -> tuple[str, in
             return kind, cells * (32 if layers else 4)
         if known and layers == (*known[:2], sum(known[2:])) and cells == 1:
             return kind, 16
-    raise ConfigError(f"{url}: its ResNet has stages of {list(layers)} units, and patches of {cells} cells; wanted R50")
+    raise ConfigError(
+        f"{url}: its ResNet has stages of {list(layers)} units, and patches of {cells} cells; expected R50"
+    )
 
 
 def _infer_stem(state: State, linear: Tensor | None, name: str, weight: str, url: str) -> tuple[str, int]:
@@ -285,7 +287,7 @@ def known_width(network: str) -> str | None:
 def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, Any]:
     arguments = config.get("model_args") or {}
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{url}: config.json: model_args: got {short(arguments)}, wanted arguments by name")
+        raise ConfigError(f"{url}: config.json: model_args: got {short(arguments)}, expected arguments by name")
     if other := sorted(set(arguments) - _TIMM_ARGUMENTS):
         raise ConfigError(f"{url}: config.json: model_args has {few(other)}, for which vitray has no network")
     same = {"num_heads": "heads", "img_size": "image_size"}
@@ -310,10 +312,10 @@ def _of_hugging_face(config: Mapping[str, Any], wanted: str, url: str) -> dict[s
     # The fallbacks are the library's own.
     kind, activation = config.get("model_type"), config.get("hidden_act", "gelu")
     if kind != wanted:
-        raise ConfigError(f"{url}: config.json: model_type {printable(str(kind)[:80])}, wanted {wanted}")
+        raise ConfigError(f"{url}: config.json: model_type {printable(str(kind)[:80])}, expected {wanted}")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise ConfigError(f"{url}: config.json: hidden_act {printable(str(activation)[:80])}, wanted one of {known}")
+        raise ConfigError(f"{url}: config.json: hidden_act {printable(str(activation)[:80])}, expected one of {known}")
     size = config.get("image_size", 224)
     return {
         "heads": config.get("num_attention_heads", 12),

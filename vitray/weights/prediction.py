@@ -27,7 +27,7 @@ def is_classifier(run: Run) -> bool:
 def check_classifier(run: Run, url: str) -> None:
     """Refuse a network that has no classes."""
     if not is_classifier(run):
-        raise ConfigError(f"{url}: a network of task {run.task.kind} without classes; wanted a classifier")
+        raise ConfigError(f"{url}: a network of task {run.task.kind} without classes; expected a classifier")
 
 
 def class_names(member: Member) -> list[str]:

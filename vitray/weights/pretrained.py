@@ -80,7 +80,7 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     if run.model.adapters and not loaded.vit.model.adapters and "adapters" not in task.trained:
         raise ConfigError(
             f"model.adapters: got {run.model.adapters}, but task.weights {task.weights} has none, and"
-            f" task.mode {task.mode} trains none; wanted null, task.mode adapter, or adapters in task.also"
+            f" task.mode {task.mode} trains none; expected null, task.mode adapter, or adapters in task.also"
         )
     state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
     with torch.random.fork_rng(devices=[]):
@@ -151,12 +151,12 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
     if not isinstance(initial, ViT):
         return _adapt_torchvision(initial, model, where, new_head=new_head)
     if not model.is_vit:
-        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, wanted {model.name}")
+        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, expected {model.name}")
     (rows, columns), (new_rows, new_columns) = initial.model.grid, model.grid
     if initial.model.positions.kind == model.positions.kind == "relative" and initial.model.grid != model.grid:
         raise ConfigError(
             f"{where}: relative positions of {rows} x {columns} patches cannot be resized to the run's {new_rows} x"
-            f" {new_columns}; wanted the model.image_size of the weights"
+            f" {new_columns}; expected the model.image_size of the weights"
         )
     if differences := [*_other_settings(initial.model, model), *_other_tensors(initial, model)]:
         raise ConfigError(f"{where}: not the network of this run: {'; '.join(differences)}")
@@ -174,12 +174,12 @@ def adapt(initial: AnyNetwork, model: Model, where: str, *, new_head: bool) -> d
 
 def _adapt_torchvision(initial: TorchvisionNetwork, model: Model, where: str, *, new_head: bool) -> dict[str, Tensor]:
     if initial.model.name != model.name:
-        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, wanted {model.name}")
+        raise ConfigError(f"{where}: not the network of this run: got {initial.model.name}, expected {model.name}")
     network, head = TorchvisionNetwork(model), initial.head_name
     got, wanted = _shapes(initial), _shapes(network)
     names = [name for name in wanted if not name.startswith(head) and got.get(name) != wanted[name]]
     if names:
-        raise ConfigError(f"{where}: {names[0]}: got {got.get(names[0], 'none')}, wanted {wanted[names[0]]}")
+        raise ConfigError(f"{where}: {names[0]}: got {got.get(names[0], 'none')}, expected {wanted[names[0]]}")
     state = dict(initial.state_dict())
     if new_head or any(got.get(name) != wanted[name] for name in wanted if name.startswith(head)):
         zeros = {name: torch.zeros_like(tensor) for name, tensor in network.state_dict().items()}
@@ -197,7 +197,7 @@ def _other_settings(old: Model, new: Model) -> list[str]:
     if old.layerscale and new.layerscale:
         after["layerscale"] = old.layerscale  # the initial value has no effect on loaded weights
     return [
-        f"model.{setting}: got {json.dumps(before[setting])}, wanted {json.dumps(after[setting])}"
+        f"model.{setting}: got {json.dumps(before[setting])}, expected {json.dumps(after[setting])}"
         for setting in FUNCTION_SETTINGS
         if before[setting] != after[setting]
     ]
@@ -210,7 +210,7 @@ def _other_tensors(initial: ViT, model: Model) -> list[str]:
         wanted = _shapes(ViT(model))
     got = _shapes(initial)
     names = [name for name in {**wanted, **got} if wanted.get(name) != got.get(name) and part_of(name) not in free]
-    lines = [f"{name}: got {got.get(name, 'none')}, wanted {wanted.get(name, 'none')}" for name in names[:3]]
+    lines = [f"{name}: got {got.get(name, 'none')}, expected {wanted.get(name, 'none')}" for name in names[:3]]
     return [*lines, f"and {len(names) - 3} tensors more"] if len(names) > 3 else lines
 
 
@@ -249,11 +249,11 @@ def check_tokenizer(run: Run, source: Run, url: str) -> None:
     if (rows, columns, patch) != (source_rows, source_columns, source_patch):
         raise ConfigError(
             f"task.objective.tokenizer: got {url}, which has codes for {source_rows} x {source_columns} patches of"
-            f" {source_patch} pixels, wanted {rows} x {columns} of {patch}, as {run.model.name} at"
+            f" {source_patch} pixels, expected {rows} x {columns} of {patch}, as {run.model.name} at"
             f" {run.model.image_size}"
         )
     if source.data.normalise != run.data.normalise:
         raise ConfigError(
-            f"data.normalise: got mean {list(run.data.normalise.mean)}, std {list(run.data.normalise.std)}, wanted"
+            f"data.normalise: got mean {list(run.data.normalise.mean)}, std {list(run.data.normalise.std)}, expected"
             f" those of the tokenizer {url}, {list(source.data.normalise.mean)} and {list(source.data.normalise.std)}"
         )

@@ -32,15 +32,17 @@ def repatched(loaded: LoadedModel, patch: int, url: str, image_size: int | None 
 
 def _model_at(model: Model, patch: int, url: str, image_size: int | None) -> Model:
     if not model.shape.has_linear_stem:
-        raise ConfigError(f"{url}: got {model.name}, wanted a linear stem: only its kernel is resized to other patches")
+        raise ConfigError(
+            f"{url}: got {model.name}, expected a linear stem: only its kernel is resized to other patches"
+        )
     if model.positions.kind == "relative":
-        raise ConfigError(f"{url}: relative positions are those of one grid; wanted other positions")
+        raise ConfigError(f"{url}: relative positions are those of one grid; expected other positions")
     size = model.image_shape if image_size is None else (image_size, image_size)
     if patch < 1 or any(side % patch or not side for side in size):
         sides = " x ".join(map(str, size))
         below = max(size[0] // max(patch, 1), 1) * max(patch, 1)
         raise ConfigError(
-            f"{url}: got patches of {patch} for images of {sides} px, wanted a size that divides them, or"
+            f"{url}: got patches of {patch} for images of {sides} px, expected a size that divides them, or"
             f" --image-size {below} or {below + max(patch, 1)}"
         )
     name = str(replace(model.shape, patch=patch))

@@ -43,8 +43,8 @@ def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> Tea
     if model.image_shape != run.model.image_shape:
         (height, width), (own_height, own_width) = model.image_shape, run.model.image_shape
         raise ConfigError(
-            f"{SETTING}: got {distill.teacher}, which reads images of {height} x {width} pixels, wanted {own_height} x"
-            f" {own_width}, as model.image_size: fine-tune the teacher at that size, or train at its own"
+            f"{SETTING}: got {distill.teacher}, which reads images of {height} x {width} pixels, expected {own_height}"
+            f" x {own_width}, as model.image_size: fine-tune the teacher at that size, or train at its own"
         )
     identity = identity_of(loaded.vit.state_dict())
     network = loaded.vit.requires_grad_(False)
@@ -55,13 +55,15 @@ def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> Tea
 def _check_classes(loaded: LoadedModel, url: str, classes: Sequence[str]) -> None:
     number, names = loaded.vit.model.num_classes, loaded.classes
     if number is None:
-        raise ConfigError(f"{SETTING}: got {url}, a network without a head, wanted a classifier")
+        raise ConfigError(f"{SETTING}: got {url}, a network without a head, expected a classifier")
     if number != len(classes):
-        raise ConfigError(f"{SETTING}: got {url}, which knows {number} classes, wanted the {len(classes)} of the data")
+        raise ConfigError(
+            f"{SETTING}: got {url}, which knows {number} classes, expected the {len(classes)} of the data"
+        )
     # A weights file of another library has no names: an equal number counts as the same classes.
     for label, (name, wanted) in enumerate(zip(names or classes, classes, strict=True)):
         if name != wanted:
             raise ConfigError(
-                f"{SETTING}: got {url}, whose class {label} is {name}, wanted {wanted}, as in the data"
+                f"{SETTING}: got {url}, whose class {label} is {name}, expected {wanted}, as in the data"
                 f"{nearest(wanted, names or ())}"
             )

@@ -192,7 +192,7 @@ def box_weights(sigma: float) -> tuple[int, int, int, int]:
     part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance)
     part = single(part / (6 * (variance - (whole + 1) * (whole + 1))))
     radius = single(whole + part)
-    assert radius < 2, f"got a blur of sigma {sigma:g}, wanted at most 2"
+    assert radius < 2, f"got a blur of sigma {sigma:g}, expected at most 2"
     reach = int(radius)
     inner = int(single(1 << 24) / (radius * 2 + 1))
     edge = ((1 << 24) - (2 * reach + 1) * inner) // 2

@@ -59,8 +59,8 @@ def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[st
     metas = [name for name in found if name not in batches]
     if not (batches and metas):
         raise ConfigError(
-            f"{source}: wanted CIFAR for Python (batches, and meta or batches.meta) or its binary version (batches that"
-            f" end in .bin, and {' or '.join(CIFAR_TEXTS)})"
+            f"{source}: expected CIFAR for Python (batches, and meta or batches.meta) or its binary version (batches"
+            f" that end in .bin, and {' or '.join(CIFAR_TEXTS)})"
         )
     if len({name.removesuffix(".bin") for name in batches}) < len(batches):
         raise ConfigError(f"{source}: contains CIFAR for Python and its binary version: remove one of them")
@@ -78,16 +78,16 @@ def list_cifar(source: str, label: str | None) -> tuple[list[ArrayFile], list[st
         files.append(ArrayFile(split_name, f"{source}::{name}", batch[label]))
     names = meta.get(label.replace("labels", "label_names"))
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{source}::{metas[0]}: wanted a list of class names for {label}")
+        raise ConfigError(f"{source}::{metas[0]}: expected a list of class names for {label}")
     return files, names
 
 
 def _check_batch(batch: dict[str, Any], label: str, file: str) -> None:
     data, labels = batch.get("data"), batch[label]
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape[1:] != (3072,):
-        raise ConfigError(f"{file}: wanted `data` as bytes, 3,072 for each image")
+        raise ConfigError(f"{file}: expected `data` as bytes, 3,072 for each image")
     if not isinstance(labels, list) or len(labels) != len(data):
-        raise ConfigError(f"{file}: wanted {label} as a list of {len(data)} numbers, as many as images")
+        raise ConfigError(f"{file}: expected {label} as a list of {len(data)} numbers, as many as images")
 
 
 @lru_cache(maxsize=1)
@@ -165,7 +165,7 @@ def _binary_batch(content: bytes, file: str) -> dict[str, Any]:
     row = len(labels) + 3072
     if not content or len(content) % row:
         raise ConfigError(
-            f"{file}: {len(content):,} bytes, wanted a multiple of {row:,}, {len(labels)} + 3,072 an image"
+            f"{file}: {len(content):,} bytes, expected a multiple of {row:,}, {len(labels)} + 3,072 an image"
         )
     rows = np.frombuffer(content, np.uint8).reshape(-1, row)
     return {"data": rows[:, len(labels) :]} | {name: rows[:, place].tolist() for place, name in enumerate(labels)}
@@ -196,11 +196,11 @@ def list_idx(folder: str, names: Sequence[str]) -> list[ArrayFile]:
         choices = (expected, f"{expected}.gz", expected.removesuffix(".gz"))
         labels = next((choice for choice in choices if choice in names), None)
         if labels is None:
-            raise ConfigError(f"{storage.join(folder, name)}: no labels beside it: wanted {expected}")
+            raise ConfigError(f"{storage.join(folder, name)}: no labels beside it: expected {expected}")
         file, numbers = storage.join(folder, name), _idx(storage.join(folder, labels))
         images = _idx(file)
         if images.ndim != 3 or 0 in images.shape[1:] or numbers.ndim != 1:
-            raise ConfigError(f"{file}: images {images.shape}, labels {numbers.shape}; wanted 3 and 1 dimensions")
+            raise ConfigError(f"{file}: images {images.shape}, labels {numbers.shape}; expected 3 and 1 dimensions")
         if len(numbers) != len(images):
             raise ConfigError(f"{file}: {len(images)} images, but {len(numbers)} labels")
         files.append(ArrayFile(IDX_IMAGES.sub("", name).rstrip("-."), file, numbers.tolist()))

@@ -45,7 +45,9 @@ class Shard(Section):
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
         if sum(self.row_groups) != self.rows:
-            raise ValueError(f"{short(self.name)}: rows: got {self.rows}, wanted {sum(self.row_groups)}, as its groups")
+            raise ValueError(
+                f"{short(self.name)}: rows: got {self.rows}, expected {sum(self.row_groups)}, as its groups"
+            )
         return self
 
 
@@ -113,9 +115,9 @@ class Dataset(Section):
     def _check_splits(self) -> Self:
         for name, split in self.splits.items():
             if not SPLIT_NAME.fullmatch(name):
-                raise ValueError(f"splits: got {short(name)}, wanted up to 64 of the characters A-Z a-z 0-9 _ . -")
+                raise ValueError(f"splits: got {short(name)}, expected up to 64 of the characters A-Z a-z 0-9 _ . -")
             if len(split.class_counts) != len(self.classes):
-                counts = f"got {len(split.class_counts)} numbers, wanted {len(self.classes)}, one for each class"
+                counts = f"got {len(split.class_counts)} numbers, expected {len(self.classes)}, one for each class"
                 raise ValueError(f"splits.{name}.class_counts: {counts}")
         return self
 
@@ -144,12 +146,12 @@ def open_dataset(url: str) -> Dataset:
     manifest = storage.join(url, MANIFEST)
     if not storage.exists(manifest):
         hint = "; this job has only the files that were sent with it" if session.job_dir() else ""
-        raise ConfigError(f"{url}: no dataset here: no {MANIFEST}, which `vitray shard` writes last{hint}")
+        raise ConfigError(f"{url}: not a vitray dataset (no {MANIFEST}); create one with `vitray shard`{hint}")
     tree = storage.read_json(manifest)
     if not isinstance(tree, dict) or "format" not in tree:
-        raise ConfigError(f"{manifest}: not a dataset.json: wanted a JSON object with a format")
+        raise ConfigError(f"{manifest}: not a dataset.json: expected a JSON object with a format")
     if (version := tree["format"]) != FORMAT:
-        raise ConfigError(f"{manifest}: format: got {version!r}, wanted {FORMAT}: written by another vitray")
+        raise ConfigError(f"{manifest}: format: got {version!r}, expected {FORMAT}: written by another vitray")
     try:
         return Dataset.model_validate_json(json.dumps(tree)).model_copy(update={"url": url})
     except ValidationError as invalid:
@@ -187,7 +189,7 @@ def _keys(dataset: Dataset, split: str, index: int) -> list[str]:
     with shard_errors(url), pq.ParquetFile(path, filesystem=files) as file:
         keys = file.read(columns=[name]).flatten().column(name).to_pylist()
         if len(keys) != shards[index].rows or not all(isinstance(key, str) for key in keys):
-            raise ConfigError(f"{url}: column {name}: wanted a text in each of {shards[index].rows} rows")
+            raise ConfigError(f"{url}: column {name}: expected a text in each of {shards[index].rows} rows")
     return keys
 
 

@@ -115,7 +115,7 @@ def _parse_splits(splits: Sequence[str]) -> tuple[tuple[str, ...], tuple[tuple[s
         except ValueError:
             is_valid = False
         if not is_valid or name in [*keep, *dict(draw)] or (equals and name == "train"):
-            raise ConfigError(f"--split {split}: wanted each NAME once, or NAME=SHARE of train with 0 < SHARE < 1")
+            raise ConfigError(f"--split {split}: expected each NAME once, or NAME=SHARE of train with 0 < SHARE < 1")
         if equals:
             draw.append((name, float(share)))
         else:

@@ -208,7 +208,7 @@ def detect_source(request: ShardRequest) -> DetectedSource:
     files = storage.list_entries(source)
     names = [name for name, version in files.items() if version]
     if not names:
-        raise ConfigError(f"{source}: no files here; wanted a folder, .csv, .parquet or .tar, or `demo`")
+        raise ConfigError(f"{source}: no files here; expected a folder, .csv, .parquet or .tar, or `demo`")
     kinds: list[Kind] = [kind] if kind else [each for each, sign in SIGNS if any(map(sign.search, names))]
     if len(kinds) != 1:
         problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
@@ -337,7 +337,7 @@ def _select_splits(request: ShardRequest, entries: list[SourceEntry]) -> list[So
     entries = [entry._replace(split=entry.split or default) for entry in entries]
     known = dict.fromkeys([entry.split for entry in entries] or [default])
     if wrong := next((name for name in known if not SPLIT_NAME.fullmatch(name)), None):
-        raise ConfigError(f"{source}: split {wrong[:80]!r}: wanted up to 64 of the characters A-Z a-z 0-9 _ . -")
+        raise ConfigError(f"{source}: split {wrong[:80]!r}: expected up to 64 of the characters A-Z a-z 0-9 _ . -")
     for name in keep:
         if name not in known:
             raise ConfigError(f"--split {name}: {source} has {', '.join(known)}{nearest(name, known)}")

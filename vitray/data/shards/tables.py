@@ -63,7 +63,7 @@ def find_column(names: Sequence[str], asked: str | None, usual: Sequence[str], w
     """Return the column that a setting asks for, or the first one with a usual name."""
     for name in [asked] if asked else usual:
         if names.count(name) > 1:
-            raise ConfigError(f"{where}: has {names.count(name)} columns {name}; wanted one")
+            raise ConfigError(f"{where}: has {names.count(name)} columns {name}; expected one")
         if name in names:
             return name
     problem = f"no column {asked!r}" if asked else f"no column of images or labels is called {' or '.join(usual)}"
@@ -78,7 +78,7 @@ def _image_path(schema: pa.Schema, asked: str | None, where: str) -> str:
         return f"{name}.bytes"
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return name
-    raise ConfigError(f"{where}: column {name} is {kind}, wanted binary or struct<bytes, path>")
+    raise ConfigError(f"{where}: column {name} is {kind}, expected binary or struct<bytes, path>")
 
 
 def holds_images(url: str, asked: str | None) -> bool:

@@ -60,7 +60,7 @@ def write_dataset(request: ShardRequest) -> Dataset:
     detected = detect_source(request)
     if request.index_only and detected.kind != "parquet":
         raise ConfigError(
-            f"--index-only: wanted Parquet with images in it; {request.source} is of kind {detected.kind}"
+            f"--index-only: expected Parquet with images in it; {request.source} is of kind {detected.kind}"
         )
     check_writable(request.dest)
     with own_folder(request.dest, "shard", other="folder") as ownership:
@@ -137,15 +137,15 @@ def select_classes(listing: Listing, names: Sequence[str] | None) -> Listing:
     for name in names:
         if name not in listing.classes:
             known = ", ".join(listing.classes[:MOST_NAMED])
-            raise ConfigError(f"classes: got {name}, wanted some of {known}{nearest(name, listing.classes)}")
+            raise ConfigError(f"classes: got {name}, expected some of {known}{nearest(name, listing.classes)}")
         if names.count(name) > 1 or listing.classes.count(name) > 1:
-            raise ConfigError(f"classes: got {name} more than once, wanted names of one class each")
+            raise ConfigError(f"classes: got {name} more than once, expected names of one class each")
     if listing.kind == "demo":  # drawing an image yields its label
-        raise ConfigError("classes: wanted a source that lists its labels; the demo does not")
+        raise ConfigError("classes: expected a source that lists its labels; the demo does not")
     numbers = {listing.classes.index(name): number for number, name in enumerate(names)}
     items = [item._replace(label=numbers[item.label]) for item in listing.items if item.label in numbers]
     if not items:
-        raise ConfigError(f"classes: no image of {', '.join(names)}; wanted classes that have images")
+        raise ConfigError(f"classes: no image of {', '.join(names)}; expected classes that have images")
     return listing._replace(items=items, classes=tuple(names))
 
 
@@ -215,12 +215,12 @@ def _check_indexable(listing: Listing) -> None:
         if (table.image, table.label) != (first.image, first.label):
             raise ConfigError(
                 f"--index-only: {table.file} has the columns {table.image} and {table.label}, and {first.file} has"
-                f" {first.image} and {first.label}; wanted the same columns in all files"
+                f" {first.image} and {first.label}; expected the same columns in all files"
             )
         if 0 in table.row_groups and table.labels:
             raise ConfigError(
-                f"--index-only: {table.file}: row group {table.row_groups.index(0)} is empty; wanted files without such"
-                " groups, or `vitray shard` without --index-only"
+                f"--index-only: {table.file}: row group {table.row_groups.index(0)} is empty; expected files without"
+                " such groups, or `vitray shard` without --index-only"
             )
         wrong = [label for label in table.labels if type(label) is not int or not 0 <= label < len(listing.classes)]
         if wrong:

@@ -54,7 +54,7 @@ def decoded_split(dataset: Dataset, split: str) -> DecodedRows:
         store = int(ray.cluster_resources()["object_store_memory"])
         if decoded_bytes > SHARE_OF_STORE * store:
             raise ConfigError(
-                f"{dataset.url}: cache: decoded: split {split!r} decodes to {_mib(decoded_bytes)}, wanted at most"
+                f"{dataset.url}: cache: decoded: split {split!r} decodes to {_mib(decoded_bytes)}, expected at most"
                 f" {SHARE_OF_STORE:g} of the cluster's object store of {_mib(store)}; set cache: none, or start Ray"
                 " with more object store memory"
             ) from None

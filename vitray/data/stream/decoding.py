@@ -116,7 +116,7 @@ def locate_rows(dataset: Dataset, split: str) -> SplitRows:
     """Return the location of the rows of a split."""
     if split not in dataset.splits:
         known = f"{', '.join(dataset.splits)}{nearest(split, dataset.splits)}"
-        raise ConfigError(f"{dataset.url}: no split {split!r}, wanted one of {known}")
+        raise ConfigError(f"{dataset.url}: no split {split!r}, expected one of {known}")
     shards = dataset.splits[split].shards
     counts = [len(shard.row_groups) for shard in shards]
     sizes = np.array([rows for shard in shards for rows in shard.row_groups], np.int64)
@@ -256,7 +256,7 @@ def _read_group(rows: SplitRows, group: int, numbers: np.ndarray) -> EncodedRows
         images = [image.as_buffer().to_pybytes() if image.is_valid else b"" for image in table.column(names.image)]
         keys = table.column(names.key).to_pylist() if names.key else [f"{shard}:{row}" for row in numbers]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"column {names.key}: wanted text in each row")
+            raise ValueError(f"column {names.key}: expected text in each row")
         labels = _check_labels(rows, table)
     return dict(zip(numbers.tolist(), zip(images, labels, keys, strict=True), strict=True))
 
@@ -276,7 +276,7 @@ def _read_columns(rows: SplitRows, group: int, numbers: np.ndarray, columns: lis
 def _check_labels(rows: SplitRows, table: pa.Table) -> list[int]:
     labels = table.column(rows.columns.label).to_pylist()
     if not all(isinstance(label, int) and 0 <= label < rows.classes for label in labels):
-        raise ValueError(f"column {rows.columns.label}: wanted a number from 0 to {rows.classes - 1} in each row")
+        raise ValueError(f"column {rows.columns.label}: expected a number from 0 to {rows.classes - 1} in each row")
     return labels
 
 

@@ -37,7 +37,7 @@ class PreviewSettings(Section):
     def _sheet_fits_in_memory(self) -> Self:
         if (pixels := self.size**2 * self.samples * (self.copies + 1)) > MOST_PIXELS:
             raise ValueError(
-                f"samples x copies at {self.size} px have {pixels:,} pixels, wanted at most {MOST_PIXELS:,}"
+                f"samples x copies at {self.size} px have {pixels:,} pixels, expected at most {MOST_PIXELS:,}"
             )
         return self
 

@@ -25,7 +25,7 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
         # Without names, a source knows no class beyond its largest label.
         if len(images.classes) > count or (len(images.classes) < count and not is_unnamed(images.classes)):
             raise ConfigError(
-                f"{spec.url}: classes: got {count}, wanted the {len(images.classes)} of {images.url}; classes are"
+                f"{spec.url}: classes: got {count}, expected the {len(images.classes)} of {images.url}; classes are"
                 " matched by number, as one of the two has no class names"
             )
         return np.arange(count)
@@ -35,7 +35,7 @@ def class_numbers(spec: NetworkSpec, images: ImageSet) -> np.ndarray:
     missing = [name for name in images.classes if name not in numbers]
     if missing:
         raise ConfigError(
-            f"{images.url}: classes: got {few(missing)}, which {spec.url} does not have; wanted classes among"
+            f"{images.url}: classes: got {few(missing)}, which {spec.url} does not have; expected classes among"
             f" {few(spec.classes)}{nearest(missing[0], spec.classes)}"
         )
     return np.array([numbers[name] for name in images.classes], np.int64)
@@ -54,7 +54,7 @@ def check_distinct(url: str, classes: Sequence[str]) -> None:
     """Refuse to match classes by name where two have the same."""
     repeated = [name for name, count in Counter(classes).items() if count > 1]
     if repeated:
-        raise ConfigError(f"{url}: classes: got {few(repeated)} more than once, wanted distinct names")
+        raise ConfigError(f"{url}: classes: got {few(repeated)} more than once, expected distinct names")
 
 
 def check_same_classes(specs: Sequence[NetworkSpec], images: ImageSet) -> None:
@@ -72,7 +72,7 @@ def check_same_classes(specs: Sequence[NetworkSpec], images: ImageSet) -> None:
             if not differing and is_unnamed(images.classes) and not set(images.classes) <= set(spec.classes):
                 raise ConfigError(
                     f"{spec.url}: classes: got another order than that of {first.url}, and {images.url} has only the"
-                    " numbers of its classes; wanted images with class names, or one network at a time"
+                    " numbers of its classes; expected images with class names, or one network at a time"
                 )
         if differing:
             raise ConfigError(f"{spec.url}: classes: they differ from those of {first.url} in {few(differing)}")

@@ -123,7 +123,7 @@ def open_networks(urls: Sequence[str]) -> list[Network]:
     """Return the networks at these addresses, each under a name of its own."""
     for url in urls:
         if urls.count(url) > 1:
-            raise ConfigError(f"{url}: given {urls.count(url)} times; wanted each network once")
+            raise ConfigError(f"{url}: given {urls.count(url)} times; expected each network once")
     opened = [describe_network(url) for url in urls]
     names = [spec.name for spec, _ in opened]
     if len(set(names)) < len(names):
@@ -146,7 +146,7 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
                 check_corrupted(data.corrupted, network.spec)
         elif not request.probes:
             raise ConfigError(
-                f"{network.spec.url}: it has no head, so no predictions; wanted a classifier, or --probes"
+                f"{network.spec.url}: it has no head, so no predictions; expected a classifier, or --probes"
                 f" {' '.join(PROBES)}"
             )
     all_classes(data.train, images)  # refuses classes of one name

@@ -17,9 +17,9 @@ def open_label_set(labels: str, spec: NetworkSpec) -> LabelSet:
     """Return the label set of an option KIND=PATH for a network; refuse one that its classes do not fit."""
     kind, equals, path = labels.partition("=")
     if not equals or not path:
-        raise ConfigError(f"--labels: got {labels}, wanted KIND=PATH, as in real=real.json")
+        raise ConfigError(f"--labels: got {labels}, expected KIND=PATH, as in real=real.json")
     if spec.classes is None:
-        raise ConfigError(f"--labels: {spec.url} has no class names; wanted a network with names")
+        raise ConfigError(f"--labels: {spec.url} has no class names; expected a network with names")
     return read_label_set(kind, path, spec.classes)
 
 

@@ -40,17 +40,17 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the result as JSON: images, top1, top1_low, ...")
     options = parser.parse_intermixed_args(args)
     if len(options.words) < 2 and not (options.vtab or options.training_probes):
-        parser.error("wanted at least one MODEL, and DATA")
+        parser.error("expected at least one MODEL, and DATA")
     if not (options.workers is None or options.workers > 0) or options.seeds < 1 or not 0 <= options.max_corrupt < 1:
-        parser.error("wanted --workers and --seeds from 1 on, and --max-corrupt from 0 to below 1")
+        parser.error("expected --workers and --seeds from 1 on, and --max-corrupt from 0 to below 1")
     other_scores = options.corrupt or options.imagenet_c or options.baseline or options.labels
     if options.training_probes and (other_scores or options.vtab):
-        parser.error("wanted --training-probes without --vtab, --corrupt, --imagenet-c, --baseline and --labels")
+        parser.error("expected --training-probes without --vtab, --corrupt, --imagenet-c, --baseline and --labels")
     if options.vtab and (options.probes or other_scores):
-        parser.error("wanted --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
+        parser.error("expected --vtab without --probes, --corrupt, --imagenet-c, --baseline and --labels")
     options.probes = [name for part in options.probes for name in part.split(",")]
     if options.train_shares and not (
         "linear" in options.probes and all(0 < share < 1 for share in options.train_shares)
     ):
-        parser.error("wanted --train-shares between 0 and 1, and --probes linear")
+        parser.error("expected --train-shares between 0 and 1, and --probes linear")
     return options

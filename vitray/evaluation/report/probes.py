@@ -16,7 +16,7 @@ def check_probes(names: Sequence[str]) -> None:
     """Refuse unknown probes."""
     for name in names:
         if name not in PROBES:
-            raise ConfigError(f"--probes: got {name}, wanted some of {', '.join(PROBES)}{nearest(name, PROBES)}")
+            raise ConfigError(f"--probes: got {name}, expected some of {', '.join(PROBES)}{nearest(name, PROBES)}")
 
 
 def needs_training(names: Sequence[str]) -> bool:
@@ -30,7 +30,7 @@ def open_training(images: ImageSet, train_split: str) -> ImageSet:
     if train.identity == images.identity:
         raise ConfigError(
             f"--train-split: got {train_split}, whose images are those of --split {images.split} in {images.url};"
-            " wanted other images than the scored ones, as of a source with splits"
+            " expected other images than the scored ones, as of a source with splits"
         )
     return train
 

@@ -141,7 +141,7 @@ def score(
     finite_N = np.isfinite(logits_NK).all(1)
     if not finite_N.all():
         row = int(np.flatnonzero(~finite_N)[0])
-        raise ConfigError(f"{keys[row]}: the network's logits are not finite; wanted weights of a finished training")
+        raise ConfigError(f"{keys[row]}: the network's logits are not finite; expected weights of a finished training")
     whole = classify(logits_NK, labels_N, MAX_MISTAKES, probability)
     hits_N = (whole.ranks == 0).astype(np.float64)
     losses_N = np.concatenate(

@@ -44,9 +44,9 @@ class CorruptedImages(NamedTuple):
 def open_corrupted(copies: bool, folder: str | None, baseline: str | None) -> CorruptedImages | None:
     """Return the corrupted images that these options name; None without any."""
     if copies and folder:
-        raise ConfigError("--corrupt: got --imagenet-c too, whose scores have the same names; wanted one of them")
+        raise ConfigError("--corrupt: got --imagenet-c too, whose scores have the same names; expected one of them")
     if baseline and not (copies or folder):
-        raise ConfigError("--baseline: got no corrupted images; wanted --imagenet-c DIR or --corrupt besides")
+        raise ConfigError("--baseline: got no corrupted images; expected --imagenet-c DIR or --corrupt besides")
     if not (copies or folder):
         return None
     sets = tuple(read_corruption_layout(folder)) if folder else ()
@@ -122,11 +122,11 @@ def _read_baseline(path: str, sets: tuple[CorruptionSet, ...]) -> Baseline:
     corruptions = {each.corruption for each in sets} or set(CORRUPTIONS)
     severities = len({each.severity for each in sets} or SEVERITIES)
     if not isinstance(content, dict):
-        raise ConfigError(f"--baseline: {path}: wanted a JSON object, {{corruption: error}}")
+        raise ConfigError(f"--baseline: {path}: expected a JSON object, {{corruption: error}}")
     for name, value in content.items():
         numbers = value if isinstance(value, list) else [value]
         if not all(isinstance(number, int | float) and 0 <= number <= 1 for number in numbers):
-            raise ConfigError(f"--baseline: {path}: {name}: got {json.dumps(value)[:80]}, wanted shares from 0 to 1")
+            raise ConfigError(f"--baseline: {path}: {name}: got {json.dumps(value)[:80]}, expected shares from 0 to 1")
     rows = {name: [0.0] * severities for name in corruptions}
     mean_corruption_error(rows, _as_rows(content, rows))  # refuses a missing corruption
     return content

@@ -89,7 +89,7 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     """Return the figures, and the folder that is theirs."""
     names = choose_figures(request.figures, bool(request.words), request.compare is not None)
     if request.compare == request.model:
-        raise ConfigError(f"--compare: got {request.compare}, which is the inspected network; wanted another")
+        raise ConfigError(f"--compare: got {request.compare}, which is the inspected network; expected another")
     urls = [request.model, *([request.compare] if request.compare else [])]
     described = [describe_network(url) for url in urls]
     titles = [spec.name for spec, _ in described]

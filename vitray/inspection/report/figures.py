@@ -63,11 +63,11 @@ def choose_figures(names: Sequence[str], has_images: bool, has_two: bool) -> lis
     """Return the figures that are made: the named ones, checked, or by default all that the inputs allow."""
     for name in names:
         if name not in FIGURES:
-            raise ConfigError(f"--figures: got {name}; wanted some of {', '.join(FIGURES)}{nearest(name, FIGURES)}")
+            raise ConfigError(f"--figures: got {name}; expected some of {', '.join(FIGURES)}{nearest(name, FIGURES)}")
         if FIGURES[name].needs_images and not has_images:
-            raise ConfigError(f"--figures: {name} needs images; wanted a dataset or image files after the network")
+            raise ConfigError(f"--figures: {name} needs images; expected a dataset or image files after the network")
         if FIGURES[name].needs_two and not has_two:
-            raise ConfigError(f"--figures: {name} compares two networks; wanted --compare MODEL")
+            raise ConfigError(f"--figures: {name} compares two networks; expected --compare MODEL")
     if names:
         return [name for name in FIGURES if name in names]
     return [

@@ -133,7 +133,7 @@ def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages |
         try:
             decode_image(image.content)
         except UndecodableImage as error:
-            raise ConfigError(f"{image.key}: {error}; wanted image files, or one dataset") from None
+            raise ConfigError(f"{image.key}: {error}; expected image files, or one dataset") from None
     name = words[0] if len(words) == 1 else f"{len(words)} image files"
     identity = hashlib.sha256(b"".join(hashlib.sha256(image.content).digest() for image in encoded)).hexdigest()
     places, origin = range(len(encoded)), "the files " + ", ".join(words)
@@ -143,11 +143,11 @@ def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages |
 
 def _read_file(url: str) -> bytes:
     if not storage.exists(url):
-        raise ConfigError(f"{url}: no such file; wanted image files, or one dataset")
+        raise ConfigError(f"{url}: no such file; expected image files, or one dataset")
     try:
         return storage.read_bytes(url)
     except IsADirectoryError:
-        raise ConfigError(f"{url}: a folder among files; wanted image files, or one dataset") from None
+        raise ConfigError(f"{url}: a folder among files; expected image files, or one dataset") from None
 
 
 def _of_dataset(url: str, split: str, most: int) -> ChosenImages:

@@ -141,8 +141,8 @@ def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, ima
     if parity.changed_share > request.bound and not request.allow:
         raise RunError(
             f"{request.model} --to {request.target}: top-1 changed for {parity.changed_top1} of {parity.images} images"
-            f" ({parity.changed_share:.2%}), wanted at most {request.bound:.2%}: nothing is written. Raise --bound, or"
-            " add --allow"
+            f" ({parity.changed_share:.2%}), expected at most {request.bound:.2%}: nothing is written. Raise --bound,"
+            " or add --allow"
         )
     progress("measuring the latency")
     latency = measure_latency(before, after, size, request.rounds, request.seconds)

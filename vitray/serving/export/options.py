@@ -51,30 +51,30 @@ def check_request(request: ExportRequest, out: str) -> None:
     """Refuse unknown or unfitting options, missing packages, and a folder that exists."""
     target = request.target
     if target not in PACKAGES:
-        raise ConfigError(f"--to {target}: wanted one of {', '.join(PACKAGES)}{nearest(target, PACKAGES)}")
+        raise ConfigError(f"--to {target}: expected one of {', '.join(PACKAGES)}{nearest(target, PACKAGES)}")
     if request.int8 is not None and request.int8 not in (kinds := INT8.get(target, ())):
         wanted = f"one of {', '.join(kinds)}" if kinds else f"--to {' or --to '.join(INT8)}"
-        raise ConfigError(f"--int8 {request.int8} --to {target}: wanted {wanted}{nearest(request.int8, kinds)}")
+        raise ConfigError(f"--int8 {request.int8} --to {target}: expected {wanted}{nearest(request.int8, kinds)}")
     if request.any_size and target not in GRAPHS:
-        raise ConfigError(f"--any-size --to {target}: wanted --to {' or --to '.join(GRAPHS)}")
+        raise ConfigError(f"--any-size --to {target}: expected --to {' or --to '.join(GRAPHS)}")
     if missing := [name for name in PACKAGES[target] if find_spec(name) is None]:
         install = f"pip install {' '.join(PACKAGES[target])}"
         raise ConfigError(f"--to {target}: needs {', '.join(missing)}, not installed here; run {install}")
     if storage.exists(out) or storage.list_files(out):
-        raise ConfigError(f"{out}: exists already; wanted a new folder (--out)")
+        raise ConfigError(f"{out}: exists already; expected a new folder (--out)")
 
 
 def check_network(request: ExportRequest, model: Model) -> None:
     """Refuse a network that a target cannot hold; those of libraries check further."""
     if model.num_classes is None:
-        raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; wanted a network with classes")
+        raise ConfigError(f"{request.model}: {model.name} has no head, so no logits; expected a network with classes")
     if request.any_size:
         model.require_vit(f"{request.model}: --any-size")
     is_at_stem = model.positions.kind == "sincos2d" and model.positions.where == "stem"
     if request.any_size and model.positions.kind not in ("none", "rope") and not is_at_stem:
         raise ConfigError(
             f"{request.model}: --any-size: its {model.positions.kind} positions belong to {model.grid[0]} x"
-            f" {model.grid[1]} patches; wanted positions none, rope, or sincos2d at the stem"
+            f" {model.grid[1]} patches; expected positions none, rope, or sincos2d at the stem"
         )
 
 

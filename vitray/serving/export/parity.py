@@ -85,7 +85,7 @@ def compare_logits(before: Runner, after: Runner, batches: Iterable[tuple[Tensor
             raise RunError(f"the export's logits are {tuple(theirs_BK.shape)}, the network's {tuple(ours_BK.shape)}")
         for name, logits_BK in (("network", ours_BK), ("export", theirs_BK)):
             if not logits_BK.isfinite().all():
-                raise ConfigError(f"the {name}'s logits are not finite; wanted weights of a finished training")
+                raise ConfigError(f"the {name}'s logits are not finite; expected weights of a finished training")
         top1_B = ours_BK.argmax(1)
         changed += int((top1_B != theirs_BK.argmax(1)).sum())
         classes |= set(top1_B.tolist())
@@ -93,7 +93,7 @@ def compare_logits(before: Runner, after: Runner, batches: Iterable[tuple[Tensor
         largest = max(largest, float(ours_BK.abs().max()))
         images += len(views_BCHW)
     if not images:
-        raise ConfigError(f"no image to compare: {few(left_out) or 'there is none'}; wanted at least one")
+        raise ConfigError(f"no image to compare: {few(left_out) or 'there is none'}; expected at least one")
     return Parity(images, tuple(left_out), difference, largest, changed, len(classes))
 
 

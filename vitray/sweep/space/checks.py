@@ -120,7 +120,7 @@ def check_space(space: Space, base: Run) -> list[SweepPoint]:
             reason = str(error).splitlines()[0].removeprefix("replace: ")
             raise ConfigError(f"the point {name}: {reason}") from None
         if first != name:
-            raise ConfigError(f"the point {name}: is the same run as {first}, wanted one of them")
+            raise ConfigError(f"the point {name}: is the same run as {first}, expected one of them")
     return points
 
 
@@ -140,12 +140,12 @@ def _text_faults(space: Space) -> Iterator[tuple[str, str]]:
     for name, text in ((name, each.text) for name, each in space.space.items() if each.text is not None):
         unknown = [variable for variable in PLACEHOLDER.findall(text) if variable not in known]
         if is_variable(name):
-            yield f"space.{name}", f"got the text {text!r}, wanted a distribution, as {name} is a variable"
+            yield f"space.{name}", f"got the text {text!r}, expected a distribution, as {name} is a variable"
         elif unknown:
             yield f"space.{name}", f"no variable {unknown[0]!r} is drawn{nearest(unknown[0], known)}"
         elif not PLACEHOLDER.search(text) or re.search("[{}]", PLACEHOLDER.sub("", text)):
             wanted = f"a text with {{variable}}; set a constant with the override {name}=..."
-            yield f"space.{name}", f"got {short(text)}, wanted {wanted}"
+            yield f"space.{name}", f"got {short(text)}, expected {wanted}"
         elif mixed := _mixed(space, text):
             yield f"space.{name}", mixed
 
@@ -153,7 +153,7 @@ def _text_faults(space: Space) -> Iterator[tuple[str, str]]:
 def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
     used = _references(space) | {name for name, each in space.space.items() if each.cases}
     if not space.space:
-        yield "space", "got nothing, wanted distributions, as in `optim.lr: {grid: [1e-3, 3e-3]}`"
+        yield "space", "got nothing, expected distributions, as in `optim.lr: {grid: [1e-3, 3e-3]}`"
     for name, distribution in space.space.items():
         whole = next((other for other in space.space if name.startswith(f"{other}.")), None)
         if "." in name and name not in SETTINGS:
@@ -161,13 +161,13 @@ def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
         elif any(f"{setting}.".startswith(f"{name}.") for setting in FIXED_SETTINGS):
             yield f"space.{name}", f"is the same for all trials of a sweep; set it with the override {name}=..."
         elif whole:
-            yield f"space.{name}", f"lies in {whole}, which the space also sets; wanted one of them"
+            yield f"space.{name}", f"lies in {whole}, which the space also sets; expected one of them"
         elif is_variable(name) and name not in used:
             meant = min((setting for setting in SETTINGS if setting.endswith(f".{name}")), default=None)
-            close = f"; nearest: {meant}" if meant else nearest(name, Run.model_fields)
+            close = f"; did you mean {meant}" if meant else nearest(name, Run.model_fields)
             yield f"space.{name}", f"no setting, and no text uses it as the variable {{{name}}}{close}"
         elif space.search.kind == "grid" and distribution.text is None and distribution.values is None:
-            fault = f"got {distribution.kind}, which a grid search cannot list; wanted grid, or search: random"
+            fault = f"got {distribution.kind}, which a grid search cannot list; expected grid, or search: random"
             yield f"space.{name}", fault
 
 
@@ -201,19 +201,19 @@ def _case_faults(space: Space) -> Iterator[tuple[str, str]]:
     for name, path in swept_settings(space):
         other = next((each for by, each in swept_settings(space) if by != name and _meet(path, each)), None)
         if space.space[name].cases and not is_variable(name):
-            yield f"space.{name}", "got cases, which only a variable can have; wanted another distribution"
+            yield f"space.{name}", "got cases, which only a variable can have; expected another distribution"
         elif space.space[name].cases and other:
             yield f"space.{name}", f"a case sets {path}, and the space sets {other} too; set it in one place"
 
 
 def _stage_faults(space: Space) -> Iterator[tuple[str, str]]:
     if space.before and space.learns:
-        yield "before", f"got search {space.search.kind}, wanted grid or random, whose points are known in advance"
+        yield "before", f"got search {space.search.kind}, expected grid or random, whose points are known in advance"
     for name in space.before:
         if name in space.space or name in SETTINGS or not re.fullmatch(r"\w+", name):
-            yield f"before.{name}", "wanted a name of letters, digits and _ that is neither drawn nor a setting"
+            yield f"before.{name}", "expected a name of letters, digits and _ that is neither drawn nor a setting"
         elif name not in _references(space):
-            yield f"before.{name}", f"is not used; wanted {{{name}}} as a value in the space, or no such stage"
+            yield f"before.{name}", f"is not used; expected {{{name}}} as a value in the space, or no such stage"
 
 
 def _references(space: Space) -> set[str]:
@@ -227,7 +227,7 @@ def _mixed(space: Space, value: Any) -> str | None:
     for text in texts_in(value):
         mixed = sorted(placeholders(text) & set(space.before))
         if mixed and text != f"{{{mixed[0]}}}":
-            return f"got {short(text)}, wanted {{{mixed[0]}}} alone: it stands for the path of a folder"
+            return f"got {short(text)}, expected {{{mixed[0]}}} alone: it stands for the path of a folder"
     return None
 
 
@@ -251,24 +251,24 @@ def _population_faults(space: Space) -> Iterator[tuple[str, str]]:
     if not space.is_population:
         return
     if space.learns:
-        yield "scheduler", f"got a population with search {space.search.kind}, wanted search grid or random"
+        yield "scheduler", f"got a population with search {space.search.kind}, expected search grid or random"
     if not space.changeable:
         known = ", ".join(f"{name}*" if name.endswith(".") else name for name in CHANGEABLE)
         yield "scheduler", f"got a population without a drawn setting that may change during training: {known}"
     if space.budget.minutes or space.budget.device_hours:
-        yield "budget", "got a limit, wanted none: all trials of a population start at once"
+        yield "budget", "got a limit, expected none: all trials of a population start at once"
     for name, distribution in space.space.items():
         if distribution.cases:
-            yield f"space.{name}", "got cases, wanted another distribution for a population"
+            yield f"space.{name}", "got cases, expected another distribution for a population"
 
 
 def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
     is_grid = space.search.kind == "grid"
     if space.search.kind == "nsga2" and space.scheduler.kind != "none":
-        yield "scheduler", f"got {space.scheduler.kind}, wanted none: search nsga2 compares trials that have ended"
+        yield "scheduler", f"got {space.scheduler.kind}, expected none: search nsga2 compares trials that have ended"
     listed = [each.values for name, each in space.drawn.items() if each.values and (is_grid or is_variable(name))]
     if (combinations := math.prod(map(len, listed))) > MOST_POINTS:
-        yield "space", f"got {combinations:,} combinations, wanted at most {MOST_POINTS:,}"
+        yield "space", f"got {combinations:,} combinations, expected at most {MOST_POINTS:,}"
         return
     try:
         points = grid_points(space) if is_grid else random_points(space, 1)
@@ -277,7 +277,7 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
             name = name_of(point, space)
             if len(name.encode()) > LONGEST_NAME:
                 wanted = f"a name of at most {LONGEST_NAME} bytes; `cases` give a combination a short name"
-                yield "space", f"the point {name}: wanted {wanted}"
+                yield "space", f"the point {name}: expected {wanted}"
             other = named.setdefault(name, point)
             if other is not point:
                 yield "space", f"two points are both {name}: {other.drawn} and {point.drawn}"
@@ -285,4 +285,4 @@ def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
         yield "where", str(error)
         return
     if not points:
-        yield "where", "no point satisfies it, wanted at least one"
+        yield "where", "no point satisfies it, expected at least one"
