@@ -27,6 +27,9 @@ def main(args: list[str]) -> dict[str, Any]:
     parser.add_argument("--out", default="runs", help="folder of all runs, or s3:// (default: %(default)s)")
     naming.add_argument("--resume", metavar="NAME", help="resume the run of this name, without a recipe")
     parser.add_argument("--fork", metavar="NAME", help="start from the last weights of that run")
+    parser.add_argument(
+        "--show", action="store_true", help="print all settings as YAML, those of an extended recipe too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check settings, data and storage, and print the plan")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     options = parser.parse_intermixed_args(args)
@@ -50,6 +53,9 @@ def main(args: list[str]) -> dict[str, Any]:
     else:
         run = load_run(recipes.path_of(names[0]), overrides)
         name = options.name or f"{Path(names[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if options.show:
+        print(run.to_yaml(), end="")
+        return run.dotted()
     if options.dry_run:
         planned = make_plan(run)
         check_storage(options.out)
