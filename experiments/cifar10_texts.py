@@ -113,7 +113,7 @@ comparison, far from the best accuracy.
 - "higher" is said where p, corrected for the number of pairs of the thing (Holm), is below 0.05; "if taken alone" where
   the interval of this one pair excludes zero, as one of twenty pairs of equal cells is expected to. With three seeds
   even large differences stay there.
-- "not significant" means that the interval contains zero: the two cannot be told apart here. It does not mean equal.
+- "not significant" means that the interval contains zero. It does not mean equal.
 - wall is the median time of a trial from its last start to its end, two at a time on two cores; device, that of its
   steps. Some trials ran beside other work or were resumed (the log), so times show what a trial cost, not which network
   is faster; `vitray bench branches` measures that.

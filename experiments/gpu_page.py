@@ -25,7 +25,7 @@ class Size(NamedTuple):
     """More options, of the benchmarks of many networks at many batch sizes."""
     batch: int
     images: int
-    """Drawn images that are decoded."""
+    """Synthetic images that are decoded."""
     steps: int
     """Of the whole run."""
     workers: int | None = None

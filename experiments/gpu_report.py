@@ -136,7 +136,7 @@ def with_threshold(measured: Sequence[Mapping[str, Any]], branches: Mapping[str,
 
 
 def write(size: Size, results: Mapping[str, Mapping[str, Any]], out: Path) -> None:
-    """Write the results as JSON and as a page; of the drawn images only an error."""
+    """Write the results as JSON and as a page; of the synthetic images only an error."""
     kept = {name: result for name, result in results.items() if name != "dataset" or "error" in result}
     (out / "gpu.json").write_text(json.dumps(kept, indent=1) + "\n")
     (PAGE if size is FULL else out / "gpu.md").write_text(page(size, kept))

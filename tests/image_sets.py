@@ -1,4 +1,4 @@
-"""Small sets of drawn images for tests: a dataset of ours without Ray, and a folder of class folders."""
+"""Small sets of synthetic images for tests: a dataset of ours without Ray, and a folder of class folders."""
 
 import hashlib
 from collections import Counter
@@ -19,7 +19,7 @@ SHAPES = CLASSES["shape"]
 
 
 def write_dataset(folder: Path, sizes: dict[str, int], corrupt: int = 0, classes: tuple[str, ...] = SHAPES) -> Dataset:
-    """Write a dataset of drawn images, {split: images}, in shards of 40; the first `corrupt` of each are no images."""
+    """Write a dataset of synthetic images, {split: images}, in shards of 40; the first `corrupt` of each are broken."""
     folder.mkdir(parents=True)
     splits, first = {}, 0
     for split, count in sizes.items():
@@ -66,7 +66,7 @@ def save_splits(folder: Path, splits: dict[str, Split], classes: tuple[str, ...]
 
 
 def write_folder(folder: Path, count: int) -> Path:
-    """Write drawn images into class folders."""
+    """Write synthetic images into class folders."""
     for index in range(count):
         content, label = demo_item(index, 0, 32, "shape")
         (folder / SHAPES[label]).mkdir(parents=True, exist_ok=True)

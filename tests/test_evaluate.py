@@ -615,7 +615,7 @@ def test_classes_of_equal_recall_are_ordered_by_their_images():
 
 
 def synthetic(place, classes, images, networks):
-    """An evaluation with drawn logits on drawn images."""
+    """An evaluation with drawn logits on synthetic images."""
     names = SHAPES if classes == 10 else tuple(f"class {index} <&> of many" for index in range(classes))
     spec, opened = describe_network(str(place / "a"))[0], open_images(str(place / "data"), "val")
     labels, results = np.random.default_rng(0).integers(0, classes, images), []

@@ -260,8 +260,25 @@ def test_sigterm_to_all_processes_of_a_run_leaves_a_checkpoint(place, sends):
     [
         ("serve", ["{place}/model", "--port", "{port}"]),
         ("predict", ["{place}/model", "{place}/demo", "{place}/out", "--workers", "2", "--batch", "1"]),
-        ("evaluate", ["{place}/model", "{place}/demo", "--split", "train", "--workers", "2"]),
-        ("inspection", ["{place}/model", "{place}/demo", "--split", "train", "--workers", "2", "--images", "1500"]),
+        (
+            "evaluate",
+            ["{place}/model", "{place}/demo", "--split", "train", "--workers", "2", "--out", "{place}/scores"],
+        ),
+        (
+            "inspection",
+            [
+                "{place}/model",
+                "{place}/demo",
+                "--split",
+                "train",
+                "--workers",
+                "2",
+                "--images",
+                "1500",
+                "--out",
+                "{place}/inspected",
+            ],
+        ),
         ("shard", ["demo", "{place}/more", "images=200000", "image_size=64"]),
         ("sweep", ["demo", "demo_lr", *TINY, "data.url={place}/demo", "--name", "rates", "--out", "{place}/sweeps"]),
     ],

@@ -837,7 +837,7 @@ def step_work(vit):
 
 
 def drawn(start, count):
-    """Drawn images of 32 px as the device gets them, and their shapes."""
+    """Synthetic images of 32 px as the device gets them, and their shapes."""
     items = [demo_item(index, 0, 32, "shape") for index in range(start, start + count)]
     images = torch.from_numpy(np.stack([decode_image(content) for content, _ in items]))
     return normalised(images, Run().data.normalise), torch.tensor([label for _, label in items])
@@ -860,7 +860,7 @@ def fitted(task, run, images, labels):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_cell_of_table_6_learns_more_than_its_zero_head():
-    """From the ten shapes of drawn images to pairs of them, at the space's largest rate, by three seeds."""
+    """From the ten shapes of synthetic images to pairs of them, at the space's largest rate, by three seeds."""
     small = ["model.name=vit_u2x1_8", "model.image_size=32", "optim.batch=32"]
     learn = ["optim.duration=600 steps", "optim.warmup=60 steps", "optim.lr=2e-3", "optim.rule=adamw"]
     source = load_run(None, [*small, *learn, "model.num_classes=10"])

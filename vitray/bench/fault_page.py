@@ -182,7 +182,7 @@ the cells that say "not measured". Over all faults of this page:
 below.
 
 `python -m vitray.bench.faults` makes this page. It trains the same network (width 64, 6 blocks, 2 heads, patch 8) on
-the same {images:,} drawn images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
+the same {images:,} synthetic images of 32 px: {epochs} epochs, {steps} steps of {batch} images, {workers} workers over
 gloo, with random crops and flips. Each stack has an environment of its own, and saves and resumes as its documentation
 recommends. A step takes at least {pace} s: otherwise a run would end before some stacks notice a signal. Other work may
 use the same cores, so seconds are rough; images, steps and weights are exact. Cells without a JSON in
