@@ -37,7 +37,7 @@ def main(words: list[str]) -> dict[str, Any]:
             f" {node.disk:>5.0%} {node.clock:>+6.1f} s  {node.versions['ray']}, {node.versions['torch']}"
         )
     for finding in findings:
-        print(f"\n{finding.node}: {finding.problem}\n  wanted: {finding.remedy}")
+        print(f"\n{finding.node}: {finding.problem}\n  remedy: {finding.remedy}")
     if findings:
         raise RunError(f"{len(findings)} problems on {len(nodes)} nodes")
     print("\nno problems found")

@@ -161,7 +161,7 @@ def test_a_run_starts_where_the_dashboard_admits_the_head_alone(monkeypatch):
     monkeypatch.setattr(session, "check_reachable", lambda *_: None)
     monkeypatch.setattr(session, "remove_stale_groups", refused)
     monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="127.0.0.1:8265"))
-    assert session._connect_or_start(None, None) is True
+    assert session._connect_or_start(None, None, Path()) is True
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "127.0.0.1:99999"])
@@ -169,7 +169,7 @@ def test_a_cluster_that_is_away_is_one_message(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=re.escape(f"RAY_ADDRESS: {address}: cannot be reached")):
-        session._connect_or_start(None, None)
+        session._connect_or_start(None, None, Path())
     assert time.monotonic() - began < 6
 
 

@@ -64,6 +64,7 @@ QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | oom_backoff.QUIET_LO
 # {file of a platform: the environment variables that it reads, and that vitray, its deployment or its tests set}
 VARIABLES = {
     "ray/_common/usage/usage_constants.py": {"RAY_USAGE_STATS_ENABLED"},
+    "ray/_common/utils.py": {"RAY_TMPDIR"},
     "ray/_private/accelerators/accelerator.py": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"},
     "ray/_private/authentication/authentication_token_setup.py": {"RAY_AUTH_MODE"},
     "ray/_private/ray_constants.py": {

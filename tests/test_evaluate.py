@@ -527,7 +527,7 @@ def test_large_outputs_are_read_into_a_temporary_file(place, tmp_path, monkeypat
         (["a", "a", "data"], "a: given 2 times; expected each network once"),
         (
             ["a", "data", "--probes", "knnn"],
-            "--probes: got knnn, expected some of knn, few_shot, linear, rank; nearest",
+            "--probes: got knnn, expected some of knn, few_shot, linear, rank; did you mean",
         ),
         (["a", "data", "--probes", "knn", "--train-split", "test"], "data: no split 'test'"),
         (["a", "photos", "--probes", "knn"], "--train-split: got train, whose images are those of --split val"),

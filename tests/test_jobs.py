@@ -325,7 +325,7 @@ def test_a_job_without_its_own_folder_may_write_to_its_working_directory(bare_en
 def test_a_run_cannot_connect_to_a_dashboard(bare_environment):
     bare_environment.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(ConfigError, match="`vitray submit` sends jobs"):
-        session._connect_or_start(None, None)
+        session._connect_or_start(None, None, Path())
 
 
 # ---- on a real head --------------------------------------------------------------------------------------------------

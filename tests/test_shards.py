@@ -162,7 +162,7 @@ def test_a_folder_with_splits_on_top(tmp_path):
         ("val", 1),
     ]
     assert {item.split for item in listed(tmp_path, splits=("val",)).items} == {"val"}
-    with pytest.raises(ConfigError, match=r"--split vla: .* has train, val; nearest"):
+    with pytest.raises(ConfigError, match=r"--split vla: .* has train, val; did you mean"):
         listed(tmp_path, splits=("vla",))
 
 
@@ -206,7 +206,7 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
     listing = listed(source)
     assert listing.classes == ("0", "1", "2")
     assert [item.label for item in listing.items] == [2, 0]
-    with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; nearest"):
+    with pytest.raises(ConfigError, match=r"no column 'klass'; it has file, class: set label=COLUMN; did you mean"):
         listed(source, "label=klass")
 
 
@@ -916,9 +916,9 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*nearest"),
+        (["demo", "d", "imagse=3"], r"override 'imagse=3': imagse: unknown setting, .*did you mean"),
         (["demo", "d", "images=0"], "images: got 0, expected greater than or equal to 1"),
-        (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', expected .*nearest"),
+        (["demo", "d", "dedupe=exakt"], r"dedupe: got 'exakt', expected .*did you mean"),
         (["demo", "d", "task=sahpe"], r"task: got 'sahpe', expected 'shape' or 'texture'; did you mean shape"),
         (["s", "d", "images=3"], "images: a setting of the demo source only; the source here is s"),
         (["nowhere", "d"], "nowhere: no files here; expected a folder"),
@@ -961,7 +961,7 @@ def test_a_finished_dataset_is_never_overwritten(ray_cluster, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"dataset\.json: format: got 2, expected 1: written by another vitray"):
         open_dataset(str(tmp_path / "d"))
     write(tmp_path / "d/dataset.json", json.dumps(changed | {"splts": {}}).encode())
-    with pytest.raises(ConfigError, match=r"dataset\.json: splts: unknown setting, .*nearest"):
+    with pytest.raises(ConfigError, match=r"dataset\.json: splts: unknown setting, .*did you mean"):
         open_dataset(str(tmp_path / "d"))
 
 

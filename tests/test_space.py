@@ -408,7 +408,7 @@ FAULTY = [
     ("space:\n  r: {cases: {}}", "space.r: cases: got [], expected values that differ, at least one"),
     ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {recipe: demo}", "space.yaml:4: before.a: is not used; expected {a}"),
     ("space:\n  seed: {seeds: 2}\nbefore:\n  a: {}", "before.a.recipe: got nothing, expected a YAML file, or one"),
-    (f"{STAGE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; nearest:"),
+    (f"{STAGE}, settings: {{optim.lrr: 1}}}}", "before.a.settings.optim.lrr: unknown setting of a run; did you mean"),
     (
         f"{STAGE}, settings: {{seed: '{{sed}}'}}}}",
         "before.a.settings.seed: 'sed' is neither drawn nor an earlier",

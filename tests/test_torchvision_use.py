@@ -138,7 +138,9 @@ def test_predictions_are_those_of_plain_torch_beside_a_vision_transformer(place,
 
 def test_levels_that_a_network_lacks_are_refused(place, tmp_path):
     spec = describe_network(str(place / "base"))[0]
-    with pytest.raises(ConfigError, match=r"--features stage5: .*resnet18; expected one of stage1 to stage4; nearest"):
+    with pytest.raises(
+        ConfigError, match=r"--features stage5: .*resnet18; expected one of stage1 to stage4; did you mean"
+    ):
         check_options([spec], Options(levels=("stage5",)))
     with pytest.raises(ConfigError, match=r"--compile: torchvision/resnet18 is compiled whole, with its logits alone"):
         check_options([spec], Options(compile=True, embedding=True))

@@ -737,7 +737,7 @@ def test_a_killed_driver_is_proved_dead_and_its_run_closed(folder, monkeypatch):
     close_dead_runs(EXPERIMENT, tracking_uri())
     assert [run.state for run in flush_all()] == ["running"]
     monkeypatch.setattr(tracker, "LOCK_TIMEOUT", 0.2)
-    with pytest.raises(ConfigError, match="another process tracks this run"):
+    with pytest.raises(ConfigError, match="another process is tracking this run"):
         begin()
     assert the_run().info.status == "RUNNING"
     driver.kill()

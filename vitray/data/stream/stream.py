@@ -143,7 +143,8 @@ class Stream:
         """Yield a worker's batches from one step of the run to another, across epochs."""
         if not self.steps:
             raise ConfigError(
-                f"{self.dataset.url}: got a global batch of {self.spec.batch}, expected {self.images} at most"
+                f"{self.dataset.url}: got a global batch of {self.spec.batch}, expected at most the"
+                f" {self.images} images"
             )
         # The first worker decides: the cluster's memory may change between the queries of several workers.
         cut = share.broadcast(self._cut(share.workers, self.spec.copies))
