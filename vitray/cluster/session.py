@@ -121,9 +121,6 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
         return
     is_main = threading.current_thread() is threading.main_thread()  # others cannot set a handler
     handler = signal.getsignal(signal.SIGTERM)
-    # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
-    # blocked, so this one decides what ends, and when.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     is_ended = False
 
     def end(number: int, _frame: Any) -> None:
@@ -133,6 +130,9 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
             raise SystemExit(128 + number)
 
     with temporary_folder() as folder:
+        # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
+        # blocked, so this one decides what ends, and when.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             try:
                 is_listable = _connect_or_start(cpus, object_store_bytes, folder)
