@@ -35,8 +35,8 @@ BCE = {"task.loss": "bce"}
         ({"task": {"kind": "masked"}, "model.num_classes": None}, "softmax"),
     ],
 )
-def test_the_loss_decides(changes, wanted):
-    assert probability_of(Run().replace(changes)) == wanted
+def test_the_loss_decides(changes, expected):
+    assert probability_of(Run().replace(changes)) == expected
 
 
 @pytest.mark.parametrize("changes", [{}, BCE])
@@ -51,34 +51,34 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
     with torch.inference_mode():
         logits = vit(normalised(torch.from_numpy(np.stack(views)), run.data.normalise)).double().numpy()
     shares = np.exp(logits)
-    wanted = 1 / (1 + np.exp(-logits)) if changes else shares / shares.sum(1, keepdims=True)
+    expected = 1 / (1 + np.exp(-logits)) if changes else shares / shares.sum(1, keepdims=True)
 
     spec = describe_network(url)[0]
     plan = Plan((spec,), plan_images, check_options([spec], Options(top_k=len(SHAPES), batch=12)), "")
     tables, _ = decode_views(read_encoded(plan_images, 0, 12), views_of([spec]), 12)
     rows = Networks(plan).outputs(tables, np.ones(12, bool)).to_pylist()
     predicted = np.array([[row["probabilities"][row["classes"].index(name)] for name in SHAPES] for row in rows])
-    np.testing.assert_allclose(predicted, wanted, atol=1e-5)
+    np.testing.assert_allclose(predicted, expected, atol=1e-5)
 
     family = load_deltas(url, {"task": url})
     served = probabilities(family, views, [family.members["task"]] * 12)
-    np.testing.assert_allclose(np.stack(served), wanted, atol=1e-5)
+    np.testing.assert_allclose(np.stack(served), expected, atol=1e-5)
 
     model = ImageClassifier()
     model.load_context(SimpleNamespace(artifacts={"model": url}))
     answers = model.predict(np.stack(pixels))
-    np.testing.assert_allclose([answer["probabilities"] for answer in answers], wanted, atol=1e-5)
+    np.testing.assert_allclose([answer["probabilities"] for answer in answers], expected, atol=1e-5)
 
     request = Request([url], str(tmp_path / "data"), out=str(tmp_path / "out"), workers=1)
     scored = compute_evaluation(request)[0].results[0].scored
-    np.testing.assert_allclose(scored.classification.confidences, wanted.max(1), atol=1e-5)
-    errors = wanted.copy()
+    np.testing.assert_allclose(scored.classification.confidences, expected.max(1), atol=1e-5)
+    errors = expected.copy()
     errors[np.arange(12), scored.labels] -= 1
     assert scored.values["brier"] == pytest.approx((errors**2).sum() / 12, abs=1e-4)
     gaps = [each.images * abs(each.accuracy - each.confidence) for each in scored.bins if each.images]
     assert scored.intervals["ece"].estimate == pytest.approx(sum(gaps) / 12)
     assert sum(each.confidence * each.images for each in scored.bins if each.images) == pytest.approx(
-        wanted.max(1).sum(), abs=1e-4
+        expected.max(1).sum(), abs=1e-4
     )
     assert (scored.temperature is None) == bool(changes)
 

@@ -297,20 +297,20 @@ def every_row(dataset):
         ({"CPU": 8.0, "GPU": 2.0}, ["evaluate.where=gpu"], (1.0, 0)),
     ],
 )
-def test_probes_have_a_cpu_of_their_own_or_a_spare_gpu(node, overrides, wanted, dataset, monkeypatch):
+def test_probes_have_a_cpu_of_their_own_or_a_spare_gpu(node, overrides, expected, dataset, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "cluster_resources", lambda: node)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node}])
     run = recipe(dataset, *overrides)
-    if wanted is None:
+    if expected is None:
         with pytest.raises(
             ConfigError, match=r"one for evaluate.probes do not fit into .*without evaluate.probes, `vitray eval"
         ):
             place_workers(run)
     else:
         placement = place_workers(run)
-        assert (placement.cpus, placement.probe_gpus) == wanted
+        assert (placement.cpus, placement.probe_gpus) == expected
     assert place_workers(run.replace({"evaluate.probes": [], "evaluate.where": "workers"})).probe_gpus == 0
 
 
