@@ -54,11 +54,11 @@ def draw(panels: Mapping[str, Mapping[str, Measured]]) -> Figure:
     return figure
 
 
-def draw_cell(axis: Axes, label: str, cell: Measured, colour: str) -> Label:
+def draw_cell(axis: Axes, label: str, cell: Measured, color: str) -> Label:
     """Draw the learning curve of a cell over the steps that all of its seeds have, and return the label of its end."""
     curves = [dict(map(tuple, trial["curve"])) for trial in cell.trials.values()]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    return draw_curve(axis, label, {step: [curve[step] for curve in curves] for step in steps}, colour)
+    return draw_curve(axis, label, {step: [curve[step] for curve in curves] for step in steps}, color)
 
 
 def draw_label_curves(curves: Mapping[str, Mapping[float, Sequence[float]]]) -> Figure:
@@ -80,10 +80,10 @@ def draw_label_curves(curves: Mapping[str, Mapping[float, Sequence[float]]]) -> 
     return figure
 
 
-def draw_curve(axis: Axes, label: str, scores: Mapping[float, Sequence[float]], colour: str) -> Label:
+def draw_curve(axis: Axes, label: str, scores: Mapping[float, Sequence[float]], color: str) -> Label:
     """Draw means over seeds in percent with Student's 95 % interval, and return the label of the end."""
     places, intervals = list(scores), [interval_of([100 * score for score in each]) for each in scores.values()]
-    axis.plot(places, [each.mean for each in intervals], color=colour, linewidth=1.5, marker="o", markersize=3)
+    axis.plot(places, [each.mean for each in intervals], color=color, linewidth=1.5, marker="o", markersize=3)
     low, high = [each.low for each in intervals], [each.high for each in intervals]
-    axis.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-    return Label(places[-1], intervals[-1].mean, label, colour)
+    axis.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+    return Label(places[-1], intervals[-1].mean, label, color)

@@ -1,7 +1,7 @@
 """python experiments/cifar10_rates.py SWEEPS: write the rates chosen on the development part into the spaces.
 
 For each space of docs/results.md it reads the finished trials of SWEEPS/SPACE_rates, takes the rate with the highest
-last score for each cell, and replaces the lines below `# rates` of tune_spaces/SPACE.yaml. A sweep with a trial that
+last score for each cell, and replaces the lookup below `# rates` in tune_spaces/SPACE.yaml. A sweep with a trial that
 has not finished changes nothing; one of other settings, as without the development part, is refused. Several seeds of a
 cell count by their mean, and of equal rates the lower one is chosen.
 """
@@ -25,7 +25,7 @@ from vitray.sweep.driver import SWEEP_META
 from vitray.sweep.space import grid_points, name_of, read_space
 from vitray.sweep.trial_store import read_entries
 
-MARK, END = "  # rates\n", "  - "
+MARK, INDENT = "  # rates\n", "      "
 # In the head of a space; a line does not break inside.
 NOT_CHOSEN, CHOSEN = "cifar10_rates.py has not chosen", "cifar10_rates.py has chosen"
 # Settings that change neither images nor steps.
@@ -53,14 +53,11 @@ def main(sweeps: str) -> None:
         check_settings(sweep_dir, thing.recipe, thing.rate_overrides)
         path = tune_spaces.path_of(name)
         best = best_rates(tried)
-        grid = read_space(path).space["rate"].values or ()
-        if new := {rate for _, rate in best} - {*grid}:
-            sys.exit(f"{path.name}: {sorted(new)} not in the grid of rate, {list(grid)}; add it to both spaces first")
-        path.write_text(with_rates(path.read_text(), best))
-        for (cell, rate), line in zip(best, rate_lines(best), strict=True):
+        path.write_text(with_rates(path.read_text(), rate_lines(best, read_space(path).space["optim.lr"].of)))
+        for cell, rate in best:
             rates = sorted(each.rate for each in tried if each.cell == cell)
-            at_end = rate in (rates[0], rates[-1])
-            print(f"{name}:{line.removeprefix(END.rstrip())}{'  (at an end of the grid)' if at_end else ''}")
+            at_end = "  (at an end of the rates)" if rate in (rates[0], rates[-1]) else ""
+            print(f"{name}: {', '.join(map(str, cell.values()))}: {slug(rate)}{at_end}")
 
 
 def check_settings(sweep_dir: str, recipe: str, overrides: Sequence[str]) -> None:
@@ -104,23 +101,24 @@ def best_rates(tried: Sequence[Tried]) -> list[tuple[dict[str, Any], float]]:
     return best
 
 
-def rate_lines(best: Sequence[tuple[Mapping[str, Any], float]]) -> list[str]:
-    """Return a constraint for each cell: its rate alone."""
-    lines = []
+def rate_lines(best: Sequence[tuple[Mapping[str, Any], float]], of: Sequence[str]) -> list[str]:
+    """Return the rows of a lookup by one or two variables."""
+    rows: dict[str, list[str]] = {}
     for cell, rate in best:
-        others = " or ".join(f"{name} != {json.dumps(value)}" for name, value in cell.items())
-        lines.append(f"{END}{others} or rate == {slug(rate)}\n")
-    return lines
+        first, *rest = (slug(cell[name]) for name in of)
+        rows.setdefault(first, []).append(f"{''.join(f'{key}: ' for key in rest)}{slug(rate)}")
+    start, end = "{}" if len(of) > 1 else ("", "")
+    return [f"{INDENT}{first}: {start}{', '.join(rates)}{end}\n" for first, rates in rows.items()]
 
 
-def with_rates(text: str, best: Sequence[tuple[Mapping[str, Any], float]]) -> str:
-    """Return a space with these rates in place of the lines below its mark."""
+def with_rates(text: str, lines: Sequence[str]) -> str:
+    """Return a space with these rows in place of those below its mark."""
     head, mark, rest = text.partition(MARK)
     assert mark, f"no line {MARK.strip()!r}"
     kept = rest.splitlines(keepends=True)
-    while kept and kept[0].startswith(END):
+    while kept and kept[0].startswith(INDENT):
         kept = kept[1:]
-    return head.replace(NOT_CHOSEN, CHOSEN) + mark + "".join([*rate_lines(best), *kept])
+    return head.replace(NOT_CHOSEN, CHOSEN) + mark + "".join([*lines, *kept])
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def trial_rows(sweep_dir: str) -> Iterator[dict[str, Any]]:
             costs = {field: outcome.get(field) for field in COSTS}
             yield {
                 "trial": name,
-                "drawn": entry.point.drawn,
+                "drawn": {key: value for key, value in entry.point.drawn.items() if key != "rate"},
+                "rate": entry.point.settings["optim.lr"],
                 "top1": outcome["val_top1"],
                 "steps": outcome["steps"],
                 "wall_seconds": times and round(times, 1),

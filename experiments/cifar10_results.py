@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
     label: str
     drawn: dict[str, Any]
-    """Its values, without seed and rate."""
+    """Its values, without the seed."""
     rate: float
     settings: dict[str, Any]
     """Of the first seed, without it."""
@@ -88,11 +88,11 @@ def cells_of(thing: Thing) -> list[Cell]:
     base = load_run(recipes.path_of(thing.recipe), thing.overrides)
     cells: dict[str, Cell] = {}
     for point in check_space(space, base):
-        drawn = {key: value for key, value in point.drawn.items() if key not in ("seed", "rate")}
+        drawn = {key: value for key, value in point.drawn.items() if key != "seed"}
         settings = resolve_stages(point.settings, point.before, f"sweeps/{thing.space}")
         settings = {path: value for path, value in settings.items() if path != "seed"}
         label = thing.label.format(**drawn)
-        known = cells.setdefault(label, Cell(label, drawn, point.drawn["rate"], settings, ()))
+        known = cells.setdefault(label, Cell(label, drawn, settings["optim.lr"], settings, ()))
         cells[label] = known._replace(seeds=(*known.seeds, point.drawn["seed"]))
     return list(cells.values())
 
@@ -103,8 +103,8 @@ def measured(thing: Thing, records: Mapping[str, Any]) -> dict[str, Measured]:
     for row in records["trials"]:
         if row["sweep"] == thing.space:
             cell = found[thing.label.format(**row["drawn"])]
-            if row["drawn"]["rate"] != cell.cell.rate:
-                sys.exit(f"{thing.space}: {row['trial']} has rate {row['drawn']['rate']}, the space {cell.cell.rate}")
+            if row["rate"] != cell.cell.rate:
+                sys.exit(f"{thing.space}: {row['trial']} has rate {row['rate']}, the space {cell.cell.rate}")
             cell.trials[row["drawn"]["seed"]] = row
     return found
 
@@ -202,8 +202,7 @@ def rates_table(thing: Thing, records: Mapping[str, Any]) -> str:
     rates: dict[str, dict[float, list[float]]] = {}
     for row in records["trials"]:
         if row["sweep"] == f"{thing.space}_rates":
-            drawn = {key: value for key, value in row["drawn"].items() if key != "seed"}
-            rates.setdefault(thing.label.format(**drawn), {}).setdefault(drawn["rate"], []).append(row["top1"])
+            rates.setdefault(thing.label.format(**row["drawn"]), {}).setdefault(row["rate"], []).append(row["top1"])
     columns = sorted({rate for tried in rates.values() for rate in tried})
     rows = [f"| cell | {' | '.join(f'{rate:g}' for rate in columns)} |", "|---|" + "---|" * len(columns)]
     for label, tried in rates.items():
@@ -218,7 +217,7 @@ def at_ends(thing: Thing, cells: Mapping[str, Measured], records: Mapping[str, A
     tried: dict[str, set[float]] = {}
     for row in records["trials"]:
         if row["sweep"] == f"{thing.space}_rates":
-            tried.setdefault(thing.label.format(**row["drawn"]), set()).add(row["drawn"]["rate"])
+            tried.setdefault(thing.label.format(**row["drawn"]), set()).add(row["rate"])
     return [label for label, rates in tried.items() if cells[label].cell.rate in (min(rates), max(rates))]
 
 

@@ -30,7 +30,7 @@ class Thing(NamedTuple):
 
 STEM_SETTINGS = ("model.image_size=64", "data.augment.crop.padding=8")
 SHORT = "optim.duration=2.5 epochs"
-DEVELOPMENT = "data.development=0.1"
+DEVELOPMENT = "data.holdout=0.1"
 
 
 def stem_references(label: str) -> list[str]:

@@ -20,7 +20,7 @@ def main(args: list[str]) -> dict[str, Any]:
         "deit_b.pth heads=12 --save models/deit_b",
     )
     parser.add_argument("name", help="vit_<width><depth>x<branches>_<patch>[_<stem>], the papers' spelling, or weights")
-    settings_help = "any `model.` setting of a recipe; of weights also normalise, their `data.` setting"
+    settings_help = "any `model.` setting of a recipe; of weights also normalize, their `data.` setting"
     parser.add_argument("settings", nargs="*", metavar="setting=value", help=settings_help)
     parser.add_argument("--save", metavar="FOLDER", help="write the weights as a model folder (a path or s3://)")
     json_help = "print the result as JSON: params, gflops, activation_bytes"

@@ -20,13 +20,13 @@ from vitray.bench.finetune import recipe as bench_recipe
 from vitray.config import Model, Run
 from vitray.config.finetuning import Lora
 from vitray.config.training import Ema, Finetune
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError
 from vitray.models.adapters import LoraLinear, add_lora, merge_lora
 from vitray.models.vit import ViT
 from vitray.serving.export.folding import fold
 from vitray.tasks.build import build_task
-from vitray.tasks.supervised import Supervised
+from vitray.tasks.supervised import Classification
 from vitray.training import checkpoints
 from vitray.training.optim import Average, build_optimizer, parameter_groups
 from vitray.training.probes import network_weights
@@ -58,7 +58,7 @@ def run_of(name: str, weights: str = "unread", **changes) -> Run:
     return Run().replace({"task": {"kind": "finetune", "weights": weights} | task, "model": TINY | model} | changes)
 
 
-def tuned(name: str, seed: int = 0) -> Supervised:
+def tuned(name: str, seed: int = 0) -> Classification:
     """A task of this mode that starts from the base network."""
     torch.manual_seed(seed)
     task = build_task(run_of(name))
@@ -73,19 +73,19 @@ def images(count: int = 4, dtype=torch.float32) -> Tensor:
 TARGETS = F.one_hot(torch.tensor([0, 3, 3, 6]), 7).float()
 
 
-def train_steps(task: Supervised, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train_steps(task: Classification, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         task(images(), TARGETS).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
-def optimizer_of(task: Supervised, name: str) -> torch.optim.Optimizer:
+def optimizer_of(task: Classification, name: str) -> torch.optim.Optimizer:
     return build_optimizer(task, run_of(name, **{"optim.lr": 1e-2}).optim, torch.device("cpu"))
 
 
 @torch.enable_grad()
-def trained(name: str, seed: int = 0, steps: int = 3) -> Supervised:
+def trained(name: str, seed: int = 0, steps: int = 3) -> Classification:
     task = tuned(name, seed)
     train_steps(task, optimizer_of(task, name), steps)
     return task
@@ -183,7 +183,7 @@ def test_factors_decay_as_matrices_and_learn_at_the_rate_of_their_level():
             {},
             "task.mode: got adapter, and model.adapters is null; expected a width, as in model.adapters=16",
         ),
-        ({"mode": "attn", "also": ["lora"]}, {}, "task.also: got lora, expected parts that vit_u2x2_8 has"),
+        ({"mode": "attn", "also_train": ["lora"]}, {}, "task.also_train: got lora, expected parts that vit_u2x2_8 has"),
     ],
 )
 def test_modes_that_the_network_cannot_have_are_refused(task, model, message):
@@ -333,7 +333,7 @@ def save_base(folder: Path, **model) -> str:
     return str(folder)
 
 
-def save_tuned(folder: Path, name: str, base: str | None, seed: int = 0) -> Supervised:
+def save_tuned(folder: Path, name: str, base: str | None, seed: int = 0) -> Classification:
     task = trained(name, seed)
     task.eval()
     save_model(str(folder), run_of(name, base or "unread"), task.vit, CLASSES, relative_to=base)
@@ -471,7 +471,7 @@ def test_adapters_of_the_weights_are_kept_and_new_ones_are_trained(tmp_path):
     frozen = Run().replace({"task": task | {"weights": plain}, "model.adapters": 6})
     with pytest.raises(ConfigError, match=r"model.adapters: got 6, but task.weights .*plain has none, and"):
         open_initial_weights(frozen, frozen.task, CLASSES)
-    also = frozen.replace({"task.also": ["adapters"]})
+    also = frozen.replace({"task.also_train": ["adapters"]})
     assert open_initial_weights(also, also.task, CLASSES)[1].audit.trained == 9 * 128 + 4 * (2 * 6 * 64 + 6 + 64) + 455
 
 
@@ -516,16 +516,16 @@ def test_products_are_exported_merged_and_adapters_are_refused_by_other_librarie
 def test_a_graph_of_adapters_is_the_network():
     vit, run = base_network(adapters=5), Run()
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    graph = fold(vit, run.data.normalise, any_size=False, int8_weights=False)
+    graph = fold(vit, run.data.normalize, any_size=False, int8_weights=False)
     torch.testing.assert_close(
-        graph(pixels), vit(normalised(pixels.permute(0, 2, 3, 1), run.data.normalise)), atol=1e-4, rtol=1e-4
+        graph(pixels), vit(normalized(pixels.permute(0, 2, 3, 1), run.data.normalize)), atol=1e-4, rtol=1e-4
     )
 
 
 def test_the_bench_takes_settings_of_a_mode():
     settings = FinetuneSettings("vit_u2x1_8", batch=4, image_size=32)
     run = bench_recipe(settings, "lora+feedforward:task.lora.rank=2:task.lora.matrices=[q,out]")
-    assert (run.task.mode, run.task.lora.rank, run.compute.recompute) == ("lora", 2, "feedforward")
+    assert (run.task.mode, run.task.lora.rank, run.compute.activation_checkpointing) == ("lora", 2, "feedforward")
     assert bench_recipe(settings, "adapter:model.adapters=3").model.adapters == 3
     assert build_task(run).vit.blocks[0].attn1.qkv.lora["q"].a.weight.shape == (2, 64)
 

@@ -23,9 +23,9 @@ from torchvision.transforms import autoaugment as torchvision_auto
 
 from vitray.config.augmentation import (
     Augment,
-    CentreCrop,
+    CenterCrop,
     Mix,
-    Normalise,
+    Normalize,
     RandAugment,
     RandomResizedCrop,
     SimpleRandomCrop,
@@ -45,14 +45,14 @@ from vitray.data.augment.batch import (
     draw_mixing,
     fill_boxes,
     mix_rows,
-    normalised,
+    normalized,
     one_hot,
     partners,
     prepare_batch,
 )
 from vitray.data.augment.contact_sheets import Sample, contact_sheet
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import augment_image, crop_centre, draw_box, resize
+from vitray.data.augment.image import augment_image, crop_center, draw_box, resize
 from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
@@ -65,12 +65,12 @@ POLICIES = {
     "rand": Augment(policy=RandAugment(chance=1.0, ops=4)),
     "rand_original": Augment(policy=RandAugment(chance=1.0, ops=4, increasing=False, std=3.0)),
     "torchvision": Augment(policy=TorchvisionRandAugment(ops=4), crop=SimpleRandomCrop(interpolation="bilinear")),
-    "centre": Augment(crop=CentreCrop(), flip=0.0),
+    "center": Augment(crop=CenterCrop(), flip=0.0),
 }
 
 
 def photo(width: int = 120, height: int = 90, seed: int = 0) -> np.ndarray:
-    """Return a smooth coloured image with some noise, like a photo."""
+    """Return a smooth colored image with some noise, like a photo."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((width, height), 3)
     return (np.asarray(coarse) + rng.normal(0, 6, (height, width, 3))).clip(0, 255).astype(np.uint8)
@@ -91,8 +91,8 @@ def difference(ours: np.ndarray, theirs: Image.Image | np.ndarray) -> np.ndarray
 
 class Data(Section):
     augment: Augment = Augment()
-    eval: CentreCrop = CentreCrop()
-    normalise: Normalise = Normalise()
+    eval: CenterCrop = CenterCrop()
+    normalize: Normalize = Normalize()
 
 
 class Recipe(Section):
@@ -140,7 +140,7 @@ def test_published_augmentations_can_be_written_as_settings():
             crop: {scale: [0.05, 1], interpolation: bilinear}
             policy: {kind: randaugment, magnitude: 10, chance: 1, std: 0, increasing: false, fill: [128, 128, 128]}
           eval: {crop_ratio: 0.875, interpolation: bilinear}
-          normalise: {mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}
+          normalize: {mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}
         mix: {mixup: 0.2}
     """)
     assert plain.data.augment.crop == RandomResizedCrop(scale=(0.05, 1.0), interpolation="bilinear")
@@ -162,7 +162,7 @@ def test_published_augmentations_can_be_written_as_settings():
         ("data.augment.policy={kind: randaugment, magnitude: 15}", "magnitude 15.0 is above its limit 10.0"),
         ("data.augment.policy={kind: randaugment_torchvision, magnitude: 31}", "off the scale of 31 bins, 0 to 30"),
         ("mix.mixup=-0.1", "mix.mixup: got -0.1, expected greater than or equal to 0"),
-        ("data.normalise.std=[1, 0, 1]", "data.normalise.std"),
+        ("data.normalize.std=[1, 0, 1]", "data.normalize.std"),
         ("data.eval.crop_ration=0.9", "; did you mean crop_ratio"),
     ],
 )
@@ -209,15 +209,15 @@ def test_converted_images_stay_upright(mode):
 
 
 def test_every_mode_becomes_rgb_as_a_viewer_shows_it():
-    colours = Image.fromarray(photo(16, 12))
-    grey = colours.convert("L")
+    colors = Image.fromarray(photo(16, 12))
+    gray = colors.convert("L")
     for mode in ("1", "L", "P"):
-        assert np.array_equal(decode_image(encoded(colours.convert(mode))), colours.convert(mode).convert("RGB")), mode
-    jpeg = encoded(grey, "JPEG")
+        assert np.array_equal(decode_image(encoded(colors.convert(mode))), colors.convert(mode).convert("RGB")), mode
+    jpeg = encoded(gray, "JPEG")
     assert np.array_equal(decode_image(jpeg), Image.open(io.BytesIO(jpeg)).convert("RGB"))
     for kind in ("BMP", "TIFF", "PPM"):
-        assert np.array_equal(decode_image(encoded(colours, kind)), colours), kind
-    cmyk = encoded(colours.convert("CMYK"), "JPEG")
+        assert np.array_equal(decode_image(encoded(colors, kind)), colors), kind
+    cmyk = encoded(colors.convert("CMYK"), "JPEG")
     assert np.array_equal(decode_image(cmyk), Image.open(io.BytesIO(cmyk)).convert("RGB"))
 
 
@@ -240,13 +240,13 @@ def test_transparency_is_white():
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.putdata([0, 1])
     assert decode_image(encoded(palette, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
-    grey = encoded(Image.fromarray(np.array([[7, 9]], np.uint8)), transparency=7)
-    assert decode_image(grey).tolist() == [[[255] * 3, [9] * 3]]
+    gray = encoded(Image.fromarray(np.array([[7, 9]], np.uint8)), transparency=7)
+    assert decode_image(gray).tolist() == [[[255] * 3, [9] * 3]]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_an_animation_is_its_first_frame(kind):
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "green")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue", "green")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert np.array_equal(decode_image(data), frames[0])
@@ -351,9 +351,9 @@ def test_a_box_lies_in_the_image(rows, columns, area, ratio, seed):
 @pytest.mark.parametrize("interpolation", PIL_MODES)
 @pytest.mark.parametrize(("ratio", "short"), [(0.875, 256), (0.95, 235), (1.0, 224)])
 @pytest.mark.parametrize("shape", [(500, 375), (333, 500), (100, 130)])
-def test_the_centre_crop_equals_torchvisions(interpolation, ratio, short, shape):
+def test_the_center_crop_equals_torchvisions(interpolation, ratio, short, shape):
     image = photo(*shape)
-    ours = crop_centre(image, CentreCrop(crop_ratio=ratio, interpolation=interpolation), (224, 224))
+    ours = crop_center(image, CenterCrop(crop_ratio=ratio, interpolation=interpolation), (224, 224))
     steps = T.Compose([T.Resize(short, T.InterpolationMode(interpolation)), T.CenterCrop(224)])
     assert difference(ours, steps(Image.fromarray(image))).max() <= 2
 
@@ -361,7 +361,7 @@ def test_the_centre_crop_equals_torchvisions(interpolation, ratio, short, shape)
 @pytest.mark.parametrize("shape", [(500, 375), (60, 130)])
 def test_without_a_crop_ratio_the_whole_image_is_squeezed(shape):
     image = photo(*shape)
-    ours = crop_centre(image, CentreCrop(crop_ratio=None, interpolation="bilinear"), (96, 64))
+    ours = crop_center(image, CenterCrop(crop_ratio=None, interpolation="bilinear"), (96, 64))
     assert difference(ours, T.Resize((96, 64))(Image.fromarray(image))).max() <= 2
 
 
@@ -382,11 +382,11 @@ def test_the_simple_random_crop_is_a_window_of_torchvisions(shape):
 def test_flips_mirror_at_the_stated_rate():
     image = photo()
     original, mirrored = (
-        augment_image(image, Augment(crop=CentreCrop(), flip=chance), (32, 32), generator(0, 0, "a"))
+        augment_image(image, Augment(crop=CenterCrop(), flip=chance), (32, 32), generator(0, 0, "a"))
         for chance in (0.0, 1.0)
     )
     assert np.array_equal(mirrored, original[:, ::-1])
-    often = Augment(crop=CentreCrop(), flip=0.25)
+    often = Augment(crop=CenterCrop(), flip=0.25)
     flipped = sum(
         np.array_equal(augment_image(image, often, (32, 32), generator(0, 0, "a", copy)), mirrored)
         for copy in range(800)
@@ -413,7 +413,7 @@ def test_any_image_gives_a_view_of_the_requested_size(name, shape, size, copy):
 
 def test_a_view_shares_no_memory_with_its_image():
     image = photo(32, 32)
-    identity = Augment(crop=CentreCrop(crop_ratio=1.0), flip=0.0)
+    identity = Augment(crop=CenterCrop(crop_ratio=1.0), flip=0.0)
     view = augment_image(image, identity, (32, 32), generator(0, 0, "k"))
     assert np.array_equal(view, image)
     assert not np.shares_memory(view, image)
@@ -465,7 +465,7 @@ def test_every_part_of_a_key_counts():
 
 TIMM_NAMES = {
     "auto_contrast": "AutoContrast", "equalize": "Equalize", "invert": "Invert", "rotate": "Rotate",
-    "posterize": "Posterize", "solarize": "Solarize", "solarize_add": "SolarizeAdd", "colour": "Color",
+    "posterize": "Posterize", "solarize": "Solarize", "solarize_add": "SolarizeAdd", "color": "Color",
     "contrast": "Contrast", "brightness": "Brightness", "sharpness": "Sharpness", "shear_x": "ShearX",
     "shear_y": "ShearY", "translate_x": "TranslateXRel", "translate_y": "TranslateYRel",
 }  # fmt: skip
@@ -507,7 +507,7 @@ def test_operations_equal_torchvisions(magnitude):
     names = {name.lower(): name for name in space}
     assert len(names) == len(draws.TORCHVISION)
     for operation in draws.TORCHVISION:
-        name = names[operation.replace("_", "").replace("colour", "color")]
+        name = names[operation.replace("_", "")]
         magnitudes, signed = space[name]
         strength = float(magnitudes[magnitude]) if magnitudes.ndim else 0.0
         for sign in (1, -1) if signed else (1,):
@@ -549,9 +549,9 @@ def test_magnitudes_are_drawn_as_timm_draws_them():
 
 def test_three_augment_applies_exactly_one_of_three_operations():
     image = Image.fromarray(photo(32, 24))
-    grey, solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image)
+    gray, solarized = image.convert("L").convert("RGB"), ImageOps.solarize(image)
     sigmas: list[float] = []
-    counts = {"grey": 0, "solarize": 0, "blur": 0}
+    counts = {"gray": 0, "solarize": 0, "blur": 0}
     for copy in range(1500):
         operations = draws.draw_policy(ThreeAugment(), image.size, generator(0, 0, "t", copy))
         augmented = policy.apply_operations(image, operations, "bicubic", (0, 0, 0))
@@ -559,7 +559,7 @@ def test_three_augment_applies_exactly_one_of_three_operations():
         counts[name] += 1
         sigmas += [amount] if name == "blur" else []
         blurred = image.filter(ImageFilter.GaussianBlur(amount))
-        assert np.array_equal(augmented, {"grey": grey, "solarize": solarized, "blur": blurred}[name])
+        assert np.array_equal(augmented, {"gray": gray, "solarize": solarized, "blur": blurred}[name])
     assert scipy.stats.chisquare(list(counts.values())).pvalue > 1e-3
     assert scipy.stats.kstest(sigmas, "uniform", args=(0.1, 1.9)).pvalue > 1e-3
 
@@ -568,7 +568,7 @@ def test_jitter_draws_as_torchvision_does():
     operations = [each for copy in range(1000) for each in draws.draw_jitter(0.3, generator(0, 0, "j", copy))]
     theirs = T.ColorJitter(0.3, 0.3, 0.3)
     assert theirs.brightness == theirs.contrast == theirs.saturation == (0.7, 1.3)
-    for name in ("brightness", "contrast", "colour"):
+    for name in ("brightness", "contrast", "color"):
         assert scipy.stats.kstest([a for n, a in operations if n == name], "uniform", args=(0.7, 0.6)).pvalue > 1e-3
     orders = [tuple(name for name, _ in operations[at : at + 3]) for at in range(0, len(operations), 3)]
     counts = [orders.count(order) for order in set(orders)]
@@ -586,25 +586,25 @@ def batch(count: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prepared(images, labels, mix: Mix, step: int = 0, rows: BatchRows | None = None, erase: float = 0.0, seed: int = 3):
-    settings = BatchSettings(Augment(erase=erase), mix, Normalise(), num_classes=10)
+    settings = BatchSettings(Augment(erase=erase), mix, Normalize(), num_classes=10)
     return prepare_batch(images, labels, settings, seed, step, rows)
 
 
-def test_normalising_equals_totensor_and_normalize():
+def test_normalizing_equals_totensor_and_normalize():
     images, _ = batch(4)
-    ours = normalised(images, Normalise())
-    theirs = T.Compose([T.ToTensor(), T.Normalize(Normalise().mean, Normalise().std)])
+    ours = normalized(images, Normalize())
+    theirs = T.Compose([T.ToTensor(), T.Normalize(Normalize().mean, Normalize().std)])
     expected = torch.stack([theirs(Image.fromarray(image.numpy())) for image in images])
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6, check_stride=False)
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_images_normalised_after_an_inference_are_trained_on():
-    images, colours = batch(2)[0], Normalise(mean=(0.1, 0.2, 0.3))
+def test_images_normalized_after_an_inference_are_trained_on():
+    images, colors = batch(2)[0], Normalize(mean=(0.1, 0.2, 0.3))
     with torch.inference_mode():
-        expected = normalised(images, colours).clone()
+        expected = normalized(images, colors).clone()
     kernel = torch.ones(3, requires_grad=True)
-    ours = normalised(images, colours)
+    ours = normalized(images, colors)
     (ours * kernel[:, None, None]).sum().backward()
     assert torch.equal(ours, expected)
     torch.testing.assert_close(kernel.grad, ours.sum((0, 2, 3)))
@@ -613,12 +613,12 @@ def test_images_normalised_after_an_inference_are_trained_on():
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0, 1), st.integers(1, 40), st.integers(1, 40), st.data())
 def test_the_cutmix_box_equals_timms(share, height, width, draw):
-    centre = draw.draw(st.integers(0, height - 1)), draw.draw(st.integers(0, width - 1))
-    given_centre = iter(centre)
+    center = draw.draw(st.integers(0, height - 1)), draw.draw(st.integers(0, width - 1))
+    given_center = iter(center)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np.random, "randint", lambda *_, **__: next(given_centre))
+        patch.setattr(np.random, "randint", lambda *_, **__: next(given_center))
         theirs = timm_mixup.rand_bbox((3, height, width), share)
-    ours = cut_boxes(np.array([share]), np.array([centre]), (height, width))
+    ours = cut_boxes(np.array([share]), np.array([center]), (height, width))
     assert ours.tolist() == [[int(edge) for edge in theirs]]
 
 
@@ -630,8 +630,8 @@ def test_cutmix_draws_the_boxes_and_shares_that_timm_makes_of_the_same_numbers(s
     rng.random(count)  # which draws are cuts: all
     shares = rng.beta(np.ones(count), 1.0)
     rng.random(count)  # which draws mix: all
-    centres = iter(rng.integers(size, size=(count, 2)).ravel())
-    monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centres))
+    centers = iter(rng.integers(size, size=(count, 2)).ravel())
+    monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centers))
     theirs = [timm_mixup.cutmix_bbox_and_lam((3, *size), share) for share in shares]
     assert mixing.boxes.tolist() == [[int(edge) for edge in box] for box, _ in theirs]
     assert mixing.shares == pytest.approx([share for _, share in theirs], rel=1e-12)
@@ -653,7 +653,7 @@ def mixed_by_timm(images, labels, mixing: Mixing, draw: int):
 def test_mixed_images_and_targets_equal_timms(mix, per):
     mix = mix.model_copy(update={"per": per})
     images, labels = batch(24)
-    plain = normalised(images, Normalise())
+    plain = normalized(images, Normalize())
     for step in range(10):
         ours, targets = prepared(images, labels, mix, step)
         draws = mix.draws(24)
@@ -673,14 +673,14 @@ def test_mixed_images_and_targets_equal_timms(mix, per):
     st.integers(0, 1000),
 )
 def test_targets_match_the_mixed_images(mix, count, step):
-    # Row i has one colour and class i, so the colour of a mixed image gives the share of each class.
+    # Row i has one color and class i, so the color of a mixed image gives the share of each class.
     images = torch.arange(count, dtype=torch.uint8).mul(20).view(-1, 1, 1, 1).expand(count, 24, 24, 3).contiguous()
-    plain = Normalise(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    plain = Normalize(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     settings = BatchSettings(Augment(), mix, plain, num_classes=10)
     mixed, targets = prepare_batch(images, torch.arange(count), settings, seed=0, step=step)
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
-    colours = torch.arange(10) * 20 / 255
-    torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ colours, atol=1e-5, rtol=1e-5)
+    colors = torch.arange(10) * 20 / 255
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), targets @ colors, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0, per="batch"), Mix(mixup=0.8, cutmix=1.0, per=4)])
@@ -726,7 +726,7 @@ def test_a_share_that_separates_a_pair_is_rejected(places, total):
 def shares_of(mix: Mix, count: int, step: int = 0) -> np.ndarray:
     """Return the share that each image of a batch keeps of its own label."""
     labels = torch.arange(count)
-    settings = BatchSettings(Augment(), mix, Normalise(), num_classes=count)
+    settings = BatchSettings(Augment(), mix, Normalize(), num_classes=count)
     _, targets = prepare_batch(torch.zeros(count, 8, 8, 3, dtype=torch.uint8), labels, settings, seed=0, step=step)
     return targets[labels, labels].numpy()
 
@@ -742,7 +742,7 @@ def test_a_batch_has_a_draw_for_each_number_of_images(count, per, draws):
     assert len(images) == draws
     assert max(images) <= {"pair": 2, "batch": count}.get(per, per)
     assert (shares[0::2] == shares[1::2]).all()
-    # Neighbouring pairs may be copies of each other.
+    # Neighboring pairs may be copies of each other.
     assert draws == 1 or (shares[2::2] != shares[:-2:2]).all()
 
 
@@ -845,7 +845,7 @@ def test_each_box_has_its_place_on_image_and_sheet():
 
 def test_erased_boxes_are_noise_and_the_rest_is_untouched():
     images, labels = torch.zeros(16, 64, 64, 3, dtype=torch.uint8), torch.zeros(16)
-    black = normalised(images[:1], Normalise())[0]
+    black = normalized(images[:1], Normalize())[0]
     noise = []
     for step in range(4):
         for image in prepared(images, labels, Mix(), step, erase=0.5)[0]:

@@ -14,7 +14,7 @@ from pipelines.__main__ import main
 from vitray.bench.networks import model_of
 from vitray.bench.options import FIGURE_13
 from vitray.config import Model, Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.model_names import AXIAL_RESNETS
 from vitray.errors import ConfigError
 from vitray.inspection.states import run_states
@@ -48,7 +48,7 @@ def images(count=2) -> torch.Tensor:
 # ---- the function ----------------------------------------------------------------------------------------------------
 
 
-def normalised(norm: torch.nn.BatchNorm2d, value: float, channel: int) -> float:
+def normalized(norm: torch.nn.BatchNorm2d, value: float, channel: int) -> float:
     mean, variance = norm.running_mean[channel].item(), norm.running_var[channel].item()
     scale, shift = norm.weight[channel].item(), norm.bias[channel].item()
     return (value - mean) / math.sqrt(variance + norm.eps) * scale + shift
@@ -62,7 +62,7 @@ def attention_by_loops(layer: PositionalAttention, line_CL: torch.Tensor) -> tor
     out_CL = torch.zeros(channels, length, dtype=torch.float64)
     for head in range(HEADS):
         rows = range(2 * d * head, 2 * d * (head + 1))
-        of_head = [[normalised(layer.qkv_norm, value, row) for value in projected[row]] for row in rows]
+        of_head = [[normalized(layer.qkv_norm, value, row) for value in projected[row]] for row in rows]
         q, k, v = of_head[: d // 2], of_head[d // 2 : d], of_head[d:]
         for here in range(length):
             logits = []
@@ -74,7 +74,7 @@ def attention_by_loops(layer: PositionalAttention, line_CL: torch.Tensor) -> tor
                     sum(q[c][here] * r_q[c] for c in range(d // 2)),
                     sum(k[c][there] * r_k[c] for c in range(d // 2)),
                 ]
-                logits.append(sum(normalised(layer.logit_norm, x, HEADS * n + head) for n, x in enumerate(terms)))
+                logits.append(sum(normalized(layer.logit_norm, x, HEADS * n + head) for n, x in enumerate(terms)))
             shares = [math.exp(logit) for logit in logits]
             shares = [share / sum(shares) for share in shares]
             for c in range(d):
@@ -84,7 +84,7 @@ def attention_by_loops(layer: PositionalAttention, line_CL: torch.Tensor) -> tor
                     for there, share in enumerate(shares)
                 )
                 row = head * d + c
-                out_CL[row, here] = normalised(layer.out_norm, content, row) + normalised(
+                out_CL[row, here] = normalized(layer.out_norm, content, row) + normalized(
                     layer.out_norm, place, channels + row
                 )
     return out_CL
@@ -200,7 +200,7 @@ def test_files_of_other_libraries_have_no_such_network(tmp_path):
 def test_onnx_computes_the_same(tmp_path):
     ours = scrambled(network())
     pixels = torch.randint(0, 256, (3, 3, 32, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    folded = fold(ours, Normalise(), any_size=False, int8_weights=False)
+    folded = fold(ours, Normalize(), any_size=False, int8_weights=False)
     runner = write_onnx(trace_program(folded, (32, 64)), tmp_path / "m.onnx")
     with torch.no_grad():
         torch.testing.assert_close(runner(pixels), folded(pixels), rtol=1e-3, atol=1e-3)

@@ -120,7 +120,7 @@ def one_component_a_scan(more_scans):
 
 
 def png(side, rows, *, empty=0, length=2**16):
-    """A grey PNG with empty chunks before its rows, and with these in chunks of a length."""
+    """A gray PNG with empty chunks before its rows, and with these in chunks of a length."""
 
     def chunk(kind, data):
         return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
@@ -834,7 +834,7 @@ def test_every_odd_value_in_a_config_of_hugging_face_is_refused_or_harmless(base
     (tmp_path / "m/model.safetensors").write_bytes((base / "hf.safetensors").read_bytes())
     for value in ODD_VALUES:
         (tmp_path / "m/config.json").write_text(json.dumps(known | {setting: value}))
-        verb(model, tmp_path / "m", "normalise={}")
+        verb(model, tmp_path / "m", "normalize={}")
     (tmp_path / "m/config.json").write_text(json.dumps(known))
     for value in ODD_VALUES:
         (tmp_path / "m/preprocessor_config.json").write_text(json.dumps({"image_mean": value, "image_std": [1, 1, 1]}))

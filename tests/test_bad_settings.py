@@ -169,7 +169,7 @@ def test_an_interval_that_rounds_to_no_step_ends_a_dry_run(place, capsys):
             " an epoch has 6 steps\n"
         )
     assert "6 steps" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "optim.duration=0.01 epochs")
-    assert "expected at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.copies=101")
+    assert "expected at most the 100 images" in bad_input(capsys, train, "tiny.yaml", "--dry-run", "data.repeats=101")
 
 
 def test_an_interval_that_rounds_to_no_step_ends_the_dry_run_of_a_sweep(place, capsys, monkeypatch):

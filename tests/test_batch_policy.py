@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageFilter
 from test_augment import photo
 
-from vitray.config.augmentation import Augment, CentreCrop, RandAugment, ThreeAugment, TorchvisionRandAugment
+from vitray.config.augmentation import Augment, CenterCrop, RandAugment, ThreeAugment, TorchvisionRandAugment
 from vitray.data.augment import batch_policy, policy
 from vitray.data.augment.batch_policy import apply_draws, box_weights, level_table
 from vitray.data.augment.draws import (
@@ -36,12 +36,12 @@ AUGMENTS = {
             "crop": {"kind": "simple_random", "interpolation": "bilinear"},
         }
     ),
-    "strongest": Augment(policy=TorchvisionRandAugment(magnitude=30, ops=2), crop=CentreCrop(), jitter=0.4),
+    "strongest": Augment(policy=TorchvisionRandAugment(magnitude=30, ops=2), crop=CenterCrop(), jitter=0.4),
 }
 
 
 def images_of(count: int, height: int, width: int) -> np.ndarray:
-    """Return photos, noise, flat and two-coloured images, in turn (BHWC)."""
+    """Return photos, noise, flat and two-colored images, in turn (BHWC)."""
     rng = np.random.default_rng(height * width)
     kinds = [
         lambda number: photo(width, height, number),
@@ -69,7 +69,7 @@ def amounts_of(name: str, count: int, size: tuple[int, int], seed: str) -> np.nd
         sign, increasing = (1, -1)[turn % 2], turn % 3 > 0
         if name == "blur":
             amounts.append(rng.uniform(0.1, 2.0))
-        elif name in ("colour", "contrast", "brightness") and turn % 4 == 0:
+        elif name in ("color", "contrast", "brightness") and turn % 4 == 0:
             amounts.append(rng.uniform(0, 2))
         elif turn % 4 == 1 and name not in ("invert", "solarize_add"):
             amounts.append(torchvision_amount(name, rng.integers(31) / 30, size, sign))
@@ -154,7 +154,7 @@ def test_torchvisions_kernels_differ_from_pillow():
     # The reason for kernels of our own; if this fails, torchvision's may replace them.
     image = photo(64, 48)
     kernels = {
-        "grey": (0.0, lambda planes: policy.TF.rgb_to_grayscale(planes, 3)),
+        "gray": (0.0, lambda planes: policy.TF.rgb_to_grayscale(planes, 3)),
         "blur": (1.7, lambda planes: policy.TF.gaussian_blur(planes, [9, 9], [1.7, 1.7])),
         "rotate": (12.0, lambda planes: policy.TF.rotate(planes, 12.0, MODE, fill=[*FILL])),
     }

@@ -73,7 +73,7 @@ def test_it_measures_and_draws(tmp_path, capsys):
     ("args", "message"),
     [
         (["--modes", "full,atn"], "task.mode: got 'atn'"),
-        (["--modes", "full+block"], "compute.recompute: got 'block'"),
+        (["--modes", "full+block"], "compute.activation_checkpointing: got 'block'"),
         (["--model", "vit_q2"], "model name 'vit_q2'"),
     ],
 )

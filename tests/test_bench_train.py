@@ -74,7 +74,7 @@ def test_each_prefetcher_gives_its_batch_with_or_without_the_draws():
     augmented, crops = host_batches(run)
     assert crops.draws is None
     assert augmented.draws is not None
-    assert {OPERATIONS[code] for code in augmented.draws.codes.flat} <= {"grey", "solarize", "blur"}
+    assert {OPERATIONS[code] for code in augmented.draws.codes.flat} <= {"gray", "solarize", "blur"}
     assert np.array_equal(augmented.images, crops.images)
     with closing(Prefetcher(iter([augmented, crops]), CPU)) as feed:
         changed, same = feed

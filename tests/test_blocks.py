@@ -34,12 +34,12 @@ def tokens(batch=2, count=5, dtype=torch.float64) -> torch.Tensor:
 def slow_block(module: Block, x: torch.Tensor) -> torch.Tensor:
     """Eq. (2) written as loops over images, tokens and heads."""
 
-    def normalise(vector, norm):
-        centred = vector - vector.mean()
-        return centred / torch.sqrt((centred**2).mean() + norm.eps) * norm.weight + norm.bias
+    def normalize(vector, norm):
+        centered = vector - vector.mean()
+        return centered / torch.sqrt((centered**2).mean() + norm.eps) * norm.weight + norm.bias
 
     def attend(branch, image):
-        rows = torch.stack([branch.qkv.weight @ normalise(token, branch.norm) + branch.qkv.bias for token in image])
+        rows = torch.stack([branch.qkv.weight @ normalize(token, branch.norm) + branch.qkv.bias for token in image])
         size = WIDTH // HEADS
         out = torch.zeros_like(image)
         for head in range(HEADS):
@@ -52,7 +52,7 @@ def slow_block(module: Block, x: torch.Tensor) -> torch.Tensor:
     def feed(branch, image):
         rows = []
         for token in image:
-            hidden = branch.up.weight @ normalise(token, branch.norm) + branch.up.bias
+            hidden = branch.up.weight @ normalize(token, branch.norm) + branch.up.bias
             hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
             rows.append(branch.down.weight @ hidden + branch.down.bias)
         return torch.stack(rows)

@@ -272,8 +272,9 @@ def test_the_best_rate_of_each_cell_is_written_into_the_space(tmp_path):
         ({"depth": 4, "branches": 3}, 5e-4),  # of equal rates the lowest
         ({"depth": 3, "branches": 4}, 5e-4),
     ]
-    path.write_text(cifar10_rates.with_rates(tune_spaces.path_of(DEPTH.space).read_text(), best))
-    rates = {point.drawn["depth"]: point.drawn["rate"] for point in grid_points(read_space(path))}
+    lines = cifar10_rates.rate_lines(best, ["branches"])
+    path.write_text(cifar10_rates.with_rates(tune_spaces.path_of(DEPTH.space).read_text(), lines))
+    rates = {point.drawn["depth"]: point.settings["optim.lr"] for point in grid_points(read_space(path))}
     assert rates == {12: 4e-3, 6: 2e-3, 4: 5e-4, 3: 5e-4}
     assert len(grid_points(read_space(path))) == 20
 
@@ -293,17 +294,17 @@ def test_rates_are_not_chosen_on_the_test_images(tmp_path):
     )
     base = load_run(recipes.path_of(DEPTH.recipe), ["optim.duration=2.5 epochs"])
     (folder / SWEEP_META).write_text(json.dumps({"base": base.to_yaml()}))
-    with pytest.raises(SystemExit, match=r"data\.development: got 0\.0, expected 0\.1 as on the page"):
+    with pytest.raises(SystemExit, match=r"data\.holdout: got 0\.0, expected 0\.1 as on the page"):
         cifar10_rates.main(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [thing.space for thing in THINGS])
-def test_the_constraints_of_a_space_are_those_that_the_script_writes(name):
-    text = tune_spaces.path_of(name).read_text()
+def test_the_lookup_of_a_space_is_the_one_that_the_script_writes(name):
+    text, space = tune_spaces.path_of(name).read_text(), read_space(tune_spaces.path_of(name))
     assert (cifar10_rates.CHOSEN in text) != (cifar10_rates.NOT_CHOSEN in text)
-    drawn = [dict(point.drawn) for point in grid_points(read_space(tune_spaces.path_of(name)))]
-    first = [values for values in drawn if values.pop("seed") == 0]
-    rewritten = cifar10_rates.with_rates(text, [(values, values.pop("rate")) for values in first])
+    points = [(dict(point.drawn), point.settings["optim.lr"]) for point in grid_points(space)]
+    first = [(drawn, rate) for drawn, rate in points if drawn.pop("seed") == 0]
+    rewritten = cifar10_rates.with_rates(text, cifar10_rates.rate_lines(first, space.space["optim.lr"].of))
     assert rewritten.replace(cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN) == text.replace(
         cifar10_rates.CHOSEN, cifar10_rates.NOT_CHOSEN
     )

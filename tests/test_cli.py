@@ -116,8 +116,8 @@ def test_weights_are_described_and_saved(tmp_path, capsys):
     write_library(vit, "hf", tmp_path / "hf", ["cat", "dog", "owl"])
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["id2label"]["1"] == "dog"
     assert main(["model", str(tmp_path / "hf")]) == 2
-    assert 'do not show normalise (mean and std of the colours; "normalise={}" are those of' in capsys.readouterr().err
-    assert main(["model", str(tmp_path / "hf"), "normalise={}", "--save", str(tmp_path / "b"), "--json"]) == 0
+    assert 'do not show normalize (mean and std of the colors; "normalize={}" are those of' in capsys.readouterr().err
+    assert main(["model", str(tmp_path / "hf"), "normalize={}", "--save", str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["name"] == "vit_u2x1_8"
     weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab"]
     assert weights[0] == weights[1]

@@ -63,14 +63,17 @@ BAD_OVERRIDES = [
         "task=finetune task.weights=a task.mode=atn",
         ["task.mode: got 'atn', expected 'full', 'attn'", "did you mean attn"],
     ),
-    ("task=finetune task.weights=a task.also=norms", ["task.also: got 'norms', expected a list"]),
-    ("task=finetune task.weights=a task.mode=attn task.also=[stam]", ["task.also: got 'stam'", "did you mean stem"]),
+    ("task=finetune task.weights=a task.also_train=norms", ["task.also_train: got 'norms', expected a list"]),
     (
-        "task=finetune task.weights=a task.also=[stem]",
+        "task=finetune task.weights=a task.mode=attn task.also_train=[stam]",
+        ["task.also_train: got 'stam'", "did you mean stem"],
+    ),
+    (
+        "task=finetune task.weights=a task.also_train=[stem]",
         ["task: also names stem, which mode full trains anyway; expected no"],
     ),
     (
-        "task=finetune task.weights=a task.mode=norm task.also=[stem,head]",
+        "task=finetune task.weights=a task.mode=norm task.also_train=[stem,head]",
         ["task: also names head, which mode norm trains anyway; expected stem or class_token or distillation_token or"],
     ),
     (
@@ -103,10 +106,13 @@ BAD_OVERRIDES = [
     ("task.kind=supervised task.lora.rank=4", ["task.lora: unknown setting, expected one of kind, loss, smoothing"]),
     ("model.adapters=0", ["model.adapters: got 0, expected"]),
     (
-        "compute.recompute=feedforwards",
-        ["compute.recompute: got 'feedforwards', expected 'none'", "did you mean feedforward"],
+        "compute.activation_checkpointing=feedforwards",
+        ["compute.activation_checkpointing: got 'feedforwards', expected 'none'", "did you mean feedforward"],
     ),
-    ("compute.recompute=1", ["compute.recompute: got 1, expected 'none', 'feedforward' or 'blocks'"]),
+    (
+        "compute.activation_checkpointing=1",
+        ["compute.activation_checkpointing: got 1, expected 'none', 'feedforward' or 'blocks'"],
+    ),
     ("optim.lr=!!bool~maybe", ["not YAML: 'maybe'"]),
     ("optim.lr=!!float~''", ["not YAML: "]),
     ("optim.lr=!!timestamp~x", ["got the tag 'tag:yaml.org,2002:timestamp', expected plain text, numbers, lists"]),
@@ -218,11 +224,16 @@ def test_overrides_apply_to_the_recipe(tmp_path):
 def test_recompute_accepts_booleans_of_earlier_versions():
     expected = {"true": "blocks", "false": "none", "feedforward": "feedforward", "none": "none"}
     for text, value in expected.items():
-        assert load_run(None, [f"compute.recompute={text}"]).compute.recompute == value
+        assert load_run(None, [f"compute.activation_checkpointing={text}"]).compute.activation_checkpointing == value
 
 
 def test_a_fine_tuning_run_round_trips_through_yaml(tmp_path):
-    overrides = ["task=finetune", "task.weights=models:/vit@champion", "task.mode=attn", "task.also=[norms, stem]"]
+    overrides = [
+        "task=finetune",
+        "task.weights=models:/vit@champion",
+        "task.mode=attn",
+        "task.also_train=[norms, stem]",
+    ]
     run = load_run(None, overrides)
     assert run.task.trained == {"attn", "positions", "head", "norms", "stem"}
     (tmp_path / "run.yaml").write_text(run.to_yaml())
@@ -242,11 +253,11 @@ def test_a_run_is_frozen_and_replaced():
 
 
 def test_omitted_settings_stay_omitted_in_a_replaced_run():
-    run = load_run(None, ["model.image_size=48", "data.normalise.mean=[0, 0, 0]"])
+    run = load_run(None, ["model.image_size=48", "data.normalize.mean=[0, 0, 0]"])
     new = run.replace({"optim.lr": 1e-3, "model.pool": "mean", "data.augment": {"erase": 0.1}})
     assert new.model.model_fields_set == {"image_size", "pool"}
-    assert new.data.model_fields_set == {"normalise", "augment"}
-    assert new.data.normalise.model_fields_set == {"mean"}
+    assert new.data.model_fields_set == {"normalize", "augment"}
+    assert new.data.normalize.model_fields_set == {"mean"}
     assert new.data.augment.model_fields_set == {"erase"}
     assert new.replace({"seed": 3}).model.model_fields_set == {"image_size", "pool"}
     assert run.model.model_fields_set == {"image_size"}

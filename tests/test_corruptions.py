@@ -19,7 +19,7 @@ from vitray.evaluation.corruptions import (
 
 
 def image(height=40, width=50, seed=0):
-    """A smooth image with a black, a white and a grey corner."""
+    """A smooth image with a black, a white and a gray corner."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (6, 6, 3), np.uint8))
     pixels = np.array(small.resize((width, height), Image.Resampling.BICUBIC))
@@ -28,9 +28,9 @@ def image(height=40, width=50, seed=0):
 
 
 def test_noise_has_the_published_deviation_and_is_cut():
-    grey = np.full((200, 200, 3), 127, np.uint8)
+    gray = np.full((200, 200, 3), 127, np.uint8)
     for severity, deviation in zip(SEVERITIES, (0.08, 0.12, 0.18, 0.26, 0.38), strict=True):
-        noisy = corrupt(grey, "gaussian_noise", severity) / 255
+        noisy = corrupt(gray, "gaussian_noise", severity) / 255
         expected = np.clip(127 / 255 + np.random.default_rng(0).normal(scale=deviation, size=10**6), 0, 1)
         assert noisy.std() == pytest.approx(expected.std(), rel=0.02)
         assert noisy.mean() == pytest.approx(127 / 255, abs=0.01)

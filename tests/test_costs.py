@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitray.config import Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.finetuning import Mode
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.masks import draw_sources
@@ -99,9 +99,9 @@ def test_a_fine_tuning_costs_its_trained_weights_and_the_way_down_to_the_lowest(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"task.mode": "head", "task.also": ["stem"]},
-        {"task.mode": "head", "task.also": ["class_token"]},
-        {"task.mode": "head", "task.also": ["layerscale"], "model.layerscale": 0.1},
+        {"task.mode": "head", "task.also_train": ["stem"]},
+        {"task.mode": "head", "task.also_train": ["class_token"]},
+        {"task.mode": "head", "task.also_train": ["layerscale"], "model.layerscale": 0.1},
         {"task.mode": "attn", "task.first_branch": True},
         {"task.mode": "last", "model.name": "vit_u4x1_8", "task.levels": 2},
         {"task.mode": "lora", "task.lora.matrices": ["q", "k", "v", "out", "up", "down"], "task.lora.rank": 3},
@@ -122,7 +122,7 @@ def test_a_fine_tuning_of_the_last_level_costs_little_more_than_a_forward_pass()
 LEVELS = ("head", "last", "full")
 
 
-@pytest.mark.parametrize("objective", ["mean_colour", "small_patch", "pixels_l2", "pixels_l1"])
+@pytest.mark.parametrize("objective", ["mean_color", "small_patch", "pixels_l2", "pixels_l1"])
 def test_a_masked_step_costs_its_network_and_its_head_on_hidden_patches(objective):
     assert_counted(run_of(masked(kind=objective)))
 
@@ -144,7 +144,7 @@ def test_a_tokenizer_costs_its_encoder_and_its_decoder():
 
 def test_predicting_codes_costs_the_tokenizers_encoder_too():
     tokenizer = VisualTokenizer(tokenizer_run(**{"model.name": "vit_u3x1_8"}))
-    run = run_of(masked(kind="beit", tokenizer="t") | {"task.mask": {"least": 2}})
+    run = run_of(masked(kind="beit", tokenizer="t") | {"task.mask": {"min_patches": 2}})
     assert_counted(run, tokenizer)
 
 
@@ -152,7 +152,7 @@ def test_predicting_codes_costs_the_tokenizers_encoder_too():
 def test_a_distillation_costs_its_teachers_forward_pass_too(teacher):
     run = run_of({"model.distillation_token": True, "task.distill.teacher": "t"})
     network = build_network(run_of({"model.name": teacher}).model)
-    costs = assert_counted(run, teacher=Teacher(network, Normalise()))
+    costs = assert_counted(run, teacher=Teacher(network, Normalize()))
     assert costs.step_gflops > task_costs(run).step_gflops
 
 

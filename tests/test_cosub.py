@@ -18,7 +18,7 @@ from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
-from vitray.tasks.supervised import Supervised
+from vitray.tasks.supervised import Classification
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
@@ -35,7 +35,7 @@ def run_of(*overrides: str) -> Run:
     return load_run(None, [MODEL, "task.cosub={}", *overrides])
 
 
-def task_of(*overrides: str) -> Supervised:
+def task_of(*overrides: str) -> Classification:
     torch.manual_seed(0)
     task = build_task(run_of(*overrides))
     scrambled(task.vit).float()
@@ -61,7 +61,7 @@ class Answers(nn.Module):
         return self.logits_SK
 
 
-def answering(*overrides: str) -> Supervised:
+def answering(*overrides: str) -> Classification:
     task = task_of(*overrides)
     task.vit = Answers()
     return task
@@ -244,7 +244,7 @@ def test_without_cosub_each_image_passes_once():
     [
         (["model.drop_path=0"], "task.cosub needs model.drop_path > 0, because the two submodels"),
         (
-            ["model.name=vit_u1x2_8", "model.drop_path_over_depth=linear"],
+            ["model.name=vit_u1x2_8", "model.drop_path_schedule=linear"],
             "task.cosub needs drop path in some block, where linear is 0 in the only one",
         ),
         (["task.distill.teacher=t"], "task.cosub and task.distill cannot be combined"),
@@ -267,4 +267,4 @@ def test_bad_settings_are_one_message(overrides, message):
 
 
 def test_rates_that_grow_with_depth_are_enough():
-    assert run_of("model.drop_path_over_depth=linear").submodels == 2
+    assert run_of("model.drop_path_schedule=linear").submodels == 2

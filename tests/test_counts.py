@@ -147,14 +147,14 @@ def measured(model):
     """Return the parameters and GFLOPs of the network itself, in one pass on the meta device."""
     with torch.device("meta"):
         vit, images = ViT(model.model_copy(update={"execution": "loop"})), torch.empty(1, 3, *model.image_shape)
-    normalised = []
+    normalized = []
     for module in vit.modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d):
-            module.register_forward_hook(lambda _module, _inputs, output: normalised.append(output.numel()))
+            module.register_forward_hook(lambda _module, _inputs, output: normalized.append(output.numel()))
     with FlopCounterMode(display=False) as flops:
         vit(images)
     params = sum(parameter.numel() for parameter in vit.parameters())
-    return params, (flops.get_total_flops() // 2 + 5 * sum(normalised)) / 1e9
+    return params, (flops.get_total_flops() // 2 + 5 * sum(normalized)) / 1e9
 
 
 @pytest.mark.parametrize(("name", "settings"), [*((name, settings) for name, settings, *_ in PAPERS), *ODD])

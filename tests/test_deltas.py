@@ -24,7 +24,7 @@ from vitray.config import Model, Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.tracking import model_uri
-from vitray.tracking.model_flavour import log_model
+from vitray.tracking.model_flavor import log_model
 from vitray.tracking.model_registry import holder_of, move_champion, register_model
 from vitray.tracking.model_uri import resolve_uri
 from vitray.weights import flatten_model, identity_of, load_model, open_weights, save_model
@@ -286,7 +286,7 @@ def test_wrong_tensor_names_in_delta_json_are_rejected(tmp_path, base):
 def test_a_base_may_be_a_file_of_another_library(tmp_path):
     theirs = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    _, vit, _ = open_weights(str(tmp_path / "w.safetensors"), {"heads": 3, "normalise": {}})
+    _, vit, _ = open_weights(str(tmp_path / "w.safetensors"), {"heads": 3, "normalize": {}})
     save(tmp_path / "d", other := tuned(vit), tmp_path / "w.safetensors")
     assert all(map(is_attention, load_file(tmp_path / "d" / "model.safetensors")))
     assert is_same(open_weights(str(tmp_path / "d")).vit, other)

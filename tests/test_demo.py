@@ -56,7 +56,7 @@ def test_classes_are_balanced(task):
 
 
 @pytest.mark.parametrize("stride", [6, 8, 10])
-def test_no_stride_of_the_index_favours_a_class(stride):
+def test_no_stride_of_the_index_favors_a_class(stride):
     for task in ("shape", "texture"):
         labels = [demo_item(index, 0, 8, task)[1] for index in range(0, 100 * stride, stride)]
         assert len(set(labels)) == len(CLASSES[task])
@@ -64,7 +64,7 @@ def test_no_stride_of_the_index_favours_a_class(stride):
 
 
 @pytest.mark.parametrize("size", [1, 8, 33, 64, 224])
-def test_images_are_colour_jpegs_of_the_requested_size(size):
+def test_images_are_color_jpegs_of_the_requested_size(size):
     for index in range(8):
         image = Image.open(io.BytesIO(demo_item(index, 0, size, "shape")[0]))
         assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (size, size))

@@ -80,15 +80,15 @@ RUN = {
     "compute.local_batch": 4,
 }
 MIXING = {"data.mix.mixup": 0.8, "data.mix.cutmix": 1.0, "data.augment.erase": 0.9, "model.drop_path": 0.1}
-UNLABELLED = {"model.num_classes": None, "model.name": "vit_u1x1_8"}
+UNLABELED = {"model.num_classes": None, "model.name": "vit_u1x1_8"}
 RUNS = {
     "adamw": MIXING,
     "sgd": MIXING | {"optim.rule": "sgd", "task.loss": "bce", "data.mix.per": "pair"},
     "lamb": MIXING | {"optim.rule": "lamb"},
-    "mae": UNLABELLED | {"task": {"kind": "masked", "objective": {"kind": "mae", "decoder_depth": 1}}},
-    "mean_colour": UNLABELLED | {"task": {"kind": "masked", "objective": "mean_colour"}},
-    "pixels_l1": UNLABELLED | {"task": {"kind": "masked", "objective": "pixels_l1"}},
-    "tokenizer": UNLABELLED | {"task": {"kind": "tokenizer", "decoder_depth": 1}},
+    "mae": UNLABELED | {"task": {"kind": "masked", "objective": {"kind": "mae", "decoder_depth": 1}}},
+    "mean_color": UNLABELED | {"task": {"kind": "masked", "objective": "mean_color"}},
+    "pixels_l1": UNLABELED | {"task": {"kind": "masked", "objective": "pixels_l1"}},
+    "tokenizer": UNLABELED | {"task": {"kind": "tokenizer", "decoder_depth": 1}},
 }
 
 

@@ -13,15 +13,15 @@ from torch import nn
 from transformers import DeiTConfig, DeiTForImageClassificationWithTeacher
 
 from vitray.config import Model, Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.distillation import Distillation
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError
 from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_sizes
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
-from vitray.tasks.distillation import Teacher, distillation_loss, renormalise
-from vitray.tasks.supervised import Supervised, soft_cross_entropy
+from vitray.tasks.distillation import Teacher, distillation_loss, renormalize
+from vitray.tasks.supervised import Classification, soft_cross_entropy
 from vitray.training.optim import build_optimizer
 from vitray.weights import import_weights, save_model
 from vitray.weights.export import export_weights, library_program, write_library
@@ -64,7 +64,7 @@ def hugging_face_deit():
 def test_timms_distilled_deit_is_imported_with_both_heads(tmp_path):
     theirs = timm_deit()
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
+    run, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalize": {}})
     assert run.model.distillation_token
     theirs.train().set_distilled_training(True)
     pooled_BD = ours.pooled(ours.tokens(images()))
@@ -81,7 +81,7 @@ def test_hugging_faces_distilled_deit_is_imported_with_both_heads(tmp_path, in_m
     theirs.save_pretrained(tmp_path)
     if in_memory:
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    run, ours = import_weights(str(tmp_path), settings={"normalise": {}})
+    run, ours = import_weights(str(tmp_path), settings={"normalize": {}})
     assert (run.model.norm_eps, run.model.distillation_token) == (1e-12, True)
     got, expected = ours.head.both(ours.pooled(ours.tokens(images()))), theirs(images())
     torch.testing.assert_close(got[0], expected.cls_logits, atol=1e-5, rtol=1e-5)
@@ -96,7 +96,7 @@ def test_a_network_with_two_heads_is_exported_to_timm_and_back(tmp_path):
     assert difference(ours, theirs, 32) < 1e-7
     ours.float()
     save_file(export_weights(ours, "timm"), tmp_path / "w.safetensors")
-    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalise": {}})
+    _, back = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 2, "normalize": {}})
     assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
     assert "timm.create_model('deit_base_distilled_patch16_224', img_size=(32, 32)" in library_program(ours, "timm")
 
@@ -173,14 +173,14 @@ def test_the_soft_loss_is_least_where_the_answers_agree():
     assert distillation_loss(own + 0.1 * logits(3), logits(2), settings) > loss
 
 
-def task(distill: dict, teacher: Teacher | None, **settings) -> Supervised:
+def task(distill: dict, teacher: Teacher | None, **settings) -> Classification:
     torch.manual_seed(0)
     changes = {f"model.{name}": value for name, value in (TINY | settings).items()}
     return build_task(Run().replace(changes | {"task.distill": {"teacher": "t"} | distill}), teacher=teacher)
 
 
-def teacher(seed=7, normalise: Normalise | None = None) -> Teacher:
-    return Teacher(scrambled(ViT(Model.model_validate(TINY)), seed), normalise or Normalise())
+def teacher(seed=7, normalize: Normalize | None = None) -> Teacher:
+    return Teacher(scrambled(ViT(Model.model_validate(TINY)), seed), normalize or Normalize())
 
 
 TARGETS = F.one_hot(LABELS, CLASSES).float()
@@ -193,7 +193,7 @@ def test_each_head_has_its_own_term(distill):
     theirs.load_state_dict(export_weights(module.vit, "timm"))
     theirs.train().set_distilled_training(True)
     own, taught = theirs(images())
-    answers = wise.logits(images(), Normalise())
+    answers = wise.logits(images(), Normalize())
     settings = module.settings.distill
     share = settings.weight
     expected = (1 - share) * F.cross_entropy(own, LABELS) + share * distillation_loss(taught, answers, settings)
@@ -202,7 +202,7 @@ def test_each_head_has_its_own_term(distill):
 
 def test_without_a_distillation_token_both_terms_read_the_only_head():
     module = task({"weight": 0.3}, teacher())
-    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalize())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -212,7 +212,7 @@ def test_a_network_of_torchvision_learns_from_a_teacher_with_its_only_head():
     model = {"name": "torchvision/resnet18", "image_size": 32, "num_classes": CLASSES}
     run = Run().replace({"model": model, "task.distill": {"teacher": "t", "weight": 0.3}})
     module = build_task(run, teacher=teacher())
-    own, answers = module.vit(images()), teacher().logits(images(), Normalise())
+    own, answers = module.vit(images()), teacher().logits(images(), Normalize())
     expected = 0.7 * F.cross_entropy(own, LABELS) + 0.3 * F.cross_entropy(own, answers.argmax(1))
     torch.testing.assert_close(module(images(), TARGETS), expected)
 
@@ -225,19 +225,19 @@ def test_without_a_teacher_the_mean_of_the_heads_learns_the_labels():
 
 def test_a_teacher_is_neither_trained_nor_saved_and_answers_as_in_evaluation():
     dropping = ViT(Model.model_validate(TINY | {"dropout": 0.5, "drop_path": 0.5}))
-    wise = Teacher(scrambled(dropping).train(), Normalise())
+    wise = Teacher(scrambled(dropping).train(), Normalize())
     module = task({}, wise).train()
     module(images(), TARGETS).backward()
     assert {name.partition(".")[0] for name in module.state_dict()} == {"vit"}
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in wise.network.parameters())
     assert all(parameter.grad is not None for parameter in module.parameters())
-    assert torch.equal(wise.logits(images(), Normalise()), wise.logits(images(), Normalise()))
+    assert torch.equal(wise.logits(images(), Normalize()), wise.logits(images(), Normalize()))
 
 
 def test_a_teacher_computes_in_bfloat16():
     wise, seen = teacher(), []
     wise.network.blocks[0].attn1.qkv.register_forward_hook(lambda *each: seen.append(each[2].dtype))
-    answers = wise.logits(images(), Normalise())
+    answers = wise.logits(images(), Normalize())
     assert seen == [torch.bfloat16]
     assert answers.dtype == torch.float32
     assert not answers.requires_grad
@@ -245,12 +245,12 @@ def test_a_teacher_computes_in_bfloat16():
     assert (answers - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_a_teacher_sees_images_under_its_own_normalisation():
+def test_a_teacher_sees_images_under_its_own_normalization():
     pixels = torch.randint(256, (2, 32, 32, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    other = Normalise(mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
-    for before, after in ((Normalise(), other), (other, Normalise()), (other, other)):
-        got = renormalise(normalised(pixels, before), before, after)
-        torch.testing.assert_close(got, normalised(pixels, after), atol=1e-5, rtol=1e-5)
+    other = Normalize(mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    for before, after in ((Normalize(), other), (other, Normalize()), (other, other)):
+        got = renormalize(normalized(pixels, before), before, after)
+        torch.testing.assert_close(got, normalized(pixels, after), atol=1e-5, rtol=1e-5)
 
 
 def test_a_task_that_only_evaluates_needs_no_teacher():
@@ -273,8 +273,8 @@ def test_a_network_learns_to_answer_as_its_teacher_in_200_steps(target):
     torch.manual_seed(3)
     convolution = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.GELU(), nn.Flatten(), nn.Linear(128, CLASSES))
     nn.init.normal_(convolution[-1].weight)
-    module = task({"target": target, "weight": 1.0}, Teacher(convolution, Normalise()), distillation_token=True).train()
-    answers = module.teacher.logits(images(16), Normalise())
+    module = task({"target": target, "weight": 1.0}, Teacher(convolution, Normalize()), distillation_token=True).train()
+    answers = module.teacher.logits(images(16), Normalize())
     assert len(set(answers.argmax(1).tolist())) > 1
     run = load_run(None, ["optim.lr=2e-3", "optim.weight_decay=0"])
     optimizer = build_optimizer(module, run.optim, torch.device("cpu"))
@@ -301,14 +301,14 @@ def student(**settings) -> Run:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     url = str(tmp_path_factory.mktemp("teacher") / "model")
-    run = student().replace({"data.normalise": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}})
+    run = student().replace({"data.normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}})
     save_model(url, run, scrambled(ViT(run.model)), NAMES)
     return url
 
 
-def test_a_model_folder_is_a_teacher_with_its_own_normalisation_and_cost(folder):
+def test_a_model_folder_is_a_teacher_with_its_own_normalization_and_cost(folder):
     source = open_teacher(student(), Distillation(teacher=folder), NAMES)
-    assert source.normalise.mean == (0.5, 0.5, 0.5)
+    assert source.normalize.mean == (0.5, 0.5, 0.5)
     assert 0.0001 < source.gflops < 0.01
     assert source.url == folder
     assert source.name == "vit_u2x1_8"

@@ -20,10 +20,10 @@ from test_report import measured_page
 from pipelines.__main__ import main
 from vitray import storage
 from vitray.cluster import session
-from vitray.config.augmentation import CentreCrop
-from vitray.data.augment.batch import DeviceBatch, normalised
+from vitray.config.augmentation import CenterCrop
+from vitray.data.augment.batch import DeviceBatch, normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards import open_dataset
 from vitray.data.stream.decoding import ViewSettings, decode_positions, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder
@@ -253,9 +253,9 @@ def test_networks_are_compared_on_the_same_images(place, tmp_path, capsys):
 def test_scores_equal_those_of_training(place, tmp_path, precision):
     """The images go through the stream's decoding and the evaluator of training, in batches of another size."""
     run, vit, classes = load_model(str(place / "a"))
-    crop = CentreCrop(crop_ratio=1.0, interpolation="bilinear")
+    crop = CenterCrop(crop_ratio=1.0, interpolation="bilinear")
     changes = {"compute.precision": precision, "data.eval_crop": crop.model_dump(mode="json")}
-    run = run.replace({**changes, "data.normalise": {"mean": [0.4, 0.5, 0.6], "std": [0.3, 0.2, 0.1]}})
+    run = run.replace({**changes, "data.normalize": {"mean": [0.4, 0.5, 0.6], "std": [0.3, 0.2, 0.1]}})
     save_model(str(tmp_path / "model"), run, vit, classes)
     located = locate_rows(open_dataset(str(place / "data")), "val")
     parts = [np.arange(start, min(start + 24, 101)) for start in range(0, 101, 24)]
@@ -265,7 +265,7 @@ def test_scores_equal_those_of_training(place, tmp_path, precision):
     for part, each in zip(parts, decoded, strict=True):
         images, labels = torch.from_numpy(each["image"]), torch.from_numpy(each["label"])
         batches.append(DeviceBatch(images, labels, part, each["row"]))
-    data, cpu = EvaluationSet(batches, 101, run.data.normalise), torch.device("cpu")
+    data, cpu = EvaluationSet(batches, 101, run.data.normalize), torch.device("cpu")
     wanted = score_split(vit, data, 10, cpu, autocast(run, cpu))
     request = Request([str(tmp_path / "model")], str(place / "data"), out=str(tmp_path), workers=1)
     result = compute_evaluation(request)[0].results[0]
@@ -294,9 +294,9 @@ def test_corrupted_copies_are_scored(place, tmp_path):
     network, images = describe_network(str(place / "a")), open_images(str(place / "photos"), "val")
     wrong = []
     for image in read_encoded(images, range(60)):
-        view = corrupt(crop_centre(decode_image(image.content), CentreCrop(), (32, 32)), "contrast", 4, 0, image.key)
+        view = corrupt(crop_center(decode_image(image.content), CenterCrop(), (32, 32)), "contrast", 4, 0, image.key)
         with torch.inference_mode():
-            logits = network[1](normalised(torch.from_numpy(view)[None], network[0].normalise))
+            logits = network[1](normalized(torch.from_numpy(view)[None], network[0].normalize))
         wrong.append(SHAPES[int(logits.argmax())] != image.key.partition("/")[0])
     assert result["error_contrast_4"] == np.mean(wrong)
     errors = [result[f"error_contrast_{severity}"] for severity in SEVERITIES]
@@ -325,9 +325,9 @@ def test_a_folder_laid_out_as_imagenet_c_is_scored_by_kind_and_severity(place, t
     for corruption, severity in sizes:
         wrong = []
         for path in sorted((root / corruption / str(severity)).glob("*/*.jpg")):
-            view = crop_centre(decode_image(path.read_bytes()), CentreCrop(), (32, 32))
+            view = crop_center(decode_image(path.read_bytes()), CenterCrop(), (32, 32))
             with torch.inference_mode():
-                logits = vit(normalised(torch.from_numpy(view)[None], spec.normalise))
+                logits = vit(normalized(torch.from_numpy(view)[None], spec.normalize))
             wrong.append(SHAPES[int(logits.argmax())] != path.parent.name)
         errors[corruption, severity] = np.mean(wrong)
         assert result[f"error_{corruption}_{severity}"] == errors[corruption, severity]
@@ -433,7 +433,7 @@ def test_a_label_set_compares_networks_whose_classes_are_not_those_of_the_folder
         save_model(str(tmp_path / name), run, vit, ids)
     mappings = tmp_path / "mappings"
     mappings.mkdir()
-    monkeypatch.setattr("vitray.evaluation.report.labelling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
+    monkeypatch.setattr("vitray.evaluation.report.labeling.read_label_set", lambda *_: shapes_of(SHAPES[:4]))
     both = verb(
         *(capsys, tmp_path / "model", tmp_path / "second", place / "photos", "--labels", f"objectnet={mappings}"),
         *("--out", tmp_path / "both"),
@@ -469,7 +469,7 @@ def test_a_network_without_a_head_has_probes_only(place, tmp_path, capsys):
     result = verb(capsys, tmp_path / "headless", place / "data", "--probes", "knn,rank", "--out", tmp_path / "out")
     assert "top1" not in result
     assert 0 < result["knn10"] < 1
-    assert "kNN, 10 neighbours" in (tmp_path / "out" / "index.html").read_text()
+    assert "kNN, 10 neighbors" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_sgd_fits_the_linear_probe_where_features_do_not_fit_memory(place, tmp_path, capsys, monkeypatch):
@@ -665,7 +665,7 @@ def test_a_browser_shows_the_page_in_any_width_and_theme(place, tmp_path, classe
     assert measured["images"] == charts + page.count("data:image/jpeg")
 
 
-def test_confused_classes_are_neighbours():
+def test_confused_classes_are_neighbors():
     confusion = np.eye(6, dtype=int) * 50
     for one, other in ((0, 4), (1, 5), (2, 3)):
         confusion[one, other] = confusion[other, one] = 20

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from vitray.config import load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.stream import HostBatch, Share
 from vitray.evaluation.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
@@ -25,7 +25,7 @@ class Reader(torch.nn.Module):
         return images_BCHW.flatten(1)[:, :7]
 
 
-PLAIN = Normalise(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+PLAIN = Normalize(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 CPU = torch.device("cpu")
 
 
@@ -313,7 +313,7 @@ class Val:
 def test_evaluation_is_compiled_when_training_is(compile_it, monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(evaluator, "open_evaluation", lambda _: Val())
-    settings = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7", "evaluate.pictures=0"]
+    settings = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7", "evaluate.examples=0"]
     run = load_run(None, [*settings, f"compute.compile={compile_it}"])
     context = WorkerContext(run, None, None, "", 1, None)
     task = context.build(CPU)

@@ -10,10 +10,10 @@ from image_sets import SHAPES, write_dataset
 from PIL import Image
 
 from vitray.config import Run
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.contact_sheets import Prediction, lit_by, prediction_sheet
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.inference.images import open_images, read_encoded
 from vitray.inspection import attention_maps
@@ -41,7 +41,7 @@ def examples_of(run, dataset, mask=None):
 
 
 def test_examples_are_spread_over_the_split_and_are_the_same_at_every_evaluation(dataset):
-    run = settings(dataset, **{"evaluate.pictures": 8})
+    run = settings(dataset, **{"evaluate.examples": 8})
     torch.manual_seed(0)
     vit = ViT(run.model).train()
     first = examples_of(run, dataset).look(vit)
@@ -65,7 +65,7 @@ def test_an_examples_numbers_are_those_of_the_network(dataset):
     torch.manual_seed(0)
     vit = ViT(run.model).eval()
     seen = examples_of(run, dataset).look(vit)
-    images_BCHW = normalised(torch.from_numpy(seen.images), run.data.normalise)
+    images_BCHW = normalized(torch.from_numpy(seen.images), run.data.normalize)
     with torch.no_grad():
         probabilities_BK = vit(images_BCHW).softmax(1)
         maps = attention_maps(vit, images_BCHW)
@@ -76,7 +76,7 @@ def test_an_examples_numbers_are_those_of_the_network(dataset):
 
 
 def test_examples_of_a_hold_out_are_held_out_images(dataset):
-    run = settings(dataset, **{"data.development": 0.3, "evaluate.pictures": 5})
+    run = settings(dataset, **{"data.holdout": 0.3, "evaluate.examples": 5})
     mask = holdout_mask(dataset, "train", 0.3)
     seen = examples_of(run, dataset, mask)
     stored = np.flatnonzero(mask)
@@ -84,7 +84,7 @@ def test_examples_of_a_hold_out_are_held_out_images(dataset):
     held_out = [each.content for each in read_encoded(images, stored.tolist()) if each.content != b"none"]
     shown = seen.look(ViT(run.model)).images
     assert len(shown) >= 4
-    views = {crop_centre(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in held_out}
+    views = {crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes() for content in held_out}
     assert {image.tobytes() for image in shown} <= views
 
 
@@ -164,7 +164,7 @@ def logged_by(dataset, monkeypatch, *received):
 
 
 def test_the_image_grid_has_a_picture_at_step_0_where_mlflow_opens_it(dataset, monkeypatch):
-    run = settings(dataset, **{"evaluate.pictures": 3})
+    run = settings(dataset, **{"evaluate.examples": 3})
     seen = examples_of(run, dataset).look(ViT(run.model))
     received = [messages.ExamplePictures(step, seen) for step in (10, 20)]
     images, _ = logged_by(dataset, monkeypatch, *received)
@@ -203,7 +203,7 @@ def test_a_runs_datasets_have_the_digests_of_an_evaluation_of_the_same_images(da
 
 
 def test_the_parts_of_a_hold_out_are_different_datasets(dataset):
-    held = run_datasets(make_plan(settings(dataset, **{"data.development": 0.3})))
+    held = run_datasets(make_plan(settings(dataset, **{"data.holdout": 0.3})))
     assert [each.name for each in held] == ["demo/train, without 30%", "demo/train, 30%"]
     whole = open_images(dataset.url, "train").identity
     assert len({whole, *(each.digest for each in held)}) == 3

@@ -17,8 +17,8 @@ from networks import scrambled
 
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, save_model
-from vitray.config.augmentation import CentreCrop
-from vitray.data.augment.batch import normalised
+from vitray.config.augmentation import CenterCrop
+from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import open_images
 from vitray.serving.export import options
@@ -60,10 +60,10 @@ def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
     assert (result["path"], result["images"]) == (str(tmp_path / "out"), 48)
     # The same comparison by hand, as a user of the files would make it.
     images = open_images(str(tmp_path / "data"), "val")
-    pixels = torch.cat([batch for batch, _ in views(images, 50, [(32, 32)], CentreCrop())])
+    pixels = torch.cat([batch for batch, _ in views(images, 50, [(32, 32)], CenterCrop())])
     session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"))
     (logits,) = session.run(["logits"], {"images": pixels.numpy()})
-    ours = vit(normalised(pixels.permute(0, 2, 3, 1), Run().data.normalise)).numpy()
+    ours = vit(normalized(pixels.permute(0, 2, 3, 1), Run().data.normalize)).numpy()
     assert np.abs(logits - ours).max() < 1e-5
     assert result["max_logit_difference"] < 1e-5
     assert (logits.argmax(1) != ours.argmax(1)).sum() == result["changed_top1"] == 0
@@ -85,7 +85,7 @@ def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
     prepared = content(tmp_path / "out", "preprocessing")
     assert prepared["resize"]["smallest_that_covers"] == [36, 36]
     assert prepared["input"] == {"name": "images", "type": "uint8", "layout": "BCHW", "shape": ["any", 3, 32, 32]}
-    assert prepared["normalise"]["inside_the_export"] is True
+    assert prepared["normalize"]["inside_the_export"] is True
 
 
 def test_a_squeezed_view_is_stated_as_one():
@@ -104,9 +104,9 @@ def test_hugging_face_gives_sigmoids_after_bce(tmp_path):
     save_model(str(tmp_path / "m"), Run(model=vit.model).replace({"task.loss": "bce"}), vit, CLASSES)
     export_network(quick(tmp_path / "m", "hf", tmp_path / "out"))
     assert content(tmp_path / "out", "export")["output"]["probabilities"] == "sigmoid"
-    grey = np.full((32, 32, 3), 90, np.uint8)
-    answers = pipeline("image-classification", str(tmp_path / "out"), device="cpu", top_k=5)(Image.fromarray(grey))
-    wanted = vit(normalised(torch.from_numpy(grey)[None], Run().data.normalise)).sigmoid()[0].tolist()
+    gray = np.full((32, 32, 3), 90, np.uint8)
+    answers = pipeline("image-classification", str(tmp_path / "out"), device="cpu", top_k=5)(Image.fromarray(gray))
+    wanted = vit(normalized(torch.from_numpy(gray)[None], Run().data.normalize)).sigmoid()[0].tolist()
     assert {each["label"]: each["score"] for each in answers} == pytest.approx(
         dict(zip(CLASSES, wanted, strict=True)), abs=1e-4
     )
@@ -140,14 +140,14 @@ def test_hugging_face_prepares_images_as_we_do(tmp_path):
     from PIL import Image
     from transformers import AutoImageProcessor
 
-    from vitray.data.augment.image import crop_centre
+    from vitray.data.augment.image import crop_center
 
     saved(tmp_path / "m")
     export_network(quick(tmp_path / "m", "hf", tmp_path / "out"))
     processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
     smooth = np.linspace(0, 255, 60 * 44 * 3).reshape(60, 44, 3).astype(np.uint8)
     theirs = processor(Image.fromarray(smooth), return_tensors="pt")["pixel_values"]
-    ours = normalised(torch.from_numpy(crop_centre(smooth, CentreCrop(), (32, 32)))[None], Run().data.normalise)
+    ours = normalized(torch.from_numpy(crop_center(smooth, CenterCrop(), (32, 32)))[None], Run().data.normalize)
     assert theirs.shape == ours.shape
     assert (theirs - ours).abs().mean() < 0.03
 

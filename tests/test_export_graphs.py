@@ -12,7 +12,7 @@ import torch
 from networks import scrambled
 
 from vitray.config import Model
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.model_names import STEMS
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
@@ -20,7 +20,7 @@ from vitray.models.vit import ViT
 from vitray.serving.export.folding import FoldedBlock, Int8Linear, fold
 from vitray.serving.export.graphs import trace_program, write_onnx, write_torch_export
 
-NORMALISE = Normalise(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+NORMALIZE = Normalize(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
 # A test of any size has these besides the network's own.
 OTHER_SIZES = ((48, 32), (64, 80))
 
@@ -32,11 +32,11 @@ def our_vit(**settings) -> ViT:
 
 def graph_error(vit: ViT, write, path, *, any_size: bool = False, int8: bool = False) -> float:
     """The largest difference of a logit between a network and a file of it, over batches and sizes."""
-    network = fold(vit, NORMALISE, any_size=any_size, int8_weights=int8)
+    network = fold(vit, NORMALIZE, any_size=any_size, int8_weights=int8)
     patch = vit.model.shape.patch if any_size else None
     run = write(trace_program(network, vit.model.image_shape, patch), path)
     vit.execution, error = "loop", 0.0
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (NORMALISE.mean, NORMALISE.std))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (NORMALIZE.mean, NORMALIZE.std))
     generator = torch.Generator().manual_seed(0)
     for batch, size in itertools.product((1, 2, 5), (vit.model.image_shape, *(OTHER_SIZES if any_size else ()))):
         images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8, generator=generator)
@@ -78,7 +78,7 @@ def test_networks_that_cannot_be_folded_are_exported_branch_by_branch(settings, 
 def test_folding_leaves_the_network_as_it_is():
     vit = our_vit(name="vit_u2x2_16")
     before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
-    folded = fold(vit, NORMALISE, any_size=False, int8_weights=True)
+    folded = fold(vit, NORMALIZE, any_size=False, int8_weights=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in vit.state_dict().items())
     assert not set(folded.state_dict().values()) & set(vit.state_dict().values())
 
@@ -87,10 +87,10 @@ def test_int8_weights_are_within_half_a_step_of_each_row():
     linear = torch.nn.Linear(64, 32)
     linear.weight.data *= torch.logspace(-3, 3, 32)[:, None]
     linear.weight.data[7] = 0
-    quantised = Int8Linear(linear)
+    quantized = Int8Linear(linear)
     steps = linear.weight.abs().amax(1, keepdim=True) / 127
-    identity = quantised(torch.eye(64)).T - linear.bias[:, None]
-    assert quantised.weight.dtype == torch.int8
+    identity = quantized(torch.eye(64)).T - linear.bias[:, None]
+    assert quantized.weight.dtype == torch.int8
     assert ((identity - linear.weight).abs() <= 0.5001 * steps + 1e-6).all()
 
 
@@ -143,7 +143,7 @@ def test_every_network_computes_the_same_in_a_graph(tmp_path, write, settings):
 @pytest.mark.slow
 def test_int8_takes_less_than_half_of_the_file_and_changes_logits_a_little(tmp_path):
     vit = our_vit(name="vit_u2x3_16", layerscale=0.5)
-    network = fold(vit, NORMALISE, any_size=False, int8_weights=False)
+    network = fold(vit, NORMALIZE, any_size=False, int8_weights=False)
     program = trace_program(network, (32, 32))
     write_onnx(program, tmp_path / "float.onnx")
     dynamic = write_onnx(program, tmp_path / "dynamic.onnx", int8_dynamic=True)
@@ -170,7 +170,7 @@ torch.save([network(images[:batch]) for batch in (1, 3)], sys.argv[3])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as_it_is", "compiled"])
 def test_an_archive_runs_without_vitray_and_holds_no_pickle(tmp_path, compiled):
     vit = our_vit(name="vit_u2x2_16")
-    network = fold(vit, NORMALISE, any_size=False, int8_weights=False)
+    network = fold(vit, NORMALIZE, any_size=False, int8_weights=False)
     write_torch_export(trace_program(network, (32, 32)), tmp_path / "m.pt2")
     with zipfile.ZipFile(tmp_path / "m.pt2") as archive:
         heads = {name: archive.read(name)[:2] for name in archive.namelist()}
@@ -190,13 +190,13 @@ import sys
 from pathlib import Path
 from vitray.serving.export import graphs
 assert "onnxruntime" not in sys.modules
-quantise = graphs._quantise_dynamically if sys.argv[2] == "quantise" else graphs.open_onnx
-quantise(Path(sys.argv[1]))
+quantize = graphs._quantize_dynamically if sys.argv[2] == "quantize" else graphs.open_onnx
+quantize(Path(sys.argv[1]))
 assert "onnxruntime" in sys.modules
 """
 
 
-@pytest.mark.parametrize("use", ["run", "quantise"])
+@pytest.mark.parametrize("use", ["run", "quantize"])
 def test_onnxruntime_stores_no_device_id_and_queues_no_events(tmp_path, use):
     """Without its variable, onnxruntime writes both below the user's cache while it is imported."""
     values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("images", "logits")]

@@ -17,8 +17,8 @@ def test_ranks_equal_scipy(shape):
     values = svdvals(features.astype(float))
     shares = values / values.sum() + 1e-7
     assert rankme(features) == pytest.approx(np.exp(-(shares * np.log(shares)).sum()), abs=1e-6)
-    centred = features.astype(float) - features.astype(float).mean(0)
-    wanted = np.exp(entropy(svdvals(centred))) if shape[0] > 1 else 0.0
+    centered = features.astype(float) - features.astype(float).mean(0)
+    wanted = np.exp(entropy(svdvals(centered))) if shape[0] > 1 else 0.0
     assert effective_rank(features) == pytest.approx(wanted, abs=1e-6)
 
 

@@ -6,7 +6,7 @@ from sklearn.linear_model import Ridge
 
 from vitray.errors import ConfigError
 from vitray.evaluation import arrays, few_shot
-from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.few_shot import (
     FewShotMean,
     fit_least_squares,
@@ -22,7 +22,7 @@ def clusters(images, seed=0, num_classes=5, width=20, spread=2.0):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, num_classes, images)
     means = np.random.default_rng(99).normal(size=(num_classes, width))
-    return Labelled((means[labels] + spread * rng.normal(size=(images, width))).astype(np.float32), labels)
+    return Labeled((means[labels] + spread * rng.normal(size=(images, width))).astype(np.float32), labels)
 
 
 def reference_targets(x, y, x_test, num_classes):
@@ -85,16 +85,16 @@ def test_the_order_of_test_images_changes_nothing():
     train, test = clusters(100), clusters(40, 1)
     order = np.random.default_rng(1).permutation(40)
     one = probe_few_shot(train, test, 5)
-    other = probe_few_shot(train, Labelled(test.features[order], test.labels[order]), 5)
+    other = probe_few_shot(train, Labeled(test.features[order], test.labels[order]), 5)
     assert [each.score.hits for each in one] == [each.score.hits for each in other]
 
 
 def test_absent_classes_small_classes_and_constant_features():
-    train = Labelled(np.ones((3, 2)), np.array([0, 0, 2]))
-    [score] = probe_few_shot(train, Labelled(np.ones((2, 2)), np.array([0, 2])), 4, shots=[2], seeds=[0])
+    train = Labeled(np.ones((3, 2)), np.array([0, 0, 2]))
+    [score] = probe_few_shot(train, Labeled(np.ones((2, 2)), np.array([0, 2])), 4, shots=[2], seeds=[0])
     assert (score.images, score.score.top1) == (3, 0.5)
     assert mean_of_seeds([score]) == {2: (0.5, None, 1)}
-    one = Labelled(np.ones((1, 1)), np.zeros(1, int))
+    one = Labeled(np.ones((1, 1)), np.zeros(1, int))
     assert probe_few_shot(one, one, 1)[0].score.top1 == 1.0
 
 
@@ -116,6 +116,6 @@ def test_bad_input_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"got shots \[0\]"):
         probe_few_shot(train, test, 5, shots=[0])
     with pytest.raises(ConfigError, match="test features: 19 columns; expected 20"):
-        probe_few_shot(train, Labelled(test.features[:, 1:], test.labels), 5)
+        probe_few_shot(train, Labeled(test.features[:, 1:], test.labels), 5)
     with pytest.raises(ConfigError, match=r"train labels: row \d+ has class 4; expected 0 to 3"):
         probe_few_shot(train, test, 4)

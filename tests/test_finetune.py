@@ -47,7 +47,7 @@ def place(tmp_path_factory, ray_cluster):
     write_dataset(read_request("demo", str(folder / "demo"), overrides=["images=100", "image_size=48"]))
     torch.manual_seed(0)
     model = Model(name="vit_u2x2_8_hmlp_bn", image_size=32, num_classes=10, layerscale=0.1, pool="mean")
-    run = Run().replace({"model": model.model_dump(mode="json"), "data.normalise.mean": [0.4, 0.5, 0.6]})
+    run = Run().replace({"model": model.model_dump(mode="json"), "data.normalize.mean": [0.4, 0.5, 0.6]})
     save_model(str(folder / "base"), run, ViT(model), open_dataset(str(folder / "demo")).classes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlruns.db'}")
@@ -70,9 +70,9 @@ def test_omitted_settings_come_from_the_weights(place):
     run = make_plan(recipe(place)).run
     assert (run.model.name, run.model.image_size, run.model.pool) == ("vit_u2x2_8_hmlp_bn", 32, "mean")
     assert run.model.layerscale == 0.1
-    assert run.data.normalise.mean == (0.4, 0.5, 0.6)
+    assert run.data.normalize.mean == (0.4, 0.5, 0.6)
     assert make_plan(recipe(place, "model.image_size=48", "model.drop_path=0.1")).run.model.drop_path == 0.1
-    assert make_plan(recipe(place, "data.normalise.mean=[0.5, 0.5, 0.5]")).run.data.normalise.mean == (0.5, 0.5, 0.5)
+    assert make_plan(recipe(place, "data.normalize.mean=[0.5, 0.5, 0.5]")).run.data.normalize.mean == (0.5, 0.5, 0.5)
     planned_again = make_plan(run).run
     assert planned_again == run
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipelines.__main__ import main
 from vitray.config import Model, Run, load_run
-from vitray.data.augment.batch import DeviceBatch, normalised
+from vitray.data.augment.batch import DeviceBatch, normalized
 from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
@@ -67,7 +67,7 @@ def test_a_kernel_is_resized_by_the_formula_and_as_by_timm(old, new):
         image[pixel] = 1
         columns.append(resized(image.view(1, 1, old, old), new).flatten().numpy())
     inverse = np.linalg.pinv(np.stack(columns, axis=1).T)
-    expected = np.array([[inverse @ colour for colour in row] for row in kernel(old).flatten(2).numpy()])
+    expected = np.array([[inverse @ color for color in row] for row in kernel(old).flatten(2).numpy()])
     np.testing.assert_allclose(got.flatten(2).numpy(), expected, atol=1e-10)
 
 
@@ -153,7 +153,7 @@ def test_repatch_is_timms_resize_of_stem_and_positions(tmp_path, capsys):
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
     source, target = str(tmp_path / "w.safetensors"), str(tmp_path / "out")
     whole = str(tmp_path / "whole")
-    assert main(["model", source, "heads=2", "activation=gelu", "normalise={}", "--save", whole]) == 0
+    assert main(["model", source, "heads=2", "activation=gelu", "normalize={}", "--save", whole]) == 0
     assert main(["weights", "repatch", whole, "12", target]) == 0
     run, ours, _ = load_model(target)
     assert (run.model.name, run.model.image_size) == ("vit_u2x1_12", 48)
@@ -265,7 +265,7 @@ def test_200_steps_learn_the_images_at_every_patch_size():
     for patch in (4, 8, 12):
         task.vit.stem.use_patch(patch)
         with torch.no_grad():
-            predicted = task.vit(normalised(images, run.data.normalise)).argmax(1)
+            predicted = task.vit(normalized(images, run.data.normalize)).argmax(1)
         assert predicted.tolist() == [index % 5 for index in range(8)], patch
 
 

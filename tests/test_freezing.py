@@ -18,7 +18,7 @@ from vitray.models.positions import resample
 from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
-from vitray.tasks.supervised import Supervised
+from vitray.tasks.supervised import Classification
 from vitray.training.optim import Average, build_optimizer, clip_gradients, parameter_groups
 from vitray.weights.freezing import audit, audit_table, freeze, part_of, parts_of, prepare
 from vitray.weights.pretrained import adapt
@@ -38,7 +38,7 @@ def vit(**settings) -> ViT:
     return ViT(model(**settings))
 
 
-def tuned(mode: str, model_settings=None, **settings) -> Supervised:
+def tuned(mode: str, model_settings=None, **settings) -> Classification:
     torch.manual_seed(0)
     task = {"kind": "finetune", "weights": "unread", "mode": mode, **settings}
     return build_task(Run().replace({"model": {**TINY, **(model_settings or {})}, "task": task}))
@@ -51,7 +51,7 @@ def images(size=32) -> torch.Tensor:
 TARGETS = nn.functional.one_hot(torch.tensor([0, 3, 3, 6]), 7).float()
 
 
-def train_steps(task: Supervised, steps: int = 2) -> torch.optim.Optimizer:
+def train_steps(task: Classification, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = build_optimizer(task, Optim(lr=0.05, weight_decay=0.1), torch.device("cpu"))
     for _ in range(steps):
         task(images(), TARGETS).backward()
@@ -128,7 +128,7 @@ def test_an_unknown_parameter_has_no_part():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_trains_only_its_parts(mode, also):
     also = tuple(part for part in also if part not in TRAINED[mode])
-    task = tuned(mode, also=also)
+    task = tuned(mode, also_train=also)
     before = {name: tensor.clone() for name, tensor in task.vit.state_dict().items()}
     train_steps(task)
     changed = {name for name, tensor in task.vit.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -163,14 +163,19 @@ def test_first_branch_trains_one_attention_of_two_like_deit():
             {"layerscale": None},
             "attn",
             ("layerscale",),
-            r"task.also: got layerscale, expected parts that vit_u2x2_8_hmlp_bn has",
+            r"task.also_train: got layerscale, expected parts that vit_u2x2_8_hmlp_bn has",
         ),
-        ({"positions": "sincos2d"}, "head", ("stem", "positions"), r"task.also: got positions, expected parts that"),
+        (
+            {"positions": "sincos2d"},
+            "head",
+            ("stem", "positions"),
+            r"task.also_train: got positions, expected parts that",
+        ),
     ],
 )
 def test_modes_without_parameters_are_refused(settings, mode, also, message):
     with pytest.raises(ConfigError, match=message):
-        freeze(vit(**settings), Finetune(weights="unread", mode=mode, also=also))
+        freeze(vit(**settings), Finetune(weights="unread", mode=mode, also_train=also))
 
 
 def test_another_mode_unfreezes_the_previous_one():
@@ -187,7 +192,7 @@ def statistics(task: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("also", [(), ("stem",)])
 def test_frozen_batch_norms_keep_their_statistics(also):
-    task = tuned("attn", also=also)
+    task = tuned("attn", also_train=also)
     before = statistics(task)
     # Like evaluation: it switches the mode of the network, not of the task.
     task.vit.eval()

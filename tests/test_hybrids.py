@@ -18,7 +18,7 @@ from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.inspection.filters import effective_stem
 from vitray.models.counts import count, diagram
-from vitray.models.resnet import ResNet, StandardisedConv, standardise
+from vitray.models.resnet import ResNet, StandardizedConv, standardize
 from vitray.models.sizes import resnet_layers, sizes_of
 from vitray.models.vit import ViT
 from vitray.weights import import_weights, load_model, save_model
@@ -127,17 +127,17 @@ def test_the_diagram_names_the_stages():
     ],
 )
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-def test_standardised_kernels_have_the_epsilon_of_their_code(kind, divisor, size):
+def test_standardized_kernels_have_the_epsilon_of_their_code(kind, divisor, size):
     weight = size * np.random.default_rng(0).normal(size=(5, 3, 2, 2))
     wanted = np.stack([(kernel - kernel.mean()) / divisor(kernel.std()) for kernel in weight])
-    torch.testing.assert_close(standardise(torch.tensor(weight), kind), torch.tensor(wanted), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(standardize(torch.tensor(weight), kind), torch.tensor(wanted), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(7, 2), (3, 2), (3, 1), (1, 2), (1, 1)])
 def test_an_even_side_is_halved_as_in_tensorflow(kernel, stride):
-    layer, side = StandardisedConv(3, 4, kernel, stride, "vit").double(), 12
+    layer, side = StandardizedConv(3, 4, kernel, stride, "vit").double(), 12
     x = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    out, weight = layer(x), standardise(layer.weight, "vit")
+    out, weight = layer(x), standardize(layer.weight, "vit")
     before = max((-(-side // stride) - 1) * stride + kernel - side, 0) // 2
     padded = torch.zeros(3, side + 2 * kernel, side + 2 * kernel, dtype=torch.float64)
     padded[:, before : before + side, before : before + side] = x[0]
@@ -151,7 +151,7 @@ def check_logits(folder: Path, theirs: str, ours: str) -> None:
     reference = scrambled(timm.create_model(theirs, img_size=64, depth=2, num_classes=7))
     reference.pos_embed.data[:, 0] = 0  # added to the class token in float32, which rounds
     save_file(reference.state_dict(), folder / "m.safetensors")
-    settings = {"heads": parse_name(ours).heads, "normalise": {}}
+    settings = {"heads": parse_name(ours).heads, "normalize": {}}
     run, vit = import_weights(str(folder / "m.safetensors"), settings=settings)
     assert str(parse_name(run.model.name)) == re.sub(r"\d+x1", "2x1", ours)
     assert (run.model.resnet_eps, run.model.image_size) == ("timm", 64)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from vitray.config import load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.model_names import WIDTHS
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
@@ -57,7 +57,7 @@ EXACT = 1e-7
 
 def refusal(path: object, settings: dict | None = None) -> str:
     with pytest.raises(ConfigError) as error:
-        import_weights(str(path), settings={"normalise": {}} | (settings or {}))
+        import_weights(str(path), settings={"normalize": {}} | (settings or {}))
     return str(error.value)
 
 
@@ -91,7 +91,7 @@ def loads(name: str, tmp_path) -> bool:
     loaded = False
     for settings in ({}, {"activation": "gelu_tanh" if is_tanh else "gelu"}):
         try:
-            _, ours = import_weights(str(path), settings={"heads": 4, "normalise": {}} | settings)
+            _, ours = import_weights(str(path), settings={"heads": 4, "normalize": {}} | settings)
         except ConfigError:
             continue
         assert difference(ours, theirs, size) < EXACT, name
@@ -144,7 +144,7 @@ def test_heads_are_demanded_and_used(tmp_path):
     theirs = narrow(num_heads=12)
     path = write(tmp_path / "w.safetensors", theirs)
     assert "do not show heads (attention heads; 3 in ViT-Ti); add model.heads=... to the run" in refusal(path)
-    run, ours = import_weights(path, settings={"heads": 12, "normalise": {}})
+    run, ours = import_weights(path, settings={"heads": 12, "normalize": {}})
     assert (run.model.name, run.model.heads) == ("vit_ti1x1_8", 12)
     assert difference(ours, theirs, 32) < EXACT
     assert "heads 7 do not divide the width of vit_ti1x1_8, 192" in refusal(path, {"heads": 7})
@@ -164,7 +164,7 @@ def test_positions_without_a_table_are_demanded(tmp_path):
     path = write(tmp_path / "w.safetensors", narrow(pos_embed="none"))
     message = refusal(path, {"heads": 3})
     assert "do not show positions (none, sincos2d or rope)" in message
-    settings = {"heads": 3, "positions": "none", "image_size": 32, "normalise": {}}
+    settings = {"heads": 3, "positions": "none", "image_size": 32, "normalize": {}}
     _, ours = import_weights(path, settings=settings)
     assert difference(ours, narrow(pos_embed="none"), 32) < EXACT
     assert "positions.table is missing" in refusal(path, settings | {"positions": "learned"})
@@ -181,7 +181,7 @@ def test_a_fine_tuning_states_the_heads_of_its_weights(tmp_path):
     path = write(tmp_path / "w.safetensors", narrow(num_heads=6))
     started = {}
     for stated, heads in (("model.name=vit_ti1x1_8", 3), ("model.heads=6", 6)):
-        run = load_run(None, [stated, "data.normalise={}", "data.url=d", "task.kind=finetune", f"task.weights={path}"])
+        run = load_run(None, [stated, "data.normalize={}", "data.url=d", "task.kind=finetune", f"task.weights={path}"])
         assert isinstance(run.task, Finetune)
         run, started[heads] = open_initial_weights(run, run.task, list("abcde"))
         assert (run.model.name, run.model.num_heads, run.model.image_size) == ("vit_ti1x1_8", heads, 32)
@@ -196,7 +196,7 @@ def test_the_activation_of_a_network_without_class_token_is_demanded(tmp_path):
     torch.save(theirs.state_dict(), tmp_path / "w.pth")
     for path in (write(tmp_path / "w.safetensors", theirs), str(tmp_path / "w.pth")):
         assert "do not show activation (gelu or gelu_tanh);" in refusal(path, {"heads": 3})
-        _, ours = import_weights(path, settings={"heads": 3, "activation": "gelu_tanh", "normalise": {}})
+        _, ours = import_weights(path, settings={"heads": 3, "activation": "gelu_tanh", "normalize": {}})
         assert difference(ours, theirs, 32) < EXACT
 
 
@@ -204,7 +204,7 @@ def test_the_activation_of_a_network_without_class_token_is_demanded(tmp_path):
 def test_any_width_of_whole_heads_has_a_name(tmp_path, width):
     theirs = narrow(embed_dim=width, num_heads=width // 64)
     run, ours = import_weights(
-        write(tmp_path / "w.safetensors", theirs), settings={"heads": width // 64, "normalise": {}}
+        write(tmp_path / "w.safetensors", theirs), settings={"heads": width // 64, "normalize": {}}
     )
     assert (run.model.name, run.model.heads) == ({512: "vit_m1x1_8", 832: "vit_w832d1x1_8"}[width], None)
     assert difference(ours, theirs, 32) < EXACT
@@ -234,7 +234,7 @@ def test_a_hugging_face_folder_is_read_by_its_config(tmp_path, settings):
     theirs = hugging_face(tmp_path, **settings)
     size = settings.get("image_size", (32, 32))
     for url in (str(tmp_path), str(tmp_path / "model.safetensors")):
-        _, ours = import_weights(url, settings={"normalise": {}})
+        _, ours = import_weights(url, settings={"normalize": {}})
         assert difference(ours, theirs, *size) < EXACT
     message = refusal(tmp_path, {"heads": 4})
     assert f"heads: got 4, and the network of the file has {settings.get('num_attention_heads', 2)}" in message
@@ -272,7 +272,7 @@ def test_a_timm_folder_names_its_network(tmp_path):
         ("pool", narrow(global_pool="avg", fc_norm=False), {"global_pool": "avg"}),
         ("wide", narrow(img_size=(16, 64)), {"model_args": {"img_size": [16, 64]}}),
     ):
-        run, ours = import_weights(timm_folder(tmp_path / folder, theirs, config | changes), settings={"normalise": {}})
+        run, ours = import_weights(timm_folder(tmp_path / folder, theirs, config | changes), settings={"normalize": {}})
         assert difference(ours, theirs, *run.model.image_shape) < EXACT, folder
     for folder, changes, reason in (
         ("unnamed", {"architecture": "vit_base_patch16_gap_224"}, "of vit_base_patch16_gap_224 do not show heads"),
@@ -284,39 +284,39 @@ def test_a_timm_folder_names_its_network(tmp_path):
         assert reason in refusal(timm_folder(tmp_path / folder, narrow(), config | changes))
 
 
-# ---- normalisation ---------------------------------------------------------------------------------------------------
+# ---- normalization ---------------------------------------------------------------------------------------------------
 
-IMAGENET = Normalise()
-OTHER = Normalise(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+IMAGENET = Normalize()
+OTHER = Normalize(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
 TIMM_SETTINGS = {"architecture": "vit_tiny_patch8_32", "global_pool": "token"}
 
 
-def test_the_normalisation_is_that_beside_the_tensors(tmp_path):
+def test_the_normalization_is_that_beside_the_tensors(tmp_path):
     stated = {"mean": OTHER.mean, "std": OTHER.std}
     for folder, config in (("nested", {"pretrained_cfg": stated}), ("flat", stated)):
         run, _ = import_weights(timm_folder(tmp_path / folder, narrow(), TIMM_SETTINGS | config))
-        assert run.data.normalise == OTHER
+        assert run.data.normalize == OTHER
     hugging_face(tmp_path / "hf")
     for processor, wanted in (
         ({"do_normalize": True, "image_mean": OTHER.mean, "image_std": OTHER.std}, OTHER),
-        ({"do_normalize": False}, Normalise(mean=(0, 0, 0), std=(1, 1, 1))),
+        ({"do_normalize": False}, Normalize(mean=(0, 0, 0), std=(1, 1, 1))),
     ):
         (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(processor))
-        assert import_weights(str(tmp_path / "hf"))[0].data.normalise == wanted
+        assert import_weights(str(tmp_path / "hf"))[0].data.normalize == wanted
 
 
-def test_a_normalisation_that_no_file_shows_is_demanded_and_used(tmp_path):
+def test_a_normalization_that_no_file_shows_is_demanded_and_used(tmp_path):
     folder = timm_folder(tmp_path / "m", narrow(), TIMM_SETTINGS)
-    with pytest.raises(ConfigError, match=r"do not show normalise .*; add data.normalise=... to the run, or save"):
+    with pytest.raises(ConfigError, match=r"do not show normalize .*; add data.normalize=... to the run, or save"):
         import_weights(folder)
     given = OTHER.model_dump(mode="json")
-    assert import_weights(folder, settings={"normalise": given})[0].data.normalise == OTHER
+    assert import_weights(folder, settings={"normalize": given})[0].data.normalize == OTHER
     words = ["data.url=d", "task.kind=finetune", f"task.weights={folder}"]
-    run = load_run(None, [*words, f"data.normalise={json.dumps(given)}"])
+    run = load_run(None, [*words, f"data.normalize={json.dumps(given)}"])
     assert isinstance(run.task, Finetune)
-    assert open_initial_weights(run, run.task, list("abcde"))[0].data.normalise == OTHER
+    assert open_initial_weights(run, run.task, list("abcde"))[0].data.normalize == OTHER
     run = load_run(None, words)
-    with pytest.raises(ConfigError, match=r"task.weights: .* do not show normalise"):
+    with pytest.raises(ConfigError, match=r"task.weights: .* do not show normalize"):
         open_initial_weights(run, run.task, list("abcde"))
 
 
@@ -335,7 +335,7 @@ def deit_checkpoint(path, theirs: nn.Module, **args) -> str:
 def test_a_checkpoint_of_deit_loads_with_its_arguments(tmp_path):
     theirs = narrow()
     run, ours = import_weights(deit_checkpoint(tmp_path / "checkpoint.pth", theirs))
-    assert (run.model.name, run.data.normalise) == ("vit_ti1x1_8", IMAGENET)
+    assert (run.model.name, run.data.normalize) == ("vit_ti1x1_8", IMAGENET)
     assert difference(ours, theirs, 32) < EXACT
     assert argparse.Namespace not in torch.serialization.get_safe_globals()
     other = deit_checkpoint(tmp_path / "other.pth", theirs, model="mine")

@@ -17,10 +17,10 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_layers import ROOT
 
 from vitray.cluster import session
-from vitray.config.augmentation import CentreCrop
-from vitray.data.augment.batch import normalised
+from vitray.config.augmentation import CenterCrop
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError
 from vitray.inference import actors
 from vitray.inference.extractor import Extractor
@@ -54,8 +54,8 @@ def expected(place):
     logits, features = [], []
     with torch.inference_mode():
         for image in read_encoded(images, range(101)):
-            view = crop_centre(decode_image(image.content), CentreCrop(), (32, 32))
-            pixels = normalised(torch.from_numpy(view)[None], loaded.run.data.normalise)
+            view = crop_center(decode_image(image.content), CenterCrop(), (32, 32))
+            pixels = normalized(torch.from_numpy(view)[None], loaded.run.data.normalize)
             features.append(loaded.vit.pooled(loaded.vit.tokens(pixels))[0].numpy())
             logits.append(loaded.vit(pixels)[0].numpy())
     return np.stack(logits), np.stack(features)
@@ -166,7 +166,7 @@ def test_other_weights_images_and_settings_have_other_outputs(place, tmp_path):
     planned = work(place, tmp_path)
     others = [
         planned._replace(network=describe_network(str(tmp_path / "other"))[0]),
-        planned._replace(network=planned.network._replace(crop=CentreCrop(crop_ratio=1.0))),
+        planned._replace(network=planned.network._replace(crop=CenterCrop(crop_ratio=1.0))),
         planned._replace(network=planned.network._replace(precision="bf16")),
         planned._replace(images=open_images(str(place / "data"), "train")),
         planned._replace(alteration="noise 3"),

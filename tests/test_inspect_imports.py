@@ -40,7 +40,7 @@ def write(layout, folder):
         case "hugging_face":
             theirs = hugging_face()
             theirs.save_pretrained(folder)
-            ViTImageProcessor().save_pretrained(folder)  # the normalisation
+            ViTImageProcessor().save_pretrained(folder)  # the normalization
             return theirs, str(folder), import_weights(str(folder))
         case "deit" | "deit_parallel":
             theirs = scrambled(Deit(2 if layout.endswith("parallel") else 1))

@@ -16,7 +16,7 @@ from test_report import measured_page
 
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError
 from vitray.inspection.report import driver
 from vitray.inspection.report.drawings import Rendered
@@ -128,7 +128,7 @@ def test_tables_hold_the_values_of_the_functions(made):
     tables = {table.file: rows_of(table) for result in made.results for table in result.tables}
     for subject in made.subjects:
         batch = subject.batch()
-        assert torch.equal(batch, normalised(torch.from_numpy(subject.images), subject.spec.normalise))
+        assert torch.equal(batch, normalized(torch.from_numpy(subject.images), subject.spec.normalize))
         spread = inspect.attention_distances(subject.vit, batch)
         own = [row for row in tables["distance"] if row["model"] == subject.name]
         values = [float(row["distance_pixels"]) for row in own]

@@ -155,7 +155,7 @@ def test_distances_equal_slow_loops(settings, grid):
                     entropy = -sum(value * math.log(value) for row in table for value in row) / len(table)
                     at = level, branch, head, image
                     assert spread.distance[at].item() == pytest.approx(means[False], abs=1e-10)
-                    assert spread.renormalised[at].item() == pytest.approx(means[True], abs=1e-10)
+                    assert spread.renormalized[at].item() == pytest.approx(means[True], abs=1e-10)
                     assert spread.entropy[at].item() == pytest.approx(entropy, abs=1e-10)
     assert spread.entropy.shape == (len(vit.blocks), vit.model.shape.branches, 2, 3)
 
@@ -190,8 +190,8 @@ def test_uniform_attention_has_the_mean_distance_of_the_grid(grid, prefix):
     patches = rows * columns
     mean, tokens = 16 * total / patches**2, patches + prefix
     uniform = torch.full((2, 3, tokens, tokens), 1 / tokens, dtype=torch.float64)
-    distance, renormalised, entropy = spread_of(uniform, patch_distances(grid, 16), prefix)
-    torch.testing.assert_close(renormalised, torch.full((3, 2), mean, dtype=torch.float64))
+    distance, renormalized, entropy = spread_of(uniform, patch_distances(grid, 16), prefix)
+    torch.testing.assert_close(renormalized, torch.full((3, 2), mean, dtype=torch.float64))
     torch.testing.assert_close(distance, torch.full((3, 2), mean * patches / tokens, dtype=torch.float64))
     torch.testing.assert_close(entropy, torch.full((3, 2), math.log(tokens), dtype=torch.float64))
 
@@ -202,11 +202,11 @@ def test_attention_to_itself_has_distance_and_entropy_zero(prefix):
     assert spread_of(own, patch_distances((2, 3), 16), prefix).abs().max() == 0
 
 
-def test_a_query_that_sees_only_the_class_token_is_left_out_of_the_renormalised_mean():
+def test_a_query_that_sees_only_the_class_token_is_left_out_of_the_renormalized_mean():
     weights = torch.full((1, 1, 5, 5), 0.2, dtype=torch.float64)
     weights[..., 1, :] = torch.tensor([1.0, 0, 0, 0, 0])
-    _, renormalised, _ = spread_of(weights, patch_distances((1, 4), 1), 1)
-    assert renormalised.item() == pytest.approx((1 + 1 + 1.5) / 3)
+    _, renormalized, _ = spread_of(weights, patch_distances((1, 4), 1), 1)
+    assert renormalized.item() == pytest.approx((1 + 1 + 1.5) / 3)
 
 
 @pytest.mark.parametrize("name", ["vit_u3x1_8", "vit_u3x2_8"])

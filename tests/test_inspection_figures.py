@@ -9,7 +9,7 @@ from networks import scrambled
 from PIL import Image
 
 from vitray.config import Model
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.inspection import cka, level_grams, position_similarity, stem_filters, tensor_changes, token_norms
 from vitray.inspection.positions import relative_terms
 from vitray.inspection.report.change_figures import changes_figure, features_figure
@@ -29,7 +29,7 @@ def subject(label="base", count=6, seed=0, **settings) -> Subject:
         {"name": "vit_u2x2_8", "image_size": (16, 24), "num_classes": 5, "layerscale": 0.1, **settings}
     )
     pixels = np.random.default_rng(0).integers(0, 256, (count, *model.image_shape, 3), dtype=np.uint8)
-    spec = SimpleNamespace(normalise=Normalise(), size=model.image_shape)
+    spec = SimpleNamespace(normalize=Normalize(), size=model.image_shape)
     chosen = ChosenImages("noise", "memory", "abcdef01" * 8, [], range(count), [], (), count)
     return Subject(label, spec, scrambled(ViT(model), seed), chosen, pixels)
 
@@ -51,7 +51,7 @@ def cells(result, table: int = 0) -> list:
     return rows
 
 
-def grey(drawing, theme) -> np.ndarray:
+def gray(drawing, theme) -> np.ndarray:
     figure = drawing.draw(theme)
     figure.set_dpi(50)  # faster
     return np.asarray(Image.open(io.BytesIO(to_png(figure))).convert("L"))
@@ -61,7 +61,7 @@ def check_pictures(result, number: int) -> None:
     """Each picture is drawn in both themes, in the same size, and shows something."""
     assert len({drawing.file for drawing in result.drawings}) == len(result.drawings) == number
     for drawing in result.drawings:
-        light, dark = (grey(drawing, theme) for theme in (LIGHT, DARK))
+        light, dark = (gray(drawing, theme) for theme in (LIGHT, DARK))
         assert light.shape == dark.shape
         assert light[0, 0] > 200 > 50 > dark[0, 0]
         assert all((image != image[0, 0]).mean() > 0.01 for image in (light, dark))
@@ -72,14 +72,14 @@ def test_filters_are_drawn_and_listed():
     check_pictures(result, 2)
     assert "28 components of 8 x 8 pixels" in result.drawings[0].caption
     assert "not linear" not in result.drawings[0].caption
-    assert "at an image of one colour, the mean of noise (identity abcdef01)" in result.drawings[1].caption
+    assert "at an image of one color, the mean of noise (identity abcdef01)" in result.drawings[1].caption
     rows = cells(result)
     assert (len(rows), len(rows[0])) == (29, 2 + 3 * 8 * 8)
     wanted = stem_filters(subject().vit).components
     assert float(rows[3][2 + 64 + 8 * 2 + 5]) == pytest.approx(float(wanted.components[2, 1, 2, 5]), rel=1e-5)
     assert rows[0][2 + 64 + 8 * 2 + 5] == "1_2_5"
     without_images = filters_figure([subject(name="vit_u2x1_16_conv", image_size=32)._replace(images=None)])
-    assert without_images.drawings[0].caption.endswith("the mean of the normalisation.")
+    assert without_images.drawings[0].caption.endswith("the mean of the normalization.")
 
 
 def test_positions_are_drawn_where_there_are_any():

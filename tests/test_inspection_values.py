@@ -19,7 +19,7 @@ from vitray.inspection.changes import feature_changes, tensor_changes
 from vitray.inspection.filters import effective_stem, linear_share, principal_components, receptive_field, stem_filters
 from vitray.inspection.levels import run_levels
 from vitray.inspection.positions import position_similarity, relative_lengths, relative_terms
-from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centred
+from vitray.inspection.similarity import cka, gram, hsic, level_grams, u_centered
 from vitray.inspection.states import chunks, run_states
 from vitray.inspection.tensors import KINDS, layerscales, named_tensors, spectra
 from vitray.inspection.tokens import token_norms
@@ -49,15 +49,15 @@ def array(tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_effective_filters_are_the_jacobian_of_the_stem(stem):
-    vit, colour = network(f"vit_u1x1_16_{stem}", image_size=48), torch.tensor([0.3, -0.2, 0.1])
-    image = colour.double()[:, None, None].expand(3, 48, 48).clone()
+    vit, color = network(f"vit_u1x1_16_{stem}", image_size=48), torch.tensor([0.3, -0.2, 0.1])
+    image = color.double()[:, None, None].expand(3, 48, 48).clone()
     middle = 4  # of 3 x 3 patches
 
     # Two copies: torch 2.15's batch norm has wrong gradients on a CPU for one image and transposed gradients.
     jacobian = torch.autograd.functional.jacobian(
         lambda pixels: vit.stem(pixels.expand(2, 3, 48, 48))[0][0, middle], image
     )
-    effective = effective_stem(vit, colour)
+    effective = effective_stem(vit, color)
     start, size = effective.field
     inside = slice(16 + start, 16 + start + size)
     torch.testing.assert_close(effective.filters, jacobian[..., inside, inside])
@@ -81,10 +81,10 @@ def test_effective_filters_equal_finite_differences():
         torch.testing.assert_close(effective.filters[:, channel, row - 1, column - 1], slope, rtol=1e-6, atol=1e-9)
 
 
-def test_filters_of_a_linear_stem_are_its_weights_at_any_colour():
+def test_filters_of_a_linear_stem_are_its_weights_at_any_color():
     vit = network("vit_u1x1_8")
-    for colour in (torch.zeros(3), torch.tensor([1.0, -1.0, 0.5])):
-        effective = effective_stem(vit, colour)
+    for color in (torch.zeros(3), torch.tensor([1.0, -1.0, 0.5])):
+        effective = effective_stem(vit, color)
         torch.testing.assert_close(effective.filters, vit.stem.proj[0].weight.detach())
         torch.testing.assert_close(effective.bias, vit.stem.proj[0].bias.detach())
     assert receptive_field(vit) == (0, 8)
@@ -292,7 +292,7 @@ def test_cka_equals_its_definition_with_full_gram_matrices(reading, at_once, mon
 
 
 def test_mini_batches_estimate_the_cka_of_all_images():
-    # Kornblith's CKA with centred features, of so many images that its bias is small.
+    # Kornblith's CKA with centered features, of so many images that its bias is small.
     generator = np.random.default_rng(0)
     x = generator.normal(size=(6000, 8))
     y = np.concatenate([x[:, :5] @ generator.normal(size=(5, 5)), generator.normal(size=(6000, 4))], axis=1)
@@ -302,22 +302,22 @@ def test_mini_batches_estimate_the_cka_of_all_images():
         parts = [
             [torch.tensor(each[start : start + size])[:, None] for start in range(0, 6000, size)] for each in (x, y)
         ]
-        grams = [[u_centred(gram([part]))[None] for part in each] for each in parts]
+        grams = [[u_centered(gram([part]))[None] for part in each] for each in parts]
         assert float(cka(*grams)) == pytest.approx(wanted, abs=0.02)
 
 
 def test_cka_does_not_depend_on_rotation_scale_and_shift():
     x = torch.randn(12, 1, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rotation = torch.linalg.qr(torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))[0]
-    grams = [[u_centred(gram([each]))[None]] for each in (x, 3 * x @ rotation + 100)]
+    grams = [[u_centered(gram([each]))[None]] for each in (x, 3 * x @ rotation + 100)]
     assert float(cka(*grams)) == pytest.approx(1)
-    assert u_centred(gram([x])).sum(dim=1).tolist() == pytest.approx([0] * 12)
+    assert u_centered(gram([x])).sum(dim=1).tolist() == pytest.approx([0] * 12)
 
 
 def test_hsic_of_independent_features_is_zero_on_average():
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(2, 2000, 5, 1, 3, dtype=torch.float64, generator=generator)
-    values = torch.stack([hsic(*(u_centred(gram([x]))[None] for x in pair)) for pair in zip(*draws, strict=True)])
+    values = torch.stack([hsic(*(u_centered(gram([x]))[None] for x in pair)) for pair in zip(*draws, strict=True)])
     assert abs(float(values.mean())) < 4 * float(values.std()) / 2000**0.5
 
 
@@ -509,7 +509,7 @@ def test_an_imported_network_has_the_states_of_its_own_library(tmp_path):
     )
     theirs = scrambled(ViTForImageClassification(settings))
     theirs.save_pretrained(tmp_path)
-    _, vit = import_weights(str(tmp_path / "model.safetensors"), settings={"normalise": {}})
+    _, vit = import_weights(str(tmp_path / "model.safetensors"), settings={"normalize": {}})
     batch = images(5, 16, 16, torch.float32)
     with torch.no_grad():
         hidden = theirs(batch, output_hidden_states=True).hidden_states

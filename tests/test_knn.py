@@ -1,4 +1,4 @@
-"""Nearest neighbours: equal to a loop over the published rule and to scikit-learn; ties go to the first."""
+"""Nearest neighbors: equal to a loop over the published rule and to scikit-learn; ties go to the first."""
 
 import tracemalloc
 
@@ -8,7 +8,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from test_few_shot import clusters
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.knn import nearest_rows, probe_knn
 
 
@@ -47,8 +47,8 @@ def test_of_equal_similarities_the_first_rows_are_nearest():
 
 
 def test_of_equal_votes_the_lower_class_wins():
-    same = Labelled(np.ones((4, 3)), np.array([2, 1, 1, 2]))
-    assert probe_knn(same, Labelled(np.ones((1, 3)), np.array([1])), 3, [4])[4].predictions.tolist() == [1]
+    same = Labeled(np.ones((4, 3)), np.array([2, 1, 1, 2]))
+    assert probe_knn(same, Labeled(np.ones((1, 3)), np.array([1])), 3, [4])[4].predictions.tolist() == [1]
 
 
 def test_chunks_and_the_order_of_images_change_nothing(monkeypatch):
@@ -56,7 +56,7 @@ def test_chunks_and_the_order_of_images_change_nothing(monkeypatch):
     whole = probe_knn(train, test, 5)
     rng = np.random.default_rng(1)
     first, second = rng.permutation(120), rng.permutation(50)
-    shuffled = [Labelled(each.features[order], each.labels[order]) for each, order in ((train, first), (test, second))]
+    shuffled = [Labeled(each.features[order], each.labels[order]) for each, order in ((train, first), (test, second))]
     assert {k: each.hits for k, each in probe_knn(*shuffled, 5).items()} == {k: s.hits for k, s in whole.items()}
     for block in (1, 7, 50, 119):
         monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
@@ -69,8 +69,8 @@ def test_blocks_keep_the_order_of_equal_similarities(monkeypatch, block):
     """Features along axes: their similarities are exactly 0, 1 or -1, so most of them are equal."""
     rng = np.random.default_rng(0)
     axes = np.concatenate([np.eye(3), -np.eye(3)])
-    train = Labelled(axes[rng.integers(0, 6, 40)], rng.integers(0, 4, 40))
-    test = Labelled(axes[rng.integers(0, 6, 25)], rng.integers(0, 4, 25))
+    train = Labeled(axes[rng.integers(0, 6, 40)], rng.integers(0, 4, 40))
+    test = Labeled(axes[rng.integers(0, 6, 25)], rng.integers(0, 4, 25))
     order = np.argsort(-(test.features @ train.features.T), axis=1, kind="stable")
     monkeypatch.setattr("vitray.evaluation.knn.BLOCK", block)
     for k, score in probe_knn(train, test, 4, [1, 5, 40]).items():
@@ -86,9 +86,9 @@ def test_memory_does_not_grow_with_the_training_images(tmp_path):
     """Features in a file of 64 MB are read block by block."""
     features = np.memmap(tmp_path / "features", np.float32, "w+", shape=(200_000, 80))
     features[:] = np.random.default_rng(0).random((200_000, 80), np.float32)
-    train = Labelled(features, np.arange(200_000) % 5)
+    train = Labeled(features, np.arange(200_000) % 5)
     tracemalloc.start()
-    score = probe_knn(train, Labelled(np.array(features[:8]), np.arange(8) % 5), 5, [1])[1]
+    score = probe_knn(train, Labeled(np.array(features[:8]), np.arange(8) % 5), 5, [1])[1]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert score.top1 == 1.0
@@ -96,10 +96,10 @@ def test_memory_does_not_grow_with_the_training_images(tmp_path):
 
 
 def test_one_image_zero_features_and_half_precision():
-    one = Labelled(np.zeros((1, 2), np.float16), np.array([0]))
+    one = Labeled(np.zeros((1, 2), np.float16), np.array([0]))
     assert probe_knn(one, one, 1, [1])[1].top1 == 1.0
     train = clusters(60)
-    half = Labelled(train.features.astype(np.float16), train.labels)
+    half = Labeled(train.features.astype(np.float16), train.labels)
     assert probe_knn(half, half, 5, [1])[1].top1 == 1.0
 
 
@@ -110,4 +110,4 @@ def test_bad_input_is_refused_by_name():
     with pytest.raises(ConfigError, match="knn: got temperature 0"):
         probe_knn(train, train, 5, [1], 0)
     with pytest.raises(ConfigError, match=r"test labels: the shape is \(8,\); expected \(9,\)"):
-        probe_knn(train, Labelled(train.features, train.labels[1:]), 5)
+        probe_knn(train, Labeled(train.features, train.labels[1:]), 5)

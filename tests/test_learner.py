@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitray import storage
 from vitray.config import load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.stream import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.evaluation.scores import EvaluationSet, _means, gather_names
-from vitray.models.stems import synchronise_norms
+from vitray.models.stems import synchronize_norms
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints, evaluator, learner
 from vitray.training.checkpoints import META, Checkpoint
@@ -103,7 +103,7 @@ def trained_unevenly(share):
     run = uneven_run()
     torch.manual_seed(0)
     task = build_task(run)
-    synchronise_norms(task, CPU)
+    synchronize_norms(task, CPU)
     learned = Learner(task, DistributedDataParallel(task, **DDP), build_optimizer(task, run.optim, CPU), None)
     for step in range(2):
         own = positions_of(0, 9, share.rank, share.workers)
@@ -127,7 +127,7 @@ def work(rank: int, folder: str) -> None:
     torch.save((trained(share), trained(share, **DDP)), f"{folder}/trained-{rank}")
     torch.save(trained_unevenly(share), f"{folder}/uneven-{rank}")
     sums = all_reduce_metrics({rank: torch.tensor([0.5, rank])}, CPU, [rank, 7 * (rank == 0), rank])
-    data = EvaluationSet([], 3, Normalise(), lambda: [f"corrupt {1 - rank}"])
+    data = EvaluationSet([], 3, Normalize(), lambda: [f"corrupt {1 - rank}"])
     nothing = torch.zeros(1, dtype=torch.float64)
     counted = _means(1 - rank, nothing, data)
     torch.save((sums, gather_names(["b", "c"][: rank + 1]), counted), f"{folder}/sums-{rank}")

@@ -52,7 +52,7 @@ def logged(monkeypatch):
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         return client.finalize_logged_model(model.model_id, "READY").model_uri
 
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
 
 
 def begin(uid="u1", name="run", tags=None):
@@ -92,9 +92,9 @@ def send_again(tracker):
         spool.close()
 
 
-def png(colour):
+def png(color):
     content = io.BytesIO()
-    Image.new("RGB", (40, 30), colour).save(content, "PNG")
+    Image.new("RGB", (40, 30), color).save(content, "PNG")
     return content.getvalue()
 
 

@@ -10,7 +10,7 @@ from test_few_shot import clusters
 
 from vitray.errors import ConfigError
 from vitray.evaluation import linear_probe
-from vitray.evaluation.arrays import Labelled, draw_part
+from vitray.evaluation.arrays import Labeled, draw_part
 from vitray.evaluation.linear_probe import (
     SgdOptions,
     chunks_of,
@@ -48,8 +48,8 @@ def test_the_l2_is_chosen_on_a_tenth_of_the_training_images():
     keys = [f"image {row}" for row in range(200)]
     probe = probe_linear(train, test, 5, keys=keys)
     development = draw_part(200, 20, 0, keys)
-    part = Labelled(train.features[~development], train.labels[~development])
-    held = Labelled(train.features[development], train.labels[development])
+    part = Labeled(train.features[~development], train.labels[~development])
+    held = Labeled(train.features[development], train.labels[development])
     assert probe.development == 20
     assert [point.l2 for point in probe.grid] == sorted([10.0**power for power in range(-6, 2)], reverse=True)
     for point in probe.grid[:5]:
@@ -72,16 +72,16 @@ def test_the_order_of_images_changes_nothing_with_keys():
     train, test = clusters(100), clusters(40, 1)
     keys, order = np.array([f"image {row}" for row in range(100)]), np.random.default_rng(1).permutation(100)
     one = probe_linear(train, test, 5, [1e-2, 1.0], keys.tolist())
-    shuffled = Labelled(train.features[order], train.labels[order])
+    shuffled = Labeled(train.features[order], train.labels[order])
     other = probe_linear(shuffled, test, 5, [1e-2, 1.0], keys[order].tolist())
     assert [each.hits for each in one.grid] == [each.hits for each in other.grid]
     assert np.allclose(one.head.weights, other.head.weights, atol=1e-6)
 
 
 def test_absent_classes_one_class_and_constant_features():
-    train = Labelled(np.c_[np.arange(20.0) % 2, np.ones(20)], np.arange(20) % 2)
+    train = Labeled(np.c_[np.arange(20.0) % 2, np.ones(20)], np.arange(20) % 2)
     assert probe_linear(train, train, 4, [1e-3]).score.top1 == 1.0
-    same = Labelled(np.ones((2, 3)), np.zeros(2, int))
+    same = Labeled(np.ones((2, 3)), np.zeros(2, int))
     assert probe_linear(same, same, 1, [1e-3]).score.top1 == 1.0
 
 
@@ -95,13 +95,13 @@ def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
     hashes = [hashlib.sha256(f"1\0{key}".encode()).digest() for key in keys]
     for share, count in ((0.1, 20), (0.5, 100)):
         rows = sorted(sorted(range(200), key=hashes.__getitem__)[:count])
-        part = Labelled(train.features[rows], train.labels[rows])
+        part = Labeled(train.features[rows], train.labels[rows])
         wanted = probe_linear(part, test, 5, keys=[keys[row] for row in rows])
         assert values[f"linear_share{share}"] == wanted.score.top1
         assert values[f"linear_share{share}_l2"] == wanted.l2
         assert values[f"linear_share{share}_low"] < wanted.score.top1 < values[f"linear_share{share}_high"]
     order = np.random.default_rng(0).permutation(200)
-    moved = Labelled(train.features[order], train.labels[order])
+    moved = Labeled(train.features[order], train.labels[order])
     shuffled = probe_shares([0.1, 0.5], moved, test, 5, [keys[row] for row in order])
     assert {name: shuffled[name] for name in shuffled} == values
     assert values["linear_share0.5"] > values["linear_share0.1"]
@@ -109,7 +109,7 @@ def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
 
 def parts(data, size):
     return lambda: (
-        Labelled(data.features[start : start + size], data.labels[start : start + size])
+        Labeled(data.features[start : start + size], data.labels[start : start + size])
         for start in range(0, len(data.labels), size)
     )
 
@@ -152,7 +152,7 @@ def test_the_learning_rate_of_sgd_is_chosen_on_a_tenth_of_the_training_images(mo
     keys = [f"image {row}" for row in range(400)]
     probe = probe_linear_sgd(train, test, 5, keys)
     development = draw_part(400, 40, 0, keys)
-    held = Labelled(train.features[development], train.labels[development])
+    held = Labeled(train.features[development], train.labels[development])
     for lr, hits in probe.hits.items():
         head = fit_head_sgd(chunks_of(train, ~development, 0), 5, SgdOptions(lr=lr))
         assert score_head(head, held).hits == hits
@@ -166,7 +166,7 @@ def test_chunks_deal_the_flagged_images_in_random_order_and_begin_anew(monkeypat
     """Of images sorted by class, as in folders, each chunk has several classes."""
     monkeypatch.setattr(linear_probe, "SGD_CHUNK", 30)
     labels = np.repeat(np.arange(10), 20)
-    data, mask = Labelled(np.arange(200.0)[:, None], labels), np.arange(200) % 4 > 0
+    data, mask = Labeled(np.arange(200.0)[:, None], labels), np.arange(200) % 4 > 0
     chunks = chunks_of(data, mask, 1)
     first, again = list(chunks()), list(chunks())
     assert [len(chunk.labels) for chunk in first] == [30, 30, 30, 30, 30]

@@ -45,7 +45,7 @@ RECIPE = [
     "model.dropout=0.1",
     "data.augment.erase=0.25",
     "data.mix={mixup: 0.8, cutmix: 1.0, per: 4}",
-    "data.copies=2",
+    "data.repeats=2",
     "task={loss: bce}",
     "optim.batch=16",
     "optim.duration=20 steps",
@@ -428,7 +428,7 @@ def test_compilation_bf16_and_recomputation_give_the_same_losses(place):
     deterministic = ["model.drop_path=0", "model.dropout=0", "optim.duration=6 steps", "compute.workers=1"]
     plain = train(recipe(place, *deterministic), "plain", str(place / "runs"))
     for recompute in ("feedforward", "blocks"):
-        options = ["compute.compile=true", "compute.precision=bf16", f"compute.recompute={recompute}"]
+        options = ["compute.compile=true", "compute.precision=bf16", f"compute.activation_checkpointing={recompute}"]
         outcome = train(recipe(place, *deterministic, *options), f"compiled-{recompute}", str(place / "runs"))
         assert losses(outcome.mlflow_run) == pytest.approx(losses(plain.mlflow_run), rel=0.02)
         names = {name for name in weights(outcome.home) if name.startswith("model.")}

@@ -26,7 +26,7 @@ PATCHES = GRID[0] * GRID[1]
 MODEL = {"model.name": "vit_u2x2_8_hmlp_ln", "model.image_size": [32, 24], "model.num_classes": None}
 DECODER = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "mean_colour": {},
+    "mean_color": {},
     "small_patch": {},
     "pixels_l2": {},
     "pixels_l1": {},
@@ -40,7 +40,9 @@ def run_of(kind: str, **settings) -> Run:
     changes = {"task": {"kind": "tokenizer", "levels": [5, 4], **DECODER}}
     if kind != "tokenizer":
         objective = {"kind": kind, **OBJECTIVES[kind]}
-        changes = {"task": {"kind": "masked", "objective": objective, "mask": {"least": 2} if kind == "beit" else None}}
+        changes = {
+            "task": {"kind": "masked", "objective": objective, "mask": {"min_patches": 2} if kind == "beit" else None}
+        }
     return Run().replace(MODEL | changes | {name.replace("__", "."): value for name, value in settings.items()})
 
 
@@ -53,10 +55,10 @@ def task(kind: str, **settings) -> Any:
 
 
 def images(count=4, height=32, width=24) -> Tensor:
-    """Normalised by ImageNet's mean and std, smooth and of many colours."""
+    """Normalized by ImageNet's mean and std, smooth and of many colors."""
     coarse = torch.rand(count, 3, height // 4, width // 4, generator=torch.Generator().manual_seed(1))
     pixels = F.interpolate(coarse, size=(height, width), mode="bilinear")
-    mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
+    mean, std = torch.tensor(Run().data.normalize.mean), torch.tensor(Run().data.normalize.std)
     return (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1)
 
 
@@ -112,11 +114,11 @@ def mae_predictions(module: MaskedPrediction, image_CHW: Tensor, source: list[in
     return {index: decoder.head(out[index]) for index in range(PATCHES) if source[index] != VISIBLE}
 
 
-def colour_of(pixels_CN: Tensor) -> int:
-    """The mean of normalised pixels as one of 512 colours."""
-    code, normalise = 0, Run().data.normalise
-    for colour in range(3):
-        values = [value * normalise.std[colour] + normalise.mean[colour] for value in pixels_CN[colour].tolist()]
+def color_of(pixels_CN: Tensor) -> int:
+    """The mean of normalized pixels as one of 512 colors."""
+    code, normalize = 0, Run().data.normalize
+    for color in range(3):
+        values = [value * normalize.std[color] + normalize.mean[color] for value in pixels_CN[color].tolist()]
         code = 8 * code + min(7, int(8 * sum(values) / len(values)))
     return code
 
@@ -128,13 +130,13 @@ def cross_entropy(logits: list[float], target: int) -> float:
 def loss_of(kind: str, prediction: list[float], patch_CHW: Tensor, code: int) -> float:
     """The loss of one predicted patch."""
     match kind:
-        case "mean_colour":
-            return cross_entropy(prediction, colour_of(patch_CHW.flatten(1)))
+        case "mean_color":
+            return cross_entropy(prediction, color_of(patch_CHW.flatten(1)))
         case "small_patch":
             losses = []
             for cell in range(16):
                 top, left = (2 * at for at in divmod(cell, 4))
-                target = colour_of(patch_CHW[:, top : top + 2, left : left + 2].flatten(1))
+                target = color_of(patch_CHW[:, top : top + 2, left : left + 2].flatten(1))
                 losses.append(cross_entropy(prediction[512 * cell : 512 * (cell + 1)], target))
             return sum(losses) / 16
         case "beit":
@@ -218,14 +220,14 @@ def their_encoder(vit: ViT) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_mae_equals_transformers(normalised):
+@pytest.mark.parametrize("normalized", [True, False])
+def test_mae_equals_transformers(normalized):
     from transformers import ViTMAEConfig, ViTMAEForPreTraining  # slow import, not needed by worker processes
 
-    settings = {"task__objective__normalised": normalised, "model__positions": "sincos2d"}
+    settings = {"task__objective__normalized": normalized, "model__positions": "sincos2d"}
     module = task("mae", **SQUARE, **settings)
     decoder = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
-    config = ViTMAEConfig(**HF, **decoder, decoder_intermediate_size=128, image_size=32, norm_pix_loss=normalised)
+    config = ViTMAEConfig(**HF, **decoder, decoder_intermediate_size=128, image_size=32, norm_pix_loss=normalized)
     theirs = ViTMAEForPreTraining(config)
     theirs.decoder.initialize_weights(16)
     torch.testing.assert_close(theirs.decoder.decoder_pos_embed[0, 1:], module.decoder.positions.table)
@@ -256,7 +258,7 @@ def test_mae_equals_transformers(normalised):
     torch.testing.assert_close(module.mask_token.grad, theirs.decoder.mask_token.grad[0, 0], rtol=1e-3, atol=1e-7)
 
     rendered = module.reconstruct(images_BCHW, source_BN)
-    if not normalised:
+    if not normalized:
         expected_BNK = torch.where(out.mask[..., None] > 0, out.logits, theirs.patchify(images_BCHW))
         torch.testing.assert_close(rendered, theirs.unpatchify(expected_BNK).detach(), rtol=1e-4, atol=1e-5)
 
@@ -266,7 +268,7 @@ def test_pixels_l1_equals_transformers():
 
     module = task("pixels_l1", **SQUARE)
     theirs = ViTForMaskedImageModeling(ViTConfig(**HF, encoder_stride=8, image_size=32)).eval()
-    # The order of transformers: colour, row, column.
+    # The order of transformers: color, row, column.
     order = torch.arange(192).view(8, 8, 3).permute(2, 0, 1).flatten()
     state = their_encoder(module.vit) | {"vit.embeddings.mask_token": module.mask_token[None, None]}
     state |= {"decoder.0.weight": module.head.weight[order, :, None, None], "decoder.0.bias": module.head.bias[order]}
@@ -411,8 +413,8 @@ def test_a_tokenizer_is_neither_trained_nor_owned_by_the_task():
             "which has codes for 4 x 3 patches of 8 pixels, expected 4 x 3 of 16",
         ),
         (
-            {"data__normalise": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}},
-            "data.normalise: got mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], expected those of the tokenizer",
+            {"data__normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}},
+            "data.normalize: got mean [0.5, 0.5, 0.5], std [0.5, 0.5, 0.5], expected those of the tokenizer",
         ),
     ],
 )
@@ -481,7 +483,7 @@ def test_two_workers_get_the_gradients_of_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "factor"),
-    [("mean_colour", 100), ("small_patch", 100), ("pixels_l2", 1000), ("pixels_l1", 50), ("mae", 5), ("beit", 100)],
+    [("mean_color", 100), ("small_patch", 100), ("pixels_l2", 1000), ("pixels_l1", 50), ("mae", 5), ("beit", 100)],
 )
 def test_a_few_images_are_learned(kind, factor):
     module, images_BCHW, source_BN = task(kind, model__name="vit_u2x1_8").train(), images(), sources(kind)
@@ -511,11 +513,11 @@ def test_a_reconstruction_shows_the_prediction(kind):
     index_BM = module.predict(images_BCHW, source_BN)[0]
     targets_BMK = patchify(images_BCHW, PATCH).gather(1, index_BM[..., None].expand(-1, -1, 192))
     match kind:
-        case "mean_colour" | "small_patch":
-            cells = {"mean_colour": 1, "small_patch": 4}[kind]
+        case "mean_color" | "small_patch":
+            cells = {"mean_color": 1, "small_patch": 4}[kind]
             classes_BMS = module.targets.classes(images_BCHW).gather(1, index_BM[..., None].expand(-1, -1, cells**2))
             rendered = module.targets.render(F.one_hot(classes_BMS, 512).flatten(2).float(), images_BCHW, index_BM)
-            mean, std = torch.tensor(Run().data.normalise.mean), torch.tensor(Run().data.normalise.std)
+            mean, std = torch.tensor(Run().data.normalize.mean), torch.tensor(Run().data.normalize.std)
             error_BMssC = (
                 (rendered - targets_BMK).unflatten(2, (cells, PATCH // cells, cells, PATCH // cells, 3)).mean((3, 5))
             )

@@ -42,8 +42,8 @@ def masked_grids(draw) -> tuple[Mask, tuple[int, int]]:
         return RandomMask(
             ratio=ratio, other=draw(st.sampled_from([0.0, 0.3])), kept=draw(st.sampled_from([0.0, 0.3]))
         ), grid
-    least = draw(st.integers(1, max(1, math.floor(largest_least(BlockMask(ratio=ratio, least=1), grid)))))
-    return BlockMask(ratio=ratio, least=least), grid
+    least = draw(st.integers(1, max(1, math.floor(largest_least(BlockMask(ratio=ratio, min_patches=1), grid)))))
+    return BlockMask(ratio=ratio, min_patches=least), grid
 
 
 # ---- numbers and reproducibility -------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def slow_block_mask(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int
         draws = [(raw >> 11) * 2.0**-53 for raw in raws]
         num_draws += 1
         low, high = (math.log(bound) for bound in mask.aspect)
-        area = mask.least + draws[0] * max(count - len(hidden) - mask.least, 0)
+        area = mask.min_patches + draws[0] * max(count - len(hidden) - mask.min_patches, 0)
         aspect = math.exp(low + draws[1] * (high - low))
         tall, wide = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if tall > rows or wide > columns:
@@ -157,9 +157,9 @@ def slow_block_mask(mask: BlockMask, grid: tuple[int, int], key: str) -> set[int
     ("mask", "grid"),
     [
         (BlockMask(), GRID),
-        (BlockMask(ratio=0.75, least=4), (6, 9)),
-        (BlockMask(ratio=0.9, least=16), (4, 4)),
-        (BlockMask(ratio=0.5, least=1, aspect=(1.0, 1.0)), (5, 3)),
+        (BlockMask(ratio=0.75, min_patches=4), (6, 9)),
+        (BlockMask(ratio=0.9, min_patches=16), (4, 4)),
+        (BlockMask(ratio=0.5, min_patches=1, aspect=(1.0, 1.0)), (5, 3)),
     ],
 )
 def test_block_masks_equal_a_slow_loop(mask, grid):
@@ -177,7 +177,7 @@ def test_block_masks_lean_to_no_side():
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
 def test_a_rectangle_respects_its_limits(least, seed):
-    mask, missing = BlockMask(least=least), 60
+    mask, missing = BlockMask(min_patches=least), 60
     draws_B4 = np.random.default_rng(seed).random((50, 4))
     for inside_N in draw_rectangles(draws_B4, np.full(50, missing), mask, GRID):
         if not inside_N.any():
@@ -192,12 +192,12 @@ def test_a_rectangle_respects_its_limits(least, seed):
         assert (tall + 0.5) / (wide - 0.5) >= mask.aspect[0]
 
 
-def test_block_masks_hide_neighbours():
-    def neighbours(source_BN: np.ndarray) -> float:
+def test_block_masks_hide_neighbors():
+    def neighbors(source_BN: np.ndarray) -> float:
         hidden_BRC = (source_BN == HIDDEN).reshape(-1, *GRID)
         return (hidden_BRC[:, :, 1:] & hidden_BRC[:, :, :-1]).sum() / hidden_BRC.sum()
 
-    independent, blocks = (neighbours(sources(mask, range(200))) for mask in (RandomMask(ratio=0.38), BlockMask()))
+    independent, blocks = (neighbors(sources(mask, range(200))) for mask in (RandomMask(ratio=0.38), BlockMask()))
     assert independent < 0.38
     assert blocks > 0.75
 
@@ -213,7 +213,7 @@ def masked(*overrides: str) -> Masked:
     return task
 
 
-@pytest.mark.parametrize("kind", ["mean_colour", "small_patch", "pixels_l2", "pixels_l1", "mae", "beit"])
+@pytest.mark.parametrize("kind", ["mean_color", "small_patch", "pixels_l2", "pixels_l1", "mae", "beit"])
 def test_omitted_mask_settings_are_those_of_the_paper(kind):
     overrides = [
         f"task.objective={kind}",
@@ -226,7 +226,7 @@ def test_omitted_mask_settings_are_those_of_the_paper(kind):
     assert (
         getattr(own, "other", 0)
         == getattr(own, "kept", 0)
-        == (0.1 if kind in ("mean_colour", "small_patch", "pixels_l2") else 0)
+        == (0.1 if kind in ("mean_color", "small_patch", "pixels_l2") else 0)
     )
     assert masked(*overrides, f"task.mask={own.kind}").mask == own
     assert masked(*overrides, "task.mask.ratio=0.3").mask == own.model_copy(update={"ratio": 0.3})
@@ -248,22 +248,22 @@ BAD = [
     ("task.mask.ratio=0", "task.mask.ratio: got 0, expected greater than 0"),
     ("task.mask.ratio=0.999", "task.mask.ratio: got 0.999, expected one that leaves some of 14 x 14 patches"),
     (
-        "task.mask=blocks task.mask.least=300",
-        "task.mask.least: got 300, expected at most 196: the largest rectangle in 14 x 14",
+        "task.mask=blocks task.mask.min_patches=300",
+        "task.mask.min_patches: got 300, expected at most 196: the largest rectangle in 14 x 14",
     ),
     (
-        "task.mask=blocks task.mask.aspect=[0.5,0.5]  task.mask.least=99",
-        "task.mask.least: got 99, expected at most 98: the largest rectangle in 14 x 14 patches with an aspect of",
+        "task.mask=blocks task.mask.aspect=[0.5,0.5]  task.mask.min_patches=99",
+        "task.mask.min_patches: got 99, expected at most 98: the largest rectangle in 14 x 14 patches with an aspect",
     ),
     ("task.mask=blocks task.mask.aspect=[2,1]", "task.mask.aspect: got [2.0, 1.0], expected [lowest, highest]"),
     ("task.mask=block", "task.mask: got 'block', expected 'random', 'blocks'; did you mean blocks"),
-    ("task.mask.least=16", "task.mask.least: unknown setting, expected one of kind, ratio, other, kept"),
+    ("task.mask.min_patches=16", "task.mask.min_patches: unknown setting, expected one of kind, ratio, other, kept"),
     ("task.mask.kept=0.1", "task: mask.other and mask.kept: got 0 and 0.1, expected 0: objective mae drops the"),
     (
         "task.objective=pixels_l2 task.mask.kept=0.9",
         "task.mask: other 0.1 and kept 0.9 leave nothing hidden, expected a sum below 1",
     ),
-    ("task.objective=mean_color", "task.objective: got 'mean_color', expected 'mean_colour'"),
+    ("task.objective=mean_colour", "task.objective: got 'mean_colour', expected 'mean_color'"),
     (
         "task.objective=beit",
         "task.objective.tokenizer: got nothing, expected the model folder of a tokenizer run",
@@ -276,7 +276,7 @@ BAD = [
     ("model.image_size=225", "model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"),
     (
         "model.name=vit_b12x1_16_conv",
-        "override 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighbouring"
+        "override 'model.name=vit_b12x1_16_conv': model.name: got vit_b12x1_16_conv, whose stem mixes neighboring"
         " patches and so leaks hidden pixels; expected a linear, hmlp or local stem, or task.",
     ),
     ("model.num_classes=10", "model.num_classes: got 10, expected null: task masked learns no classes"),

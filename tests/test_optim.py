@@ -19,7 +19,7 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.training.optim import (
     Average,
-    Lamb,
+    LambOptimizer,
     average_decay,
     build_optimizer,
     clip_gradients,
@@ -78,7 +78,7 @@ def test_only_matrices_and_kernels_decay():
     assert {name for name, (_, decay) in names.items() if decay == 0.3} == decaying
 
 
-@pytest.mark.parametrize("objective", ["mae", "mean_colour"])
+@pytest.mark.parametrize("objective", ["mae", "mean_color"])
 def test_class_and_mask_tokens_do_not_decay(objective):
     tiny = ["model.name=vit_u1x1_8", "model.image_size=32", "model.num_classes=null"]
     run = load_run(None, [*tiny, "task=masked", f"task.objective={objective}", "optim.weight_decay=0.3"])
@@ -165,7 +165,7 @@ def test_without_gradients_the_decay_shrinks_weights_by_lr(rule):
     [
         ({"kind": "adamw", "betas": [0.9, 0.95], "eps": 1e-6}, torch.optim.AdamW),
         ({"kind": "sgd", "momentum": 0.8, "nesterov": True}, torch.optim.SGD),
-        ({"kind": "lamb", "betas": [0.8, 0.99], "eps": 1e-5}, Lamb),
+        ({"kind": "lamb", "betas": [0.8, 0.99], "eps": 1e-5}, LambOptimizer),
     ],
 )
 def test_a_rule_builds_its_optimizer(rule, reference):
@@ -245,7 +245,7 @@ DECAYS = [(0.0,) * 4, (0.3,) * 4, (0.3, 0.0, 0.1, 0.3)]
 @pytest.mark.parametrize("decays", DECAYS)
 def test_lamb_equals_timms(decays):
     ours, theirs = weights(), weights()
-    our_lamb = Lamb(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
+    our_lamb = LambOptimizer(lamb_groups(ours, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
     reference = timm.optim.Lamb(lamb_groups(theirs, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3, max_grad_norm=None)
     for step in range(6):
         for optimizer, parameters in ((our_lamb, ours), (reference, theirs)):
@@ -260,7 +260,7 @@ def test_lamb_equals_timms(decays):
 @pytest.mark.parametrize("decays", DECAYS)
 def test_lamb_equals_its_formula(decays):
     parameters = weights()
-    optimizer = Lamb(lamb_groups(parameters, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
+    optimizer = LambOptimizer(lamb_groups(parameters, decays), lr=0.1, betas=(0.8, 0.9), eps=1e-3)
     slow = [[float(value) for value in parameter.detach().flatten()] for parameter in parameters]
     m = [[0.0] * len(values) for values in slow]
     v = [[0.0] * len(values) for values in slow]
@@ -286,14 +286,14 @@ def test_lamb_equals_its_formula(decays):
 def test_lamb_does_not_move_if_gradient_and_decay_cancel():
     parameter = nn.Parameter(torch.full((3,), -0.5, dtype=torch.float64))
     parameter.grad = torch.ones_like(parameter)
-    Lamb([{"params": [parameter], "weight_decay": 1.0}], lr=0.1, eps=1.0).step()  # u = 1 / (1 + 1) - 1 * 0.5
+    LambOptimizer([{"params": [parameter], "weight_decay": 1.0}], lr=0.1, eps=1.0).step()  # u = 1 / (1 + 1) - 1 * 0.5
     assert parameter.tolist() == [-0.5] * 3
 
 
 def test_lamb_scales_each_tensor_of_a_group_separately():
     separate, grouped = weights(), weights()
-    one_each = Lamb(lamb_groups(separate, (0.3,) * 4), lr=0.1)
-    one = Lamb([{"params": grouped, "weight_decay": 0.3}], lr=0.1)
+    one_each = LambOptimizer(lamb_groups(separate, (0.3,) * 4), lr=0.1)
+    one = LambOptimizer([{"params": grouped, "weight_decay": 0.3}], lr=0.1)
     for optimizer, parameters in ((one_each, separate), (one, grouped)):
         for parameter, gradient in zip(parameters, gradients(0), strict=True):
             parameter.grad = gradient.clone()

@@ -55,7 +55,7 @@ def test_a_network_trains_on_two_workers_and_is_evaluated_with_its_own_score(pla
             recipe(
                 place,
                 name,
-                f"task={{kind: finetune, weights: {outcome.model}, mode: head, also: [stage4]}}",
+                f"task={{kind: finetune, weights: {outcome.model}, mode: head, also_train: [stage4]}}",
                 "evaluate.probes=[knn]",
             ),
             f"{short}-tuned",

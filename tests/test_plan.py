@@ -85,13 +85,13 @@ def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     assert not masks[0.0].any()
     assert (masks[0.1] <= masks[0.4]).all()
     assert 0 < masks[0.1].sum() < masks[0.4].sum() < 70
-    planned = make_plan(run(dataset, "data.development=0.4"))
+    planned = make_plan(run(dataset, "data.holdout=0.4"))
     assert (planned.holdout_mask == masks[0.4]).all()
     assert planned.plan.val_images == masks[0.4].sum()
     assert planned.plan.images == 100 - masks[0.4].sum()
     assert planned.plan.steps_per_epoch == planned.plan.images // 16
     with pytest.raises(ConfigError, match="holds out none of 100 images"):
-        make_plan(run(dataset, "data.development=1e-9"))
+        make_plan(run(dataset, "data.holdout=1e-9"))
 
 
 @pytest.mark.ray

@@ -27,9 +27,9 @@ from image_sets import SHAPES, write_dataset, write_folder, write_network
 from test_layers import ROOT
 
 from pipelines.__main__ import main
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
 from vitray.inference.models import describe_network
@@ -349,8 +349,8 @@ def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_pa
             row.pop("key")
             assert set(row.values()) == {None}
             continue
-        view = crop_centre(decode_image(content), loaded.run.data.eval_crop, (32, 32))
-        pixels = normalised(torch.from_numpy(view)[None], loaded.run.data.normalise).double()
+        view = crop_center(decode_image(content), loaded.run.data.eval_crop, (32, 32))
+        pixels = normalized(torch.from_numpy(view)[None], loaded.run.data.normalize).double()
         with torch.inference_mode():
             logits = vit(pixels)[0].numpy()
             embedding = vit.pooled(vit.tokens(pixels))[0].numpy()

@@ -56,7 +56,7 @@ def recipe(place, *overrides):
 
 def beit(place, *overrides):
     objective = f"{{kind: beit, tokenizer: {place / 'runs' / 'tokenizer' / 'model'}}}"
-    task = f"task={{kind: masked, objective: {objective}, mask: {{kind: blocks, least: 2}}}}"
+    task = f"task={{kind: masked, objective: {objective}, mask: {{kind: blocks, min_patches: 2}}}}"
     return recipe(place, task, *overrides)
 
 
@@ -112,7 +112,7 @@ def test_masked_training_on_codes_is_equal_on_any_number_of_workers_and_can_be_f
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("objective", ["mean_colour", "mae"])
+@pytest.mark.parametrize("objective", ["mean_color", "mae"])
 def test_masked_training_on_pixels_with_separate_evaluations(place, objective):
     settings = objective if objective != "mae" else "{kind: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"
     run = recipe(place, f"task={{kind: masked, objective: {settings}}}", "evaluate.where=cpu", "compute.workers=1")
@@ -133,12 +133,14 @@ def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: got .*codes for 4 x 4 patches of 8 pixels"):
         make_plan(beit(place, "model.image_size=64"))
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: .*nowhere"):
-        make_plan(recipe(place, "task={kind: masked, objective: {kind: beit, tokenizer: nowhere}, mask: {least: 2}}"))
+        make_plan(
+            recipe(place, "task={kind: masked, objective: {kind: beit, tokenizer: nowhere}, mask: {min_patches: 2}}")
+        )
 
 
 def test_pictures_are_drawn_in_rows():
     pictures = np.random.default_rng(0).normal(size=(3, 4, 3, 32, 48))
-    normalise = load_run().data.normalise
-    png = draw_pictures(pictures, normalise)
+    normalize = load_run().data.normalize
+    png = draw_pictures(pictures, normalize)
     assert png[:4] == b"\x89PNG"
-    assert png != draw_pictures(pictures[:2], normalise)
+    assert png != draw_pictures(pictures[:2], normalize)

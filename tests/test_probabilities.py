@@ -9,9 +9,9 @@ from image_sets import SHAPES, write_dataset, write_network
 from mlflow.exceptions import MlflowException
 
 from vitray import Run, load_model, save_model
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.inference.models import describe_network
 from vitray.models.probabilities import probabilities_of, probability_of
@@ -47,9 +47,9 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
     save_model(url, run.replace(changes), vit, classes)
     plan_images = list_images(str(tmp_path / "data"))
     pixels = [decode_image(content) for content in read_encoded(plan_images, 0, 12)]
-    views = [crop_centre(each, run.data.eval_crop, (32, 32)) for each in pixels]
+    views = [crop_center(each, run.data.eval_crop, (32, 32)) for each in pixels]
     with torch.inference_mode():
-        logits = vit(normalised(torch.from_numpy(np.stack(views)), run.data.normalise)).double().numpy()
+        logits = vit(normalized(torch.from_numpy(np.stack(views)), run.data.normalize)).double().numpy()
     shares = np.exp(logits)
     expected = 1 / (1 + np.exp(-logits)) if changes else shares / shares.sum(1, keepdims=True)
 

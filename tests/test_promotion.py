@@ -49,10 +49,10 @@ def networks(tmp_path_factory) -> Path:
     images = open_images(str(folder / "data"), "val")
     outputs = compute_outputs(Work(spec, images, ("features",), str(folder / "outputs")), 1, vit)
     features, targets = outputs.features.astype(np.float64), np.eye(10)[outputs.labels]
-    centred = features - features.mean(0)
-    weights = np.linalg.solve(centred.T @ centred + 1e-3 * np.eye(len(centred.T)), centred.T @ targets)
+    centered = features - features.mean(0)
+    weights = np.linalg.solve(centered.T @ centered + 1e-3 * np.eye(len(centered.T)), centered.T @ targets)
     run, vit, classes = load_model(str(folder / "bad"))
-    scores = centred @ weights
+    scores = centered @ weights
     for name, wrong in (("good", 0), ("nearly", 2)):
         best = scores.argmax(1)
         # The bias of one class rises until the network has lost this many right images.
@@ -429,8 +429,8 @@ def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
             "tracking.promote: got a rule with data.val null; expected images on",
         ),
         (
-            ["tracking.register_as=vit", "tracking.promote={}", "data.development=0.5"],
-            "tracking.promote: got a rule with data.development 0.5",
+            ["tracking.register_as=vit", "tracking.promote={}", "data.holdout=0.5"],
+            "tracking.promote: got a rule with data.holdout 0.5",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from pipelines.__main__ import VERBS, main
 from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.config.parsing import parse_overrides
-from vitray.config.training import SupervisedSettings
+from vitray.config.training import Supervised
 from vitray.data.shards import read_request, write_dataset
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,7 +125,7 @@ def check_vitray(words: list[str]) -> None:
         case "train":
             (recipe,) = set(options.words) - set(settings)
             run = load_run(recipes.path_of(recipe), settings)
-            if run.data.url == "data/demo" and isinstance(run.task, SupervisedSettings) and run.distill is None:
+            if run.data.url == "data/demo" and isinstance(run.task, Supervised) and run.distill is None:
                 assert main([*words, "--dry-run"]) == 0
         case "sweep" if not words[1].startswith("cifar10_"):  # test_cifar10_results.py plans those
             assert main([*words, "--dry-run"]) == 0

@@ -56,12 +56,12 @@ from vitray.training.schedule import in_steps, learning_rate, total_steps
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
-DEMOS = {"demo", "distil_demo", "finetune_demo", "flexible_demo", "hybrid_demo", "masked_demo", "tokenizer_demo"}
-DEMOS |= {"torchvision_demo"}
+DEMOS = {"demo", "demo_distill", "demo_finetune", "demo_flexible", "demo_hybrid", "demo_masked", "demo_tokenizer"}
+DEMOS |= {"demo_torchvision"}
 CIFAR = {"cifar10_supervised", "cifar10_finetune", "cifar10_masked", "cifar10_tokenizer"}
 OURS = DEMOS | CIFAR  # recipes without a paper
 # Recipes that begin with the network of another one, whose command their header has too.
-BEGIN_WITH = {"distil_demo": "demo", "finetune_demo": "demo", "masked_demo": "tokenizer_demo"}
+BEGIN_WITH = {"demo_distill": "demo", "demo_finetune": "demo", "demo_masked": "demo_tokenizer"}
 BEGIN_WITH |= {"cifar10_finetune": "cifar10_supervised", "cifar10_masked": "cifar10_tokenizer"}
 
 
@@ -240,7 +240,7 @@ def built(run: Run) -> Task:
     """Return the task of a run; BeiT predicts the codes of an untrained tokenizer, and a teacher is untrained, too."""
     predicts_codes = isinstance(run.task, Masked) and run.task.objective.kind == "beit"
     vocabulary = build_task(run.replace({"task": "tokenizer"})) if predicts_codes else None
-    return build_task(run, vocabulary, run.distill and Teacher(ViT(run.model), run.data.normalise))
+    return build_task(run, vocabulary, run.distill and Teacher(ViT(run.model), run.data.normalize))
 
 
 @each_expectation
@@ -378,7 +378,7 @@ def test_a_step_changes_every_weight(path):
     images_BCHW, targets_BK = prepare_batch(
         torch.from_numpy(np.stack(views)),
         torch.arange(8) % (run.model.num_classes or 8),
-        BatchSettings(run.data.augment, run.data.mix, run.data.normalise, run.model.num_classes or 8),
+        BatchSettings(run.data.augment, run.data.mix, run.data.normalize, run.model.num_classes or 8),
         run.seed,
         step,
     )

@@ -70,7 +70,7 @@ def cell(name, mode, lr, seed, top, state="finished", reason=None) -> TrialResul
         device_seconds=last_step * blocks * (0.8 if mode == "attn" else 1) * (0.1 + 0.005 * rng.random()),
         params=50_000 * blocks,
         gflops=0.002 * blocks,
-        command=f"vitray train finetune_demo model.name={name} task.mode={mode} optim.lr={lr:g} seed={seed}",
+        command=f"vitray train demo_finetune model.name={name} task.mode={mode} optim.lr={lr:g} seed={seed}",
         run_url=f"http://127.0.0.1:5000/#/experiments/1/runs/{rng.getrandbits(128):032x}",
     )
 
@@ -317,7 +317,7 @@ def test_the_recipes_expectations_are_the_papers_numbers():
         (["optim.duration=200 epochs"], None),
         (["task.loss=softmax"], None),
         (["model.image_size=384"], None),
-        (["data.development=0.01"], None),
+        (["data.holdout=0.01"], None),
         (["task.kind=finetune", "task.weights=w"], None),
     ],
 )
@@ -590,7 +590,7 @@ def test_nothing_is_cut_off(make, section, place):
         assert (pixels != paper).any()
 
 
-def test_the_front_passes_through_its_labelled_points():
+def test_the_front_passes_through_its_labeled_points():
     results = results_of(example())
     drawing = comparisons.draw_cost(results, COSTS[0])
     assert drawing is not None
@@ -683,7 +683,7 @@ def test_the_report_loads_no_pyplot_ray_mlflow_or_torch():
     assert done.stdout.strip() == "set()"
 
 
-# ---- colours ---------------------------------------------------------------------------------------------------------
+# ---- colors ---------------------------------------------------------------------------------------------------------
 
 # Machado, Oliveira and Fernandes, 2009: linear RGB as seen without one kind of cone.
 VISION = {
@@ -693,8 +693,8 @@ VISION = {
 }
 
 
-def cielab(colour: str, vision) -> np.ndarray:
-    rgb = np.array(to_rgb(colour))
+def cielab(color: str, vision) -> np.ndarray:
+    rgb = np.array(to_rgb(color))
     linear = np.clip(vision @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
     xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
     x, y, z = np.cbrt(xyz / [0.9505, 1, 1.089])
@@ -702,15 +702,15 @@ def cielab(colour: str, vision) -> np.ndarray:
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_are_distinct_and_readable(theme):
+def test_colors_are_distinct_and_readable(theme):
     for vision in VISION.values():
         distances = [
             np.linalg.norm(cielab(one, np.array(vision)) - cielab(other, np.array(vision)))
             for one, other in itertools.combinations(theme.series, 2)
         ]
         assert min(distances) > 20
-    for colour in (*theme.series, theme.ink, theme.pale, theme.bad):
-        assert comparisons.contrast(to_rgb(colour), to_rgb(theme.paper)) >= 4.5
+    for color in (*theme.series, theme.ink, theme.pale, theme.bad):
+        assert comparisons.contrast(to_rgb(color), to_rgb(theme.paper)) >= 4.5
     assert comparisons.contrast(to_rgb(theme.pale), to_rgb(theme.raised)) >= 4.5
 
 

@@ -14,7 +14,7 @@ from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
 TINY = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=5", "optim.batch=4"]
 
-MEAN, L1 = (f"task={{kind: masked, objective: {{kind: {kind}}}}}" for kind in ("mean_colour", "pixels_l1"))
+MEAN, L1 = (f"task={{kind: masked, objective: {{kind: {kind}}}}}" for kind in ("mean_color", "pixels_l1"))
 NO_CLASSES = "model.num_classes=null"
 
 

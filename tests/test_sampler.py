@@ -26,7 +26,7 @@ space:
 where: [depth * branches == 12]
 """
 TPE = "search: {kind: tpe, trials: 40, first: 10, seed: 3}\n"
-NSGA2 = "search: {kind: nsga2, trials: 60, population: 10, against: device_seconds}\n"
+NSGA2 = "search: {kind: nsga2, trials: 60, population: 10, second_goal: device_seconds}\n"
 
 
 def space_of(folder, search, text=SPACE):
@@ -132,7 +132,7 @@ def test_tpe_learns(tmp_path):
     assert statistics.mean(learned) > statistics.mean(by_chance) + 0.5
 
 
-def test_tpe_minimises(tmp_path):
+def test_tpe_minimizes(tmp_path):
     space = space_of(tmp_path, TPE + "goal: {metric: val/loss, mode: min}\n")
     _, sampled = searched(space, 40, lambda values: abs(math.log10(values["optim.lr"]) + 2))
     errors = [abs(math.log10(values["optim.lr"]) + 2) for values in sampled]
@@ -170,5 +170,5 @@ def test_nsga2_with_a_scheduler_is_refused(tmp_path):
 
 
 def test_an_unknown_second_goal_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"space.yaml.*search.*against: got 'flops'.*did you mean gflops"):
+    with pytest.raises(ConfigError, match=r"space.yaml.*search.*second_goal: got 'flops'.*did you mean gflops"):
         space_of(tmp_path, NSGA2.replace("device_seconds", "flops"))

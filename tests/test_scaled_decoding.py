@@ -21,7 +21,7 @@ SIZE = (48, 64)
 CROPS = {
     "random_resized": {},
     "simple_random": {"kind": "simple_random"},
-    "centre": {"kind": "centre"},
+    "center": {"kind": "center"},
 }
 KEYS = [f"{number}.jpg" for number in range(40)]
 
@@ -46,7 +46,7 @@ def test_the_pixels_are_the_fewest_that_cover_the_view(crop):
         image = decode_for_view(jpeg(), augment, SIZE, random_of(key))
         assert image.whole == (803, 1001)
         box = draw_box(image.whole, augment.crop, random_of(key))[2:] if crop == "random_resized" else (803, 1001)
-        ratio = 0.875 if crop == "centre" else 1
+        ratio = 0.875 if crop == "center" else 1
         divisor = max(
             each for each in (1, 2, 4, 8) if all(b * ratio >= each * s for b, s in zip(box, SIZE, strict=True))
         )
@@ -95,7 +95,7 @@ def test_a_damaged_image_is_refused_as_in_full():
     with pytest.raises(UndecodableImage) as full:
         decode_image(data)
     with pytest.raises(UndecodableImage) as scaled:
-        decode_for_view(data, settings("centre"), SIZE, random_of("a"))
+        decode_for_view(data, settings("center"), SIZE, random_of("a"))
     assert str(full.value) == str(scaled.value)
 
 

@@ -229,15 +229,15 @@ def answers(hosted: Hosted, task: str | None, images: list[bytes]) -> list[np.nd
 
 def logged_answer(url: Path, image: bytes) -> np.ndarray:
     """Return the probabilities of a network by itself, with the cropping written out."""
-    from vitray.data.augment.batch import normalised
-    from vitray.data.augment.image import crop_centre
+    from vitray.data.augment.batch import normalized
+    from vitray.data.augment.image import crop_center
     from vitray.weights import load_model
 
     run, vit, _ = load_model(str(url))
     pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
-    view = crop_centre(pixels, run.data.eval_crop, run.model.image_shape)
+    view = crop_center(pixels, run.data.eval_crop, run.model.image_shape)
     with torch.inference_mode():
-        return vit(normalised(torch.from_numpy(view)[None], run.data.normalise)).softmax(1)[0].numpy()
+        return vit(normalized(torch.from_numpy(view)[None], run.data.normalize)).softmax(1)[0].numpy()
 
 
 def test_a_long_header_of_a_form_takes_no_time():

@@ -36,7 +36,7 @@ from vitray import storage
 from vitray.config import Run
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
-from vitray.tracking.model_flavour import REQUIREMENTS, log_family, log_model
+from vitray.tracking.model_flavor import REQUIREMENTS, log_family, log_model
 from vitray.weights import load_model, save_model
 
 CLASSES = ["ant", "bee", "cat", "dog", "eel"]
@@ -46,7 +46,7 @@ RUN = Run().replace(
         "model.image_size": [32, 48],
         "model.num_classes": 5,
         "data.eval_crop": {"crop_ratio": 0.8, "interpolation": "bilinear"},
-        "data.normalise": {"mean": [0.4, 0.5, 0.6], "std": [0.1, 0.2, 0.3]},
+        "data.normalize": {"mean": [0.4, 0.5, 0.6], "std": [0.1, 0.2, 0.3]},
     }
 )
 CENSUS = """
@@ -80,7 +80,7 @@ def network(run: Run = RUN) -> ViT:
 
 
 def pictures(count: int) -> np.ndarray:
-    """Return images of coarse coloured noise, 50 x 70 pixels."""
+    """Return images of coarse colored noise, 50 x 70 pixels."""
     coarse = np.random.default_rng(0).integers(0, 256, (count, 5, 7, 3), dtype=np.uint8)
     return coarse.repeat(10, axis=1).repeat(10, axis=2)
 
@@ -106,8 +106,8 @@ def expected(images: np.ndarray) -> np.ndarray:
     for image in images:
         resized = vision.resize(torch.from_numpy(image).permute(2, 0, 1), [42, 60], antialias=True)
         view = vision.center_crop(resized, [32, 48]).double() / 255
-        for colour, (mean, std) in enumerate([(0.4, 0.1), (0.5, 0.2), (0.6, 0.3)]):
-            view[colour] = (view[colour] - mean) / std
+        for color, (mean, std) in enumerate([(0.4, 0.1), (0.5, 0.2), (0.6, 0.3)]):
+            view[color] = (view[color] - mean) / std
         rows.append(network()(view.float()[None])[0])
     return torch.stack(rows).detach().softmax(dim=1).numpy()
 

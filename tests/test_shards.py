@@ -213,7 +213,7 @@ def test_an_index_of_numbers_keeps_them(tmp_path):
 LABELS = ("index.csv", "index.parquet", "x.parquet", "cls.tar", "json.tar")
 
 
-def labelled(folder: Path, form: str, labels: list) -> Path:
+def labeled(folder: Path, form: str, labels: list) -> Path:
     """Write images with these labels as a source of one of the forms that have labels as numbers or text."""
     contents = [encoded(photo(number)) for number in range(len(labels))]
     source = folder / form
@@ -238,25 +238,25 @@ def labelled(folder: Path, form: str, labels: list) -> Path:
 @pytest.mark.parametrize("form", LABELS)
 def test_numbers_stay_the_labels_or_are_refused(tmp_path, form):
     def labels(*values) -> list:
-        listing = listed(labelled(tmp_path, form, list(values)))
+        listing = listed(labeled(tmp_path, form, list(values)))
         assert listing.classes == tuple(map(str, range(len(listing.classes))))
         return [item.label for item in listing.items]
 
     assert labels(*range(12)) == [*range(12)]
     assert labels(3, 999) == [3, 999], "numbers in between are classes without images"
     assert labels(2.0, 10.0, 0.0) == [2, 10, 0], "as a column with missing values is stored"
-    source = labelled(tmp_path, form, [*range(12), 1_000_000])
+    source = labeled(tmp_path, form, [*range(12), 1_000_000])
     with pytest.raises(
         ConfigError,
         match=r"^label 1000000 of (12.jpg|x.parquet:12|(cls|json).tar/12.jpg): as the number of a class it would make"
         r" 1,000,001 classes, and the labels are 13 different numbers; correct that label, or number the",
     ):
         listed(source)
-    source = labelled(tmp_path, form, [*map(str, range(12)), "unknown"])
+    source = labeled(tmp_path, form, [*map(str, range(12)), "unknown"])
     with pytest.raises(ConfigError, match=r"^label 'unknown' of .*12.*: expected a number, as the label 2 of .*2"):
         listed(source)
     names = [*map(str, range(10)), "A", "B"]  # as sorted names, the numbers stay the labels
-    assert listed(labelled(tmp_path, form, names)).classes == tuple(names)
+    assert listed(labeled(tmp_path, form, names)).classes == tuple(names)
 
 
 @pytest.mark.parametrize("form", LABELS)
@@ -268,7 +268,7 @@ def test_a_class_name_is_any_line_of_text(tmp_path, form):
         "New\u00a0York",
         "\u6771\u3000\u4eac",
     ]
-    listing = listed(labelled(tmp_path, form, names))
+    listing = listed(labeled(tmp_path, form, names))
     assert [listing.classes[item.label] for item in listing.items] == names
     assert listing.rejects == []
 
@@ -282,7 +282,7 @@ def test_a_class_that_cannot_be_named_is_refused(tmp_path, form, name, odd):
     if form == "folder":
         source = class_folders(tmp_path / "s", {"cat": 3, name: 1})
     else:
-        source = labelled(tmp_path, form, ["cat"] * 3 + [name])
+        source = labeled(tmp_path, form, ["cat"] * 3 + [name])
     with pytest.raises(ConfigError, match=f"^label '.*' of .*: expected one line of text, got {odd}$"):
         listed(source)
 
@@ -588,8 +588,8 @@ HANDLED = {
     "16-bit": (flat(Image.fromarray(np.full((6, 8), 40000, np.uint16))), (8, 6), (156, 156, 156)),
     "palette with alpha": (palette_with_alpha(), (8, 8), (255, 255, 255)),
     "alpha": (flat(Image.new("RGBA", (8, 6), (255, 0, 0, 0))), (8, 6), (255, 255, 255)),
-    "grey": (flat(Image.new("L", (8, 6), 77)), (8, 6), (77, 77, 77)),
-    "grey with alpha": (flat(Image.new("LA", (8, 6), (0, 128))), (8, 6), (127, 127, 127)),
+    "gray": (flat(Image.new("L", (8, 6), 77)), (8, 6), (77, 77, 77)),
+    "gray with alpha": (flat(Image.new("LA", (8, 6), (0, 128))), (8, 6), (127, 127, 127)),
     "1-bit": (flat(Image.new("1", (8, 6), 1)), (8, 6), (255, 255, 255)),
     "animated": (animated(), (8, 8), (255, 0, 0)),
     "webp": (encoded(Image.new("RGB", (8, 6), "blue"), "WEBP", lossless=True), (8, 6), (0, 0, 255)),

@@ -1,5 +1,6 @@
 """The site of `make docs` in a browser: light, dark and narrow, with diagrams and search, without another host."""
 
+import html
 import http.server
 import os
 import re
@@ -100,6 +101,15 @@ def test_the_site_has_a_page_for_every_page_of_docs(site):
     assert docs <= {path.relative_to(SITE) for path in SITE.rglob("*.html")}
 
 
+def test_no_page_shows_an_escape_of_markdown(site):
+    shown = {}
+    for path in SITE.rglob("*.html"):
+        text = re.sub(r"<(pre|script|style)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
+        shown[path.name] = html.unescape(re.sub(r"<[^>]*>", "", text))
+    assert "vit_<width><depth>x<branches>_<patch>[_<stem>]" in shown["settings.html"]
+    assert not [name for name, text in shown.items() if "\\" in text]
+
+
 def test_make_docs_serve_shows_the_site(site):
     address = f"127.0.0.1:{free_port()}"
     command = ["make", "docs-serve", f"DOCS_ADDRESS={address}"]
@@ -123,15 +133,15 @@ def test_the_site_names_no_other_host(site):
 
 
 def test_diagrams_are_drawn_without_another_host(site, tmp_path):
-    html = browse(f"{site}/architecture.html", tmp_path, "--dump-dom", "--virtual-time-budget=20000")
-    assert html.count('<div class="mermaid">') == 2, "each text of a diagram is replaced by its picture"
-    assert '<pre class="mermaid">' not in html
-    assert "unpkg.com" not in html
+    page = browse(f"{site}/architecture.html", tmp_path, "--dump-dom", "--virtual-time-budget=20000")
+    assert page.count('<div class="mermaid">') == 2, "each text of a diagram is replaced by its picture"
+    assert '<pre class="mermaid">' not in page
+    assert "unpkg.com" not in page
 
 
 def test_the_search_finds_a_setting(site, tmp_path):
-    html = browse(f"{site}/search", tmp_path, "--dump-dom")
-    (found,) = re.findall(r'<body data-found="([^"]+)"', html)
+    page = browse(f"{site}/search", tmp_path, "--dump-dom")
+    (found,) = re.findall(r'<body data-found="([^"]+)"', page)
     assert "settings.html" in found
 
 

@@ -22,7 +22,7 @@ from pipelines import recipes
 from vitray import storage
 from vitray.config import Run, load_run
 from vitray.config.sweep import MOST_POINTS, Distribution, slug
-from vitray.data.augment.batch import normalised, one_hot
+from vitray.data.augment.batch import normalized, one_hot
 from vitray.data.augment.decode import decode_image
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError
@@ -205,11 +205,20 @@ space:
       beit: {task: {kind: finetune, weights: "{pretrained}"}, optim.lr: 0.2}
   seed: {seeds: 2}
 before:
-  codes: {recipe: tokenizer_demo}
+  codes: {recipe: demo_tokenizer}
   pretrained:
-    recipe: masked_demo
+    recipe: demo_masked
     settings: {model.name: "vit_u2x1_8_{stem}", task.objective.tokenizer: "{codes}", seed: "{seed}"}
 """
+
+
+def test_a_lookup_sets_a_value_for_each_combination(tmp_path):
+    text = "space:\n  depth: {grid: [6, 12]}\n  stem: {grid: [linear, conv]}\n  model.name: vit_u{depth}x1_16_{stem}\n"
+    text += "  optim.lr: {of: [depth, stem], lookup: {6: {linear: 1e-3, conv: 2e-3}, 12: {linear: 5e-4}}}\n"
+    space = space_of(tmp_path, text + "where: [depth == 6 or stem == 'linear']\n")
+    rates = {name_of(point, space): point.settings["optim.lr"] for point in grid_points(space)}
+    assert rates == {"vit_u6x1_16": 1e-3, "vit_u6x1_16_conv": 2e-3, "vit_u12x1_16": 5e-4}
+    assert space_of(tmp_path, space.to_yaml()) == space
 
 
 def test_a_case_sets_several_settings(tmp_path):
@@ -250,8 +259,8 @@ def test_a_stage_name_directs_an_override_to_the_stage(tmp_path):
     own, stages = split_overrides(space, ["seed=1", "codes.optim.lr=2", "pretrained.optim.duration=1 epoch"])
     assert own == ["seed=1"]
     assert stages == {
-        "codes": ["tokenizer_demo", "optim.lr=2"],
-        "pretrained": ["masked_demo", "optim.duration=1 epoch"],
+        "codes": ["demo_tokenizer", "optim.lr=2"],
+        "pretrained": ["demo_masked", "optim.duration=1 epoch"],
     }
 
 
@@ -430,6 +439,20 @@ FAULTY = [
         "space.yaml:2: space.sed: no setting, and no text uses it as the variable {sed}; did you mean seed",
     ),
     ("space:\n  lr: {grid: [1]}", "space.yaml:2: space.lr: no setting,", "did you mean optim.lr"),
+    ("space:\n  optim.lr: {of: [seed]}", "space.yaml:2: space.optim.lr: got nothing, expected one of grid"),
+    ("space:\n  optim.lr: {lookup: {1: 2}}", "space.yaml:2: space.optim.lr: `of` and `lookup` need each other"),
+    (
+        "space:\n  seed: {seeds: 2}\n  optim.lr: {of: [sed], lookup: {0: 1, 1: 2}}",
+        "space.yaml:3: space.optim.lr: of: no listed variable 'sed' is drawn; did you mean seed",
+    ),
+    (
+        "space:\n  seed: {seeds: 2}\n  optim.lr: {of: [seed], lookup: {0: 1}}",
+        "space.yaml:3: space.optim.lr: the lookup has no value for seed=1",
+    ),
+    (
+        "space:\n  seed: {seeds: 2}\n  lr: {of: [seed], lookup: {0: 1, 1: 2}}",
+        "space.yaml:3: space.lr: got a lookup, expected another distribution, as lr is a variable",
+    ),
     ("space:\n  optim.lr: [1]", "space.yaml:2: space.optim.lr: got [1], expected a distribution, as in {grid: [1, 2]}"),
     ("space:\n  optim.lr: {gird: [1]}", "space.yaml:2: space.optim.lr.gird: unknown setting", "did you mean grid"),
     ("space:\n  optim.lr: {grid: 1}", "space.yaml:2: space.optim.lr.grid: got 1, expected a list"),
@@ -712,20 +735,21 @@ def test_each_cell_of_cifar_has_a_rate_that_was_tried_on_the_development_part(na
     tried, final = (read_space(tune_spaces.path_of(each)) for each in (f"{name}_rates", name))
 
     def cells(space):
-        points = [{key: value for key, value in point.drawn.items() if key != "seed"} for point in grid_points(space)]
-        return {json.dumps(point, sort_keys=True) for point in points}
+        kept = [name for name in space.drawn if name not in ("seed", "rate")]
+        points = [(point.settings["optim.lr"], point.drawn) for point in grid_points(space)]
+        return {json.dumps({"rate": rate} | {name: drawn[name] for name in kept}) for rate, drawn in points}
 
     assert cells(final) <= cells(tried)
     number = len(cells(final))
-    rates = Counter(json.dumps({**json.loads(cell), "rate": None}, sort_keys=True) for cell in cells(tried))
+    rates = Counter(json.dumps({**json.loads(cell), "rate": None}) for cell in cells(tried))
     assert len(rates) == number
     assert min(rates.values()) >= 3
     assert len(grid_points(final)) == number * (3 if name == "cifar10_stems" else 5)
     # The stages differ in nothing but the hold-out, which the command of the rates has.
     assert tried.before == final.before
     (*_, words), (*_, final_words) = sweeps(tune_spaces.path_of(f"{name}_rates")), sweeps(tune_spaces.path_of(name))
-    assert "data.development=0.1" in words
-    assert not any(word.startswith("data.development") for word in final_words)
+    assert "data.holdout=0.1" in words
+    assert not any(word.startswith("data.holdout") for word in final_words)
 
 
 @pytest.mark.parametrize("name", [name for name in tune_spaces.names() if name.startswith(("cifar10", "demo"))])
@@ -764,7 +788,7 @@ def rate_sums(path):
         for point in check_space(extend_space(read_space(path), added), base):
             run = run_of(base, point)
             dataset = run.data.url.rpartition("/")[2]
-            images = int(TRAIN_SIZES[dataset] * (1 - run.data.development))
+            images = int(TRAIN_SIZES[dataset] * (1 - run.data.holdout))
             epoch = images // run.optim.batch
             total = total_steps(run.optim, epoch)
             cell = dataset, run.task.mode, run.optim.rule.kind
@@ -840,7 +864,7 @@ def drawn(start, count):
     """Synthetic images of 32 px as the device gets them, and their shapes."""
     items = [demo_item(index, 0, 32, "shape") for index in range(start, start + count)]
     images = torch.from_numpy(np.stack([decode_image(content) for content, _ in items]))
-    return normalised(images, Run().data.normalise), torch.tensor([label for _, label in items])
+    return normalized(images, Run().data.normalize), torch.tensor([label for _, label in items])
 
 
 def fitted(task, run, images, labels):

@@ -1,4 +1,4 @@
-"""Stems: only convolutional ones mix neighbouring patches; norms, and their conventions; batch norms of all workers."""
+"""Stems: only convolutional ones mix neighboring patches; norms, and their conventions; batch norms of all workers."""
 
 import runpy
 import socket
@@ -18,7 +18,7 @@ from vitray.config.model_names import STEMS, parse_name
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
-from vitray.models.stems import Stem, synchronise_norms
+from vitray.models.stems import Stem, synchronize_norms
 from vitray.models.vit import ViT
 from vitray.weights import load_model, save_model
 from vitray.weights.export import write_library
@@ -86,18 +86,18 @@ def test_hmlp_equals_algorithm_1(norm):
         def forward(self, x):
             return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def normalise(channels):
+    def normalize(channels):
         return nn.BatchNorm2d(channels) if norm == "bn" else Channels(channels, eps=1e-6)
 
     listing = nn.Sequential(
         nn.Conv2d(3, width // 4, kernel_size=4, stride=4),
-        normalise(width // 4),
+        normalize(width // 4),
         nn.GELU(),
         nn.Conv2d(width // 4, width // 4, kernel_size=2, stride=2),
-        normalise(width // 4),
+        normalize(width // 4),
         nn.GELU(),
         nn.Conv2d(width // 4, width, kernel_size=2, stride=2),
-        normalise(width),
+        normalize(width),
     ).eval()
     listing.load_state_dict(module.proj.state_dict())
     with torch.no_grad():
@@ -188,7 +188,7 @@ def step_of_a_worker(rank: int, port: int, folder: Path) -> None:
     warnings.simplefilter("error", FutureWarning)  # as of functions that torch deprecates
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     module = stem("vit_u1x1_16_hmlp_bn").train()
-    synchronise_norms(module, torch.device("cpu"))
+    synchronize_norms(module, torch.device("cpu"))
     own = images(batch=8).split([5, 3])[rank]
     tokens = module(own)[0]
     tokens.square().sum().backward()
@@ -227,7 +227,7 @@ def one_gloo_worker(tmp_path):
 def test_batch_norms_of_cpu_workers_keep_no_graph(one_gloo_worker):
     """Their statistics would hold the activations of every step."""
     module = stem("vit_u1x1_16_hmlp_bn").train()
-    synchronise_norms(module, torch.device("cpu"))
+    synchronize_norms(module, torch.device("cpu"))
     module(images(batch=8))[0].sum().backward()
     assert [name for name, buffer in module.named_buffers() if buffer.requires_grad] == []
 
@@ -235,8 +235,8 @@ def test_batch_norms_of_cpu_workers_keep_no_graph(one_gloo_worker):
 def test_a_batch_norm_of_cpu_workers_takes_bfloat16_and_keeps_float64(one_gloo_worker):
     """The sums over images and the running statistics are at least float32."""
     exact, rounded = (stem("vit_u1x1_16_hmlp_bn").train() for _ in range(2))
-    synchronise_norms(exact, torch.device("cpu"))
-    synchronise_norms(rounded, torch.device("cpu"))
+    synchronize_norms(exact, torch.device("cpu"))
+    synchronize_norms(rounded, torch.device("cpu"))
     tokens = exact(images(batch=8))[0]
     with torch.autocast("cpu", torch.bfloat16):
         got = rounded(images(batch=8))[0]
@@ -246,7 +246,7 @@ def test_a_batch_norm_of_cpu_workers_takes_bfloat16_and_keeps_float64(one_gloo_w
     for name, tensor in exact.state_dict().items():
         torch.testing.assert_close(rounded.state_dict()[name], tensor, rtol=0.05, atol=0.01)
     double = stem("vit_u1x1_16_hmlp_bn").train().double()
-    synchronise_norms(double, torch.device("cpu"))
+    synchronize_norms(double, torch.device("cpu"))
     torch.testing.assert_close(double(images(batch=8).double())[0].float(), tokens)
 
 
@@ -357,6 +357,6 @@ def test_conventions_of_norms_that_a_stem_lacks_are_refused(model, message):
 def test_gpu_workers_use_torchs_own_batch_norm():
     module = stem("vit_u1x1_16_hmlp_bn")
     names = list(module.state_dict())
-    synchronise_norms(module, torch.device("cuda"))
+    synchronize_norms(module, torch.device("cuda"))
     assert sum(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()) == 3
     assert list(module.state_dict()) == names

@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 from pipelines.__main__ import main
 from vitray import storage
 from vitray.bench.scaling_pipelines import ThreadBroadcast
-from vitray.config.augmentation import Augment, CentreCrop
+from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.augment.keyed_random import raw_draws
@@ -71,7 +71,7 @@ def test_the_order_is_a_function_of_dataset_seed_and_epoch():
     # Pinned, so that a later version of vitray or numpy resumes a run with the same images.
     assert order[:4].tolist() == [4825, 2871, 5842, 3037]
     assert hashlib.sha256(order.tobytes()).hexdigest()[:16] == "be8f5d2e53c3d509"
-    copied = EpochOrder(groups, None, ("a", 0, 0), copies=3).at(np.arange(6000))[0]
+    copied = EpochOrder(groups, None, ("a", 0, 0), repeats=3).at(np.arange(6000))[0]
     assert hashlib.sha256(copied.tobytes()).hexdigest()[:16] == "f4fa62e8a37b7691"
 
 
@@ -135,9 +135,9 @@ def test_equal_shares_are_dealt_in_turn(divided, step):
 # ---- pairs, which mixup and cutmix mix -------------------------------------------------------------------------------
 
 
-def pairs_of(groups, epoch=0, copies=1) -> np.ndarray:
+def pairs_of(groups, epoch=0, repeats=1) -> np.ndarray:
     """Return the rows of the pairs of an epoch, in order."""
-    rows = EpochOrder(groups, None, ("", 0, epoch), copies).at(np.arange(groups.sum()))[0]
+    rows = EpochOrder(groups, None, ("", 0, epoch), repeats).at(np.arange(groups.sum()))[0]
     return rows[: len(rows) // 2 * 2].reshape(-1, 2)
 
 
@@ -150,14 +150,14 @@ def cifar_groups(size) -> np.ndarray:
     return np.diff([*range(0, 50_000, size), 50_000])
 
 
-@given(groups=st.lists(st.integers(0, 128), min_size=1, max_size=60).map(np.array), copies=st.integers(1, 4))
-def test_no_pair_shares_a_row_group_unless_the_rest_of_an_epoch_has_too_few(groups, copies):
-    # With copies, the epoch ends before the rest of the images.
-    order = EpochOrder(groups, None, ("", 0, 0), copies)
-    positions = np.arange(groups.sum() // 2 * 2 * copies)
+@given(groups=st.lists(st.integers(0, 128), min_size=1, max_size=60).map(np.array), repeats=st.integers(1, 4))
+def test_no_pair_shares_a_row_group_unless_the_rest_of_an_epoch_has_too_few(groups, repeats):
+    # With repeats, the epoch ends before the rest of the images.
+    order = EpochOrder(groups, None, ("", 0, 0), repeats)
+    positions = np.arange(groups.sum() // 2 * 2 * repeats)
     pairs = order.at(positions)[0].reshape(-1, 2)
     group_pairs, copy_numbers = groups_of(pairs, groups), order.at(positions)[1][::2]
-    for copy in range(copies):
+    for copy in range(repeats):
         is_same = (group_pairs[:, 0] == group_pairs[:, 1])[copy_numbers == copy]
         whole, rest = np.split(is_same, [len(is_same) * 2 // REGION * REGION // 2])
         assert not whole.any()
@@ -209,30 +209,30 @@ def test_larger_row_groups_of_other_writers_are_paired_with_each_other(size, mos
     assert (pairs[:, 0] == pairs[:, 1]).mean() <= 1.5 * most
 
 
-@given(groups=GROUPS, copies=st.integers(1, 4))
-def test_repeated_augmentation_repeats_first_images_and_exchanges_second_ones(groups, copies):
+@given(groups=GROUPS, repeats=st.integers(1, 4))
+def test_repeated_augmentation_repeats_first_images_and_exchanges_second_ones(groups, repeats):
     order = shuffle_rows(groups, 0, 0)
-    rows, copy_numbers = EpochOrder(groups, None, ("", 0, 0), copies).at(np.arange(len(order)))
+    rows, copy_numbers = EpochOrder(groups, None, ("", 0, 0), repeats).at(np.arange(len(order)))
     assert len(rows) == len(order)
     assert len({*zip(rows.tolist(), copy_numbers.tolist(), strict=True)}) == len(rows)
-    pairs = pairs_of(groups, copies=copies)
+    pairs = pairs_of(groups, repeats=repeats)
     assert (pairs[:, 0] != pairs[:, 1]).all()
-    once = pairs_of(groups)[np.arange(len(pairs)) // copies]
+    once = pairs_of(groups)[np.arange(len(pairs)) // repeats]
     assert np.array_equal(pairs[:, 0], once[:, 0])
     first = copy_numbers[: 2 * len(pairs) : 2] == 0
     assert np.array_equal(pairs[first], once[first])
-    if copies == 1:
+    if repeats == 1:
         assert np.array_equal(rows, order)
 
 
 @pytest.mark.parametrize("size", [16, 109, 128])
 def test_copies_of_an_image_have_other_partners_and_mostly_the_same_step(size):
-    groups, copies, batch = np.full(20 * REGION // size, size), 3, 2048
+    groups, repeats, batch = np.full(20 * REGION // size, size), 3, 2048
     images = len(groups) * size // REGION * REGION
-    order = EpochOrder(groups, None, ("", 0, 0), copies)
-    rows, copy_numbers = order.at(np.arange(images * copies))
-    by_copy = [rows[copy_numbers == copy].reshape(-1, 2) for copy in range(copies)]
-    partner = np.empty((copies, rows.max() + 1), np.int64)
+    order = EpochOrder(groups, None, ("", 0, 0), repeats)
+    rows, copy_numbers = order.at(np.arange(images * repeats))
+    by_copy = [rows[copy_numbers == copy].reshape(-1, 2) for copy in range(repeats)]
+    partner = np.empty((repeats, rows.max() + 1), np.int64)
     for copy, pairs in enumerate(by_copy):
         assert np.array_equal(np.sort(pairs.ravel()), np.sort(by_copy[0].ravel()))  # each image once in each copy
         partner[copy, pairs] = pairs[:, ::-1]
@@ -240,14 +240,14 @@ def test_copies_of_an_image_have_other_partners_and_mostly_the_same_step(size):
     partner = np.sort(partner[:, by_copy[0].ravel()], axis=0)
     # Unless a lane's group has one or two rows in its second half.
     assert (partner[1:] != partner[:-1]).all(axis=0).mean() > 0.998
-    steps = np.empty((copies, rows.max() + 1), np.int64)
+    steps = np.empty((repeats, rows.max() + 1), np.int64)
     steps[copy_numbers, rows] = np.arange(len(rows)) // batch
     used = steps[:, by_copy[0].ravel()]
     assert (used == used[0]).all(axis=0).mean() > 0.93
 
 
 def test_the_copies_of_a_large_number_need_no_more_memory():
-    order = EpochOrder(np.full(100, 100), None, ("", 0, 0), copies=10_000)
+    order = EpochOrder(np.full(100, 100), None, ("", 0, 0), repeats=10_000)
     tracemalloc.start()
     _, copy_numbers = order.at(np.arange(0, 10_000, 7))
     _, peak = tracemalloc.get_traced_memory()
@@ -270,14 +270,14 @@ def test_a_worker_without_an_image_is_rejected():
 
 @given(
     shared=SHARED,
-    copies=st.integers(1, 3),
+    repeats=st.integers(1, 3),
     rows=st.sampled_from([16, 128, 256, 1024]),
     held=st.sampled_from([0, 3000, 9000, 10**6]),
     steps=st.tuples(st.integers(0, 40), st.integers(1, 60)),
 )
-def test_pieces_deal_each_worker_its_positions_in_turn(shared, copies, rows, held, steps):
+def test_pieces_deal_each_worker_its_positions_in_turn(shared, repeats, rows, held, steps):
     batch, workers = shared
-    cut = Cut(batch, workers, copies, rows, held)
+    cut = Cut(batch, workers, repeats, rows, held)
     start, end = steps[0] * batch, (steps[0] + steps[1]) * batch
     dealt = [share for piece in cut.pieces(0, start, end) for share in cut.shares(piece)]
     assert len(dealt) % workers == 0
@@ -315,7 +315,7 @@ def test_64_workers_get_larger_blocks_where_memory_holds_eight_tasks_a_worker(me
     assert {sum(lengths) for lengths in shares} == {min(cut.rows, 16 * REGION // 8)}
 
 
-def test_neighbours_in_an_epoch_come_from_distant_rows():
+def test_neighbors_in_an_epoch_come_from_distant_rows():
     groups = np.full(1000, 100)
     order = shuffle_rows(groups, 0, 0)
     place = np.empty(len(order))
@@ -452,7 +452,7 @@ def test_the_limit_of_corrupt_images_counts_those_of_all_workers(tmp_path):
 
 
 def test_an_evaluation_leaves_out_corrupt_images(tmp_path, monkeypatch):
-    spec = StreamSpec("train", 32, (16, 16), CentreCrop(), max_corrupt=0.01)
+    spec = StreamSpec("train", 32, (16, 16), CenterCrop(), max_corrupt=0.01)
     stream = Stream(broken(tmp_path), spec)
     [images] = decode_positions([np.arange(300)], stream.rows, stream.order(None), stream.view(0))
     monkeypatch.setattr(stream_module, "_started", lambda _: iter([images | {"epoch": np.array(0)}]))
@@ -496,7 +496,7 @@ ON_DEVICE = AUGMENT.model_copy(update={"on": "device"})
 def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
     images = [jpeg(index) for index in range(100)]
     images[30] = b"not an image"  # its replacement has draws of its own
-    stream = train_stream(write(tmp_path / "data", images), copies=2, crop=augment)
+    stream = train_stream(write(tmp_path / "data", images), repeats=2, crop=augment)
     parts = [np.arange(40), np.arange(40, 40), np.arange(40, 100)]
     sending = stream.view(1)._replace(crop=augment.model_copy(update={"on": "device"}))
     whole = decode_positions(parts, stream.rows, stream.order(1), stream.view(1))
@@ -512,7 +512,7 @@ def test_a_task_that_sends_draws_gives_the_same_views(tmp_path, augment):
 @pytest.mark.parametrize(("cache", "workers"), [("none", 2), ("none", 5), ("decoded", 1), ("decoded", 3)])
 def test_views_are_the_same_on_the_device(tmp_path, ray_cluster, cache, workers):
     small = write(tmp_path / "small", [jpeg(index) for index in range(300)])
-    kind = {"copies": 2, "batch": 20}
+    kind = {"repeats": 2, "batch": 20}
     plain = train_stream(small, crop=AUGMENT, **kind)
     [block] = decode_positions([np.arange(300)], plain.rows, plain.order(1), plain.view(1))
     views = [hashlib.sha256(view.tobytes()).hexdigest() for view in block["image"]]
@@ -636,7 +636,7 @@ def test_epochs_and_seeds_differ_in_order_and_pixels(dataset, one_worker, ray_cl
 
 @pytest.mark.ray
 def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
-    stream = train_stream(dataset, copies=3)
+    stream = train_stream(dataset, repeats=3)
     images = images_of_epoch(stream, 2)
     assert images == images_of_epoch(stream, 1)
     rows = [images[at][0] for at in range(len(images))]
@@ -648,7 +648,7 @@ def test_repeated_copies_differ_and_spread_over_workers(dataset, ray_cluster):
 @pytest.mark.ray
 @pytest.mark.parametrize("workers", [1, 2, 4, 3])
 def test_an_evaluation_streams_every_image_exactly_once(dataset, ray_cluster, workers):
-    stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CentreCrop()))
+    stream = Stream(dataset, StreamSpec("train", batch=128, size=(16, 16), crop=CenterCrop()))
     rows, steps = [], set()
     for rank, batches in enumerate(on_workers(stream, workers, Stream.evaluate)):
         steps.add(len(batches))
@@ -676,7 +676,7 @@ def test_masked_rows_are_neither_trained_on_nor_evaluated(dataset, ray_cluster):
 @pytest.mark.ray
 def test_a_worker_without_a_real_image_still_takes_its_steps(tmp_path, ray_cluster):
     dataset = write(tmp_path / "few", [jpeg(index) for index in range(5)])
-    stream = Stream(dataset, StreamSpec("train", batch=8, size=(16, 16), crop=CentreCrop()))
+    stream = Stream(dataset, StreamSpec("train", batch=8, size=(16, 16), crop=CenterCrop()))
     batches = on_workers(stream, 4, Stream.evaluate)
     assert [[len(batch.rows) for batch in own] for own in batches] == [[2], [2], [1], [0]]
     assert {len(batch.images) for own in batches for batch in own} == {2}
@@ -733,7 +733,7 @@ def test_a_decoded_split_changes_no_pixel_and_is_decoded_once(tmp_path, ray_clus
     small = write(tmp_path / "small", images, per_shard=300, row_group=50)
     kind = {"batch": 20, "max_corrupt": 0.01}
     plain = train_stream(small, **kind)
-    evaluation = {"batch": 64, "size": (16, 16), "crop": CentreCrop(), "max_corrupt": 0.01}
+    evaluation = {"batch": 64, "size": (16, 16), "crop": CenterCrop(), "max_corrupt": 0.01}
     evaluated = list(Stream(small, StreamSpec("train", **evaluation)).evaluate(Share(0, 1)))
     expected = images_of_epoch(plain, 1), images_of_epoch(plain, 1, epoch=1)
     with ThreadPoolExecutor(4) as pool:
@@ -933,7 +933,7 @@ def test_a_task_permutes_the_row_groups_once_and_draws_each_region_once(dataset,
 
 def test_a_missing_split_names_the_nearest(dataset):
     with pytest.raises(ConfigError, match=r"no split 'trian', expected one of train; did you mean train"):
-        Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CentreCrop()))
+        Stream(dataset, StreamSpec("trian", batch=8, size=(16, 16), crop=CenterCrop()))
 
 
 settings.register_profile("plan", deadline=None, max_examples=60)

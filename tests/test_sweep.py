@@ -242,7 +242,7 @@ def test_a_search_learns_from_its_trials(folder):
     (folder / "tpe.yaml").write_text(
         "space:\n  depth: {grid: [1, 2]}\n  branches: {grid: [1, 2]}\n  model.name: vit_u{depth}x{branches}_8\n"
         "  optim.lr: {loguniform: [1.0e-3, 0.1]}\nwhere: [depth * branches == 2]\n"
-        "search: {kind: nsga2, trials: 5, population: 2, against: latency_ms}\n"
+        "search: {kind: nsga2, trials: 5, population: 2, second_goal: latency_ms}\n"
     )
     outcome = begin(folder, "learned", space="tpe.yaml")
     assert (outcome.trials, outcome.finished) == (5, 5)
@@ -262,7 +262,7 @@ def test_stages_run_once_before_the_trials(folder):
         "space:\n  route: {cases: {plain: {}, masked: {task: {kind: finetune, weights: '{pretrained}'}}}}\n"
         "  seed: {seeds: 2}\n"
         f"before:\n  pretrained: {{recipe: {folder / 'tiny.yaml'}, settings: {{task: {{kind: masked,"
-        " objective: mean_colour}, model.num_classes: null}}\n"
+        " objective: mean_color}, model.num_classes: null}}\n"
     )
     space, base = read_space(folder / "before.yaml"), load_run(folder / "tiny.yaml")
     before = {"pretrained": Recipe(load_run(folder / "tiny.yaml", ["seed=5"]), ["tiny", "seed=5"])}

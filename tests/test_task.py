@@ -14,7 +14,7 @@ from vitray.config import Run
 from vitray.errors import ConfigError
 from vitray.tasks.build import build_task
 from vitray.tasks.recompute import recompute_activations
-from vitray.tasks.supervised import Supervised, binary_cross_entropy, soft_cross_entropy
+from vitray.tasks.supervised import Classification, binary_cross_entropy, soft_cross_entropy
 
 
 def run(**settings) -> Run:
@@ -22,12 +22,12 @@ def run(**settings) -> Run:
     return Run().replace(tiny | {name.replace("__", "."): value for name, value in settings.items()})
 
 
-def task(**settings) -> Supervised:
+def task(**settings) -> Classification:
     torch.manual_seed(0)
     return build_task(run(**settings))
 
 
-def tuned(mode: str, **settings) -> Supervised:
+def tuned(mode: str, **settings) -> Classification:
     return task(task={"kind": "finetune", "weights": "unread", "mode": mode}, **settings)
 
 
@@ -147,14 +147,14 @@ def test_a_task_needs_classes():
 # ---- stored activations ----------------------------------------------------------------------------------------------
 
 
-def gradients(module: Supervised) -> dict[str, torch.Tensor]:
+def gradients(module: Classification) -> dict[str, torch.Tensor]:
     module.zero_grad()
     torch.manual_seed(5)
     module.train()(images(), mixed()).backward()
     return {name: parameter.grad.clone() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def stored_activations(module: Supervised) -> int:
+def stored_activations(module: Classification) -> int:
     """The number of values that the forward pass stores for the backward pass, without weights."""
     weights = {parameter.data_ptr() for parameter in module.parameters()}
     stored: dict[int, torch.Tensor] = {}  # holding the tensors keeps addresses unique

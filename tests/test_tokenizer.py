@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.config import Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.training import Optim
 from vitray.data.augment.batch import DeviceBatch
 from vitray.errors import ConfigError
@@ -180,7 +180,7 @@ def test_an_evaluation_leaves_the_counts_of_training():
     for module in (once, interrupted):
         module(images())
     pixels, rows = torch.arange(2 * 32 * 24 * 3, dtype=torch.uint8).view(2, 32, 24, 3), np.arange(2)
-    data = EvaluationSet([DeviceBatch(pixels, torch.zeros(2), rows, rows)], 2, Normalise())
+    data = EvaluationSet([DeviceBatch(pixels, torch.zeros(2), rows, rows)], 2, Normalize())
     score = evaluate_loss(interrupted, interrupted.pictures, data, torch.device("cpu"), nullcontext())
     assert score.perplexity > 0
     assert interrupted.read_perplexity(training=True) == once.read_perplexity(training=True)
@@ -201,7 +201,7 @@ def test_code_counts_are_not_in_the_state_dict():
 
 def beit(url: str, **settings) -> Run:
     objective = {"kind": "beit", "tokenizer": url}
-    return run(task={"kind": "masked", "objective": objective, "mask": {"least": 2}}, **settings)
+    return run(task={"kind": "masked", "objective": objective, "mask": {"min_patches": 2}}, **settings)
 
 
 @pytest.mark.parametrize("stem", ["", "_hmlp_bn"])

@@ -11,7 +11,7 @@ from networks import scrambled
 from torch import nn
 
 from vitray.config import Model, Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.torchvision_names import NETWORKS, check_size
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
@@ -23,7 +23,7 @@ from vitray.serving.export.graphs import trace_program, write_onnx
 from vitray.tasks.build import build_task
 from vitray.training.optim import parameter_groups
 from vitray.weights import import_weights, load_deltas, load_model, save_model
-from vitray.weights.convert import published_normalise
+from vitray.weights.convert import published_normalize
 from vitray.weights.export import write_library
 from vitray.weights.freezing import audit, freeze
 from vitray.weights.layouts import MINUS_ONE_TO_ONE as HALF
@@ -150,7 +150,7 @@ def test_every_parameter_has_a_part(name, stages):
         ({"mode": "full"}, {"body", "stage1", "stage2", "stage3", "stage4", "norms", "head"}),
         ({"mode": "head"}, {"head"}),
         ({"mode": "norm"}, {"norms", "head"}),
-        ({"mode": "head", "also": ["stage4", "norms"]}, {"stage4", "norms", "head"}),
+        ({"mode": "head", "also_train": ["stage4", "norms"]}, {"stage4", "norms", "head"}),
     ],
 )
 def test_modes_train_their_parts_and_frozen_batch_norms_keep_their_statistics(settings, trained):
@@ -205,7 +205,7 @@ def test_weights_files_of_torchvision_are_read(tmp_path, name):
     settings = {"name": f"torchvision/{name}", "image_size": 64}
     run, ours = import_weights(str(tmp_path / "w.pth"), settings=settings)
     assert (run.model.num_classes, run.model.image_size) == (5, 64)
-    assert run.data.normalise == (HALF if name == "googlenet" else Normalise())
+    assert run.data.normalize == (HALF if name == "googlenet" else Normalize())
     with torch.no_grad():
         assert torch.equal(ours(images()), theirs(images()))
     with pytest.raises(ConfigError, match=r"read as torchvision/resnet34, but .*(no place here|is missing)"):
@@ -223,11 +223,11 @@ def test_all_matrices_of_a_vit_of_torchvision_decay():
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_published_weights_are_read_with_their_normalisation(name):
+def test_published_weights_are_read_with_their_normalization(name):
     published = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-    wanted = Normalise(mean=tuple(published.mean), std=tuple(published.std))
+    wanted = Normalize(mean=tuple(published.mean), std=tuple(published.std))
     # torchvision builds these with transform_input=True for published weights, which turns one into the other.
-    assert published_normalise(f"torchvision/{name}") == (HALF if name in ("googlenet", "inception_v3") else wanted)
+    assert published_normalize(f"torchvision/{name}") == (HALF if name in ("googlenet", "inception_v3") else wanted)
 
 
 def test_a_fine_tuning_gets_a_head_of_zeros_or_is_refused():
@@ -264,7 +264,7 @@ def test_the_torchvision_program_loads_the_same_network(tmp_path, name):
 def test_onnx_computes_the_same(tmp_path, name):
     ours, side = network(f"torchvision/{name}"), 64
     pixels = torch.randint(0, 256, (3, 3, side, side), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    folded = fold(ours, Normalise(), any_size=False, int8_weights=False)
+    folded = fold(ours, Normalize(), any_size=False, int8_weights=False)
     runner = write_onnx(trace_program(folded, (side, side)), tmp_path / "m.onnx")
     with torch.no_grad():
         torch.testing.assert_close(runner(pixels), folded(pixels), rtol=1e-3, atol=1e-3)
@@ -286,7 +286,10 @@ def test_onnx_computes_the_same(tmp_path, name):
         ([f"model.name={SMALL}", "task={kind: masked}"], "task.kind: masked needs a Vision Transformer"),
         ([f"model.name={SMALL}", "task={kind: finetune, weights: w, mode: attn}"], r"attn \(not full, head, norm\)"),
         ([f"model.name={SMALL}", "optim.layer_decay=0.7"], "optim.layer_decay: 0.7 needs a Vision"),
-        ([f"model.name={SMALL}", "compute.recompute=blocks"], "compute.recompute: blocks needs a Vision"),
+        (
+            [f"model.name={SMALL}", "compute.activation_checkpointing=blocks"],
+            "compute.activation_checkpointing: blocks needs a Vision",
+        ),
         ([f"model.name={SMALL}", "evaluate.probes=[attention_distance]"], "attention_distance needs a Vision"),
     ],
 )

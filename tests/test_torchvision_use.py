@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from vitray.config import Model, Run
 from vitray.config.serving import Serving
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
@@ -65,8 +65,8 @@ def run_of(folder) -> Run:
 
 def view_of(folder, content: bytes) -> Tensor:
     run = run_of(folder)
-    view_HWC = crop_centre(decode_image(content), run.data.eval_crop, (32, 32))
-    return normalised(torch.from_numpy(view_HWC)[None], run.data.normalise).double()
+    view_HWC = crop_center(decode_image(content), run.data.eval_crop, (32, 32))
+    return normalized(torch.from_numpy(view_HWC)[None], run.data.normalize).double()
 
 
 @torch.no_grad()

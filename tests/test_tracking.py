@@ -564,7 +564,7 @@ def logged(monkeypatch):
         client.finalize_logged_model(model.model_id, "READY")
         return model.model_uri
 
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
     return folders
 
 
@@ -678,7 +678,7 @@ def test_an_upload_that_is_killed_leaves_no_second_model(monkeypatch, is_complet
         return model.model_uri
 
     killed = []
-    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavour", SimpleNamespace(log_model=log_model))
+    monkeypatch.setitem(sys.modules, "vitray.tracking.model_flavor", SimpleNamespace(log_model=log_model))
     with begin() as run:
         run.model("folder", "vit", 0.5, "val")
         run.model("other")

@@ -60,9 +60,9 @@ def test_the_setting_takes_the_figures_of_one_network():
         (["evaluate.figures=[rolout]"], r"evaluate.figures.*got 'rolout', expected .*; did you mean rollout"),
         (["evaluate.figures=[norms,norms]"], "evaluate: figures: got norms more than once"),
         (["evaluate.figures=[norms]", "data.val=null"], "data.val: got null, expected a split: evaluate.figures"),
-        (["evaluate.figures=[norms]", "evaluate.pictures=0"], "evaluate.pictures: got 0, expected 1 to 64 images"),
+        (["evaluate.figures=[norms]", "evaluate.examples=0"], "evaluate.examples: got 0, expected 1 to 64 images"),
         (
-            ["evaluate.figures=[similarity]", "evaluate.pictures=3"],
+            ["evaluate.figures=[similarity]", "evaluate.examples=3"],
             "got 3, expected at least 4: evaluate.figures has sim",
         ),
         (["evaluate.figures=[branches]"], "got branches, expected others: vit_ti12x1_16 has one branch a level"),
@@ -101,7 +101,7 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
 
 @pytest.mark.parametrize("development", [0.0, 0.3])
 def test_figures_show_the_images_of_the_example_pictures(dataset, development):
-    run = recipe(dataset, f"data.development={development}", "evaluate.pictures=5")
+    run = recipe(dataset, f"data.holdout={development}", "evaluate.examples=5")
     mask = holdout_mask(dataset, "train", development) if development else None
     views, labels = read_examples(WorkerContext(run, dataset, mask, "", 1, None))
     chosen = read_shown_images(run, dataset, mask)
@@ -114,7 +114,7 @@ def test_figures_show_the_images_of_the_example_pictures(dataset, development):
 
 
 def test_the_pictures_of_two_steps_have_the_same_names_and_other_values(dataset):
-    run = recipe(dataset, "evaluate.figures=[distance,rollout]", "evaluate.pictures=4")
+    run = recipe(dataset, "evaluate.figures=[distance,rollout]", "evaluate.examples=4")
     images, drawn = read_shown_images(run, dataset, None), []
     for seed, step in ((0, 2), (1, 1200)):
         weights = scrambled(ViT(run.model), seed).state_dict()
@@ -129,14 +129,14 @@ def test_the_pictures_of_two_steps_have_the_same_names_and_other_values(dataset)
 @pytest.mark.parametrize("kind", ["rope", "relative"])
 def test_positions_that_attention_adds_are_drawn_too(dataset, kind):
     changes = [f"model.positions={kind}", "model.class_token=false", "model.pool=mean"]
-    run = recipe(dataset, "evaluate.figures=[positions]", "evaluate.pictures=4", *changes)
+    run = recipe(dataset, "evaluate.figures=[positions]", "evaluate.examples=4", *changes)
     weights, images = scrambled(ViT(run.model)).state_dict(), read_shown_images(run, dataset, None)
     (picture,) = draw_figures(run, weights, images, "first, step 2", torch.device("cpu")).values()
     assert min(size(picture)) > 100
 
 
 def test_figures_of_the_actor_reach_the_image_grid_by_step(dataset):
-    run = recipe(dataset, "evaluate.figures=[norms]", "evaluate.pictures=5")
+    run = recipe(dataset, "evaluate.figures=[norms]", "evaluate.examples=5")
     context, sent, recorded = WorkerContext(run, dataset, None, "/runs/first", 1, None), [], []
     weights = {name: each.numpy() for name, each in scrambled(ViT(run.model)).state_dict().items()}
     probed = ProbeActor(context).probe(1200, weights)
@@ -180,7 +180,7 @@ class Artifacts:
 
 
 def test_a_registered_model_has_its_figures_as_artifacts(dataset, registered):
-    _, model = registered("evaluate.pictures=5")
+    _, model = registered("evaluate.examples=5")
     tracker = Artifacts()
     assert log_registered_figures(tracker, model) is None
     assert set(tracker.files) >= {
@@ -196,11 +196,11 @@ def test_a_registered_model_has_its_figures_as_artifacts(dataset, registered):
 
 
 def test_figures_of_a_registered_model_are_those_of_the_recipe_or_of_its_weights(registered):
-    run, model = registered("evaluate.figures=[layerscale,norms]", "data.development=0.3")
+    run, model = registered("evaluate.figures=[layerscale,norms]", "data.holdout=0.3")
     inspection = inspect_model(run, model)
     assert [result.name for result in inspection.results] == ["norms", "layerscale"]
     assert inspection.command == "", "the command line cannot choose held-out images"
-    run, model = registered("evaluate.pictures=0")
+    run, model = registered("evaluate.examples=0")
     inspection = inspect_model(run, model)
     assert inspection.images is None
     assert [result.name for result in inspection.results] == ["filters", "positions", "layerscale", "spectra"]

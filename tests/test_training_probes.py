@@ -16,13 +16,13 @@ from image_sets import SHAPES, write_dataset
 from pipelines.evaluate import main as evaluate_verb
 from vitray.config import load_run
 from vitray.config.training import Guard
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards import holdout_mask
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.errors import ConfigError, RunError
-from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.calibration import adaptive_ece, brier
 from vitray.evaluation.feature_rank import effective_rank, rankme
 from vitray.evaluation.few_shot import probe_few_shot
@@ -54,7 +54,7 @@ SETTINGS = [
     "compute.workers=1",
     "checkpoint={every: 2 steps, keep: 9}",
     "evaluate.every=2 steps",
-    "evaluate.pictures=0",
+    "evaluate.examples=0",
     "tracking.every=1 step",
 ]
 MASKED = [*SETTINGS[1:], "task=masked", "model={name: vit_u2x2_8, image_size: 32, num_classes: null, pool: mean}"]
@@ -99,14 +99,14 @@ def test_the_choice_of_rows_depends_on_the_split_and_on_nothing_else():
 
 
 def test_the_images_of_a_hold_out_are_not_among_those_that_probes_learn_from(dataset):
-    run, mask = recipe(dataset, "data.development=0.4"), holdout_mask(dataset, "train", 0.4)
+    run, mask = recipe(dataset, "data.holdout=0.4"), holdout_mask(dataset, "train", 0.4)
     images = read_probe_images(run, dataset, mask)
     views = {view.tobytes() for view in images.val.views}
     assert images.train is not None
     assert not views & {view.tobytes() for view in images.train.views}
     rows = read_rows(np.flatnonzero(mask), locate_rows(dataset, "train"))
     held_out = {
-        crop_centre(decode_image(content), run.data.eval_crop, (32, 32)).tobytes()
+        crop_center(decode_image(content), run.data.eval_crop, (32, 32)).tobytes()
         for content, _, _ in rows.values()
         if content != b"none"
     }
@@ -133,7 +133,7 @@ def test_the_values_are_those_of_the_network_image_by_image(dataset):
     def outputs(views):
         features, logits, distances = [], [], []
         for view in views:
-            image = normalised(torch.from_numpy(view[None]), run.data.normalise).double()
+            image = normalized(torch.from_numpy(view[None]), run.data.normalize).double()
             with torch.no_grad():
                 features.append(exact.pooled(exact.tokens(image)).numpy()[0])
                 logits.append(exact(image).numpy()[0])
@@ -143,11 +143,11 @@ def test_the_values_are_those_of_the_network_image_by_image(dataset):
         return np.array(features), np.array(logits), np.array(distances)
 
     (train, _, _), (val, logits, distances) = outputs(images.train.views), outputs(images.val.views)
-    learnt, scored = Labelled(train, images.train.labels), Labelled(val, images.val.labels)
+    learned, scored = Labeled(train, images.train.labels), Labeled(val, images.val.labels)
     shares = torch.from_numpy(logits).softmax(1).numpy()
     hits = logits.argmax(1) == images.val.labels
-    assert values["knn10"] == probe_knn(learnt, scored, len(SHAPES))[10].top1
-    few = [each.score.top1 for each in probe_few_shot(learnt, scored, len(SHAPES)) if each.shots == 5]
+    assert values["knn10"] == probe_knn(learned, scored, len(SHAPES))[10].top1
+    few = [each.score.top1 for each in probe_few_shot(learned, scored, len(SHAPES)) if each.shots == 5]
     assert values["few_shot5"] == pytest.approx(np.mean(few), abs=1e-12)
     assert values["rankme"] == pytest.approx(rankme(val), rel=1e-4)
     assert values["effective_rank"] == pytest.approx(effective_rank(val), rel=1e-4)
@@ -167,7 +167,7 @@ def test_calibration_after_a_binary_loss_is_that_of_sigmoids(dataset):
     images, vit = read_probe_images(run, dataset, None), ViT(run.model).eval()
     values = probe_weights(run, vit.state_dict(), images, torch.device("cpu"))
     with torch.no_grad():
-        logits = vit(normalised(torch.from_numpy(images.val.views), run.data.normalise)).numpy()
+        logits = vit(normalized(torch.from_numpy(images.val.views), run.data.normalize)).numpy()
     wanted = {name: of(logits, images.val.labels, probability="sigmoid") for name, of in SIGMOID_SCORES.items()}
     assert {name: values[name] for name in wanted} == pytest.approx(wanted, abs=1e-5)
     assert values["brier"] != pytest.approx(brier(logits, images.val.labels), abs=1e-3)
@@ -209,7 +209,7 @@ def test_the_average_counts_where_there_is_one():
         (["evaluate.probes=[knn]", "evaluate.probe_images=15"], "evaluate.probe_images: got 15, expected .*16"),
         (["guard.on_collapse=stop", "evaluate.probes=[knn]"], "guard.on_collapse: got stop with task sup"),
         (["guard.knn_drop=1.0"], "guard.knn_drop: got 1.0, expected .*less than 1"),
-        (["guard.least_rank=1.0"], "guard.least_rank: got 1.0, expected .*greater than 1"),
+        (["guard.min_rank=1.0"], "guard.min_rank: got 1.0, expected .*greater than 1"),
     ],
 )
 def test_settings_that_do_not_fit_get_one_message(overrides, message):
@@ -236,10 +236,10 @@ def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(ove
 
 
 def test_probes_that_learn_need_labels(dataset):
-    unlabelled = dataset.model_copy(update={"classes": ("image",)})
+    unlabeled = dataset.model_copy(update={"classes": ("image",)})
     with pytest.raises(ConfigError, match=r"evaluate.probes: got few_shot, expected others: .* has no labels"):
-        make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabelled)
-    make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabelled)
+        make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabeled)
+    make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabeled)
 
 
 def test_few_shot_learns_from_the_number_of_images_in_its_name_or_is_refused_by_the_plan(dataset):
@@ -318,7 +318,7 @@ def test_probes_have_a_cpu_of_their_own_or_a_spare_gpu(node, overrides, expected
 
 
 def test_a_collapse_is_a_fall_of_knn_below_its_best_or_a_low_rank():
-    state, guard = TrainState(), Guard(knn_drop=0.2, least_rank=2.0)
+    state, guard = TrainState(), Guard(knn_drop=0.2, min_rank=2.0)
 
     def check(step, **values):
         return state.check_collapse(step, values, guard)
@@ -330,10 +330,10 @@ def test_a_collapse_is_a_fall_of_knn_below_its_best_or_a_low_rank():
     assert check(40, knn10=0.47) == fallen
     assert (state.best_knn, state.best_knn_step) == (0.6, 30)
     assert check(45, knn10=0.47, knn10_high=0.49) is None, "a few hits of few images"
-    assert check(50, rankme=1.99) == "at step 50 RankMe is 1.99, below guard.least_rank, 2"
+    assert check(50, rankme=1.99) == "at step 50 RankMe is 1.99, below guard.min_rank, 2"
     assert "and RankMe is 1.5" in check(60, knn10=0.1, rankme=1.5)
     assert check(70, knn10=0.55, rankme=3.0) is None
-    off = Guard(knn_drop=None, least_rank=None)
+    off = Guard(knn_drop=None, min_rank=None)
     assert state.check_collapse(80, {"knn10": 0.0, "rankme": 1.0}, off) is None
 
 
@@ -428,7 +428,7 @@ def check_equal(got, rows):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys):
-    figures = ["evaluate.figures=[distance,norms]", "evaluate.pictures=4", "tracking.register_as=probed"]
+    figures = ["evaluate.figures=[distance,norms]", "evaluate.examples=4", "tracking.register_as=probed"]
     outcome = train(recipe(clean, *figures), "probed", str(place / "runs"))
     rows = evaluate_verb([outcome.home, "--training-probes"])["checkpoints"]
     assert [row["step"] for row in rows] == [2, 4, 6]
@@ -453,7 +453,7 @@ def test_probes_of_training_equal_those_of_the_checkpoints(place, clean, capsys)
     assert "knn10" not in alone[0]
 
 
-SHORT = ["evaluate.probes=[knn,few_shot,rank]", "optim.duration=2 steps", "evaluate.pictures=0"]
+SHORT = ["evaluate.probes=[knn,few_shot,rank]", "optim.duration=2 steps", "evaluate.examples=0"]
 
 
 @pytest.mark.ray
@@ -492,12 +492,12 @@ def test_each_trial_of_a_sweep_probes_its_own_weights(place, clean):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_collapse_ends_the_run_or_is_a_warning_and_the_run_can_be_resumed(place, clean):
-    guard = "guard={least_rank: 1000.0, on_collapse: stop}"
+    guard = "guard={min_rank: 1000.0, on_collapse: stop}"
     settings = ["evaluate.probes=[knn,rank]", "optim.duration=40 steps", "evaluate.every=10 steps"]
     settings += ["checkpoint={every: 10 steps, keep: 9}"]
     settings += ["task={kind: masked, objective: {kind: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}}"]
     stopping = recipe(clean, *settings, guard, base=MASKED)
-    with pytest.raises(RunError, match=r"guard.on_collapse: at step \d+ RankMe is .*, below guard.least_rank, 1000"):
+    with pytest.raises(RunError, match=r"guard.on_collapse: at step \d+ RankMe is .*, below guard.min_rank, 1000"):
         train(stopping, "collapsed", str(place / "runs"))
     home = str(place / "runs" / "collapsed")
     saved = checkpoints.complete_steps(home)
@@ -519,7 +519,7 @@ def test_a_collapse_ends_the_run_or_is_a_warning_and_the_run_can_be_resumed(plac
 @pytest.mark.timeout(600)  # the other worker would wait for half an hour
 def test_a_collapse_in_the_last_probes_ends_both_workers(place, clean):
     settings = ["evaluate.probes=[rank]", "optim.duration=2 steps", "compute.workers=2"]
-    run = recipe(clean, *settings, "guard={least_rank: 1000.0, on_collapse: stop}", base=MASKED)
+    run = recipe(clean, *settings, "guard={min_rank: 1000.0, on_collapse: stop}", base=MASKED)
     with pytest.raises(RunError, match=r"guard.on_collapse: at step 2 RankMe is"):
         train(run, "collapsed at last", str(place / "runs"))
 

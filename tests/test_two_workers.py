@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Run, load_run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.models.network import build_network
-from vitray.models.stems import synchronise_norms, use_patch
+from vitray.models.stems import synchronize_norms, use_patch
 from vitray.tasks.build import build_task
 from vitray.tasks.distillation import Teacher
 
@@ -56,7 +56,7 @@ def task_of(run: Run) -> nn.Module:
     torch.manual_seed(0)
     if run.task.kind == "supervised" and run.task.distill is not None:
         own = run.model.model_copy(update={"distillation_token": False})
-        teacher = Teacher(scrambled(build_network(own)).double(), Normalise())
+        teacher = Teacher(scrambled(build_network(own)).double(), Normalize())
     task = build_task(run, teacher=teacher)
     scrambled(task)
     use_patch(task, 4 if run.model.patches else None)
@@ -85,7 +85,7 @@ def work(rank: int, port: int, folder: Path) -> None:
     own = slice(4 * rank, 4 * rank + 4)
     for family in FAMILIES:
         task = task_of(run_of(family))
-        synchronise_norms(task, torch.device("cpu"))
+        synchronize_norms(task, torch.device("cpu"))
         images, targets = images_and_targets()
         wrapped = DistributedDataParallel(task)  # named, as gradients are summed only while it exists
         wrapped(images[own], targets[own]).backward()

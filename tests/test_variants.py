@@ -346,7 +346,7 @@ def test_timm_has_the_same_variants(tmp_path, theirs, given):
     if "activation" in given and "mlp_layer" in theirs:
         with pytest.raises(ConfigError, match=r"do not show activation \(swiglu, if its gates have SiLU\)"):
             import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3})
-    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3, "normalise": {}} | given)
+    _, ours = import_weights(str(tmp_path / "w.safetensors"), settings={"heads": 3, "normalize": {}} | given)
     assert difference(ours, network, 32) < 1e-7
 
 
@@ -356,7 +356,7 @@ def test_timm_has_the_same_rope(tmp_path):
         timm.create_model("vit_small_patch16_rope_224", img_size=64, depth=2, embed_dim=192, num_heads=3, num_classes=5)
     )
     save_file(theirs.state_dict(), tmp_path / "w.safetensors")
-    settings = {"heads": 3, "positions": "rope", "image_size": 64, "normalise": {}}
+    settings = {"heads": 3, "positions": "rope", "image_size": 64, "normalize": {}}
     _, ours = import_weights(str(tmp_path / "w.safetensors"), settings=settings)
     assert difference(ours, theirs, 64) < 1e-5  # angles in single precision
 
@@ -617,10 +617,10 @@ def test_a_network_compiles_into_one_graph(kind):
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_norms_of_queries_and_keys_mix_no_types_under_autocast(norm, execution, monkeypatch):
     vit = network("qk_norm", torch.float32, norm=norm, execution=execution)
-    images_BCHW, attended, normalised, attend = torch.randn(2, 3, 16, 24), [], [], branches.attend
+    images_BCHW, attended, normalized, attend = torch.randn(2, 3, 16, 24), [], [], branches.attend
     for module in vit.modules():
         if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(lambda _module, _inputs, output: normalised.append(output.dtype))
+            module.register_forward_hook(lambda _module, _inputs, output: normalized.append(output.dtype))
 
     def watched(q, k, v, *rest):
         attended.append((q.dtype, k.dtype, v.dtype))
@@ -636,7 +636,7 @@ def test_norms_of_queries_and_keys_mix_no_types_under_autocast(norm, execution, 
     finally:
         torch.set_warn_always(False)
     assert attended == [(torch.bfloat16,) * 3] * (4 if execution == "loop" else 2)
-    assert set(normalised) <= {torch.float32}
+    assert set(normalized) <= {torch.float32}
     with torch.no_grad():
         exact = vit(images_BCHW)
     torch.testing.assert_close(rounded.float(), exact, rtol=0.05, atol=0.05 * float(exact.abs().max()))

@@ -86,7 +86,7 @@ def test_initial_weights_match_the_recipe():
 
 def test_drop_path_over_depth():
     assert drop_path_rates(Model(name="vit_u3x1_8", image_size=32, drop_path=0.2)) == [0.2, 0.2, 0.2]
-    ramp = Model(name="vit_u3x1_8", image_size=32, drop_path=0.2, drop_path_over_depth="linear")
+    ramp = Model(name="vit_u3x1_8", image_size=32, drop_path=0.2, drop_path_schedule="linear")
     assert drop_path_rates(ramp) == [0.0, 0.1, 0.2]
     assert drop_path_rates(ramp.model_copy(update={"name": "vit_u1x1_8"})) == [0.0]
 

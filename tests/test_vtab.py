@@ -75,7 +75,7 @@ def test_the_sweep_and_the_recipe_are_those_of_the_paper():
     assert (run.optim.batch, run.optim.weight_decay, run.optim.clip) == (512, 0, 1)
     assert (run.optim.schedule.kind, run.optim.schedule.floor, run.optim.layer_decay) == ("cosine", 0, 1)
     assert (run.model.image_size, run.task.mode, run.task.smoothing) == (384, "full", 0)
-    assert (run.data.augment.crop.kind, run.data.augment.flip, run.data.augment.policy.kind) == ("centre", 0, "none")
+    assert (run.data.augment.crop.kind, run.data.augment.flip, run.data.augment.policy.kind) == ("center", 0, "none")
     assert run.data.augment.crop.crop_ratio is None  # the whole image
     assert run.data.eval_crop.crop_ratio is None
     assert not run.data.mix.is_mixing
@@ -201,15 +201,15 @@ def test_the_verb_chooses_one_setting_and_scores_each_seed(place, small, tmp_pat
 
 
 def correct(model, path):
-    from vitray.config.augmentation import CentreCrop
-    from vitray.data.augment.batch import normalised
-    from vitray.data.augment.image import crop_centre
+    from vitray.config.augmentation import CenterCrop
+    from vitray.data.augment.batch import normalized
+    from vitray.data.augment.image import crop_center
 
     run, vit, classes = load_model(model)
-    crop = CentreCrop(crop_ratio=None, interpolation="bilinear")
-    view = crop_centre(decode_image(path.read_bytes()), crop, (32, 32))
+    crop = CenterCrop(crop_ratio=None, interpolation="bilinear")
+    view = crop_center(decode_image(path.read_bytes()), crop, (32, 32))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
-        logits = vit.eval()(normalised(torch.from_numpy(view)[None], run.data.normalise))
+        logits = vit.eval()(normalized(torch.from_numpy(view)[None], run.data.normalize))
     return classes[int(logits.argmax())] == path.parent.name
 
 

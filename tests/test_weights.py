@@ -18,7 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from pipelines.__main__ import main
 from vitray import storage
 from vitray.config import Model, Run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.errors import ConfigError
 from vitray.models.positions import sincos2d
 from vitray.models.vit import ViT
@@ -37,8 +37,8 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def imported(path: object, **settings) -> tuple[Run, ViT]:
-    """Import a file, which shows neither its two heads nor always its normalisation."""
-    return import_weights(str(path), settings={"heads": 2, "normalise": {}} | settings)
+    """Import a file, which shows neither its two heads nor always its normalization."""
+    return import_weights(str(path), settings={"heads": 2, "normalize": {}} | settings)
 
 
 def timm_vit(size: int = 32, **settings) -> VisionTransformer:
@@ -172,7 +172,7 @@ def hugging_face() -> ViTForImageClassification:
 def test_hugging_face(tmp_path):
     theirs = hugging_face()
     theirs.save_pretrained(tmp_path)
-    run, ours = import_weights(str(tmp_path), settings={"normalise": {}})
+    run, ours = import_weights(str(tmp_path), settings={"normalize": {}})
     assert run.model.norm_eps == 1e-12
     assert agree(ours(images()), theirs(images()).logits)
     assert agree(ours(images(48)), theirs(images(48), interpolate_pos_encoding=True).logits)
@@ -246,7 +246,7 @@ def test_google(tmp_path, big_vision, prefix):
     np.savez(tmp_path / "w.npz", **arrays)
     run, ours = import_weights(str(tmp_path / "w.npz"))
     assert run.model.activation == "gelu_tanh"
-    assert run.data.normalise == Normalise(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    assert run.data.normalize == Normalize(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
     assert agree(ours(images()), source(images()))
     if not big_vision:
         theirs = timm_vit(act_layer="gelu_tanh").eval()

@@ -19,7 +19,7 @@ MISSING_GLYPH = "Glyph .* missing from font"
 
 
 class Theme(NamedTuple):
-    """The colours of a page and of its pictures."""
+    """The colors of a page and of its pictures."""
 
     paper: str
     ink: str

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from reference_texts import cell, code_cell, prose
+
 import vitray
 from vitray import inspection
 from vitray.config.sections import Section
@@ -21,7 +23,7 @@ MODULES = {
     "vitray.config.augmentation": ("Augment",),
     "vitray.cluster.session": ("ray_session",),
     "vitray.runs.run_dir": ("Outcome",),
-    "vitray.tracking.model_flavour": ("log_family", "log_model"),
+    "vitray.tracking.model_flavor": ("log_family", "log_model"),
 }
 TOP = """You can look up what to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 
@@ -41,7 +43,7 @@ def python_parts() -> Iterator[str]:
     for title, (module, names) in tables.items():
         yield f"## {title}"
         if title == "vitray.inspect":
-            yield _escaped(inspection.__doc__ or "")
+            yield prose(inspection.__doc__ or "")
         for name in names:
             yield f"### {name}"
             yield from _parts(getattr(module, name))
@@ -106,24 +108,10 @@ def _fields(body: Sequence[ast.stmt]) -> Iterator[str]:
             is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             text = f"{following.value.value}" if is_text else ""  # pyright: ignore[reportAttributeAccessIssue]
             default = f" = {ast.unparse(each.value)}" if each.value else ""
-            yield f"| `{name}` | {_code(ast.unparse(each.annotation) + default)} | {_cell(text)} |"
-
-
-def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|")
-
-
-def _cell(text: str) -> str:
-    return _escaped(text).replace("|", "\\|")
+            yield f"| `{name}` | {code_cell(ast.unparse(each.annotation) + default)} | {cell(text)} |"
 
 
 def _paragraphs(node: Definition) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
         if paragraph:
-            yield _escaped(paragraph)
-
-
-def _escaped(text: str) -> str:
-    """Return a docstring's text for Markdown, which would read some signs outside code spans."""
-    parts = re.sub(r"\s+", " ", text).strip().split("`")
-    return "`".join(part if at % 2 else re.sub(r"([*_<\[{|])", r"\\\1", part) for at, part in enumerate(parts))
+            yield prose(paragraph)

@@ -20,7 +20,7 @@ STEPS = (
     ("MLflow", "metrics, figures,\nregistered model", "tracking", 0, 0),
 )
 ARROWS = ((0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (5, 6), (6, 7))
-COLOURS = ("#dbe9f6", "#dbe9f6", "#fde6ce", "#fde6ce", "#e3f1de", "#e3f1de", "#e3f1de", "#e3f1de")
+COLORS = ("#dbe9f6", "#dbe9f6", "#fde6ce", "#fde6ce", "#e3f1de", "#e3f1de", "#e3f1de", "#e3f1de")
 WIDTH, HEIGHT, GAP_X, GAP_Y = 2.3, 1.25, 2.8, 2.0
 
 
@@ -28,16 +28,16 @@ def main() -> None:
     """Draw the boxes and arrows, and write the picture."""
     pyplot.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "vitray"}
     figure, axes = pyplot.subplots(figsize=(11.2, 4.2))
-    centres = [(x * GAP_X, y * GAP_Y) for *_, x, y in STEPS]
-    for (title, text, module, *_), (x, y), colour in zip(STEPS, centres, COLOURS, strict=True):
+    centers = [(x * GAP_X, y * GAP_Y) for *_, x, y in STEPS]
+    for (title, text, module, *_), (x, y), color in zip(STEPS, centers, COLORS, strict=True):
         corner = (x - WIDTH / 2, y - HEIGHT / 2)
-        box = FancyBboxPatch(corner, WIDTH, HEIGHT, boxstyle="round,pad=0.05", facecolor=colour, edgecolor="#555555")
+        box = FancyBboxPatch(corner, WIDTH, HEIGHT, boxstyle="round,pad=0.05", facecolor=color, edgecolor="#555555")
         axes.add_patch(box)
         axes.text(x, y + 0.4, title, ha="center", va="center", fontsize=12, fontweight="bold")
         axes.text(x, y - 0.02, text, ha="center", va="center", fontsize=10)
         axes.text(x, y - 0.48, module, ha="center", va="center", fontsize=9, color="#555555", style="italic")
     for start, end in ARROWS:
-        (x1, y1), (x2, y2) = centres[start], centres[end]
+        (x1, y1), (x2, y2) = centers[start], centers[end]
         across = (x2 > x1) - (x2 < x1)
         down = y2 < y1
         if across and down:
@@ -48,8 +48,8 @@ def main() -> None:
             points = (x1 + across * (WIDTH / 2 + 0.06), y1), (x2 - across * (WIDTH / 2 + 0.06), y2)
         axes.add_patch(FancyArrowPatch(*points, arrowstyle="-|>", mutation_scale=16, color="#333333"))
     legend = "blue: CPUs of the cluster; orange: training workers; green: driver and storage"
-    axes.text(centres[3][0] / 2, -1.15, legend, ha="center", fontsize=10, color="#333333")
-    axes.set(xlim=(-1.4, centres[3][0] + 1.4), ylim=(-1.35, GAP_Y + 0.85))
+    axes.text(centers[3][0] / 2, -1.15, legend, ha="center", fontsize=10, color="#333333")
+    axes.set(xlim=(-1.4, centers[3][0] + 1.4), ylim=(-1.35, GAP_Y + 0.85))
     axes.axis("off")
     path = Path(__file__).parents[2] / "docs" / "images" / "batch_path.svg"
     figure.savefig(path, bbox_inches="tight", facecolor="white", metadata={"Date": None})

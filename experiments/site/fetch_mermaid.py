@@ -1,7 +1,7 @@
 """python experiments/site/fetch_mermaid.py FOLDER: put mermaid.js, which draws the site's diagrams, into a folder.
 
 `@mermaid-js/tiny` is one file of 2.6 MB (mermaid with everything is twice that) under the MIT license. The npm of
-`pyright[nodejs]` fetches it, so that no machine needs its own. Version 12 colours groups on its own, which cannot be
+`pyright[nodejs]` fetches it, so that no machine needs its own. Version 12 colors groups on its own, which cannot be
 read in the theme's dark scheme.
 """
 

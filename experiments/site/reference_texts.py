@@ -1,5 +1,8 @@
 """Meanings of the environment variables, metrics and artifacts that the source names, for docs/reference/."""
 
+import html
+import re
+
 VARIABLES = {
     "VITRAY_HOME": "folder of records that wait for MLflow (`spool/`), and of downloaded models (`models/`, safe to"
     " remove); default `~/.vitray`",
@@ -154,3 +157,22 @@ ARTIFACTS = {
     "inspection/{name}": ("`inspection/FILE`", "page and figures of `vitray inspect`"),
     "report/{path.name}": ("`report/FILE`", "report of a sweep: page, tables and figures"),
 }
+
+
+def prose(text: str) -> str:
+    """Return a text as one paragraph of Markdown, which would read some signs outside code spans."""
+    text = re.sub(r"\s+", " ", text).strip()
+    return "`".join(
+        part if index % 2 else re.sub(r"([*_\[{])", r"\\\1", part).replace("<", "&lt;")
+        for index, part in enumerate(text.split("`"))
+    )
+
+
+def cell(text: str) -> str:
+    """Return a text as the cell of a table, which a bar would end."""
+    return prose(text).replace("|", "&#124;")
+
+
+def code_cell(text: str) -> str:
+    """Return code as the cell of a table. GitHub and the site read a bar in backticks in different ways."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"

@@ -39,10 +39,10 @@ def draw_ratios(rows: Sequence[Mapping[str, Any]], variants: Sequence[str], titl
     figure, axes = _new_axes((5.5 * len(models), 4.2), title, len(models))
     for axis, model in zip(axes, models, strict=True):
         panel = [row for row in rows if row["model"] == model]
-        for variant, marker, colour in zip(variants, ("s-", "^-", "o-"), LIGHT.series, strict=False):
+        for variant, marker, color in zip(variants, ("s-", "^-", "o-"), LIGHT.series, strict=False):
             ratios = [row[f"{variant}_over_seq"] for row in panel]
             errors = [row[f"{variant}_over_seq_spread"] for row in panel]
-            axis.errorbar(range(len(panel)), ratios, yerr=errors, fmt=marker, capsize=3, label=variant, color=colour)
+            axis.errorbar(range(len(panel)), ratios, yerr=errors, fmt=marker, capsize=3, label=variant, color=color)
         axis.axhline(1, color=LIGHT.ink, linewidth=1)
         axis.set_title(model, loc="left", color=LIGHT.ink, fontsize=10)
         axis.set_xticks(range(len(panel)), [str(row["batch"]) for row in panel])
@@ -58,8 +58,8 @@ def draw_costs(rows: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], titl
     width = 0.8 / len(rows)
     for index, row in enumerate(rows):
         places = [kind + (index - (len(rows) - 1) / 2) * width for kind in range(len(kinds))]
-        colour = LIGHT.series[index % len(LIGHT.series)]
-        axis.bar(places, [row[f"{kind}_ratio"] for kind in kinds], width, label=row["mode"], color=colour)
+        color = LIGHT.series[index % len(LIGHT.series)]
+        axis.bar(places, [row[f"{kind}_ratio"] for kind in kinds], width, label=row["mode"], color=color)
     axis.axhline(1, color=LIGHT.ink, linewidth=1)
     axis.set_xticks(range(len(kinds)), list(kinds.values()), color=LIGHT.ink)
     axis.set_ylabel(f"relative to {rows[0]['mode']}", color=LIGHT.pale, fontsize=8)

@@ -46,7 +46,7 @@ class Variant:
     def __init__(self, run: Run, device: torch.device) -> None:
         torch.manual_seed(0)
         self.task = build_task(run).to(device).train()
-        recompute_activations(self.task, run.compute.recompute)
+        recompute_activations(self.task, run.compute.activation_checkpointing)
         self.optimizer = build_optimizer(self.task, run.optim, device)
         self.images = torch.randn(run.optim.batch, 3, *run.model.image_shape, device=device)
         classes = run.model.num_classes or 1
@@ -114,7 +114,7 @@ def recipe(settings: FinetuneSettings, mode: str) -> Run:
         "task.mode": trained,
         "optim.batch": settings.batch,
         "compute.precision": settings.dtype,
-        "compute.recompute": recomputed or "none",
+        "compute.activation_checkpointing": recomputed or "none",
     }
     return load_run(None, [f"{setting}={value}" for setting, value in changes.items()] + more)
 

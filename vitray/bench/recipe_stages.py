@@ -109,7 +109,7 @@ def open_stream(run: Run, machines: Machines) -> tuple[Run, Stream]:
     local = run.optim.batch // machines.workers
     augment = run.data.augment.resolved(machines.gpus > 0)
     stream = Stream(
-        dataset, StreamSpec(run.data.train, local, run.model.image_shape, augment, run.seed, run.data.copies)
+        dataset, StreamSpec(run.data.train, local, run.model.image_shape, augment, run.seed, run.data.repeats)
     )
     if not local or not stream.steps:
         batch = f"got {run.optim.batch} for {machines.workers} workers"

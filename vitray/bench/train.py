@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, spread_of
 from vitray.config import Run, load_run
-from vitray.data.augment.batch import DeviceBatch, normalised
+from vitray.data.augment.batch import DeviceBatch, normalized
 from vitray.data.stream import Share
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.tasks.build import build_task
@@ -73,7 +73,7 @@ def _measure(run: Run, settings: TrainSettings, device: torch.device) -> dict[st
         largest = largest_fitting(lambda batch: fits(run, batch, device))
     speeds = interleave(step_variants(run, device), settings.rounds, settings.seconds, device, settings.batch)
     ours, bare, ratio = spread_of(speeds["vitray"]), spread_of(speeds["bare"]), ratio_of(*speeds.values())
-    mfu = utilisation(run, ours.median, device)
+    mfu = utilization(run, ours.median, device)
     mfu_text = "" if mfu is None else f"{mfu:.1%}"
     cells = f"{mfu_text:>8}{'' if peak is None else f'{peak / 1e9:.2f}':>9}{largest or '':>7}"
     print(f"{run.model.name:<18}{ours!s:>18}{bare!s:>18}{ratio!s:>18}{cells}", flush=True)
@@ -101,7 +101,7 @@ def recipe(settings: TrainSettings, name: str) -> Run:
 def step_variants(run: Run, device: torch.device) -> dict[str, Callable[[], object]]:
     """Return a step of vitray and a plain step, each with its own network."""
     batch, bare = random_batch(run, device), bare_step(run, device)
-    floats = normalised(batch.images, run.data.normalise)
+    floats = normalized(batch.images, run.data.normalize)
     return {"vitray": training_step(run, batch)[1], "bare": lambda: bare(floats, batch.labels)}
 
 
@@ -187,7 +187,7 @@ def largest_fitting(fits: Callable[[int], bool], first: int = 8, most: int = 2**
     return low
 
 
-def utilisation(run: Run, images_per_second: float, device: torch.device) -> float | None:
-    """Return the model FLOPs utilisation; None for a device of unknown peak."""
+def utilization(run: Run, images_per_second: float, device: torch.device) -> float | None:
+    """Return the model FLOPs utilization; None for a device of unknown peak."""
     peak = peak_flops(torch.cuda.get_device_name(device), run.compute.precision) if device.type == "cuda" else None
     return None if peak is None else 2e9 * task_costs(run).step_gflops * images_per_second / peak

@@ -182,7 +182,7 @@ def find_problems(nodes: Sequence[NodeProbe]) -> list[Finding]:
         problems += _own_problems(node)
         if abs(node.clock - clock) > MAX_CLOCK_SKEW:
             skew = f"{abs(node.clock - clock):.0f} s {'ahead of' if node.clock > clock else 'behind'} the others"
-            problems.append((f"its clock is {skew}", "synchronised clocks (timedatectl set-ntp true)"))
+            problems.append((f"its clock is {skew}", "synchronized clocks (timedatectl set-ntp true)"))
         if is_cluster and node.listens != node.address:
             interface = node.interface or "the interface of the private network"
             problem = f"gloo would listen on {node.listens} instead of {node.address}, so other nodes cannot connect"

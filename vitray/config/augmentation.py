@@ -1,4 +1,4 @@
-"""Settings of cropping, augmentation, mixing and normalisation."""
+"""Settings of cropping, augmentation, mixing and normalization."""
 
 from typing import Annotated, Literal, Self
 
@@ -18,7 +18,7 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 EvenCount = Annotated[int, Field(ge=2, le=MOST_COUNT, multiple_of=2)]
 Byte = Annotated[int, Field(ge=0, le=255)]
-Colour = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
+Color = Annotated[tuple[Byte, Byte, Byte], Field(strict=False)]
 Interpolation = Annotated[
     Literal["bilinear", "bicubic"], Field(description="Filter of the resize, always antialiased.")
 ]
@@ -45,10 +45,10 @@ class SimpleRandomCrop(Section):
     interpolation: Interpolation = "bicubic"
 
 
-class CentreCrop(Section):
-    """The centre of the image, without randomness, as evaluations use it."""
+class CenterCrop(Section):
+    """The center of the image, without randomness, as evaluations use it."""
 
-    kind: Literal["centre"] = "centre"
+    kind: Literal["center"] = "center"
     crop_ratio: Annotated[float, Field(ge=0.01, le=1)] | None = 0.875
     """Output size / length to which the short side is resized (rounded down): commonly 0.875; 0.95 for A2, 1 for DeiT
     III. null: no crop; the whole image is squeezed to the output size, as in VTAB."""
@@ -67,7 +67,7 @@ class NoPolicy(Section):
 
 
 class ThreeAugment(Section):
-    """DeiT III's 3-Augment: one of greyscale, solarize and Gaussian blur (sigma 0.1 to 2), equally likely."""
+    """DeiT III's 3-Augment: one of grayscale, solarize and Gaussian blur (sigma 0.1 to 2), equally likely."""
 
     kind: Literal["three_augment"] = "three_augment"
 
@@ -88,8 +88,8 @@ class RandAugment(Section):
     """Probability that a drawn operation is applied; big_vision's (2, 10) is 1."""
     limit: Positive = 10.0
     """Upper limit of a drawn magnitude (timm's mmax)."""
-    fill: Colour = (124, 116, 104)
-    """Colour of uncovered areas; the default is ImageNet's mean, as in timm."""
+    fill: Color = (124, 116, 104)
+    """Color of uncovered areas; the default is ImageNet's mean, as in timm."""
 
     @model_validator(mode="after")
     def _magnitude_is_reachable(self) -> Self:
@@ -108,8 +108,8 @@ class TorchvisionRandAugment(Section):
     """Operations per image, drawn with replacement."""
     bins: Annotated[int, Field(ge=2, le=MOST_COUNT)] = 31
     """Number of strengths."""
-    fill: Colour = (0, 0, 0)
-    """Colour of uncovered areas."""
+    fill: Color = (0, 0, 0)
+    """Color of uncovered areas."""
 
     @model_validator(mode="after")
     def _magnitude_is_on_the_scale(self) -> Self:
@@ -118,7 +118,7 @@ class TorchvisionRandAugment(Section):
         return self
 
 
-Crop = RandomResizedCrop | SimpleRandomCrop | CentreCrop
+Crop = RandomResizedCrop | SimpleRandomCrop | CenterCrop
 Policy = NoPolicy | ThreeAugment | RandAugment | TorchvisionRandAugment
 
 
@@ -132,10 +132,10 @@ class Augment(Section):
     policy: Annotated[Policy, Field(discriminator="kind"), one_of("none")] = NoPolicy()
     """Augmentation policy. Its geometric operations use the crop's interpolation."""
     jitter: NotNegative = 0.0
-    """Colour jitter: brightness, contrast and saturation, in random order, are scaled by factors from 1 - jitter (at
+    """Color jitter: brightness, contrast and saturation, in random order, are scaled by factors from 1 - jitter (at
     least 0) to 1 + jitter."""
     erase: Chance = 0.0
-    """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalisation, on the device."""
+    """Probability that a rectangle (2 to 33 % of the area) becomes noise, after normalization, on the device."""
     decode: Literal["full", "scaled"] = "full"
     """full: decode all pixels. scaled: decode a JPEG at 1/2, 1/4 or 1/8 of its resolution where the crop still has at
     least the pixels of the view. The random draws are the same, the pixels are not. It saves time on photographs above
@@ -176,8 +176,8 @@ class Mix(Section):
         return -(-batch // images)
 
 
-class Normalise(Section):
-    """Colours in 0 to 1, minus mean, divided by std. With mean and std 0.5 they lie in -1 to 1."""
+class Normalize(Section):
+    """Colors in 0 to 1, minus mean, divided by std. With mean and std 0.5 they lie in -1 to 1."""
 
     mean: Annotated[tuple[float, float, float], Field(strict=False)] = (0.485, 0.456, 0.406)
     """Red, green, blue; the default is ImageNet's."""

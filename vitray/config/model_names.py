@@ -105,7 +105,7 @@ class Name:
 
     @property
     def mixes_patches(self) -> bool:
-        """Whether the stem reads pixels of neighbouring patches."""
+        """Whether the stem reads pixels of neighboring patches."""
         return self.stem.startswith("conv") or self.is_hybrid
 
     @property

@@ -43,7 +43,7 @@ class BlockMask(Section):
     kind: Literal["blocks"] = "blocks"
     ratio: Ratio = 0.38
     """Fraction of patches to predict; BeiT: 75 of 14 x 14."""
-    least: Size = 16
+    min_patches: Size = 16
     """Area of the smallest rectangle in patches."""
     aspect: Annotated[tuple[Positive, Positive], Field(strict=False), Ascending] = (0.3, 1 / 0.3)
     """Smallest and largest height / width, drawn on a logarithmic scale."""
@@ -68,14 +68,14 @@ def largest_least(mask: BlockMask, grid: tuple[int, int]) -> float:
 # ---- objectives ------------------------------------------------------------------------------------------------------
 
 
-class MeanColour(Section):
-    """The mean colour of each patch as one of 512 classes: three bits per channel (ViT paper, B.1.2)."""
+class MeanColor(Section):
+    """The mean color of each patch as one of 512 classes: three bits per channel (ViT paper, B.1.2)."""
 
-    kind: Literal["mean_colour"] = "mean_colour"
+    kind: Literal["mean_color"] = "mean_color"
 
 
 class SmallPatch(Section):
-    """Each patch scaled to 4 x 4 pixels, each of 512 colours (ViT paper, B.1.2)."""
+    """Each patch scaled to 4 x 4 pixels, each of 512 colors (ViT paper, B.1.2)."""
 
     kind: Literal["small_patch"] = "small_patch"
 
@@ -112,8 +112,8 @@ class Mae(Section):
     """Masked autoencoder: the encoder sees the visible patches only, a light decoder predicts the other pixels."""
 
     kind: Literal["mae"] = "mae"
-    normalised: bool = True
-    """Normalises the pixels of each target patch to mean 0 and variance 1."""
+    normalized: bool = True
+    """Normalizes the pixels of each target patch to mean 0 and variance 1."""
     decoder_width: DecoderWidth = 512
     decoder_depth: DecoderDepth = 8
     decoder_heads: DecoderHeads = 16
@@ -132,13 +132,13 @@ class Beit(Section):
     """The model folder of a tokenizer run: a path, s3://, runs:/ or models:/name@alias."""
 
 
-Objective = MeanColour | SmallPatch | PixelsL2 | PixelsL1 | Mae | Beit
+Objective = MeanColor | SmallPatch | PixelsL2 | PixelsL1 | Mae | Beit
 
 
 def paper_mask(objective: Objective) -> Mask:
     """Return the mask that the objective's paper uses."""
     match objective:
-        case MeanColour() | SmallPatch() | PixelsL2():
+        case MeanColor() | SmallPatch() | PixelsL2():
             return RandomMask(ratio=0.5, other=0.1, kept=0.1)
         case PixelsL1():
             return RandomMask(ratio=0.5)
@@ -246,7 +246,7 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         )
     if shape.mixes_patches and not task.allow_leak:
         raise ValueError(
-            f"model.name: got {shape}, whose stem mixes neighbouring patches and so leaks hidden pixels;"
+            f"model.name: got {shape}, whose stem mixes neighboring patches and so leaks hidden pixels;"
             " expected a linear, hmlp or local stem, or task.allow_leak true"
         )
     if task.objective.kind == "mae" and model.attention == "axial":
@@ -262,8 +262,9 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         raise ValueError(
             f"task.mask.ratio: got {task.mask.ratio:g}, expected one that leaves some of {rows} x {columns} patches"
         )
-    if isinstance(task.mask, BlockMask) and task.mask.least > (largest := largest_least(task.mask, model.grid)):
+    if isinstance(task.mask, BlockMask) and task.mask.min_patches > (largest := largest_least(task.mask, model.grid)):
         raise ValueError(
-            f"task.mask.least: got {task.mask.least}, expected at most {math.floor(largest)}: the largest rectangle in"
-            f" {rows} x {columns} patches with an aspect of {task.mask.aspect[0]:.3g} to {task.mask.aspect[1]:.3g}"
+            f"task.mask.min_patches: got {task.mask.min_patches}, expected at most {math.floor(largest)}:"
+            f" the largest rectangle in {rows} x {columns} patches with an aspect of {task.mask.aspect[0]:.3g} to"
+            f" {task.mask.aspect[1]:.3g}"
         )

@@ -66,7 +66,7 @@ def _row(path: str, field: FieldInfo) -> str:
         default = "by objective"
     else:
         default = f"`{_plain(field.default)}`"
-    text = re.sub(r"<(?=\w)|_(?=<)", r"\\\g<0>", _one_line(text))
+    text = re.sub(r"(`[^`]*`)|<", lambda part: part[1] or "&lt;", _one_line(text))  # code spans stay as they are
     cells = (f"`{path}`", _type_of(field.rebuild_annotation()), default, text)
     return f"| {' | '.join(cells)} |\n"
 

@@ -11,19 +11,19 @@ from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overr
 from vitray.config.pretraining import Masked, Tokenizer, check_task
 from vitray.config.sections import Model, Section, Seed, one_of
 from vitray.config.training import (
-    CheckpointSettings,
+    Checkpointing,
     Compute,
     Data,
     Evaluate,
     Finetune,
     Guard,
     Optim,
-    SupervisedSettings,
+    Supervised,
     Tracking,
 )
 from vitray.config.validation import explain_error
 
-Task = SupervisedSettings | Finetune | Masked | Tokenizer
+Task = Supervised | Finetune | Masked | Tokenizer
 # Images from which unbiased CKA can be estimated, as the figures of inspection need them.
 FEWEST_COMPARED = 4
 
@@ -34,13 +34,13 @@ class Run(Section):
     seed: Seed = 0
     """Seed of the initial weights, the order of images, augmentation and dropout."""
     model: Model = Model()
-    task: Annotated[Task, Field(discriminator="kind"), one_of("supervised")] = SupervisedSettings()
+    task: Annotated[Task, Field(discriminator="kind"), one_of("supervised")] = Supervised()
     """The training task."""
     data: Data = Data()
     optim: Optim = Optim()
     compute: Compute = Compute()
     evaluate: Evaluate = Evaluate()
-    checkpoint: CheckpointSettings = CheckpointSettings()
+    checkpoint: Checkpointing = Checkpointing()
     guard: Guard = Guard()
     tracking: Tracking = Tracking()
 
@@ -53,8 +53,8 @@ class Run(Section):
             self.model.require_vit(f"task.mode: {task.mode} (not {', '.join(modes)})")
         if self.optim.layer_decay != 1:
             self.model.require_vit(f"optim.layer_decay: {self.optim.layer_decay:g}")
-        if self.compute.recompute != "none":
-            self.model.require_vit(f"compute.recompute: {self.compute.recompute}")
+        if self.compute.activation_checkpointing != "none":
+            self.model.require_vit(f"compute.activation_checkpointing: {self.compute.activation_checkpointing}")
         if "attention_distance" in self.evaluate.probes:
             self.model.require_vit("evaluate.probes: attention_distance")
         if self.evaluate.figures:
@@ -76,7 +76,7 @@ class Run(Section):
         reason = "the two submodels differ by their draws of drop path"
         if not model.drop_path:
             raise ValueError(f"task.cosub needs model.drop_path > 0, because {reason}")
-        if model.drop_path_over_depth == "linear" and model.shape.depth == 1:
+        if model.drop_path_schedule == "linear" and model.shape.depth == 1:
             raise ValueError(f"task.cosub needs drop path in some block, where linear is 0 in the only one: {reason}")
         if self.distill is not None:
             raise ValueError("task.cosub and task.distill cannot be combined: each divides the loss with the labels")
@@ -107,14 +107,14 @@ class Run(Section):
             raise ValueError(
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"
             )
-        watched = [("knn", self.guard.knn_drop), ("rank", self.guard.least_rank)]
+        watched = [("knn", self.guard.knn_drop), ("rank", self.guard.min_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
             raise ValueError("guard.on_collapse: got stop, expected evaluate.probes with knn or rank, and its bound")
         return self
 
     @model_validator(mode="after")
     def _figures_fit(self) -> Self:
-        names, model, pictures = self.evaluate.figures, self.model, self.evaluate.pictures
+        names, model, examples = self.evaluate.figures, self.model, self.evaluate.examples
         if not names:
             return self
         if self.task.kind == "tokenizer":
@@ -125,12 +125,12 @@ class Run(Section):
             raise ValueError(
                 "data.val: got null, expected a split: evaluate.figures show the network at each evaluation"
             )
-        if not pictures:
-            raise ValueError("evaluate.pictures: got 0, expected 1 to 64 images, which evaluate.figures are of")
-        few = [name for name in ("branches", "similarity") if name in names and pictures < FEWEST_COMPARED]
+        if not examples:
+            raise ValueError("evaluate.examples: got 0, expected 1 to 64 images, which evaluate.figures are of")
+        few = [name for name in ("branches", "similarity") if name in names and examples < FEWEST_COMPARED]
         if few:
             raise ValueError(
-                f"evaluate.pictures: got {pictures}, expected at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
+                f"evaluate.examples: got {examples}, expected at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
             )
         lacking = {
             "branches": model.shape.branches == 1 and "one branch a level, and none to compare",
@@ -145,12 +145,12 @@ class Run(Section):
     @property
     def distill(self) -> Distillation | None:
         """The distillation of a task with classes; None without a teacher."""
-        return self.task.distill if isinstance(self.task, SupervisedSettings | Finetune) else None
+        return self.task.distill if isinstance(self.task, Supervised | Finetune) else None
 
     @property
     def submodels(self) -> int:
         """How many submodels each image of a step passes through: 2 with task.cosub, otherwise 1."""
-        return 2 if isinstance(self.task, SupervisedSettings | Finetune) and self.task.cosub else 1
+        return 2 if isinstance(self.task, Supervised | Finetune) and self.task.cosub else 1
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""

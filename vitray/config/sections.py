@@ -159,7 +159,7 @@ class Model(Section):
 
     # Stored canonically, so that two spellings of one model are one value.
     name: Annotated[str, AfterValidator(_canonical)] = "vit_ti12x1_16"
-    """vit_<width><depth>x<branches>_<patch>[_<stem>], or a paper's spelling such as ViT-B/16. Or another network: one
+    """`vit_<width><depth>x<branches>_<patch>[_<stem>]`, or a paper's spelling such as ViT-B/16. Or another network: one
     of torchvision, as in torchvision/resnet50, or axial_resnet50_s, _m or _l (ViT paper, D.6). Of these you can set
     only image_size and num_classes."""
     image_size: Size | Annotated[tuple[Size, Size], Field(strict=False)] = 224
@@ -176,7 +176,7 @@ class Model(Section):
     """Adds a second learned token after the class token, with a head of its own; the logits are the mean of both heads
     (DeiT)."""
     pool: Literal["token", "mean", "mean_then_norm"] = "token"
-    """Input of the head: the class token, the mean of the normalised patches, or the normalised mean of the patches
+    """Input of the head: the class token, the mean of the normalized patches, or the normalized mean of the patches
     (MAE; `avg` in timm)."""
     registers: Annotated[int, Field(ge=0, le=MOST_REGISTERS), BeforeValidator(_count_registers)] = 0
     """Learned tokens between the class token and the patches, which no pool reads; true: 4."""
@@ -191,7 +191,7 @@ class Model(Section):
     """Initial value of LayerScale; null: no LayerScale."""
     drop_path: Fraction = 0.0
     """Probability that a branch is skipped for a sample (stochastic depth), drawn per branch."""
-    drop_path_over_depth: Literal["constant", "linear"] = "constant"
+    drop_path_schedule: Literal["constant", "linear"] = "constant"
     """constant: the same rate in every block ("Three things"); linear: from 0 in the first block to drop_path in the
     last."""
     dropout: Fraction = 0.0
@@ -202,18 +202,18 @@ class Model(Section):
     """gelu_tanh is the tanh approximation, which Google's weights use. swiglu multiplies SiLU by a second product; its
     hidden width is 8/3 of the width, rounded up to a multiple of 8, where the others' is 4 times the width."""
     qk_norm: bool = False
-    """Normalises the queries and keys of each head, by a norm of the kind of `norm`."""
+    """Normalizes the queries and keys of each head, by a norm of the kind of `norm`."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before every branch and before the head. rmsnorm neither centres nor shifts."""
+    """Normalization before every branch and before the head. rmsnorm neither centers nor shifts."""
     bias: bool = True
     """false: linear layers and norms of the blocks, and the last norm, have no biases; stem and head keep theirs."""
     adapters: Annotated[int, Field(ge=1, le=MOST_ADAPTER)] | None = None
     """Width of an adapter after each feed-forward, for fine-tuning: h + B gelu(A h), with B zero at first (Houlsby et
     al., 2019); null: none."""
     norm_eps: Positive = 1e-6
-    """Epsilon of the normalisation layers."""
+    """Epsilon of the normalization layers."""
     resnet_eps: Literal["vit", "bit", "timm"] = "vit"
-    """Epsilons of a hybrid's ResNet, in standardised kernels and in group norms. vit, the ViT paper's code: 1e-5 added
+    """Epsilons of a hybrid's ResNet, in standardized kernels and in group norms. vit, the ViT paper's code: 1e-5 added
     to the standard deviation, and 1e-6; bit, big_vision's BiT: 1e-10 added to the variance, and 1e-5; timm: 1e-8 added
     to the variance, and 1e-5."""
     stem_norm_eps: Positive | None = None

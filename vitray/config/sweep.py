@@ -92,6 +92,10 @@ class Distribution(Section):
     """{name: {dotted setting: value or text}}: named groups of settings."""
     text: str | None = None
     """A text with {variable}, filled in and read as YAML. `name: text` is short for `name: {text: text}`."""
+    lookup: Annotated[dict[Any, Any], AfterValidator(_check_values)] | None = None
+    """A table, nested by the values of the variables in `of`: `{of: [stem], lookup: {linear: 1e-3, conv: 2e-3}}`."""
+    of: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """The variables of a lookup, from the outermost level of its table."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,10 +108,13 @@ class Distribution(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [kind for kind in type(self).model_fields if getattr(self, kind) is not None]
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            known = ", ".join(type(self).model_fields)
-            raise ValueError(f"got {' and '.join(given) or 'nothing'}, expected one of {known}")
+            raise ValueError(f"got {' and '.join(given) or 'nothing'}, expected one of {', '.join(KINDS)}")
+        if (self.lookup is None) != (not self.of):
+            raise ValueError(
+                "`of` and `lookup` need each other, as in {of: [stem], lookup: {linear: 1, conv: 2}}"
+            )
         if self.values is not None and len(set(map(slug, self.values))) < max(1, len(self.values)):
             raise ValueError(f"{self.kind}: got {short(list(self.values))}, expected values that differ, at least one")
         least = 0.0 if self.kind == "loguniform" else -math.inf
@@ -123,16 +130,23 @@ class Distribution(Section):
 
     @model_serializer
     def _to_yaml(self) -> Any:
-        return self.text if self.text is not None else {self.kind: getattr(self, self.kind)}
+        if self.text is not None:
+            return self.text
+        return {**({"of": self.of} if self.of else {}), self.kind: getattr(self, self.kind)}
 
     @property
     def kind(self) -> str:
         """The name of the kind."""
-        return next(kind for kind in type(self).model_fields if getattr(self, kind) is not None)
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a search draws it; a text and a lookup follow from what is drawn."""
+        return self.text is None and self.lookup is None
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All values in order; None for a range or a text."""
+        """All values in order; None for a range, a text or a lookup."""
         if self.seeds or self.cases is not None:
             return tuple(range(self.seeds) if self.seeds else self.cases or ())
         return self.grid if self.grid is not None else self.choice
@@ -181,7 +195,10 @@ class Distribution(Section):
         return len(set(map(_short_slug, others))) == len(others)
 
 
-class StageSettings(Section):
+KINDS = tuple(name for name in Distribution.model_fields if name != "of")
+
+
+class EarlierStage(Section):
     """A run before the trials: the text `{name}` in a trial's settings stands for its model folder."""
 
     recipe: Text
@@ -195,7 +212,7 @@ Cost = Literal["params", "gflops", "device_seconds", "latency_ms", "peak_memory_
 
 
 class Goal(Section):
-    """The metric to maximise or minimise."""
+    """The metric to maximize or minimize."""
 
     metric: Text = "val/top1"
     mode: Literal["max", "min"] = "max"
@@ -232,8 +249,8 @@ class Nsga2(Section):
     trials: Trials
     population: Annotated[int, Field(ge=2, le=MOST_POINTS)] = 20
     """Points per generation; the first generation is random."""
-    against: Cost = "gflops"
-    """The cost to minimise."""
+    second_goal: Cost = "gflops"
+    """The cost to minimize."""
     seed: Seed = 0
 
 

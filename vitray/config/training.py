@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vitray.config.augmentation import Augment, CentreCrop, Mix, Normalise, PositiveFraction
+from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize, PositiveFraction
 from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
@@ -24,7 +24,7 @@ Recompute = Literal["none", "feedforward", "blocks"]
 
 
 def _read_recompute(recompute: Any) -> Any:
-    # Runs of earlier versions hold a bool.
+    # true is short for blocks.
     return ("blocks" if recompute else "none") if isinstance(recompute, bool) else recompute
 
 
@@ -36,7 +36,7 @@ def _read_compile(mode: Any) -> Any:
 
 
 class Data(Section):
-    """The dataset, its augmentation and its normalisation."""
+    """The dataset, its augmentation and its normalization."""
 
     url: Text | None = None
     """A dataset written by `vitray shard`: a folder or s3://."""
@@ -44,16 +44,16 @@ class Data(Section):
     """The training split."""
     val: Text | None = "val"
     """The evaluation split; null: no evaluation."""
-    development: Fraction = 0.0
+    holdout: Fraction = 0.0
     """Fraction of train to hold out and evaluate in place of val, chosen by a hash of each image's key. Use it to tune
     settings; leave it 0 in the final run."""
     augment: Augment = Augment()
-    copies: Size = 1
-    """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / copies of the
+    repeats: Size = 1
+    """Repeated augmentation: views of each image in an epoch. An epoch keeps its length, and covers 1 / repeats of the
     images."""
     mix: Mix = Mix()
-    normalise: Normalise = Normalise()
-    eval_crop: CentreCrop = CentreCrop()
+    normalize: Normalize = Normalize()
+    eval_crop: CenterCrop = CenterCrop()
     max_corrupt: Fraction = 0.001
     """Fraction of a split's images that may be corrupt before the run stops."""
     cache: Literal["none", "decoded"] = "none"
@@ -68,7 +68,7 @@ class Data(Section):
     @property
     def evaluated(self) -> str | None:
         """The split that holds the evaluated images; None without evaluation."""
-        return self.train if self.development else self.val
+        return self.train if self.holdout else self.val
 
 
 LOSS = "softmax: cross-entropy with soft targets; bce: binary cross-entropy, with each class of a mixed image a target."
@@ -76,7 +76,7 @@ Loss = Annotated[Literal["softmax", "bce"], Field(description=LOSS)]
 Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
 
 
-class SupervisedSettings(Section):
+class Supervised(Section):
     """Classification, trained from random weights."""
 
     kind: Literal["supervised"] = "supervised"
@@ -102,9 +102,9 @@ class Finetune(Section):
     folder holds merged matrices."""
     levels: Size = 1
     """In mode last, the number of levels to train."""
-    also: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    also_train: Annotated[tuple[Part, ...], Field(strict=False)] = ()
     """Further parts to train."""
-    delta: bool = True
+    save_delta: bool = True
     """Saves only the tensors that differ from the weights. Mode full changes all, so its model folder is complete."""
     first_branch: bool = False
     """In mode attn, trains only the first of parallel attentions, as the code of "Three things" does."""
@@ -116,10 +116,10 @@ class Finetune(Section):
     @model_validator(mode="after")
     def _parts_differ(self) -> Self:
         trained = TRAINED[self.mode]
-        if repeated := [part for part in self.also if part in trained]:
+        if repeated := [part for part in self.also_train if part in trained]:
             rest = [part for part in get_args(Part) if part not in trained]
             raise ValueError(
-                f"also names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
+                f"also_train names {', '.join(repeated)}, which mode {self.mode} trains anyway;"
                 f" expected {' or '.join(rest) if rest else 'nothing'}"
             )
         for mode, text, is_default, wanted in (
@@ -134,7 +134,7 @@ class Finetune(Section):
     @property
     def trained(self) -> frozenset[Part]:
         """The parts to train; the network need not have all of them."""
-        return frozenset((*TRAINED[self.mode], *self.also))
+        return frozenset((*TRAINED[self.mode], *self.also_train))
 
 
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False, description="Decay rates of the two moments.")]
@@ -160,7 +160,7 @@ class Sgd(Section):
     """Uses Nesterov momentum."""
 
 
-class LambSettings(Section):
+class Lamb(Section):
     """LAMB: Adam that scales the step of each decaying tensor to lr times the norm of its weights (A2, DeiT III)."""
 
     kind: Literal["lamb"] = "lamb"
@@ -208,7 +208,7 @@ class Optim(Section):
     """Length of the training, in epochs or steps."""
     lr: Positive = 1e-3
     """Peak learning rate."""
-    rule: Annotated[AdamW | Sgd | LambSettings, Field(discriminator="kind"), one_of("adamw")] = AdamW()
+    rule: Annotated[AdamW | Sgd | Lamb, Field(discriminator="kind"), one_of("adamw")] = AdamW()
     """The optimizer."""
     weight_decay: NotNegative = 0.1
     """AdamW: decoupled, multiplied by lr. Sgd: added to the gradient. Lamb: added before the trust ratio. Matrices and
@@ -252,7 +252,7 @@ class Compute(Section):
     CUDA graphs; max-autotune also times several kernels for each product, which takes minutes at the start."""
     channels_last: bool = False
     """Stores convolution kernels in channels_last, the layout of the images, so that no pass of a stem converts it."""
-    recompute: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
+    activation_checkpointing: Annotated[Recompute, BeforeValidator(_read_recompute)] = "none"
     """Activation checkpointing. feedforward: recompute the widest activations, at one matrix product per block;
     blocks (or true): keep only the input of each block."""
     max_failures: Annotated[int, Field(ge=0, le=1_000_000)] = 3
@@ -309,7 +309,7 @@ class Evaluate(Section):
     """workers: training pauses; cpu or gpu: on one extra device, while training continues."""
     gpus: Annotated[float, Field(ge=0.0001, le=1)] = 1.0
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
-    pictures: Annotated[int, Field(ge=0, le=64)] = 8
+    examples: Annotated[int, Field(ge=0, le=64)] = 8
     """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
     probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
     """Scores of features, logits and attention at each evaluation, computed on one extra CPU or a spare GPU while
@@ -318,7 +318,7 @@ class Evaluate(Section):
     """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
     evaluation. A smaller split gives all that it has."""
     figures: Annotated[tuple[Figure, ...], Field(strict=False)] = ()
-    """Figures of `vitray inspect` over the images of pictures at each evaluation, computed where probes are."""
+    """Figures of `vitray inspect` over the images of examples at each evaluation, computed where probes are."""
 
     @property
     def has_prober(self) -> bool:
@@ -335,7 +335,7 @@ class Evaluate(Section):
         return self
 
 
-class CheckpointSettings(Section):
+class Checkpointing(Section):
     """Checkpoint interval and retention."""
 
     every: Annotated[str, duration_in("epochs", "steps", "minutes")] = "1 epoch"
@@ -356,7 +356,7 @@ class Guard(Section):
     knn_drop: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
     """Masked training with probe knn: the features have collapsed if kNN accuracy, at the upper end of its interval, is
     below the best so far by more than this fraction of the best; null: off."""
-    least_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
+    min_rank: Annotated[float, Field(gt=1, le=MOST_NUMBER)] | None = 2.0
     """Masked training with probe rank: the features have collapsed if RankMe is below this; null: off."""
     on_collapse: Literal["warn", "stop"] = "warn"
     """stop: save a checkpoint and end the run."""

@@ -15,7 +15,7 @@ from vitray.errors import ConfigError
 CHECKED_ROWS = 2**16
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """Features of images and their labels."""
 
     features: np.ndarray
@@ -86,13 +86,13 @@ def unit_rows(features_NF: np.ndarray) -> np.ndarray:
     return features_NF / np.maximum(np.linalg.norm(features_NF, axis=1, keepdims=True), 1e-12)
 
 
-def check_features(split: str, data: Labelled, num_classes: int) -> Labelled:
+def check_features(split: str, data: Labeled, num_classes: int) -> Labeled:
     """Return the features of a split and their labels."""
     features_NF = check_matrix(f"{split} features", data.features, "features")
-    return Labelled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
+    return Labeled(features_NF, check_labels(data.labels, len(features_NF), num_classes, f"{split} labels"))
 
 
-def check_probe(train: Labelled, test: Labelled, num_classes: int) -> tuple[Labelled, Labelled]:
+def check_probe(train: Labeled, test: Labeled, num_classes: int) -> tuple[Labeled, Labeled]:
     """Return the features of both splits of a probe; they have the same number of columns."""
     train, test = check_features("train", train, num_classes), check_features("test", test, num_classes)
     wanted, got = train.features.shape[1], test.features.shape[1]

@@ -139,7 +139,7 @@ def _brighter(pixels_HWC: np.ndarray, added: float) -> np.ndarray:
     """Add to the value of HSV: hue and saturation stay, so all channels grow by the same factor."""
     value_HW1 = pixels_HWC.max(2, keepdims=True)
     brighter_HW1 = np.clip(value_HW1 + added, 0, 1)
-    # Black has no saturation and becomes grey.
+    # Black has no saturation and becomes gray.
     return np.where(value_HW1 > 0, pixels_HWC * (brighter_HW1 / np.maximum(value_HW1, 1e-12)), brighter_HW1)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labelled, check_features, check_matrix, unit_rows
+from vitray.evaluation.arrays import Labeled, check_features, check_matrix, unit_rows
 
 EPSILON = 1e-7
 CHUNK_ROWS = 8192
@@ -37,7 +37,7 @@ def rankme(features_NF: Any) -> float:
 
 
 def effective_rank(features_NF: Any) -> float:
-    """Return exp of the entropy of the singular values of the centred features; 0 if all images have the same."""
+    """Return exp of the entropy of the singular values of the centered features; 0 if all images have the same."""
     features_NF = check_matrix("features", features_NF, "features")
     mean_F = features_NF.mean(0, dtype=np.float64)
     # Equal rows leave rounding errors of the mean.
@@ -51,7 +51,7 @@ def effective_rank(features_NF: Any) -> float:
 
 def class_separation(features_NF: Any, labels_N: Any, num_classes: int) -> Separation:
     """Return the separation of the classes that have images."""
-    features_NF, labels_N = check_features("class", Labelled(features_NF, labels_N), num_classes)
+    features_NF, labels_N = check_features("class", Labeled(features_NF, labels_N), num_classes)
     present, index_N, counts_K = np.unique(labels_N, return_inverse=True, return_counts=True)
     mean_F, width = features_NF.mean(0, dtype=np.float64), features_NF.shape[1]
     total, means_KF, directions_KF = 0.0, np.zeros((len(present), width)), np.zeros((len(present), width))

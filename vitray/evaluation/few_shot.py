@@ -1,7 +1,7 @@
-"""Few-shot accuracy of frozen features: regularised least squares in closed form, as in the ViT paper's code.
+"""Few-shot accuracy of frozen features: regularized least squares in closed form, as in the ViT paper's code.
 
-Targets are +1 for the own class and -1 for the others. Features are standardised by the chosen images, a constant
-feature of 100 is the bias, and the regularisation is fixed. That code computes in float32, this module in float64.
+Targets are +1 for the own class and -1 for the others. Features are standardized by the chosen images, a constant
+feature of 100 is the bias, and the regularization is fixed. That code computes in float32, this module in float64.
 
 Shapes: N images, F features, G = F + 1, K classes.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, predict, score_predictions
+from vitray.evaluation.arrays import Labeled, ProbeScore, check_probe, predict, score_predictions
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -41,7 +41,7 @@ class FewShotMean(NamedTuple):
 
 
 class LeastSquares(NamedTuple):
-    """A fitted linear classifier with its standardisation."""
+    """A fitted linear classifier with its standardization."""
 
     weights: np.ndarray
     """G x K; the last row belongs to the constant feature."""
@@ -54,8 +54,8 @@ class LeastSquares(NamedTuple):
 
 
 def probe_few_shot(
-    train: Labelled,
-    test: Labelled,
+    train: Labeled,
+    test: Labeled,
     num_classes: int,
     shots: Sequence[int] = SHOTS,
     seeds: Sequence[int] = SEEDS,

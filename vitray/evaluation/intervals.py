@@ -79,10 +79,10 @@ def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
     if not (n >= 1 and 0 <= hits <= n):
         raise ConfigError(f"interval: {hits} hits of {n} images; expected at least 1 image and 0 to {n} hits")
     z, share = float(ndtri((1 + level) / 2)), hits / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * np.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     # The bounds of no hits and of only hits are exact; rounding would leave 1e-17.
-    return Interval(share, float(centre - half) if hits else 0.0, float(centre + half) if hits < n else 1.0, level)
+    return Interval(share, float(center - half) if hits else 0.0, float(center + half) if hits < n else 1.0, level)
 
 
 def bootstrap(

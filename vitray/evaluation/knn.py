@@ -1,7 +1,7 @@
-"""Weighted nearest neighbours of frozen features, as in DINOv2's evaluation.
+"""Weighted nearest neighbors of frozen features, as in DINOv2's evaluation.
 
 Similarity is the cosine. The weights of an image are the softmax of its largest similarities divided by a temperature;
-k neighbours vote with the first k weights. Of equal similarities the lower training row comes first, of equal votes the
+k neighbors vote with the first k weights. Of equal similarities the lower training row comes first, of equal votes the
 lower class.
 
 Memory is bounded for any number of images: blocks of test images meet blocks of training images, of which the nearest
@@ -15,31 +15,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labelled, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.evaluation.arrays import Labeled, ProbeScore, check_probe, score_predictions, unit_rows
 
-NEIGHBOURS = (10, 20)
+NEIGHBORS = (10, 20)
 TEMPERATURE = 0.07
 BLOCK = 4096
 """Images of a block, of training and of test images."""
 
 
 def probe_knn(
-    train: Labelled,
-    test: Labelled,
+    train: Labeled,
+    test: Labeled,
     num_classes: int,
-    neighbours: Sequence[int] = NEIGHBOURS,
+    neighbors: Sequence[int] = NEIGHBORS,
     temperature: float = TEMPERATURE,
 ) -> dict[int, ProbeScore]:
     """Return {k: score}."""
     train, test = check_probe(train, test, num_classes)
-    most = max(neighbours, default=0)
-    if not neighbours or min(neighbours) < 1 or most > len(train.labels):
-        raise ConfigError(f"knn: got k {list(neighbours)}; expected 1 to {len(train.labels)}, the training images")
+    most = max(neighbors, default=0)
+    if not neighbors or min(neighbors) < 1 or most > len(train.labels):
+        raise ConfigError(f"knn: got k {list(neighbors)}; expected 1 to {len(train.labels)}, the training images")
     if not temperature > 0:
         raise ConfigError(f"knn: got temperature {temperature}; expected a positive number")
-    predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbours}
+    predictions_kN = {k: np.empty(len(test.labels), np.int64) for k in neighbors}
     for start in range(0, len(test.labels), BLOCK):
-        rows_BT, similar_BT = _neighbours(train.features, test.features[start : start + BLOCK], most)
+        rows_BT, similar_BT = _neighbors(train.features, test.features[start : start + BLOCK], most)
         logits_BT = similar_BT.astype(np.float64) / temperature
         weights_BT = np.exp(logits_BT - logits_BT[:, :1])
         weights_BT /= weights_BT.sum(1, keepdims=True)
@@ -49,7 +49,7 @@ def probe_knn(
     return {k: score_predictions(predictions_N, test.labels) for k, predictions_N in predictions_kN.items()}
 
 
-def _neighbours(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _neighbors(train_NF: np.ndarray, test_BF: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of the nearest training images of each test image, in order, and their similarities."""
     test_BF = unit_rows(test_BF)
     rows_BT, similar_BT = np.empty((len(test_BF), 0), np.int64), np.empty((len(test_BF), 0), np.float32)

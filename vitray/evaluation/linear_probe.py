@@ -1,7 +1,7 @@
 """Linear probe of frozen features: logistic regression, by L-BFGS over a grid of L2, or by SGD over chunks.
 
-The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularised.
-scikit-learn's C is 1 / (l2 N). Features are standardised by the training images. SGD holds one chunk of them in
+The loss is the mean cross-entropy plus l2 / 2 times the sum of the squared weights; the bias is not regularized.
+scikit-learn's C is 1 / (l2 N). Features are standardized by the training images. SGD holds one chunk of them in
 float64, L-BFGS all.
 
 Shapes: N images, F features, K classes.
@@ -14,7 +14,7 @@ import numpy as np
 
 from vitray.errors import ConfigError
 from vitray.evaluation.arrays import (
-    Labelled,
+    Labeled,
     ProbeScore,
     check_features,
     check_probe,
@@ -32,13 +32,13 @@ COARSE, FINE = 1e-5, 1e-8
 MOST_BYTES = 2 * 2**30
 """The largest matrix of a fit by L-BFGS, which holds about six of this size at a time."""
 RATES = (0.03, 0.1, 0.3)
-"""The learning rates of SGD, of which a tenth of the training images chooses one; fewer epochs favour high ones."""
+"""The learning rates of SGD, of which a tenth of the training images chooses one; fewer epochs favor high ones."""
 SGD_CHUNK = 2**15
 """Images that SGD reads at a time."""
 
 
 class LinearHead(NamedTuple):
-    """A linear classifier of standardised features."""
+    """A linear classifier of standardized features."""
 
     weights: np.ndarray
     """F x K."""
@@ -99,8 +99,8 @@ def is_too_large(images: int, num_features: int, num_classes: int) -> bool:
 
 
 def probe_linear(
-    train: Labelled,
-    test: Labelled,
+    train: Labeled,
+    test: Labeled,
     num_classes: int,
     l2_grid: Sequence[float] = L2_GRID,
     keys: Sequence[str] | None = None,
@@ -118,9 +118,9 @@ def probe_linear(
     if not l2_grid or min(l2_grid) <= 0:
         raise ConfigError(f"linear probe: got L2 {list(l2_grid)}; expected positive numbers")
     development_N = draw_part(images, max(1, round(DEVELOPMENT * images)), seed, keys)
-    part = Labelled(train.features[~development_N], train.labels[~development_N])
+    part = Labeled(train.features[~development_N], train.labels[~development_N])
     grid, head = [], None
-    for l2 in sorted(l2_grid, reverse=True):  # each fit starts from a stronger regularisation
+    for l2 in sorted(l2_grid, reverse=True):  # each fit starts from a stronger regularization
         head, converged = fit_head(part, num_classes, l2, head, COARSE)
         predictions_M = head.logits(train.features[development_N]).argmax(1)
         grid.append(GridPoint(l2, int((predictions_M == train.labels[development_N]).sum()), converged))
@@ -137,7 +137,7 @@ def probe_linear(
 
 
 def probe_linear_sgd(
-    train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str] | None = None, seed: int = 0
+    train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str] | None = None, seed: int = 0
 ) -> SgdProbe:
     """Return the score of the learning rate with the most hits on a tenth of the training images.
 
@@ -158,25 +158,25 @@ def probe_linear_sgd(
     return SgdProbe(score_head(head, test), options.lr, options.epochs, hits, head)
 
 
-def chunks_of(data: Labelled, mask_N: np.ndarray, seed: int) -> Callable[[], Iterator[Labelled]]:
+def chunks_of(data: Labeled, mask_N: np.ndarray, seed: int) -> Callable[[], Iterator[Labeled]]:
     """Return a function that yields the flagged images in chunks; a permutation deals the images to the chunks."""
     order_N = np.random.default_rng(seed).permutation(np.flatnonzero(mask_N))
 
-    def chunks() -> Iterator[Labelled]:
+    def chunks() -> Iterator[Labeled]:
         for first in range(0, len(order_N), SGD_CHUNK):
             rows_M = np.sort(order_N[first : first + SGD_CHUNK])  # a file is read from its start to its end
-            yield Labelled(data.features[rows_M], data.labels[rows_M])
+            yield Labeled(data.features[rows_M], data.labels[rows_M])
 
     return chunks
 
 
-def score_head(head: LinearHead, test: Labelled) -> ProbeScore:
+def score_head(head: LinearHead, test: Labeled) -> ProbeScore:
     """Return the score of a head on the images of a split."""
     return score_predictions(predict(head.logits, test.features), test.labels)
 
 
 def fit_head(
-    train: Labelled, num_classes: int, l2: float, start: LinearHead | None = None, tolerance: float = FINE
+    train: Labeled, num_classes: int, l2: float, start: LinearHead | None = None, tolerance: float = FINE
 ) -> tuple[LinearHead, bool]:
     """Return the head with the lowest loss, and whether L-BFGS converged."""
     from scipy.optimize import minimize  # loads slowly
@@ -208,7 +208,7 @@ def fit_head(
 
 
 def fit_head_sgd(
-    chunks: Callable[[], Iterable[Labelled]], num_classes: int, options: SgdOptions | None = None
+    chunks: Callable[[], Iterable[Labeled]], num_classes: int, options: SgdOptions | None = None
 ) -> LinearHead:
     """Return the head after SGD over chunks of the features.
 
@@ -238,7 +238,7 @@ def fit_head_sgd(
 
 
 def _moments(
-    chunks: Callable[[], Iterable[Labelled]], num_classes: int, batch: int
+    chunks: Callable[[], Iterable[Labeled]], num_classes: int, batch: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return mean and deviation of the features of all chunks, and the number of batches."""
     count, steps, mean_F, squares_F = 0, 0, np.zeros(0), np.zeros(0)

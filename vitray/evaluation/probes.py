@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labelled, ProbeScore, draw_part
+from vitray.evaluation.arrays import Labeled, ProbeScore, draw_part
 from vitray.evaluation.calibration import calibration_scores
 from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme
 from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot, shots_within, smallest_class
 from vitray.evaluation.intervals import wilson
-from vitray.evaluation.knn import NEIGHBOURS, probe_knn
+from vitray.evaluation.knn import NEIGHBORS, probe_knn
 from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
 from vitray.models.probabilities import Probability
 
@@ -22,13 +22,13 @@ SHARE_SEED = 1
 
 
 def probe_features(
-    names: Sequence[str], train: Labelled | None, test: Labelled, num_classes: int, keys: Sequence[str]
+    names: Sequence[str], train: Labeled | None, test: Labeled, num_classes: int, keys: Sequence[str]
 ) -> dict[str, Any]:
     """Return the scores of the probes by name; `keys` are those of the training images."""
     values: dict[str, Any] = {}
     if train is not None and "knn" in names:
-        neighbours = [count for count in NEIGHBOURS if count <= len(train.labels)] or [len(train.labels)]
-        for count, each in probe_knn(train, test, num_classes, neighbours).items():
+        neighbors = [count for count in NEIGHBORS if count <= len(train.labels)] or [len(train.labels)]
+        for count, each in probe_knn(train, test, num_classes, neighbors).items():
             values |= _with_interval(f"knn{count}", each)
     if train is not None and "few_shot" in names:
         # A smaller class would give fewer images than the name of the score says.
@@ -46,7 +46,7 @@ def probe_features(
 
 
 def probe_shares(
-    shares: Sequence[float], train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str]
+    shares: Sequence[float], train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]
 ) -> dict[str, Any]:
     """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
 
@@ -56,7 +56,7 @@ def probe_shares(
     for share in shares:
         count = max(1, round(share * len(train.labels)))
         chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
-        part = Labelled(train.features[chosen_N], train.labels[chosen_N])
+        part = Labeled(train.features[chosen_N], train.labels[chosen_N])
         fitted = _linear(part, test, num_classes, [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in])
         values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
     return values
@@ -75,7 +75,7 @@ def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
     return {"attention_distance": float(np.mean(levels))} | by_level
 
 
-def _linear(train: Labelled, test: Labelled, num_classes: int, keys: Sequence[str]) -> dict[str, Any]:
+def _linear(train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]) -> dict[str, Any]:
     """Return the score of a linear probe, and how it was fitted: by SGD where L-BFGS needs too much memory."""
     if is_too_large(len(train.labels), train.features.shape[1], num_classes):
         by_sgd = probe_linear_sgd(train, test, num_classes, keys)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.config.augmentation import Normalise
-from vitray.data.augment.batch import DeviceBatch, normalised, to_device
+from vitray.config.augmentation import Normalize
+from vitray.data.augment.batch import DeviceBatch, normalized, to_device
 from vitray.evaluation.arrays import Examples
 from vitray.models.probabilities import Probability, probabilities_of
 from vitray.models.tokenizer import VisualTokenizer
@@ -47,7 +47,7 @@ class Score(NamedTuple):
     perplexity: float | None = None
     """Of a tokenizer: the number of equally frequent codes with the same entropy."""
     pictures: np.ndarray | None = None
-    """A few images on rank 0: original, masked, reconstructed (RBCHW, normalised)."""
+    """A few images on rank 0: original, masked, reconstructed (RBCHW, normalized)."""
     examples: Examples | None = None
     """A few images on rank 0, the same at every evaluation."""
     corrupt: Sequence[str] = ()
@@ -64,7 +64,7 @@ class EvaluationSet(NamedTuple):
 
     batches: Iterable[DeviceBatch]
     images: int
-    normalise: Normalise
+    normalize: Normalize
     corrupt: Callable[[], Sequence[str]] = tuple
     """Returns, after the batches, those of this worker's images that could not be decoded and are in no batch."""
 
@@ -80,7 +80,7 @@ def evaluate(
 ) -> Score:
     """Return the score of a classifier over the batches of all workers."""
     sums, images = Sums.zeros(num_classes, device), 0
-    for batch, images_BCHW in _normalised_batches(vit, data):
+    for batch, images_BCHW in _normalized_batches(vit, data):
         with autocast:
             logits_BK = vit(images_BCHW)
         add_batch(sums, logits_BK, batch, probability)
@@ -117,7 +117,7 @@ def evaluate_loss(
     if isinstance(task, VisualTokenizer):
         task.read_perplexity(training=False)  # resets the counts
     total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
-    for batch, padded_BCHW in _normalised_batches(task, data):
+    for batch, padded_BCHW in _normalized_batches(task, data):
         real = len(batch.rows)
         if not real:
             continue
@@ -135,18 +135,18 @@ def evaluate_loss(
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give every worker the buffers of rank 0: unsynchronised batch norms differ between workers."""
+    """Give every worker the buffers of rank 0: unsynchronized batch norms differ between workers."""
     if dist.is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)
 
 
-def _normalised_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tuple[DeviceBatch, Tensor]]:
-    """Yield each batch and its normalised images, with the network in evaluation mode."""
+def _normalized_batches(network: nn.Module, data: EvaluationSet) -> Iterator[tuple[DeviceBatch, Tensor]]:
+    """Yield each batch and its normalized images, with the network in evaluation mode."""
     was_training = network.training
     network.eval()
     for batch in data.batches:
-        yield batch, normalised(batch.images, data.normalise)
+        yield batch, normalized(batch.images, data.normalize)
     network.train(was_training)
 
 

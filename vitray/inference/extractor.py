@@ -1,6 +1,6 @@
 """A network on one device: the outputs of a chunk of images, as a table for each kind of output.
 
-Shapes: B images of a batch, H x W pixels, C colours, D features, K classes.
+Shapes: B images of a batch, H x W pixels, C colors, D features, K classes.
 """
 
 import os
@@ -14,9 +14,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from vitray.data.augment.batch import normalised, to_device
+from vitray.data.augment.batch import normalized, to_device
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.inference.images import EncodedImage, ImageSet, read_encoded
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec
@@ -82,7 +82,7 @@ class Extractor:
             pixels_HWC = decode_image(image.content)
         except UndecodableImage as error:
             return str(error)
-        view_HWC = crop_centre(pixels_HWC, self._spec.crop, self._spec.size)
+        view_HWC = crop_center(pixels_HWC, self._spec.crop, self._spec.size)
         return view_HWC if self._alter is None else self._alter(view_HWC, image.key)
 
     @torch.inference_mode()
@@ -90,7 +90,7 @@ class Extractor:
         assert self._vit is not None, "load comes first"
         autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.precision == "bf16")
         with self._lock, autocast:
-            images_BCHW = normalised(to_device(images_BHWC, self._device), self._spec.normalise)
+            images_BCHW = normalized(to_device(images_BHWC, self._device), self._spec.normalize)
             features_BD, logits_BK = self._vit.features_and_logits(images_BCHW)
             values = {"features": features_BD, "logits": logits_BK}
         return {output: values[output] for output in outputs}

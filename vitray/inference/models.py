@@ -38,7 +38,7 @@ def spec_of(run: Run, vit: AnyNetwork, classes: Sequence[str] | None, url: str, 
         num_classes=vit.model.num_classes,
         features=vit.width,
         size=vit.model.image_shape,
-        normalise=run.data.normalise,
+        normalize=run.data.normalize,
         crop=run.data.eval_crop,
         precision=run.compute.precision,
         probability=probability_of(run),
@@ -56,7 +56,7 @@ def open_network(spec: NetworkSpec) -> AnyNetwork:
 
 
 def _settings_of(model: Model) -> str:
-    of_training = {"drop_path", "drop_path_over_depth", "dropout", "batch_momentum"}
+    of_training = {"drop_path", "drop_path_schedule", "dropout", "batch_momentum"}
     return model.model_dump_json(exclude=of_training | {"execution"})
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 from typing import Any, Literal, NamedTuple
 
-from vitray.config.augmentation import CentreCrop, Normalise
+from vitray.config.augmentation import CenterCrop, Normalize
 from vitray.models.probabilities import Probability
 
 
@@ -28,8 +28,8 @@ class NetworkSpec(NamedTuple):
     features: int
     """The width of the pooled features."""
     size: tuple[int, int]
-    normalise: Normalise
-    crop: CentreCrop
+    normalize: Normalize
+    crop: CenterCrop
     precision: Literal["fp32", "bf16"]
     probability: Probability
     """How logits become probabilities."""
@@ -40,5 +40,5 @@ class NetworkSpec(NamedTuple):
     def key(self) -> str:
         """A hash of everything that decides the outputs for an image."""
         settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
-        settings += [self.normalise.model_dump(mode="json"), self.crop.model_dump(mode="json")]
+        settings += [self.normalize.model_dump(mode="json"), self.crop.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()

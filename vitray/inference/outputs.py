@@ -167,7 +167,7 @@ def _read(work: Work, output: Output) -> tuple[pa.Table, np.ndarray]:
 
 
 def _empty(rows: int, width: int) -> np.ndarray:
-    """Return uninitialised outputs: in memory, or in an unnamed temporary file where they are large."""
+    """Return uninitialized outputs: in memory, or in an unnamed temporary file where they are large."""
     size = rows * width * 4
     if size <= MOST_IN_MEMORY:
         return np.empty((rows, width), np.float32)

@@ -1,4 +1,4 @@
-"""The inside of a network, as arrays: a network and a batch of normalised images in, values out. Needs torch alone."""
+"""The inside of a network, as arrays: a network and a batch of normalized images in, values out. Needs torch alone."""
 
 from vitray.inspection.attention_distance import AttentionSpread as AttentionSpread
 from vitray.inspection.attention_distance import attention_distances as attention_distances

@@ -1,6 +1,6 @@
 """Attention distance: the mean distance in pixels between a query patch and the patches it attends to (ViT paper, D.7).
 
-Shapes: B images, C colours, H x W pixels, N tokens, M patches, L levels, P branches of a level; of attention weights
+Shapes: B images, C colors, H x W pixels, N tokens, M patches, L levels, P branches of a level; of attention weights
 (BHNN) and results (LPHB), H heads.
 """
 
@@ -18,8 +18,8 @@ class AttentionSpread(NamedTuple):
     """The spread of each head's attention, averaged over queries, for each image: LPHB."""
 
     distance: Tensor
-    """In pixels. The rows and columns of all tokens before the patches are cut, and the rest is not renormalised."""
-    renormalised: Tensor
+    """In pixels. The rows and columns of all tokens before the patches are cut, and the rest is not renormalized."""
+    renormalized: Tensor
     """In pixels, each query's attention to the patches divided by its sum; differs only with tokens before them."""
     entropy: Tensor
     """In nats, of all rows and columns: log N for uniform attention, 0 for attention to one token."""
@@ -27,7 +27,7 @@ class AttentionSpread(NamedTuple):
 
 @torch.no_grad()
 def attention_distances(vit: ViT, images_BCHW: Tensor, chosen: Sequence[int] | None = None) -> AttentionSpread:
-    """Return attention distance in both conventions, and entropy, of every head for a batch of normalised images.
+    """Return attention distance in both conventions, and entropy, of every head for a batch of normalized images.
 
     `chosen` are the levels that are inspected, counted from 0, in ascending order; by default all.
     """
@@ -47,17 +47,17 @@ def attention_distances(vit: ViT, images_BCHW: Tensor, chosen: Sequence[int] | N
 
 
 def spread_of(weights_BHNN: Tensor, distances_MM: Tensor, prefix: int) -> Tensor:
-    """Return distance, renormalised distance and entropy of one branch, 3HB."""
+    """Return distance, renormalized distance and entropy of one branch, 3HB."""
     patches_BHMM = weights_BHNN[..., prefix:, prefix:]
     distance_BHM = torch.einsum("bhij,ij->bhi", patches_BHMM, distances_MM)
     # A query that attends to no patch has no distance: 0 / 0, left out of the mean.
-    renormalised_BH = (distance_BHM / patches_BHMM.sum(dim=-1)).nanmean(dim=-1)
+    renormalized_BH = (distance_BHM / patches_BHMM.sum(dim=-1)).nanmean(dim=-1)
     entropy_BH = torch.special.entr(weights_BHNN).sum(dim=-1).mean(dim=-1)
-    return torch.stack([distance_BHM.mean(dim=-1), renormalised_BH, entropy_BH]).mT
+    return torch.stack([distance_BHM.mean(dim=-1), renormalized_BH, entropy_BH]).mT
 
 
 def patch_distances(grid: tuple[int, int], patch: int) -> Tensor:
-    """Return the distance in pixels between the centres of any two patches of a grid, MM, in float64."""
+    """Return the distance in pixels between the centers of any two patches of a grid, MM, in float64."""
     rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
-    centres_M2 = torch.stack([rows.flatten(), columns.flatten()], dim=1) * patch
-    return torch.cdist(centres_M2, centres_M2, compute_mode="donot_use_mm_for_euclid_dist")
+    centers_M2 = torch.stack([rows.flatten(), columns.flatten()], dim=1) * patch
+    return torch.cdist(centers_M2, centers_M2, compute_mode="donot_use_mm_for_euclid_dist")

@@ -3,7 +3,7 @@
 Chance is measured by permutations that give one branch the outputs of other images. Likeness that survives them is a
 property of the branches; likeness above it depends on the image.
 
-Shapes: B images of a mini-batch, C colours, H x W pixels, N tokens, D width, P branches.
+Shapes: B images of a mini-batch, C colors, H x W pixels, N tokens, D width, P branches.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.inspection.levels import Level, blocks, run_levels
-from vitray.inspection.similarity import gram, hsic, mini_batches, u_centred
+from vitray.inspection.similarity import gram, hsic, mini_batches, u_centered
 from vitray.inspection.states import chunks
 from vitray.models.vit import ViT
 
@@ -70,7 +70,7 @@ class HalfSums(NamedTuple):
     """The values of one half of a level for a mini-batch, on the CPU."""
 
     grams: Tensor
-    """PBB, U-centred."""
+    """PBB, U-centered."""
     cosines: list[Tensor]
     """BB of each pair of branches: of the first's images with the second's."""
     shares: Tensor
@@ -133,7 +133,7 @@ def _outputs(passed: Sequence[Level]) -> Iterator[list[list[Tensor]]]:
 
 
 def _sums_of_half(outputs: list[list[Tensor]]) -> HalfSums:
-    grams = torch.stack([u_centred(gram(parts)) for parts in outputs])
+    grams = torch.stack([u_centered(gram(parts)) for parts in outputs])
     units = [F.normalize(torch.cat(parts).double(), dim=2).flatten(1) for parts in outputs]
     tokens = outputs[0][0].shape[1]
     cosines = [first @ second.T / tokens for first, second in itertools.combinations(units, 2)]
@@ -152,7 +152,7 @@ def update_shares(outputs_PBND: Tensor) -> Tensor:
 
 
 def _cka(grams: Sequence[tuple[Tensor, Tensor]], orders: Sequence[Tensor]) -> Likeness:
-    """Linear CKA of two branches, and of all permutations of the second, over mini-batches of U-centred grams."""
+    """Linear CKA of two branches, and of all permutations of the second, over mini-batches of U-centered grams."""
     own = [torch.stack([hsic(each[None], each[None])[0, 0] for each in pair]) for pair in grams]
     scale = torch.stack(own).mean(dim=0).prod().sqrt()
     observed = [hsic(first[None], second[None])[0, 0] for first, second in grams]

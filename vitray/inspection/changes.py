@@ -88,7 +88,7 @@ def feature_changes(
 ) -> FeatureChange:
     """Return the change of the tokens of images at every state, for two networks with the same levels and tokens.
 
-    `images_of_other` are the same images in the second network's normalisation, where it differs.
+    `images_of_other` are the same images in the second network's normalization, where it differs.
     """
     images_of_other = images_BCHW if images_of_other is None else images_of_other
     if (first := tokens_of(base, images_BCHW)) != (second := tokens_of(other, images_of_other)):

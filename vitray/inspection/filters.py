@@ -1,9 +1,9 @@
 """The filters of a stem, and their leading principal components (ViT paper, figure 7).
 
 A linear stem has a filter for each channel of a token. A stem with nonlinear layers has none, so its effective filters
-stand for them: the derivatives of a token with respect to the pixels that it reads, at an image of one colour.
+stand for them: the derivatives of a token with respect to the pixels that it reads, at an image of one color.
 
-Shapes: D channels of a token, K components, B images, N patches, C colours, H x W pixels.
+Shapes: D channels of a token, K components, B images, N patches, C colors, H x W pixels.
 """
 
 import math
@@ -32,7 +32,7 @@ class ReceptiveField(NamedTuple):
 
 
 class EffectiveStem(NamedTuple):
-    """The linearisation of a stem at an image of one colour: an affine map from pixels to tokens."""
+    """The linearization of a stem at an image of one color: an affine map from pixels to tokens."""
 
     filters: Tensor
     bias: Tensor
@@ -52,8 +52,8 @@ class StemFilters(NamedTuple):
     """The leading components of a stem's effective filters."""
 
     components: Components
-    colour: Tensor
-    """The normalised colour around which the filters are taken; those of a linear stem do not depend on it."""
+    color: Tensor
+    """The normalized color around which the filters are taken; those of a linear stem do not depend on it."""
     linear_share: float | None
     """Of the variance of tokens, predicted by the effective filters; None without images."""
 
@@ -64,14 +64,14 @@ def first_filters(network: TorchvisionNetwork) -> Tensor:
 
 
 def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) -> StemFilters:
-    """Return the leading components of a stem's filters around the mean colour of normalised images.
+    """Return the leading components of a stem's filters around the mean color of normalized images.
 
-    Without images, they are taken around 0, the mean colour of the normalisation.
+    Without images, they are taken around 0, the mean color of the normalization.
     """
-    colour_C = torch.zeros(3) if images_BCHW is None else images_BCHW.mean(dim=(0, 2, 3))
-    stem = effective_stem(vit, colour_C)
+    color_C = torch.zeros(3) if images_BCHW is None else images_BCHW.mean(dim=(0, 2, 3))
+    stem = effective_stem(vit, color_C)
     share = None if images_BCHW is None else linear_share(vit, images_BCHW, stem)
-    return StemFilters(principal_components(stem.filters, number), colour_C, share)
+    return StemFilters(principal_components(stem.filters, number), color_C, share)
 
 
 def receptive_field(vit: ViT) -> ReceptiveField:
@@ -82,8 +82,8 @@ def receptive_field(vit: ViT) -> ReceptiveField:
     return ReceptiveField(start, size)
 
 
-def effective_stem(vit: ViT, colour_C: Tensor) -> EffectiveStem:
-    """Return the effective filters of a stem around a normalised colour; those of a linear stem are its weights."""
+def effective_stem(vit: ViT, color_C: Tensor) -> EffectiveStem:
+    """Return the effective filters of a stem around a normalized color; those of a linear stem are its weights."""
     check_network(vit)
     if vit.model.shape.is_hybrid:
         raise ConfigError(f"{vit.model.name}: a token of its ResNet reads the whole image, so its stem has no filters")
@@ -92,7 +92,7 @@ def effective_stem(vit: ViT, colour_C: Tensor) -> EffectiveStem:
     margin = math.ceil(max(-field.start, field.start + field.size - patch, 0) / patch)
     side, first = (2 * margin + 1) * patch, margin * patch + field.start
     token = margin * (2 * margin + 1) + margin
-    image_CHW = colour_C.to(vit.norm.weight)[:, None, None].expand(3, side, side)
+    image_CHW = color_C.to(vit.norm.weight)[:, None, None].expand(3, side, side)
     filters = []
     for channels in torch.arange(width).split(FILTERS_AT_ONCE):
         # A copy of the image for each channel: the derivatives of all of them are one backward pass.
@@ -110,7 +110,7 @@ def effective_stem(vit: ViT, colour_C: Tensor) -> EffectiveStem:
 
 
 def principal_components(filters_DCHW: Tensor, number: int = 28) -> Components:
-    """Return up to `number` principal components of filters, in float64: directions of pixels, centred over filters."""
+    """Return up to `number` principal components of filters, in float64: pixel directions, centered over filters."""
     flat_DP = filters_DCHW.double().flatten(1)
     _, values_K, rows_KP = torch.linalg.svd(flat_DP - flat_DP.mean(dim=0), full_matrices=False)
     largest_K1 = rows_KP.gather(1, rows_KP.abs().argmax(dim=1, keepdim=True))

@@ -3,7 +3,7 @@
 The network computes with its own kernels throughout. Attention weights are computed beside it from a level's input, so
 that its outputs stay the same bits, and only one level's weights exist at a time.
 
-Shapes: B images, C colours, H x W pixels, N tokens (class token, distillation token and registers, if any, then the
+Shapes: B images, C colors, H x W pixels, N tokens (class token, distillation token and registers, if any, then the
 patches row by row), D width; of attention weights (BHNN), H heads.
 """
 

@@ -1,6 +1,6 @@
 """Positions: the similarity of their embeddings (ViT paper, figures 7 and 10), and the learned terms of offsets.
 
-Shapes: R x Q rows and columns of patches, N patches row by row, D width, B images, C colours, H x W pixels, L levels,
+Shapes: R x Q rows and columns of patches, N patches row by row, D width, B images, C colors, H x W pixels, L levels,
 P branches; of terms (LPHK), H heads, K offsets; d channels of a head.
 """
 

@@ -1,10 +1,10 @@
 """Attention maps: the patches that a network's output attends to, by attention rollout and two variants.
 
 Rollout multiplies the maps of all levels (Abnar and Zuidema, 2020; ViT paper, D.7). The map of a level is the identity,
-for the residual stream, plus the mean over heads of its attention, row-normalised. The branches of a parallel level all
-add to one residual stream, so that its map is row-normalise(I + sum over branches of the mean over heads).
+for the residual stream, plus the mean over heads of its attention, row-normalized. The branches of a parallel level all
+add to one residual stream, so that its map is row-normalize(I + sum over branches of the mean over heads).
 
-Shapes: B images, C colours, H x W pixels, N tokens, R x Q rows and columns of patches, K classes; of attention weights
+Shapes: B images, C colors, H x W pixels, N tokens, R x Q rows and columns of patches, K classes; of attention weights
 (BHNN), H heads.
 """
 
@@ -33,7 +33,7 @@ class AttentionMaps(NamedTuple):
 
 @torch.no_grad()
 def attention_maps(vit: ViT, images_BCHW: Tensor) -> AttentionMaps:
-    """Return attention rollout, the attention of the last level and the logits of a batch of normalised images."""
+    """Return attention rollout, the attention of the last level and the logits of a batch of normalized images."""
     parts = [_maps_of_chunk(vit, chunk) for chunk in images_BCHW.split(images_at_once(vit, images_BCHW))]
     return AttentionMaps(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 

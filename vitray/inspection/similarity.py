@@ -29,7 +29,7 @@ Reading = Literal["tokens", "pooled"]
 
 @torch.no_grad()
 def level_grams(vit: AnyNetwork, images_BCHW: Tensor, reading: Reading = "tokens", batch: int = 64) -> list[Tensor]:
-    """Return the centred Gram matrices of the states, JBB, of each mini-batch of about `batch` images, at least 4.
+    """Return the centered Gram matrices of the states, JBB, of each mini-batch of about `batch` images, at least 4.
 
     A representation is all tokens of an image as one vector, or only the vector that the network pools. The lists of
     several calls may be joined.
@@ -66,7 +66,7 @@ def _grams_of_batch(vit: AnyNetwork, images_BCHW: Tensor, reading: Reading) -> T
     for parts in zip(*(run_states(vit, chunk) for chunk in chunks(vit, images_BCHW)), strict=True):
         if reading == "pooled":
             parts = [_pooled(vit, x_BND) for x_BND in parts]
-        grams.append(u_centred(gram(parts)))
+        grams.append(u_centered(gram(parts)))
     return torch.stack(grams)
 
 
@@ -80,27 +80,27 @@ def _pooled(vit: AnyNetwork, x_BND: Tensor) -> Tensor:
 
 
 def gram(parts: Sequence[Tensor]) -> Tensor:
-    """Return the linear Gram matrix, BB, of the centred tokens of a batch in parts, BND."""
+    """Return the linear Gram matrix, BB, of the centered tokens of a batch in parts, BND."""
     images, tokens = sum(len(part) for part in parts), parts[0].shape[1]
     gram_BB = torch.zeros(images, images, dtype=torch.float64, device=parts[0].device)
     for start in range(0, tokens, TOKENS_AT_ONCE):
         rows_BF = torch.cat([part[:, start : start + TOKENS_AT_ONCE].double().flatten(1) for part in parts])
-        centred_BF = rows_BF - rows_BF.mean(dim=0)
-        if centred_BF.norm() > ROUNDING * rows_BF.norm():
-            gram_BB += centred_BF @ centred_BF.T
+        centered_BF = rows_BF - rows_BF.mean(dim=0)
+        if centered_BF.norm() > ROUNDING * rows_BF.norm():
+            gram_BB += centered_BF @ centered_BF.T
     return gram_BB
 
 
-def u_centred(gram_BB: Tensor) -> Tensor:
-    """Return a Gram matrix without its diagonal, centred so that every row sums to 0."""
+def u_centered(gram_BB: Tensor) -> Tensor:
+    """Return a Gram matrix without its diagonal, centered so that every row sums to 0."""
     images = len(gram_BB)
     gram_BB = gram_BB - gram_BB.diag().diag()
     rows_B = gram_BB.sum(dim=1) / (images - 2)
-    centred_BB = gram_BB - rows_B[:, None] - rows_B + rows_B.sum() / (images - 1)
-    return centred_BB - centred_BB.diag().diag()
+    centered_BB = gram_BB - rows_B[:, None] - rows_B + rows_B.sum() / (images - 1)
+    return centered_BB - centered_BB.diag().diag()
 
 
 def hsic(first_JBB: Tensor, second_KBB: Tensor) -> Tensor:
-    """Return the unbiased HSIC, JK, of U-centred Gram matrices of at least 4 images."""
+    """Return the unbiased HSIC, JK, of U-centered Gram matrices of at least 4 images."""
     images = first_JBB.shape[1]
     return first_JBB.flatten(1) @ second_KBB.flatten(1).T / (images * (images - 3))

@@ -2,7 +2,7 @@
 
 A state is a batch's tokens before the first level or after a level: L levels have L + 1 states. The levels of a network
 of torchvision are its stages, and its tokens the positions of an image.
-Shapes: B images, C colours, H x W pixels, N tokens, D width.
+Shapes: B images, C colors, H x W pixels, N tokens, D width.
 """
 
 from collections.abc import Iterator

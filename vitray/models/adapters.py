@@ -133,7 +133,7 @@ def add_lora(vit: nn.Module, matrices: Sequence[Matrix], rank: int, alpha: float
 def merge_lora(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a network's tensors with LoRA merged into the weights, and without its factors.
 
-    Every machine gets the same bits: the hash by which a delta recognises its base is the same everywhere.
+    Every machine gets the same bits: the hash by which a delta recognizes its base is the same everywhere.
     """
     merged = {key: tensor for key, tensor in state.items() if not _OF_LORA.search(key)}
     unused = {key: None for key in state if key not in merged}

@@ -27,7 +27,7 @@ from vitray.models.branches import (
     join_heads,
     split_heads,
 )
-from vitray.models.norms import bias_of, normalise, normalise_heads
+from vitray.models.norms import bias_of, normalize, normalize_heads
 from vitray.models.positions import NO_POSITIONS, AttentionPositions
 from vitray.models.products import Products
 
@@ -109,11 +109,11 @@ class Block(nn.Module):
 
     def _attend_fused(self, x_BND: Tensor, positions: AttentionPositions) -> Tensor:
         weights = self._fused_weights(self.attentions, x_BND)
-        qkv_BNK = F.linear(normalise(x_BND, self.attentions[0].norm), weights.weight_in, weights.bias_in)
+        qkv_BNK = F.linear(normalize(x_BND, self.attentions[0].norm), weights.weight_in, weights.bias_in)
         q, k, v = split_heads(qkv_BNK, self.heads * self.branches)
         if q_norms := [branch.q_norm for branch in self.attentions if branch.q_norm is not None]:
             k_norms = [branch.k_norm for branch in self.attentions if branch.k_norm is not None]
-            q, k = normalise_heads(q, q_norms).type_as(v), normalise_heads(k, k_norms).type_as(v)
+            q, k = normalize_heads(q, q_norms).type_as(v), normalize_heads(k, k_norms).type_as(v)
         tables: list[Tensor] = [branch.relative for branch in self.attentions if branch.relative is not None]
         q, k, bias = apply_positions(q, k, positions, torch.stack(tables) if tables else None)
         h_BNK = join_heads(attend(q, k, v, bias, self.attentions[0].axis, positions.grid))
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
     def _feed_fused(self, x_BND: Tensor) -> Tensor:
         weights, first = self._fused_weights(self.feedforwards, x_BND), self.feedforwards[0]
-        h_BNK = F.linear(normalise(x_BND, first.norm), weights.weight_in, weights.bias_in)
+        h_BNK = F.linear(normalize(x_BND, first.norm), weights.weight_in, weights.bias_in)
         h_BNK = activate(h_BNK, first.activation)
         if first.adapter is None:
             return self._add_fused(x_BND, h_BNK, weights)
@@ -175,7 +175,7 @@ class FusedWeights(NamedTuple):
 def fuse_weights(branches: Branches) -> FusedWeights:
     """Return the folded and concatenated weights of parallel branches; the result is exact.
 
-    With u the input normalised without weight and bias, W (g u + c) + b = (W diag g) u + (W c + b), so that branches
+    With u the input normalized without weight and bias, W (g u + c) + b = (W diag g) u + (W c + b), so that branches
     share u and stack row-wise; and sum_p s_p (O_p h_p + o_p) = [diag(s_1) O_1 ...] [h_1; ...] + sum_p s_p o_p.
     """
     weights_in, biases_in, weights_out, biases_out = [], [], [], []

@@ -1,6 +1,6 @@
 """Other patch sizes at use (FlexiViT): the kernel of a linear stem, resized by the pseudo-inverse.
 
-Shapes: D width, C colours, P x P pixels of a patch.
+Shapes: D width, C colors, P x P pixels of a patch.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ def resize_matrix(old: int, new: int) -> Tensor:
 def kernel_matrix(old: int, new: int) -> Tensor:
     """Return the pseudo-inverse of B^T (new^2 x old^2, float64), which resizes a kernel to fit patches resized by B.
 
-    The new kernel w' minimises the mean squared error between <B x, w'> and <x, w> over patches x of independent
+    The new kernel w' minimizes the mean squared error between <B x, w'> and <x, w> over patches x of independent
     pixels. For a larger patch the error is 0, because B^T w' = w.
     """
     return torch.linalg.pinv(resize_matrix(old, new).T)

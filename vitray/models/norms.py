@@ -15,12 +15,12 @@ Norm = nn.LayerNorm | nn.RMSNorm
 class RMSNorm(nn.RMSNorm):
     """RMSNorm that computes at least in the type of its weight.
 
-    Under autocast the queries and keys that qk_norm normalises are bfloat16. torch has no fused kernel for an input and
+    Under autocast the queries and keys that qk_norm normalizes are bfloat16. torch has no fused kernel for an input and
     a weight of different types: it would warn, and round to bfloat16 before the weight.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised input."""
+        """Return the normalized input."""
         return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype)))
 
 
@@ -34,7 +34,7 @@ def bias_of(norm: Norm) -> Tensor | None:
     return norm.bias if isinstance(norm, nn.LayerNorm) else None
 
 
-def normalise(x_BND: Tensor, norm: Norm) -> Tensor:
+def normalize(x_BND: Tensor, norm: Norm) -> Tensor:
     """Return the output of a norm without its weight and bias."""
     if isinstance(norm, nn.RMSNorm):
         x_BND = x_BND.to(torch.promote_types(x_BND.dtype, norm.weight.dtype))
@@ -42,9 +42,9 @@ def normalise(x_BND: Tensor, norm: Norm) -> Tensor:
     return F.layer_norm(x_BND, norm.normalized_shape, eps=norm.eps)
 
 
-def normalise_heads(x_BHNd: Tensor, norms: Sequence[Norm]) -> Tensor:
-    """Return the normalised heads of several branches, each by the weight and bias of its own branch."""
-    x_BPHNd = normalise(x_BHNd, norms[0]).unflatten(1, (len(norms), -1))
+def normalize_heads(x_BHNd: Tensor, norms: Sequence[Norm]) -> Tensor:
+    """Return the normalized heads of several branches, each by the weight and bias of its own branch."""
+    x_BPHNd = normalize(x_BHNd, norms[0]).unflatten(1, (len(norms), -1))
     x_BPHNd = x_BPHNd * torch.stack([norm.weight for norm in norms])[:, None, None]
     biases = [bias for norm in norms if (bias := bias_of(norm)) is not None]
     if biases:

@@ -1,7 +1,7 @@
 """Images as patches, and a light transformer decoder from tokens to patches.
 
-Shapes: B images, C colours, H x W pixels, N patches (row by row), M selected patches, F prefix tokens, K pixels of a
-patch (row, column, colour), D width.
+Shapes: B images, C colors, H x W pixels, N patches (row by row), M selected patches, F prefix tokens, K pixels of a
+patch (row, column, color), D width.
 """
 
 import torch
@@ -12,7 +12,7 @@ from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
 from vitray.models.positions import Grid, Positions
 from vitray.models.products import Products
-from vitray.models.vit import initialise_linear
+from vitray.models.vit import initialize_linear
 
 
 def patchify(images_BCHW: Tensor, patch: int) -> Tensor:
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         self.positions = Positions(SinCos2d(), grid, block.width)
         self.blocks = nn.ModuleList(Block(block) for _ in range(depth))
         self.head = nn.Sequential(nn.LayerNorm(block.width, eps=block.norm_eps), nn.Linear(block.width, after))
-        self.apply(initialise_linear)
+        self.apply(initialize_linear)
         # Preserves the input's variance, beside positions with a standard deviation of 0.7.
         nn.init.normal_(self.embed.weight, std=before**-0.5)
 

@@ -6,7 +6,7 @@ Shapes: B images, K classes.
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from vitray.config import Run
-from vitray.config.training import Finetune, SupervisedSettings
+from vitray.config.training import Finetune, Supervised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ Probability = Literal["softmax", "sigmoid"]
 
 def probability_of(run: Run) -> Probability:
     """Return how the logits of a run's network become probabilities: a sigmoid for each class after loss bce."""
-    is_binary = isinstance(run.task, SupervisedSettings | Finetune) and run.task.loss == "bce"
+    is_binary = isinstance(run.task, Supervised | Finetune) and run.task.loss == "bce"
     return "sigmoid" if is_binary else "softmax"
 
 

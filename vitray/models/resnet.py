@@ -1,4 +1,4 @@
-"""The ResNet of a hybrid (BiT): group norms, standardised convolutions, padding as in TensorFlow.
+"""The ResNet of a hybrid (BiT): group norms, standardized convolutions, padding as in TensorFlow.
 
 Shapes: B images, C channels, H x W pixels or cells of a feature map, O output and I input channels of a kernel.
 """
@@ -20,7 +20,7 @@ EPSILONS = {
 }
 
 
-def standardise(weight_OIHW: Tensor, kind: str) -> Tensor:
+def standardize(weight_OIHW: Tensor, kind: str) -> Tensor:
     """Return a kernel whose outputs each have weights of mean 0 and deviation 1, but for the epsilon of a code."""
     eps, _ = EPSILONS[kind]
     variance, mean = torch.var_mean(weight_OIHW, dim=(1, 2, 3), correction=0, keepdim=True)
@@ -28,8 +28,8 @@ def standardise(weight_OIHW: Tensor, kind: str) -> Tensor:
     return (weight_OIHW - mean) * scale
 
 
-class StandardisedConv(nn.Conv2d):
-    """A convolution of standardised weights, padded so that stride 2 halves an even side."""
+class StandardizedConv(nn.Conv2d):
+    """A convolution of standardized weights, padded so that stride 2 halves an even side."""
 
     def __init__(self, before: int, after: int, kernel: int, stride: int, kind: str) -> None:
         super().__init__(before, after, kernel, stride, bias=False)
@@ -38,7 +38,7 @@ class StandardisedConv(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         padded = F.pad(input, (*self.pad, *self.pad)) if any(self.pad) else input
-        return F.conv2d(padded, standardise(self.weight, self.kind), stride=self.stride)
+        return F.conv2d(padded, standardize(self.weight, self.kind), stride=self.stride)
 
 
 class Bottleneck(nn.Module):
@@ -47,16 +47,16 @@ class Bottleneck(nn.Module):
     def __init__(self, before: int, after: int, stride: int, kind: str) -> None:
         super().__init__()
         inner, eps = after // 4, EPSILONS[kind][1]
-        self.conv1 = StandardisedConv(before, inner, 1, 1, kind)
+        self.conv1 = StandardizedConv(before, inner, 1, 1, kind)
         self.norm1 = nn.GroupNorm(GROUPS, inner, eps)
-        self.conv2 = StandardisedConv(inner, inner, 3, stride, kind)
+        self.conv2 = StandardizedConv(inner, inner, 3, stride, kind)
         self.norm2 = nn.GroupNorm(GROUPS, inner, eps)
-        self.conv3 = StandardisedConv(inner, after, 1, 1, kind)
+        self.conv3 = StandardizedConv(inner, after, 1, 1, kind)
         self.norm3 = nn.GroupNorm(GROUPS, after, eps)
         nn.init.zeros_(self.norm3.weight)  # a new unit is the identity, as in the code of the ViT paper
         self.down = self.down_norm = None
         if stride > 1 or before != after:
-            self.down = StandardisedConv(before, after, 1, stride, kind)
+            self.down = StandardizedConv(before, after, 1, stride, kind)
             self.down_norm = nn.GroupNorm(GROUPS, after, eps)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
     def __init__(self, name: Name, kind: str) -> None:
         super().__init__()
-        self.root = StandardisedConv(3, ROOT, 7, 2, kind)
+        self.root = StandardizedConv(3, ROOT, 7, 2, kind)
         self.root_norm = nn.GroupNorm(GROUPS, ROOT, EPSILONS[kind][1])
         self.stages = nn.ModuleList()
         before = ROOT

@@ -21,7 +21,7 @@ def axial_rotation(grid: Grid, head_size: int, base: float) -> Tensor:
 
 
 def rotate(x_BHNd: Tensor, rotation: Tensor) -> Tensor:
-    """Return heads with neighbouring channels turned: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    """Return heads with neighboring channels turned: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = rotation
     turned_BHNd = torch.stack((-x_BHNd[..., 1::2], x_BHNd[..., ::2]), dim=-1).flatten(-2)
     return (x_BHNd * cos + turned_BHNd * sin).type_as(x_BHNd)

@@ -17,7 +17,7 @@ class Sizes(NamedTuple):
     parts: dict[Part, int]
     """Parameters of each part; `norms` includes the final norm."""
     gflops: float
-    """Billions of multiply-adds of a forward pass, counted as in the papers: matrix products, and 5 per normalised
+    """Billions of multiply-adds of a forward pass, counted as in the papers: matrix products, and 5 per normalized
     element."""
 
     @property
@@ -124,10 +124,10 @@ def sizes_of(model: Model) -> Sizes:
         "head": head_matrices + heads * (hidden + classes),
     }
     products = pairs * N * D * (4 * D + up + inner + 2 * adapters + attended + offsets) + head_matrices
-    normalised = pairs * (2 + 2 * model.qk_norm) * N * D + D * (
+    normalized = pairs * (2 + 2 * model.qk_norm) * N * D + D * (
         patches if model.pool == "mean" else model.num_classifiers
     )
-    return Sizes(parts, (stem_work + products + 5 * normalised) / 1e9)
+    return Sizes(parts, (stem_work + products + 5 * normalized) / 1e9)
 
 
 def _positions(model: Model, patches: int) -> int:

@@ -23,7 +23,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class Stem(nn.Module):
-    """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighbouring patches."""
+    """Layers whose output positions are the tokens; only `conv` stems and ResNets mix neighboring patches."""
 
     def __init__(
         self, name: Name, resnet_eps: str = "vit", norm_eps: float | None = None, momentum: float = 0.1
@@ -125,11 +125,11 @@ class GlooBatchNorm(nn.BatchNorm2d):
         count = x_BCHW.new_tensor([x_BCHW.numel() / self.num_features])
         sums: Tensor = SumOverWorkers.apply(torch.cat([x_BCHW.sum(over), count]))  # pyright: ignore[reportAssignmentType]
         total, mean = sums[-1], sums[:-1] / sums[-1]
-        centred = x_BCHW - mean[:, None, None]
-        variance: Tensor = SumOverWorkers.apply(centred.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
+        centered = x_BCHW - mean[:, None, None]
+        variance: Tensor = SumOverWorkers.apply(centered.square().sum(over)) / total  # pyright: ignore[reportOptionalOperand]
         self._track(mean, variance * total / (total - 1))
         scale = self.weight * (variance + self.eps).rsqrt()
-        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
+        return (centered * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
 
     @torch.no_grad()  # otherwise the statistics would keep the graph of every step
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -148,7 +148,7 @@ def use_patch(network: nn.Module, patch: int | None) -> None:
             stem.use_patch(patch or stem.own_patch)
 
 
-def synchronise_norms(model: nn.Module, device: torch.device) -> None:
+def synchronize_norms(model: nn.Module, device: torch.device) -> None:
     """Replace the batch norms by ones over the images of all workers, with the same parameters and statistics."""
     if device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model)

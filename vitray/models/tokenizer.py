@@ -1,10 +1,10 @@
 """A visual tokenizer: an autoencoder with one discrete code per patch.
 
-Each token becomes a few numbers, and each number is rounded to one of its levels (finite scalar quantisation). No code
+Each token becomes a few numbers, and each number is rounded to one of its levels (finite scalar quantization). No code
 vector is learned, so no code can die. No running statistics depend on the split of a batch over workers and
 micro-batches. The only loss is the reconstruction error.
 
-Shapes: B images, C colours, H x W pixels, N patches (row by row), L numbers of a code, V codes.
+Shapes: B images, C colors, H x W pixels, N patches (row by row), L numbers of a code, V codes.
 """
 
 import math
@@ -36,7 +36,7 @@ class VisualTokenizer(nn.Module):
         self.patch, self.grid = model.shape.patch, model.grid
         self.vit = ViT(model)
         self.squeeze = nn.Linear(model.shape.size, len(task.levels))
-        # Turns a normalised token into a roughly logistic variable: initially all levels are about equally likely.
+        # Turns a normalized token into a roughly logistic variable: initially all levels are about equally likely.
         nn.init.normal_(self.squeeze.weight, std=math.pi / math.sqrt(3 * model.shape.size))
         nn.init.zeros_(self.squeeze.bias)
         block = BlockSpec(task.decoder_width, task.decoder_heads, norm_eps=model.norm_eps)
@@ -53,7 +53,7 @@ class VisualTokenizer(nn.Module):
         level_BNL = self._round(numbers_BNL)
         self._count(level_BNL)
         # Straight-through estimator: the gradient bypasses the rounding.
-        numbers_BNL = numbers_BNL + (self._centres(level_BNL) - numbers_BNL).detach()
+        numbers_BNL = numbers_BNL + (self._centers(level_BNL) - numbers_BNL).detach()
         return F.mse_loss(self._decode_patches(numbers_BNL).float(), patchify(images_BCHW, self.patch).float())
 
     def count(self, products: Products) -> None:
@@ -78,9 +78,9 @@ class VisualTokenizer(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes_BN: Tensor) -> Tensor:
-        """Return the images (BCHW, normalised) of codes."""
+        """Return the images (BCHW, normalized) of codes."""
         level_BNL = codes_BN[..., None] // self.strides % self.levels
-        return unpatchify(self._decode_patches(self._centres(level_BNL)), self.grid, self.patch)
+        return unpatchify(self._decode_patches(self._centers(level_BNL)), self.grid, self.patch)
 
     def reconstruct(self, images_BCHW: Tensor, _targets: Tensor | None = None) -> Tensor:
         """Return the images decoded from their codes."""
@@ -113,7 +113,7 @@ class VisualTokenizer(nn.Module):
         level_BNL = (numbers_BNL.detach() * self.levels).long()
         return level_BNL.minimum(self.levels - 1)  # a sigmoid may round to 1
 
-    def _centres(self, level_BNL: Tensor) -> Tensor:
+    def _centers(self, level_BNL: Tensor) -> Tensor:
         return (level_BNL + 0.5) / self.levels
 
     def _code(self, level_BNL: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ AxialResNet-50, which is built like a ResNet of torchvision, is used in the same
 Functions import torchvision where they use it: it brings torch.compile along, a second of CPU for each process, and
 most networks are ours.
 
-Shapes: B images, C colours, H x W pixels, D features, K classes.
+Shapes: B images, C colors, H x W pixels, D features, K classes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width, C colours."""
+"""The Vision Transformer: stem, positions, blocks, pool, head. B images, N patches, D width, C colors."""
 
 import math
 import re
@@ -64,7 +64,7 @@ class ViT(nn.Module):
         )
         self.norm = build_norm(model.norm, shape.size, model.norm_eps, model.bias)
         self.head = build_head(model)
-        self.blocks.apply(initialise_linear)
+        self.blocks.apply(initialize_linear)
         for module in self.blocks.modules():
             if isinstance(module, Adapter):
                 module.start_from_zero()
@@ -158,7 +158,7 @@ class ViT(nn.Module):
         }
 
     def pooled(self, x_BND: Tensor) -> Tensor:
-        """Return one normalised vector per image, BD; of class and distillation token both, one after the other."""
+        """Return one normalized vector per image, BD; of class and distillation token both, one after the other."""
         if self.distillation_token is not None:
             return self.norm(x_BND[:, :2]).flatten(1)
         if self.model.pool == "token":
@@ -231,14 +231,14 @@ def _build_head(model: Model, classes: int) -> nn.Module:
     match model.head.kind:
         case "linear":
             head = nn.Linear(width, classes)
-            initialise_linear(head)
+            initialize_linear(head)
             if model.head.init == "zeros":
                 nn.init.zeros_(head.weight)
             return head
         case "mlp":
             hidden = model.head.hidden or width
             head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, classes))
-            head.apply(initialise_linear)
+            head.apply(initialize_linear)
             return head
 
 
@@ -251,7 +251,7 @@ def _count_head(head: nn.Module, products: Products) -> None:
 def drop_path_rates(model: Model) -> list[float]:
     """Return the drop-path rate of each level."""
     depth = model.shape.depth
-    if model.drop_path_over_depth == "constant":
+    if model.drop_path_schedule == "constant":
         return [model.drop_path] * depth
     return [model.drop_path * level / max(depth - 1, 1) for level in range(depth)]
 
@@ -282,7 +282,7 @@ def regroup(vit: ViT, branches: int) -> ViT:
     return new.train(vit.training)
 
 
-def initialise_linear(module: nn.Module) -> None:
+def initialize_linear(module: nn.Module) -> None:
     """Give a linear layer small random weights and a zero bias; leave other modules alone."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from vitray.pages.styling import STATE_COLOURS
+from vitray.pages.styling import STATE_COLORS
 
 VOID = {"img", "link", "meta", "source"}
 
@@ -101,8 +101,8 @@ def _figure(picture: Picture) -> Html:
 
 
 def state_dot(state: str) -> Html:
-    """Return a dot in the colour of a trial's state."""
-    return tag("span.dot", has={"style": f"background: var(--{STATE_COLOURS[state]})", "aria-hidden": "true"})
+    """Return a dot in the color of a trial's state."""
+    return tag("span.dot", has={"style": f"background: var(--{STATE_COLORS[state]})", "aria-hidden": "true"})
 
 
 def fact_list(facts: Mapping[str, Content]) -> Html:

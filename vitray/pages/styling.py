@@ -1,14 +1,14 @@
-"""The style sheet of the page, in the colours of its pictures."""
+"""The style sheet of the page, in the colors of its pictures."""
 
 from vitray.plotting import DARK, LIGHT, Theme
 
-STATE_COLOURS = {"finished": "good", "stopped early": "warn", "failed": "bad", "running": "accent", "waiting": "rest"}
+STATE_COLORS = {"finished": "good", "stopped early": "warn", "failed": "bad", "running": "accent", "waiting": "rest"}
 
 
 def _variables(theme: Theme) -> str:
     names = ("paper", "ink", "pale", "grid", "rest", "raised", "warn", "good", "bad")
-    colours = {name: getattr(theme, name) for name in names} | {"accent": theme.series[0]}
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+    colors = {name: getattr(theme, name) for name in names} | {"accent": theme.series[0]}
+    return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
 SHEET = (

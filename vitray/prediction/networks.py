@@ -1,7 +1,7 @@
 """Networks in one process: their outputs for a batch of views, as one table.
 
 Vision Transformers of one base pass the levels that they share together: these are computed once.
-Shapes: B images, H x W pixels, C colours, N tokens, D width, K classes, T top classes.
+Shapes: B images, H x W pixels, C colors, N tokens, D width, K classes, T top classes.
 """
 
 import json
@@ -13,9 +13,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from vitray.config.augmentation import CentreCrop
-from vitray.data.augment.batch import normalised, to_device
-from vitray.data.augment.image import crop_centre
+from vitray.config.augmentation import CenterCrop
+from vitray.data.augment.batch import normalized, to_device
+from vitray.data.augment.image import crop_center
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec
 from vitray.models.positions import VisiblePatches
@@ -33,7 +33,7 @@ _END_SETTINGS = {"num_classes", "head", "pool"}
 class View(NamedTuple):
     """How an image becomes the input of a network."""
 
-    crop: CentreCrop
+    crop: CenterCrop
     size: tuple[int, int]
 
 
@@ -61,7 +61,7 @@ def decode_views(
             reasons[index] = image_HWC
             continue
         for batch_BHWC, view in zip(pixels, views, strict=True):
-            batch_BHWC[index] = crop_centre(image_HWC, view.crop, view.size)
+            batch_BHWC[index] = crop_center(image_HWC, view.crop, view.size)
     return pixels, reasons
 
 
@@ -156,7 +156,7 @@ class Networks:
     def _torchvision_outputs(self, other: TorchvisionMember, view_BHWC: Tensor) -> dict[str, Tensor]:
         """Return the outputs of a network of torchvision; the features of a stage are the mean over positions."""
         spec, network, _ = other
-        images_BCHW, options = normalised(view_BHWC, spec.normalise), self._options
+        images_BCHW, options = normalized(view_BHWC, spec.normalize), self._options
         with torch.autocast(self._device.type, torch.bfloat16, enabled=spec.precision == "bf16"):
             if not (options.levels or options.embedding):
                 return {"logits": network(images_BCHW)}
@@ -196,7 +196,7 @@ def _stage(member: Member, level: int, inputs: Sequence[Tensor]) -> Tensor:
         places = VisiblePatches((height, width))
         x_BND = vit.level_input(level - 1, inputs[0], places)
         return vit.blocks[level - 1](x_BND, None, "", vit.attention_positions(places))
-    x_BND, grid = vit.stem(normalised(inputs[view], spec.normalise))
+    x_BND, grid = vit.stem(normalized(inputs[view], spec.normalize))
     return vit.first_input(vit.positions(x_BND, grid))
 
 
@@ -217,7 +217,7 @@ def _groups(members: Sequence[Member], level: int) -> list[list[Member]]:
 def _stages(spec: NetworkSpec, vit: ViT) -> list[str]:
     """Return a hash of everything that decides the tokens after the stem, and of the tensors of each block."""
     settings = {name: value for name, value in json.loads(spec.settings).items() if name not in _END_SETTINGS}
-    begin = [settings, spec.size, spec.precision, spec.normalise.model_dump(mode="json")]
+    begin = [settings, spec.size, spec.precision, spec.normalize.model_dump(mode="json")]
     begin += [spec.crop.model_dump(mode="json"), vit.execution, identity_of(_tensors_before(vit))]
     return [json.dumps(begin, sort_keys=True), *(identity_of(block.state_dict()) for block in vit.blocks)]
 

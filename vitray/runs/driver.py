@@ -149,7 +149,7 @@ def _fit(
         driver_node=ray.get_runtime_context().get_node_id(),
         initial_weights=None if initial is None else ray.put(initial),
         tokenizer=planned.tokenizer and ray.put(planned.tokenizer.tokenizer),
-        teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalise)),
+        teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
     )
     lowest, highest = placement.workers
     trainer = TorchTrainer(

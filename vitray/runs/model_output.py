@@ -29,7 +29,7 @@ def last_weights(run_dir: str) -> dict[str, Tensor]:
 
 def save_weights(run: Run, run_dir: str, classes: Sequence[str], start: InitialWeights | None) -> SavedModel:
     """Write the model folder: a network without decoder, a delta for partial fine-tuning, or a whole tokenizer."""
-    is_delta = start is not None and isinstance(run.task, Finetune) and run.task.delta and run.task.mode != "full"
+    is_delta = start is not None and isinstance(run.task, Finetune) and run.task.save_delta and run.task.mode != "full"
     url, weights = storage.join(run_dir, "model"), last_weights(run_dir)
     storage.remove(url)
     return _save(url, run, weights, classes, start.url if start and is_delta else None)

@@ -110,8 +110,8 @@ def place_workers(run: Run, concurrent_trials: int = 1, has_cpus: bool = True) -
             f" expected fewer workers, a smaller compute.cpus or more CPUs{later}"
         )
     _check_batch(run, lowest, highest)
-    neighbours = -(-highest * concurrent_trials // max(1, len(nodes)))
-    threads = max(1, int((has_cpus and compute.cpus) or smallest // neighbours))
+    neighbors = -(-highest * concurrent_trials // max(1, len(nodes)))
+    threads = max(1, int((has_cpus and compute.cpus) or smallest // neighbors))
     # The GPUs of a sweep are for its trials.
     spare_gpus = gpus - (highest if use_gpu else 0) if concurrent_trials == 1 else 0
     probe_gpus = int(run.evaluate.has_prober and spare_gpus > 0)

@@ -75,7 +75,7 @@ class PlannedRun(NamedTuple):
     plan: Plan
     dataset: Dataset
     holdout_mask: np.ndarray | None
-    """For each row of train, whether data.development holds it out; None without a hold-out."""
+    """For each row of train, whether data.holdout holds it out; None without a hold-out."""
     start: "InitialWeights | None"
     """The initial weights of a fine-tuning."""
     tokenizer: "TokenizerSource | None"
@@ -182,7 +182,7 @@ def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "Teacher
     from vitray.tasks.costs import task_costs  # imports torch, which takes seconds
     from vitray.tasks.distillation import Teacher
 
-    beside = teacher and Teacher(teacher.network, teacher.normalise)
+    beside = teacher and Teacher(teacher.network, teacher.normalize)
     return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
 
 
@@ -223,13 +223,13 @@ def _open_teacher(run: Run, dataset: Dataset) -> "TeacherSource | None":
 def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | None]:
     """Return the number of training images, that of evaluated images, and the hold-out mask."""
     images = _images(dataset, "data.train", run.data.train)
-    if not run.data.development:
+    if not run.data.holdout:
         return images, _images(dataset, "data.val", run.data.val) if run.data.val else 0, None
-    mask = holdout_mask(dataset, run.data.train, run.data.development)
+    mask = holdout_mask(dataset, run.data.train, run.data.holdout)
     held_out = int(mask.sum())
     if not held_out:
         raise ConfigError(
-            f"data.development: got {run.data.development:g}, which holds out none of {images} images, expected more"
+            f"data.holdout: got {run.data.holdout:g}, which holds out none of {images} images, expected more"
         )
     return images - held_out, held_out, mask
 
@@ -273,7 +273,7 @@ FREE = (
     "compute.local_batch",
     "compute.compile",
     "compute.channels_last",
-    "compute.recompute",
+    "compute.activation_checkpointing",
     "compute.max_failures",
     "checkpoint.",
     "data.url",  # a dataset may move: its identity is compared instead
@@ -286,7 +286,7 @@ FREE = (
     "evaluate.where",
     "guard.",
     "model.execution",
-    "task.delta",
+    "task.save_delta",
     "task.distill.teacher",
     "task.weights",  # weights may move: their identity is compared instead
     "task.objective.tokenizer",
@@ -312,18 +312,18 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
             f"model.num_classes: got {classes}, expected the {len(dataset.classes)} classes of {dataset.url}, or none:"
             " they then come from it; see docs/faq.md#wrong-head"
         )
-    if run.data.copies > images:
+    if run.data.repeats > images:
         raise ConfigError(
-            f"data.copies: got {run.data.copies}, expected at most the {images} images of {run.data.train}"
+            f"data.repeats: got {run.data.repeats}, expected at most the {images} images of {run.data.train}"
         )
     if run.data.mix.is_mixing and batch % 2:
         raise ConfigError(f"optim.batch: got {batch}, expected an even number, as mixup and cutmix pair images")
     check_model_name(run.tracking.register_as)
     if run.tracking.promote and run.task.kind in ("masked", "tokenizer"):
         raise ConfigError(f"tracking.promote: got a rule, expected null: a task of kind {run.task.kind} has no top-1")
-    if run.tracking.promote and (run.data.val is None or run.data.development):
-        got = f"data.development {run.data.development:g}" if run.data.development else "data.val null"
-        wanted = "expected images on which no version was trained: data.val, and data.development 0"
+    if run.tracking.promote and (run.data.val is None or run.data.holdout):
+        got = f"data.holdout {run.data.holdout:g}" if run.data.holdout else "data.val null"
+        wanted = "expected images on which no version was trained: data.val, and data.holdout 0"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
     learning = {"knn", "few_shot"} & set(run.evaluate.probes)
     if learning and len(dataset.classes) < 2:

@@ -38,14 +38,14 @@ def inspect_model(run: Run, model: str) -> Inspection:
     vit = vit_of(network, "inspection")
     images = views_BHWC = None
     command = Request(spec.url)
-    if run.data.evaluated and run.evaluate.pictures:
+    if run.data.evaluated and run.evaluate.examples:
         assert run.data.url is not None
-        dataset, development = open_dataset(run.data.url), run.data.development
-        mask = holdout_mask(dataset, run.data.train, development) if development else None
+        dataset, holdout = open_dataset(run.data.url), run.data.holdout
+        mask = holdout_mask(dataset, run.data.train, holdout) if holdout else None
         images = read_shown_images(run, dataset, mask)
         views_BHWC = np.stack([view_of(image, spec) for image in images.shown])
-        command = command._replace(words=[dataset.url], split=run.data.evaluated, images=run.evaluate.pictures)
+        command = command._replace(words=[dataset.url], split=run.data.evaluated, images=run.evaluate.examples)
     names = run.evaluate.figures or (DEFAULT if images else choose_figures([], has_images=False, has_two=False))
     subject = Subject(spec.name, spec, vit, images, views_BHWC)
-    text = "" if run.data.development else command._replace(figures=list(names)).command
+    text = "" if run.data.holdout else command._replace(figures=list(names)).command
     return Inspection([subject], images, make_results(subject, names), text)

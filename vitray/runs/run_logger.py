@@ -253,11 +253,11 @@ class RunLogger:
             case messages.Pictures(step=step, pictures=pictures):
                 from vitray.tracking import figures
 
-                normalise = self._info.planned.run.data.normalise
-                png = figures.draw_pictures(pictures, normalise)
+                normalize = self._info.planned.run.data.normalize
+                png = figures.draw_pictures(pictures, normalize)
                 self._tracker.figure("reconstructed.png", png)
                 if self._is_first_picture(step):
-                    self._tracker.image("examples/reconstructed", 0, figures.draw_pictures(pictures[:1], normalise))
+                    self._tracker.image("examples/reconstructed", 0, figures.draw_pictures(pictures[:1], normalize))
                 self._tracker.image("examples/reconstructed", step, png)
             case messages.ExamplePictures(step=step, examples=examples):
                 self._draw_examples(step, examples)

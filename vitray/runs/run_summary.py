@@ -8,7 +8,7 @@ from typing import assert_never
 from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Data, Finetune, SupervisedSettings
+from vitray.config.training import Data, Finetune, Supervised
 from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
@@ -32,7 +32,7 @@ def start_block(info: RunInfo) -> dict[str, str]:
     passes, sizes = num_passes(run, highest), share_sizes(plan.global_batch, highest)
     parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
     most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
-    holdout = f", {run.data.development:.0%} of train" if run.data.development else ""
+    holdout = f", {run.data.holdout:.0%} of train" if run.data.holdout else ""
     return {
         "run": info.name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
@@ -55,7 +55,7 @@ def _describe_prober(run: Run, plan: Plan, placement: Placement) -> dict[str, st
     evaluate, where = run.evaluate, f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
     names = {
         "probes": (evaluate.probes, evaluate.probe_images),
-        "figures": (evaluate.figures, evaluate.pictures),
+        "figures": (evaluate.figures, evaluate.examples),
     }
     lines = {
         key: f"{', '.join(chosen)} of {images:,} images, {where}" for key, (chosen, images) in names.items() if chosen
@@ -78,12 +78,12 @@ def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
     data, plan, dataset = planned.run.data, planned.plan, planned.dataset
     name, url = dataset.url.rstrip("/").rpartition("/")[2], storage.absolute(dataset.url)
     classes = len(dataset.classes)
-    part = [f"without {data.development:g}"] if data.development else []
+    part = [f"without {data.holdout:g}"] if data.holdout else []
     digest = dataset.part_identity(data.train, *part)
-    label = f"{name}/{data.train}" + (f", without {data.development:.0%}" if part else "")
+    label = f"{name}/{data.train}" + (f", without {data.holdout:.0%}" if part else "")
     inputs = [TrackedDataset(label, digest, url, "training", plan.images, classes)]
     if digest := evaluated_identity(data, dataset):
-        label = f"{name}/{data.evaluated}" + (f", {data.development:.0%}" if part else "")
+        label = f"{name}/{data.evaluated}" + (f", {data.holdout:.0%}" if part else "")
         inputs.append(TrackedDataset(label, digest, url, "validation", plan.val_images, classes))
     return inputs
 
@@ -92,7 +92,7 @@ def evaluated_identity(data: Data, dataset: Dataset) -> str | None:
     """Return a hash of the images that a run evaluates, with their labels and classes; None without any."""
     if data.evaluated is None:
         return None
-    return dataset.part_identity(data.evaluated, *([f"{data.development:g}"] if data.development else []))
+    return dataset.part_identity(data.evaluated, *([f"{data.holdout:g}"] if data.holdout else []))
 
 
 def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:
@@ -127,7 +127,7 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
     facts = {}
     if result.corrupt:
         names = ", ".join(result.corrupt)
-        facts["corrupt"] = f"{len(result.corrupt)} images were replaced by their neighbours: {names}"
+        facts["corrupt"] = f"{len(result.corrupt)} images were replaced by their neighbors: {names}"
     if result.skipped:
         facts["left out"] = f"steps {', '.join(map(str, result.skipped))}, whose loss was not finite or spiked"
     return facts
@@ -162,9 +162,9 @@ def _earlier_run(run: Run, plan: Plan) -> dict[str, str]:
     return {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}
 
 
-def _describe_loss(task: SupervisedSettings | Finetune | Masked | Tokenizer) -> str:
+def _describe_loss(task: Supervised | Finetune | Masked | Tokenizer) -> str:
     match task:
-        case SupervisedSettings() | Finetune():
+        case Supervised() | Finetune():
             taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
             cotrained = task.cosub and f", {task.cosub.weight:.0%} co-training of two submodels"
             return f"{task.loss}, smoothing {task.smoothing:g}{taught or cotrained or ''}"

@@ -32,7 +32,7 @@ def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list
     if not run.evaluate.probes:
         raise ConfigError(f"{run_dir}: its evaluate.probes are empty; expected --probes, as in --probes knn,rank")
     dataset = run_dataset(run, run_dir)
-    mask = holdout_mask(dataset, run.data.train, run.data.development) if run.data.development else None
+    mask = holdout_mask(dataset, run.data.train, run.data.holdout) if run.data.holdout else None
     images, device = read_probe_images(run, dataset, mask), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for step in steps:

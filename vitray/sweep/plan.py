@@ -31,7 +31,7 @@ METRICS = ("val/top1", "val/top5", "val/loss")
 # CPUs of a trial's driver process, which only waits for its workers: Tune requires some.
 DRIVER_CPUS = 0.01
 # Settings of the trials that also hold for the stages before them, unless the space sets them.
-SHARED_SETTINGS = ("data.url", "data.train", "data.val", "data.development", "model.image_size", "tracking.experiment")
+SHARED_SETTINGS = ("data.url", "data.train", "data.val", "data.holdout", "model.image_size", "tracking.experiment")
 SHARED_SETTINGS += ("compute.workers", "compute.device", "compute.cpus", "compute.gpus")
 # Settings that are addresses: of a dataset, or of a model folder.
 ADDRESSES = ("data.url", "task.weights", "task.distill.teacher", "task.objective.tokenizer")
@@ -174,7 +174,7 @@ def _check_goal(run: Run, space: Space) -> None:
 def _check_schedule(name: str, run: Run, first: PlannedRun) -> None:
     """Refuse a trial whose durations do not suit its data, if these are the data of the first trial."""
     data = first.run.data
-    if (run.data.url, run.data.train, run.data.development) == (data.url, data.train, data.development):
+    if (run.data.url, run.data.train, run.data.holdout) == (data.url, data.train, data.holdout):
         try:
             check_schedule(run, first.plan.images)
         except ConfigError as error:

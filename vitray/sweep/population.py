@@ -72,7 +72,7 @@ def build_population(settings: Population, plan: Plan, space: Space, store: Tria
 
 
 def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
-    """Return the listed values, of which Tune takes neighbours, or a function that draws from a range."""
+    """Return the listed values, of which Tune takes neighbors, or a function that draws from a range."""
     if distribution.values is not None:
         return list(distribution.values)
     return lambda: distribution.snap(distribution.sample(random.Random()))

@@ -31,7 +31,7 @@ class Observation(NamedTuple):
     """{setting or variable: value} of the point."""
     record: TrialRecord
     cost: float | None
-    """The cost that NSGA-II minimises; None while unknown."""
+    """The cost that NSGA-II minimizes; None while unknown."""
 
 
 class Suggestion(NamedTuple):
@@ -118,7 +118,7 @@ def _distribution(ours: Distribution) -> BaseDistribution:
     if ours.values is not None:
         numbers = [value for value in ours.values if isinstance(value, int | float) and not isinstance(value, bool)]
         if len(numbers) == len(ours.values) and numbers == sorted(numbers):
-            return IntDistribution(0, len(numbers) - 1)  # ordered, so that neighbours count as similar
+            return IntDistribution(0, len(numbers) - 1)  # ordered, so that neighbors count as similar
         return CategoricalDistribution(range(len(ours.values)))
     low, high = ours.extremes
     if ours.quniform:

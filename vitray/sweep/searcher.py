@@ -91,7 +91,7 @@ class TrialSearcher(Searcher):
         """Store a new point and return its name; None where no new point is left."""
         from vitray.sweep.sampler import TRIES, Observation, ask  # imports Optuna
 
-        cost = getattr(self._space.search, "against", None)
+        cost = getattr(self._space.search, "second_goal", None)
         observations = [
             Observation(entry.asked, entry.point.drawn, self._store.record(name), cost and self._store.cost(name, cost))
             for name, entry in self._store.entries.items()

@@ -4,15 +4,15 @@ from typing import assert_never
 
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Finetune, SupervisedSettings
+from vitray.config.training import Finetune, Supervised
 from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.distillation import Teacher
 from vitray.tasks.masked import MaskedPrediction
-from vitray.tasks.supervised import Supervised
+from vitray.tasks.supervised import Classification
 from vitray.weights.freezing import prepare
 
-Task = Supervised | MaskedPrediction | VisualTokenizer
+Task = Classification | MaskedPrediction | VisualTokenizer
 
 
 def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teacher | None = None) -> Task:
@@ -21,10 +21,10 @@ def build_task(run: Run, tokenizer: VisualTokenizer | None = None, teacher: Teac
     Objective beit needs its `tokenizer`, and the training with task.distill its `teacher`, on the device of the task.
     """
     match run.task:
-        case SupervisedSettings() | Finetune():
+        case Supervised() | Finetune():
             if run.model.num_classes is None:
                 raise ConfigError(f"model.num_classes: got null, expected how many classes task {run.task.kind} learns")
-            task = Supervised(run, teacher)
+            task = Classification(run, teacher)
             if isinstance(run.task, Finetune):
                 prepare(task.vit, run.task)
             return task

@@ -1,6 +1,6 @@
 """Distillation (DeiT) and co-training: the teacher, and losses with its or another submodel's logits as targets.
 
-Shapes: B images, C colours, H x W pixels, K classes.
+Shapes: B images, C colors, H x W pixels, K classes.
 """
 
 from typing import assert_never
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.distillation import Distillation
 from vitray.config.training import Loss
 from vitray.models.network import AnyNetwork
@@ -18,8 +18,8 @@ from vitray.models.network import AnyNetwork
 class Teacher:
     """A trained network beside a task. The class is no module, so that the task neither trains nor saves it."""
 
-    def __init__(self, network: AnyNetwork, normalise: Normalise) -> None:
-        self.network, self.normalise = network.eval().requires_grad_(False), normalise
+    def __init__(self, network: AnyNetwork, normalize: Normalize) -> None:
+        self.network, self.normalize = network.eval().requires_grad_(False), normalize
 
     def to(self, device: torch.device) -> "Teacher":
         """Move the network to a device, and return the teacher."""
@@ -27,15 +27,15 @@ class Teacher:
         return self
 
     @torch.no_grad()
-    def logits(self, images_BCHW: Tensor, normalise: Normalise) -> Tensor:
-        """Return the teacher's logits, computed in bfloat16; `normalise` is the normalisation of the images."""
-        images_BCHW = renormalise(images_BCHW, normalise, self.normalise)
+    def logits(self, images_BCHW: Tensor, normalize: Normalize) -> Tensor:
+        """Return the teacher's logits, computed in bfloat16; `normalize` is the normalization of the images."""
+        images_BCHW = renormalize(images_BCHW, normalize, self.normalize)
         with torch.autocast(images_BCHW.device.type, torch.bfloat16):
             return self.network(images_BCHW).float()
 
 
-def renormalise(images_BCHW: Tensor, before: Normalise, after: Normalise) -> Tensor:
-    """Return normalised images under another normalisation."""
+def renormalize(images_BCHW: Tensor, before: Normalize, after: Normalize) -> Tensor:
+    """Return normalized images under another normalization."""
     if before == after:
         return images_BCHW
     old_mean, old_std, new_mean, new_std = (

@@ -1,8 +1,8 @@
 """Masked prediction: hidden patches of an image, predicted from the visible ones.
 
 The ViT is unchanged, so that a fine-tuning can continue with it; decoder or head belong to the task.
-Shapes: B images, C colours, H x W pixels, N patches (row by row), M selected patches, K pixels of a patch (row,
-column, colour), P predicted numbers of a patch, D width.
+Shapes: B images, C colors, H x W pixels, N patches (row by row), M selected patches, K pixels of a patch (row,
+column, color), P predicted numbers of a patch, D width.
 """
 
 import math
@@ -18,7 +18,7 @@ from vitray.models.patches import Decoder, gather_patches, patchify, scatter_pat
 from vitray.models.positions import VisiblePatches
 from vitray.models.products import Products
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.models.vit import ViT, initialise_linear
+from vitray.models.vit import ViT, initialize_linear
 from vitray.tasks.targets import Codes, build_targets
 
 
@@ -45,7 +45,7 @@ class MaskedPrediction(nn.Module):
             self.mask_token = _token(mae.decoder_width)
         else:
             self.head = nn.Linear(width, self.targets.width)
-            initialise_linear(self.head)
+            initialize_linear(self.head)
             self.mask_token = _token(width)
         if isinstance(task.objective, Beit):
             scale_branches(self.vit)
@@ -73,7 +73,7 @@ class MaskedPrediction(nn.Module):
 
     def predict(self, images_BCHW: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the predicted patches (BM) and their predictions (BMP) in float32."""
-        # Every image has the same number of predicted patches, so no device synchronisation is needed.
+        # Every image has the same number of predicted patches, so no device synchronization is needed.
         order_BN = (mask_BN == VISIBLE).byte().argsort(dim=1, stable=True)
         index_BM, visible_BM = order_BN[:, : self.predicted], order_BN[:, self.predicted :]
         x_BND, grid = self.vit.stem(images_BCHW)
@@ -117,7 +117,7 @@ def mask_patches(x_BND: Tensor, mask_BN: Tensor, token_D: Tensor) -> Tensor:
 
 
 def mask_pixels(images_BCHW: Tensor, mask_BN: Tensor, patch: int) -> Tensor:
-    """Return images as the network sees them, with the mean colour of the dataset as mask."""
+    """Return images as the network sees them, with the mean color of the dataset as mask."""
     patches_BNK = patchify(images_BCHW, patch)
     grid = images_BCHW.shape[2] // patch, images_BCHW.shape[3] // patch
     return unpatchify(mask_patches(patches_BNK, mask_BN, patches_BNK.new_zeros(())), grid, patch)

@@ -1,6 +1,6 @@
 """Supervised training: a module whose forward is the classification loss, from labels, a teacher or two submodels.
 
-Shapes: B images, S images of both submodels, C colours, H x W pixels, K classes.
+Shapes: B images, S images of both submodels, C colors, H x W pixels, K classes.
 """
 
 from typing import assert_never
@@ -9,20 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config import Run
-from vitray.config.training import Finetune, SupervisedSettings
+from vitray.config.training import Finetune, Supervised
 from vitray.models.network import build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
 from vitray.tasks.distillation import Teacher, distillation_loss, submodel_loss
 
 
-class Supervised(nn.Module):
+class Classification(nn.Module):
     """A network that learns classes from labels, and from a teacher where the run names one."""
 
     def __init__(self, run: Run, teacher: Teacher | None = None) -> None:
         super().__init__()
-        assert isinstance(run.task, SupervisedSettings | Finetune)
-        self.settings, self.normalise, self.teacher = run.task, run.data.normalise, teacher
+        assert isinstance(run.task, Supervised | Finetune)
+        self.settings, self.normalize, self.teacher = run.task, run.data.normalize, teacher
         self.vit = build_network(run.model)
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Supervised(nn.Module):
             logits_BK, distilled_logits_BK = self.vit.head.both(self.vit.pooled(self.vit.tokens(images_BCHW)))
         else:
             logits_BK = distilled_logits_BK = self.vit(images_BCHW)
-        teacher_logits_BK = self.teacher.logits(images_BCHW, self.normalise)
+        teacher_logits_BK = self.teacher.logits(images_BCHW, self.normalize)
         label_loss, taught_loss = (
             self.label_loss(logits_BK, targets_BK),
             distillation_loss(distilled_logits_BK, teacher_logits_BK, distill),

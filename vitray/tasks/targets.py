@@ -1,7 +1,7 @@
-"""Targets of masked prediction: colours, pixels or codes of the predicted patches, with their losses.
+"""Targets of masked prediction: colors, pixels or codes of the predicted patches, with their losses.
 
-Shapes: B images, C colours, H x W pixels, N patches (row by row), M predicted patches, K pixels of a patch (row,
-column, colour), S cells of a patch, P predicted numbers of a patch.
+Shapes: B images, C colors, H x W pixels, N patches (row by row), M predicted patches, K pixels of a patch (row,
+column, color), S cells of a patch, P predicted numbers of a patch.
 """
 
 from typing import assert_never
@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.augmentation import Normalise
-from vitray.config.pretraining import Beit, Mae, Masked, MeanColour, PixelsL1, PixelsL2, SmallPatch
+from vitray.config.augmentation import Normalize
+from vitray.config.pretraining import Beit, Mae, Masked, MeanColor, PixelsL1, PixelsL2, SmallPatch
 from vitray.models.patches import gather_patches, patchify
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.weights.pretrained import check_tokenizer
 
 
-class Colours:
-    """The mean colour of each cell of a patch, as one of 512: three bits each for red, green and blue."""
+class Colors:
+    """The mean color of each cell of a patch, as one of 512: three bits each for red, green and blue."""
 
-    def __init__(self, patch: int, cells: int, normalise: Normalise) -> None:
-        self.patch, self.cell, self.normalise = patch, patch // cells, normalise
+    def __init__(self, patch: int, cells: int, normalize: Normalize) -> None:
+        self.patch, self.cell, self.normalize = patch, patch // cells, normalize
         self.width = cells**2 * 512
 
     def loss(self, prediction_BMP: Tensor, images_BCHW: Tensor, index_BM: Tensor) -> Tensor:
@@ -31,46 +31,46 @@ class Colours:
         return F.cross_entropy(prediction_BMP.reshape(-1, 512), target_BMS.flatten())
 
     def classes(self, images_BCHW: Tensor) -> Tensor:
-        """Return the colour class of each cell of each patch, BNS."""
+        """Return the color class of each cell of each patch, BNS."""
         means_BChw = F.avg_pool2d(images_BCHW, self.cell)
         bits_Bhw = torch.zeros_like(means_BChw[:, :1], dtype=torch.int64)
-        for colour, (mean, std) in enumerate(zip(self.normalise.mean, self.normalise.std, strict=True)):
-            level = (8 * (means_BChw[:, colour : colour + 1] * std + mean)).long().clamp(0, 7)
+        for color, (mean, std) in enumerate(zip(self.normalize.mean, self.normalize.std, strict=True)):
+            level = (8 * (means_BChw[:, color : color + 1] * std + mean)).long().clamp(0, 7)
             bits_Bhw = 8 * bits_Bhw + level
         return patchify(bits_Bhw, self.patch // self.cell)
 
     def render(self, prediction_BMP: Tensor, _images_BCHW: Tensor, _index_BM: Tensor) -> Tensor:
-        """Return the predicted patches in their likeliest colours, at the centre of each level, BMK."""
+        """Return the predicted patches in their likeliest colors, at the center of each level, BMK."""
         likeliest_BMS = prediction_BMP.unflatten(-1, (-1, 512)).argmax(dim=-1)
-        colours = [(likeliest_BMS // step % 8 + 0.5) / 8 for step in (64, 8, 1)]
-        means_stds = zip(self.normalise.mean, self.normalise.std, strict=True)
-        normalised = [(colour - mean) / std for colour, (mean, std) in zip(colours, means_stds, strict=True)]
+        colors = [(likeliest_BMS // step % 8 + 0.5) / 8 for step in (64, 8, 1)]
+        means_stds = zip(self.normalize.mean, self.normalize.std, strict=True)
+        normalized = [(color - mean) / std for color, (mean, std) in zip(colors, means_stds, strict=True)]
         side = self.patch // self.cell
-        cells_BMssC = torch.stack(normalised, dim=-1).unflatten(2, (side, side))
+        cells_BMssC = torch.stack(normalized, dim=-1).unflatten(2, (side, side))
         return cells_BMssC.repeat_interleave(self.cell, 2).repeat_interleave(self.cell, 3).flatten(2)
 
 
 class Pixels:
     """The pixels of a patch."""
 
-    def __init__(self, patch: int, error: str, normalised: bool) -> None:
-        self.patch, self.error, self.normalised = patch, error, normalised
+    def __init__(self, patch: int, error: str, normalized: bool) -> None:
+        self.patch, self.error, self.normalized = patch, error, normalized
         self.width = 3 * patch**2
 
     def loss(self, prediction_BMP: Tensor, images_BCHW: Tensor, index_BM: Tensor) -> Tensor:
         """Return the mean squared or absolute error."""
         target_BMK = gather_patches(patchify(images_BCHW, self.patch), index_BM)
-        if self.normalised:
+        if self.normalized:
             mean, std = _mean_std(target_BMK)
             target_BMK = (target_BMK - mean) / std
         if self.error == "l2":
             return F.mse_loss(prediction_BMP, target_BMK)
-        # As in Hugging Face's masked image modelling, to the last digit.
+        # As in Hugging Face's masked image modeling, to the last digit.
         return (prediction_BMP - target_BMK).abs().sum() / (target_BMK.numel() / 3 + 1e-5) / 3
 
     def render(self, prediction_BMP: Tensor, images_BCHW: Tensor, index_BM: Tensor) -> Tensor:
-        """Return the predicted patches, BMK; normalised ones get the mean and variance of the true patches."""
-        if not self.normalised:
+        """Return the predicted patches, BMK; normalized ones get the mean and variance of the true patches."""
+        if not self.normalized:
             return prediction_BMP
         mean, std = _mean_std(gather_patches(patchify(images_BCHW, self.patch), index_BM))
         return prediction_BMP * std + mean
@@ -100,21 +100,21 @@ class Codes:
         return gather_patches(patchify(self.tokenizer.decode(codes_BN), self.tokenizer.patch), index_BM)
 
 
-def build_targets(run: Run, tokenizer: VisualTokenizer | None) -> Colours | Pixels | Codes:
+def build_targets(run: Run, tokenizer: VisualTokenizer | None) -> Colors | Pixels | Codes:
     """Return the targets of a run's objective; objective beit needs its tokenizer."""
     task, patch = run.task, run.model.shape.patch
     assert isinstance(task, Masked)
     match task.objective:
-        case MeanColour():
-            return Colours(patch, 1, run.data.normalise)
+        case MeanColor():
+            return Colors(patch, 1, run.data.normalize)
         case SmallPatch():
-            return Colours(patch, 4, run.data.normalise)
+            return Colors(patch, 4, run.data.normalize)
         case PixelsL2():
             return Pixels(patch, "l2", False)
         case PixelsL1():
             return Pixels(patch, "l1", False)
-        case Mae(normalised=normalised):
-            return Pixels(patch, "l2", normalised)
+        case Mae(normalized=normalized):
+            return Pixels(patch, "l2", normalized)
         case Beit():
             assert tokenizer is not None, "objective beit needs its tokenizer"
             check_tokenizer(run, tokenizer.run, task.objective.tokenizer)

@@ -13,7 +13,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.plotting import DPI, LIGHT, missing_glyphs, new_figure, one_line, style_axis, to_png
 
 # Classes of a confusion matrix: up to the first number with counts in its cells, up to the second with names.
@@ -59,7 +59,7 @@ def draw_curves(history: History) -> bytes:
     figure = new_figure(LIGHT, 5.0 * columns, 2.7 * rows)
     for place, (title, keys) in enumerate(panels.items()):
         axis = figure.add_subplot(rows, columns, place + 1)
-        notes = [_draw_line(axis, history[key], colour) for key, colour in zip(keys, LIGHT.series, strict=False)]
+        notes = [_draw_line(axis, history[key], color) for key, color in zip(keys, LIGHT.series, strict=False)]
         axis.set_title(title, loc="left", color=LIGHT.ink, fontsize=10)
         if len(keys) == 1:
             axis.set_title(notes[0], loc="right", color=LIGHT.pale, fontsize=8)
@@ -74,7 +74,7 @@ def draw_curves(history: History) -> bytes:
     return to_png(figure)
 
 
-def _draw_line(axis: Axes, points: list[tuple[int, float]], colour: str) -> str:
+def _draw_line(axis: Axes, points: list[tuple[int, float]], color: str) -> str:
     """Draw a metric and return its last value as text; values that are not finite leave a gap and are counted."""
     steps, values = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
     finite = np.isfinite(values)
@@ -86,12 +86,12 @@ def _draw_line(axis: Axes, points: list[tuple[int, float]], colour: str) -> str:
     if not finite.all():
         notes.append(f"{np.count_nonzero(~finite)} not finite")
     if len(values) <= MANY:
-        axis.plot(steps, values, color=colour, linewidth=1.4, marker="o" if len(values) < 30 else "", markersize=3)
+        axis.plot(steps, values, color=color, linewidth=1.4, marker="o" if len(values) < 30 else "", markersize=3)
         return ", ".join(notes)
     window = len(values) // 50
     means = np.convolve(values, np.full(window, 1 / window), "valid")
-    axis.plot(steps[window // 2 :][: len(means)], means, color=colour, linewidth=1.4)
-    axis.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)
+    axis.plot(steps[window // 2 :][: len(means)], means, color=color, linewidth=1.4)
+    axis.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
     return ", ".join([*notes, f"bold is the mean of {window}"])
 
 
@@ -131,10 +131,10 @@ def _draw_matrix(counts_KK: np.ndarray, classes: Sequence[str]) -> bytes:
     axis.spines[:].set_visible(False)
     if counted:
         for row, column in zip(*np.nonzero(counts_KK), strict=True):
-            colour = LIGHT.paper if shares_KK[row, column] > 0.35 else LIGHT.ink
+            color = LIGHT.paper if shares_KK[row, column] > 0.35 else LIGHT.ink
             count = int(counts_KK[row, column])
             text = str(count) if count < 100_000 else f"{count / 1000:.0f}k"
-            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+            axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
     bar = figure.colorbar(image, ax=axis, shrink=0.8, aspect=35, pad=0.02, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
     bar.ax.set_yticklabels(["0", "1 %", "10 %", "25 %", "50 %", "100 %"], fontsize=7, color=LIGHT.pale)
     bar.ax.tick_params(length=0)
@@ -212,9 +212,9 @@ def _draw_mistake(axis: Axes, mistake: MistakePicture) -> None:
     _write_fitting(axis, 2, LIGHT.pale, lambda length: one_line(mistake.key, length, keep_end=True))
 
 
-def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], str]) -> None:
+def _write_fitting(axis: Axes, row: int, color: str, text_of: Callable[[int], str]) -> None:
     """Write a line below an image, with the longest name that fits its width."""
-    text = axis.text(0, -0.04 - 0.105 * row, "", transform=axis.transAxes, va="top", color=colour)
+    text = axis.text(0, -0.04 - 0.105 * row, "", transform=axis.transAxes, va="top", color=color)
     text.set_fontsize(8 if row < 2 else 6)
     for length in range(40, 1, -1):
         text.set_text(text_of(length))
@@ -225,14 +225,14 @@ def _write_fitting(axis: Axes, row: int, colour: str, text_of: Callable[[int], s
 # ---- reconstructions -------------------------------------------------------------------------------------------------
 
 
-def draw_pictures(pictures_RBCHW: np.ndarray, normalise: Normalise) -> bytes:
+def draw_pictures(pictures_RBCHW: np.ndarray, normalize: Normalize) -> bytes:
     """Draw columns of images: the originals, their visible parts if some are masked, and the reconstructions.
 
     A single row holds the originals.
     """
     titles = {2: ("as they are", "drawn from codes"), 3: ("as they are", "seen", "predicted")}
     names = titles.get(len(pictures_RBCHW), ("as they are",))
-    mean, std = (np.array(values)[:, None, None] for values in (normalise.mean, normalise.std))
+    mean, std = (np.array(values)[:, None, None] for values in (normalize.mean, normalize.std))
     images_RBHWC = np.clip(pictures_RBCHW * std + mean, 0, 1).transpose(0, 1, 3, 4, 2)
     high, wide = images_RBHWC.shape[2:4]
     cell_height = CELL * high / wide

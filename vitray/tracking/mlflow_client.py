@@ -80,7 +80,7 @@ def user_dir() -> Path:
 def import_mlflow() -> None:
     """Import MLflow without its console output, and with short timeouts unless the environment sets others.
 
-    Only one thread imports at a time: concurrent imports may see half-initialised modules. A caller that imports
+    Only one thread imports at a time: concurrent imports may see half-initialized modules. A caller that imports
     MLflow's dependencies (torch, pandas) in another thread must do that first.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

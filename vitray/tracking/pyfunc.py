@@ -1,7 +1,7 @@
 """The code of a logged model. MLflow copies this file into the model, next to the model folder and our package.
 
 An input row has the field `image` (an encoded image as bytes or base64 text, or its pixels, height x width x 3), and
-for a model with several tasks the field `task`. It is cropped and normalised as in the evaluation of the task's run.
+for a model with several tasks the field `task`. It is cropped and normalized as in the evaluation of the task's run.
 """
 
 import base64

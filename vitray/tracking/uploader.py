@@ -246,7 +246,7 @@ class Uploader:
         self.client.log_batch(run_id, tags=entities, synchronous=True)
 
     def _send_model(self, run_id: str, body: dict[str, Any]) -> None:
-        from vitray.tracking.model_flavour import log_model
+        from vitray.tracking.model_flavor import log_model
 
         with tracking_env(self.uri):
             tag, run = f"vitray.model.{body['id']}", self.client.get_run(run_id)

@@ -30,7 +30,7 @@ class WorkerContext(NamedTuple):
     driver_node: str | None = None
     """The ID of the driver's node."""
     initial_weights: Any = None
-    """An object reference to the weights of a new run; None initialises at random."""
+    """An object reference to the weights of a new run; None initializes at random."""
     tokenizer: Any = None
     """An object reference to the tokenizer whose codes are predicted."""
     teacher: Any = None

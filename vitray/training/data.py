@@ -17,7 +17,7 @@ def open_training(context: WorkerContext, device: torch.device) -> Stream:
     """Return the stream of the training images for workers on a kind of device."""
     run, mask = context.run, context.holdout_mask
     augment = run.data.augment.resolved(device.type == "cuda")
-    spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, augment, copies=run.data.copies)
+    spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, augment, repeats=run.data.repeats)
     spec = spec._replace(in_bulk=device.type == "cpu")
     return _open(context, spec if mask is None else spec._replace(row_mask=~mask))
 

@@ -14,7 +14,7 @@ from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.models.probabilities import probability_of
 from vitray.tasks.build import Task
-from vitray.tasks.supervised import Supervised
+from vitray.tasks.supervised import Classification
 from vitray.training import checkpoints
 from vitray.training.context import WorkerContext
 from vitray.training.data import open_evaluation, own_broadcast, with_masks
@@ -124,9 +124,9 @@ class Scorer:
     def __init__(self, context: WorkerContext, task: Task, share: Share, device: torch.device) -> None:
         self._run, self._task, self._share, self._device = context.run, task, share, device
         self._val = open_evaluation(context)
-        has_pictures = isinstance(task, Supervised) and share.rank == 0 and context.run.evaluate.pictures
+        has_pictures = isinstance(task, Classification) and share.rank == 0 and context.run.evaluate.examples
         self._examples = ExampleImages(context, device) if has_pictures else None
-        network = task.vit if isinstance(task, Supervised) else task
+        network = task.vit if isinstance(task, Classification) else task
         # Compiled once, for one shape: every batch is padded to the same size.
         mode: Any = self._run.compute.evaluation_compile
         self._forward: Any = torch.compile(network, dynamic=False, mode=mode) if mode else network
@@ -136,8 +136,8 @@ class Scorer:
         run, task, device = self._run, self._task, self._device
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
         val, precision = self._val, autocast(run, device)
-        data = EvaluationSet(batches, val.images, run.data.normalise, lambda: list(val.corrupt))
-        if isinstance(task, Supervised):
+        data = EvaluationSet(batches, val.images, run.data.normalize, lambda: list(val.corrupt))
+        if isinstance(task, Classification):
             classes = run.model.num_classes or 0
             score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
             score = score._replace(examples=self._examples and self._examples.look(task.vit))

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from vitray.config import Run
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.evaluation.arrays import Examples
@@ -37,7 +37,7 @@ class ExampleImages:
             return None
         was_training = vit.training
         vit.eval()
-        images_BCHW = normalised(torch.from_numpy(self._images).to(self._device), self._context.run.data.normalise)
+        images_BCHW = normalized(torch.from_numpy(self._images).to(self._device), self._context.run.data.normalize)
         attention_BRQ = None
         if isinstance(vit, ViT):
             maps = attention_maps(vit, images_BCHW)
@@ -59,7 +59,7 @@ def read_examples(context: WorkerContext) -> tuple[np.ndarray, np.ndarray]:
     views, labels = [], []
     for content, label, _ in read_rows(chosen, rows).values():
         with suppress(UndecodableImage):
-            views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
+            views.append(crop_center(decode_image(content), run.data.eval_crop, run.model.image_shape))
             labels.append(label)
     return np.array(views, np.uint8), np.array(labels, np.int64)
 
@@ -70,4 +70,4 @@ def choose_examples(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None)
     total = int(locate_rows(dataset, run.data.evaluated).starts[-1])
     used = np.arange(total) if holdout_mask is None else np.flatnonzero(holdout_mask)
     # Evenly spaced rows are a random sample: the stored order is shuffled.
-    return used[at_even_distances(len(used), run.evaluate.pictures)], len(used)
+    return used[at_even_distances(len(used), run.evaluate.examples)], len(used)

@@ -22,14 +22,14 @@ from vitray.training.examples import choose_examples
 
 
 def read_shown_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> ChosenImages:
-    """Return the images of evaluate.pictures as they are stored."""
+    """Return the images of evaluate.examples as they are stored."""
     data = run.data
     assert data.evaluated is not None
     rows, total = choose_examples(run, dataset, holdout_mask)
     images = images_of(open_images(dataset.url, data.evaluated), rows.tolist(), total)
     if holdout_mask is None:
         return images
-    part = f", {data.development:.0%} held out"
+    part = f", {data.holdout:.0%} held out"
     return images._replace(name=images.name + part, origin=images.origin + part)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from vitray.config import Run
 from vitray.data.stream import Share
 from vitray.errors import ConfigError
-from vitray.models.stems import synchronise_norms
+from vitray.models.stems import synchronize_norms
 from vitray.tasks.build import Task
 from vitray.tasks.recompute import recompute_activations
 from vitray.tracking import system_info
@@ -46,7 +46,7 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
     task = context.build(device, trains=True)
     if context.initial_weights is not None:
         task.load_state_dict(ray.get(context.initial_weights))
-    recompute_activations(task, run.compute.recompute)
+    recompute_activations(task, run.compute.activation_checkpointing)
     if run.compute.channels_last:
         task.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(task, run.optim, device)
@@ -56,7 +56,7 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
 def wrap_model(learner: Learner, run: Run) -> Learner:
     """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
     if dist.is_initialized():
-        synchronise_norms(learner.task, next(learner.task.parameters()).device)
+        synchronize_norms(learner.task, next(learner.task.parameters()).device)
         # Of channels-last images, kernels of 1 x 1 get gradients with other strides, which DDP copies: a few megabytes.
         warnings.filterwarnings("ignore", STRIDES_WARNING)
     model: nn.Module = ray.train.torch.prepare_model(learner.task, parallel_strategy_kwargs=DDP)

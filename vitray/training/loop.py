@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
-from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalised, prepare_batch
+from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.augment.keyed_random import step_generator
 from vitray.data.stream import Share, Stream
 from vitray.data.stream.decoding import read_rows
@@ -300,9 +300,9 @@ def drawn_patch(run: Run, step: int) -> int | None:
 def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
     """Return a slice of the batch as the task's inputs and targets."""
     if isinstance(run.task, Masked | Tokenizer):  # without mixing or erasing
-        return normalised(batch.images[part], run.data.normalise), batch.labels[part]
+        return normalized(batch.images[part], run.data.normalize), batch.labels[part]
     data = run.data
-    settings = BatchSettings(data.augment, data.mix, data.normalise, run.model.num_classes or 0)
+    settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0)
     rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)
     return prepare_batch(batch.images[part], batch.labels[part], settings, run.seed, step, rows)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from vitray.config.training import AdamW, Ema, LambSettings, Optim, Sgd
+from vitray.config.training import AdamW, Ema, Lamb, Optim, Sgd
 from vitray.errors import ConfigError
 from vitray.models.torchvision_networks import TorchvisionNetwork
 
@@ -71,8 +71,8 @@ def build_optimizer(module: nn.Module, optim: Optim, device: torch.device) -> to
                 raise ConfigError("optim.rule.nesterov: got true, expected false where optim.rule.momentum is 0")
             # torch adds the decay to the gradient, so it passes through the momentum.
             optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=momentum, nesterov=nesterov, fused=fused)
-        case LambSettings(betas=betas, eps=eps):
-            optimizer = Lamb(groups, lr=optim.lr, betas=betas, eps=eps)
+        case Lamb(betas=betas, eps=eps):
+            optimizer = LambOptimizer(groups, lr=optim.lr, betas=betas, eps=eps)
         case _:
             assert_never(optim.rule)
     set_learning_rate(optimizer, optim.lr)
@@ -106,7 +106,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], longest: float | None) ->
     return norm
 
 
-class Lamb(torch.optim.Optimizer):
+class LambOptimizer(torch.optim.Optimizer):
     """LAMB: Adam's update, scaled per tensor to lr times the norm of the weights.
 
     u = m' / (sqrt(v') + eps) + decay * w, with m' and v' bias-corrected;  w -= lr * |w| / |u| * u. The ratio is 1 if

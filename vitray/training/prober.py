@@ -123,7 +123,7 @@ class Prober:
         if len(waiting) >= MOST_WAITING and not is_needed:
             self._client.note(
                 f"the {self._jobs} of step {step:,} are left out: those of {len(waiting)} earlier evaluations still"
-                " run; raise evaluate.every, or lower evaluate.probe_images or evaluate.pictures"
+                " run; raise evaluate.every, or lower evaluate.probe_images or evaluate.examples"
             )
             return
         if self._actor is None:

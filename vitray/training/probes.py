@@ -1,6 +1,6 @@
 """The probes of a run: scores of its weights on fixed images, the same during training and from a checkpoint.
 
-The network computes in float32, whatever the precision of the run. Shapes: N images, H x W pixels, C colours.
+The network computes in float32, whatever the precision of the run. Shapes: N images, H x W pixels, C colors.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
 from vitray.inspection.attention_distance import attention_distances
 from vitray.models.adapters import merge_lora
@@ -89,8 +89,8 @@ def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, 
     vit.load_state_dict(weights)
     vit.to(device).eval().requires_grad_(False)
     outputs, labels = _run_network(vit, run, images.val, device), images.val.labels
-    train = images.train and Labelled(_run_network(vit, run, images.train, device).features, images.train.labels)
-    values = probe_features(names, train, Labelled(outputs.features, labels), images.classes, ())
+    train = images.train and Labeled(_run_network(vit, run, images.train, device).features, images.train.labels)
+    values = probe_features(names, train, Labeled(outputs.features, labels), images.classes, ())
     if "calibration" in names:
         values |= probe_calibration(outputs.logits, labels, probability_of(run))
     if "attention_distance" in names:
@@ -125,7 +125,7 @@ def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None)
     for at in range(0, len(chosen), ROWS_AT_ONCE):
         for content, label, _ in read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values():
             with suppress(UndecodableImage):
-                views.append(crop_centre(decode_image(content), run.data.eval_crop, run.model.image_shape))
+                views.append(crop_center(decode_image(content), run.data.eval_crop, run.model.image_shape))
                 labels.append(label)
     if not views:
         raise ConfigError(f"{dataset.url}: {split}: none of {len(chosen)} images for the probes can be decoded")
@@ -142,4 +142,4 @@ def _run_network(vit: AnyNetwork, run: Run, split: ProbedSplit, device: torch.de
 
 
 def _prepare(views_NHWC: np.ndarray, run: Run, device: torch.device) -> Tensor:
-    return normalised(torch.from_numpy(views_NHWC).to(device), run.data.normalise)
+    return normalized(torch.from_numpy(views_NHWC).to(device), run.data.normalize)

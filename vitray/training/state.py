@@ -80,8 +80,8 @@ class TrainState:
                     f" than guard.knn_drop, {guard.knn_drop:g} of it"
                 )
         rank = values.get("rankme")
-        if rank is not None and guard.least_rank is not None and rank < guard.least_rank:
-            reasons.append(f"RankMe is {rank:.3g}, below guard.least_rank, {guard.least_rank:g}")
+        if rank is not None and guard.min_rank is not None and rank < guard.min_rank:
+            reasons.append(f"RankMe is {rank:.3g}, below guard.min_rank, {guard.min_rank:g}")
         return f"at step {step:,} {' and '.join(reasons)}" if reasons else None
 
     def first_broken(self, losses: list[float], spike: float | None) -> int | None:

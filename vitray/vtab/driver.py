@@ -37,7 +37,7 @@ FORMAT = 1
 # the label of an image whose objects are counted, or whose position or orientation is asked for.
 VIEW = {"crop_ratio": None, "interpolation": "bilinear"}
 PROTOCOL: dict[str, Any] = {
-    "data.augment": {"crop": {"kind": "centre", **VIEW}, "flip": 0.0},
+    "data.augment": {"crop": {"kind": "center", **VIEW}, "flip": 0.0},
     "data.eval_crop": VIEW,
     "tracking.register_as": None,
     # An epoch of 800 images is a single step.

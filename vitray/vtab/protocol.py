@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
 
 # The paper gives the winner (0.01 and 2,500 steps) and the size of the sweep, not the other values: these are the
-# neighbours in its Table 4.
+# neighbors in its Table 4.
 SWEEP = (Setting(0.003, 500), Setting(0.003, 2500), Setting(0.01, 500), Setting(0.01, 2500))
 
 

@@ -83,7 +83,7 @@ def write_subset(task: Task, folder: str) -> Dataset:
             f"{task.train.url}: {len(images):,} images of {task.train.split} can be decoded; expected at least"
             f" {TRAIN + DEVELOPMENT:,}: {', '.join(left_out[:5])}"
         )
-    mean, std = _colours(images[:TRAIN])
+    mean, std = _colors(images[:TRAIN])
     train = _write_split(url, TRAIN_SPLIT, images[:TRAIN], len(task.train.classes))
     development = _write_split(url, DEVELOPMENT_SPLIT, images[TRAIN:], len(task.train.classes))
     counts = tuple(map(sum, zip(train.class_counts, development.class_counts, strict=True)))
@@ -116,7 +116,7 @@ def _decodable(task: Task, left_out: list[str]) -> Iterator[EncodedImage]:
             yield image
 
 
-def _colours(images: Sequence[EncodedImage]) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _colors(images: Sequence[EncodedImage]) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Return mean and deviation of red, green and blue over all pixels."""
     pixels, sums_C, squares_C = 0, np.zeros(3), np.zeros(3)
     for image in images:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitray.config import Model, Run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.model_names import axial_resnet
 from vitray.config.torchvision_names import is_torchvision
 from vitray.errors import ConfigError, nearest, one_line
@@ -32,7 +32,7 @@ def import_weights(
     """Return a run with the settings of another library's weights file (.safetensors, .pth, .npz), and its network.
 
     Without `layout`, the tensor names decide. `settings` gives `model.` settings that the file does not show, such as
-    heads, or the image_size of a grid that is not square; its `normalise` is the setting `data.normalise`. `fallback`
+    heads, or the image_size of a grid that is not square; its `normalize` is the setting `data.normalize`. `fallback`
     gives settings that count only where they would otherwise be missing. A file of one of torchvision's networks needs
     its `name`, as in torchvision/resnet50.
     """
@@ -79,20 +79,20 @@ def _build(file: WeightsFile, layout: str, settings: dict[str, Any], url: str) -
 
 
 def _run_of(settings: Mapping[str, Any]) -> Run:
-    sections = {"normalise": "data"}
+    sections = {"normalize": "data"}
     return Run().replace({f"{sections.get(name, 'model')}.{name}": value for name, value in settings.items()})
 
 
-# Networks whose published weights read colours from -1 to 1. In torchvision, the first two convert images normalised as
+# Networks whose published weights read colors from -1 to 1. In torchvision, the first two convert images normalized as
 # ImageNet's to that range (transform_input); here they do not.
 _MINUS_ONE_TO_ONE = ("torchvision/googlenet", "torchvision/inception_v3", "torchvision/efficientnet_v2_l")
 # Heads that help in training alone; vitray builds the networks without them.
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
 
-def published_normalise(name: str) -> Normalise:
-    """Return the normalisation of torchvision's published weights of a network."""
-    return MINUS_ONE_TO_ONE if name in _MINUS_ONE_TO_ONE else Normalise()
+def published_normalize(name: str) -> Normalize:
+    """Return the normalization of torchvision's published weights of a network."""
+    return MINUS_ONE_TO_ONE if name in _MINUS_ONE_TO_ONE else Normalize()
 
 
 def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run, AnyNetwork]:
@@ -100,9 +100,9 @@ def _torchvision(state: State, settings: dict[str, Any], url: str) -> tuple[Run,
         head = TorchvisionNetwork(Model(name=settings["name"], num_classes=1)).head_name
     ours = {f"body.{name}": tensor for name, tensor in state.items() if not name.startswith(_AUXILIARY)}
     classes = ours.get(f"{head}weight")
-    settings = {name: settings[name] for name in ("name", "image_size", "normalise") if name in settings}
-    usual = published_normalise(settings["name"]).model_dump(mode="json")
-    run = _run_of({"normalise": usual} | settings | {"num_classes": None if classes is None else len(classes)})
+    settings = {name: settings[name] for name in ("name", "image_size", "normalize") if name in settings}
+    usual = published_normalize(settings["name"]).model_dump(mode="json")
+    run = _run_of({"normalize": usual} | settings | {"num_classes": None if classes is None else len(classes)})
     network = TorchvisionNetwork(run.model)
     wanted = network.state_dict()
     wrong = [f"{name} is missing" for name in wanted.keys() - ours.keys() if not name.endswith(NOT_WEIGHTS)]

@@ -3,7 +3,7 @@
 Rows of a batch are sorted by network. A layer that the networks of a batch share is one product over all rows, a layer
 that differs is one product per network. Networks of torchvision share the memory of their tensors alone: each computes
 its own rows.
-Shapes: B images, C colours, H x W pixels, N tokens, D width, K classes.
+Shapes: B images, C colors, H x W pixels, N tokens, D width, K classes.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from vitray.models.vit import ViT, build_head
 from vitray.weights.files import State
 
 # Settings that change neither the layers before the head nor their function at inference.
-_NOT_TRUNK = {"num_classes", "head", "drop_path", "drop_path_over_depth", "dropout", "execution"}
+_NOT_TRUNK = {"num_classes", "head", "drop_path", "drop_path_schedule", "dropout", "execution"}
 _NOT_TRUNK |= {"batch_momentum"}
 
 
@@ -73,7 +73,7 @@ class Member:
 
     @cached_property
     def sort_key(self) -> tuple[str, list[str]]:
-        """Members with equal keys are neighbours in a batch, so that the rows of a shared layer are too."""
+        """Members with equal keys are neighbors in a batch, so that the rows of a shared layer are too."""
         return self.trunk.model_dump_json(), sorted(self.own)
 
 
@@ -123,7 +123,7 @@ class Family:
 
     @torch.inference_mode()
     def outputs(self, images: Sequence[Tensor] | Tensor, members: Sequence[Member]) -> list[Tensor]:
-        """Return the logits of each image (CHW, normalised) by its member, or the features of a member without a head.
+        """Return the logits of each image (CHW, normalized) by its member, or the features of a member without a head.
 
         Images of different sizes are processed one size after the other.
         """

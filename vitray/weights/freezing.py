@@ -58,9 +58,9 @@ def prepare(vit: AnyNetwork, settings: Finetune) -> None:
 def freeze(vit: AnyNetwork, settings: Finetune) -> None:
     """Freeze every parameter except those that the settings train."""
     parts = parts_of(vit)
-    if absent := [part for part in settings.also if part not in parts.values()]:
+    if absent := [part for part in settings.also_train if part not in parts.values()]:
         raise ConfigError(
-            f"task.also: got {', '.join(absent)}, expected parts that {vit.model.name} has with its model settings"
+            f"task.also_train: got {', '.join(absent)}, expected parts that {vit.model.name} has with its settings"
         )
     trained = {name for name, part in parts.items() if part in settings.trained} | _trained_beside(vit, settings)
     if settings.first_branch:

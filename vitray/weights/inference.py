@@ -1,6 +1,6 @@
 """The settings of another library's weights: from names, shapes, the name of the network, and the files beside them.
 
-They are those of `model.`, and `normalise` of `data.`. A setting that decides the function of the network and appears
+They are those of `model.`, and `normalize` of `data.`. A setting that decides the function of the network and appears
 in none of these places is demanded, never assumed.
 """
 
@@ -41,8 +41,8 @@ _DEMANDS = {
     "activation": "activation ({activations})",
     "norm_eps": "norm_eps (epsilon of the norms)",
     "positions": "positions ({positions})",
-    "normalise": 'normalise (mean and std of the colours; "normalise={{}}" are those of ImageNet,'
-    ' "normalise={{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}}" those of Google)',
+    "normalize": 'normalize (mean and std of the colors; "normalize={{}}" are those of ImageNet,'
+    ' "normalize={{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}}" those of Google)',
 }
 
 
@@ -101,7 +101,7 @@ def settings_of(
     shapes = _read_shapes(file.tensors, LAYOUTS[layout], url)
     stated = _stated_settings(file, layout, shapes, url) | ({"heads": shapes.heads} if shapes.heads else {})
     stated = {name: value for name, value in stated.items() if value is not None}
-    for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions", "normalise"}):
+    for setting in sorted((stated.keys() & given.keys()) - {"image_size", "positions", "normalize"}):
         if stated[setting] != given[setting]:
             raise ConfigError(
                 f"{url}: {setting}: got {given[setting]}, and the network of the file has {stated[setting]}"
@@ -113,11 +113,11 @@ def settings_of(
         demanded.add("activation")
     if not shapes.has_table or shapes.maybe_rope:
         demanded.add("positions")
-    if LAYOUTS[layout].normalise is None:
-        demanded.add("normalise")
+    if LAYOUTS[layout].normalize is None:
+        demanded.add("normalize")
     lacking = demanded - stated.keys() - given.keys()
     if fallback is not None and (missing := lacking - fallback.keys()):
-        ordered = sorted(missing, key=lambda name: (name == "normalise", name))
+        ordered = sorted(missing, key=lambda name: (name == "normalize", name))
         raise ConfigError(_demand(ordered, shapes, file.network, url))
     settings = shapes.settings | stated | dict(given) | {name: fallback[name] for name in lacking if fallback}
     positions = settings["positions"]
@@ -145,7 +145,7 @@ def _demand(missing: list[str], shapes: Shapes, network: str | None, url: str) -
         else "none, sincos2d or rope",
     }
     origin = f" of {network}" if network else ""
-    section = "data" if missing[0] == "normalise" else "model"
+    section = "data" if missing[0] == "normalize" else "model"
     return (
         f"{url}: the weights{origin} do not show {', '.join(_DEMANDS[name].format(**facts) for name in missing)}; add"
         f" {section}.{missing[0]}=... to the run, or save a model folder once: vitray model {url}"
@@ -187,8 +187,8 @@ def _read_shapes(state: State, layout: WeightLayout, url: str) -> Shapes:
         "positions": "none",
         "num_classes": None,
     }
-    if layout.normalise is not None:
-        settings["normalise"] = layout.normalise.model_dump(mode="json")
+    if layout.normalize is not None:
+        settings["normalize"] = layout.normalize.model_dump(mode="json")
     if stem in RESNETS:
         settings["resnet_eps"] = layout.resnet_eps
     if scaled:
@@ -261,7 +261,7 @@ def _stated_settings(file: WeightsFile, layout: str, shapes: Shapes, url: str) -
     if layout.startswith("hf"):
         kind = "deit" if layout.endswith("_distilled") else "vit"
         stated = _of_hugging_face(file.config, kind, url) if file.config else {}
-        return stated | {"normalise": _normalise_of_hugging_face(file.processor)}
+        return stated | {"normalize": _normalize_of_hugging_face(file.processor)}
     stated: dict[str, Any] = {}
     if file.network and (named := _ROPE.fullmatch(file.network)):
         stated = {"heads": WIDTHS[_LETTERS[named[1]]].heads, "positions": {"kind": "rope", "base": 100.0}}
@@ -294,7 +294,7 @@ def _of_timm(config: Mapping[str, Any], shapes: Shapes, url: str) -> dict[str, A
     stated = {same[name]: value for name, value in arguments.items() if name in same}
     trained = config.get("pretrained_cfg", config)  # early files have its content one level up
     if isinstance(trained, dict) and {"mean", "std"} <= trained.keys():
-        stated["normalise"] = {"mean": trained["mean"], "std": trained["std"]}
+        stated["normalize"] = {"mean": trained["mean"], "std": trained["std"]}
     match arguments.get("global_pool", config.get("global_pool")):
         case None:
             return stated
@@ -325,8 +325,8 @@ def _of_hugging_face(config: Mapping[str, Any], wanted: str, url: str) -> dict[s
     }
 
 
-def _normalise_of_hugging_face(processor: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The normalisation of a preprocessor_config.json; None if it states none, as defaults depend on its class."""
+def _normalize_of_hugging_face(processor: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The normalization of a preprocessor_config.json; None if it states none, as defaults depend on its class."""
     if processor.get("do_normalize") is False:
         return {"mean": [0.0] * 3, "std": [1.0] * 3}
     if {"image_mean", "image_std"} <= processor.keys():

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.config import Model
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 
 Names = dict[str, str]
-# Colours from -1 to 1, as Google's networks read them.
-MINUS_ONE_TO_ONE = Normalise(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+# Colors from -1 to 1, as Google's networks read them.
+MINUS_ONE_TO_ONE = Normalize(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 
 
 class WeightLayout(NamedTuple):
@@ -33,8 +33,8 @@ class WeightLayout(NamedTuple):
     """Its names for the ResNet of a hybrid: `{stage}` and `{unit}` count from 0, `{stage1}` and `{unit1}` from 1."""
     resnet_eps: str = "vit"
     """The epsilons of that ResNet (`model.resnet_eps`)."""
-    normalise: Normalise | None = None
-    """The normalisation of all networks that the library publishes; None where they differ."""
+    normalize: Normalize | None = None
+    """The normalization of all networks that the library publishes; None where they differ."""
 
     def tensors(self, part: str, kind: str, level: int | str = "", branch: int = 0) -> tuple[str, ...]:
         """Return the names of a part's tensors; empty if the layout lacks the part."""
@@ -88,7 +88,7 @@ _DEIT = WeightLayout(
         "down_norm": "downsample.norm",
     },
     resnet_eps="timm",
-    normalise=Normalise(),
+    normalize=Normalize(),
 )
 
 # Files of Hugging Face; transformers 5 reads and writes these names and uses hf5's in memory.
@@ -168,7 +168,7 @@ _GOOGLE = WeightLayout(
     activation="gelu_tanh",
     qkv=("query", "key", "value"),
     leaves=("kernel", "bias", "scale"),
-    normalise=MINUS_ONE_TO_ONE,
+    normalize=MINUS_ONE_TO_ONE,
 )
 
 LAYOUTS: dict[str, WeightLayout] = {
@@ -177,7 +177,7 @@ LAYOUTS: dict[str, WeightLayout] = {
         marker="blocks.0.attn.qkv.weight",
         names=_DEIT.names | {"attn.scale": "blocks.{i}.ls1.gamma", "ffn.scale": "blocks.{i}.ls2.gamma"},
         resample="timm",
-        normalise=None,
+        normalize=None,
     ),
     "timm_parallel": WeightLayout(
         marker="blocks.0.attns.0.attn.qkv.weight",
@@ -214,7 +214,7 @@ LAYOUTS: dict[str, WeightLayout] = {
             "hidden": "heads.pre_logits.{p}",
         },
         resample="torchvision",
-        normalise=Normalise(),
+        normalize=Normalize(),
     ),
     "hf": _HF,
     "hf5": _HF5,

@@ -1,6 +1,6 @@
 """Predictions of a family: decoded images in, probabilities and the most probable classes out.
 
-Shapes: B images, H x W pixels, C colours, K classes.
+Shapes: B images, H x W pixels, C colors, K classes.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.training import Finetune, SupervisedSettings
-from vitray.data.augment.batch import normalised
-from vitray.data.augment.image import crop_centre
+from vitray.config.training import Finetune, Supervised
+from vitray.data.augment.batch import normalized
+from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.weights.family import Family, Member
@@ -21,7 +21,7 @@ from vitray.weights.family import Family, Member
 
 def is_classifier(run: Run) -> bool:
     """Whether the network of a run has classes."""
-    return run.model.num_classes is not None and isinstance(run.task, SupervisedSettings | Finetune)
+    return run.model.num_classes is not None and isinstance(run.task, Supervised | Finetune)
 
 
 def check_classifier(run: Run, url: str) -> None:
@@ -37,7 +37,7 @@ def class_names(member: Member) -> list[str]:
 
 def view_of(image_HWC: np.ndarray, member: Member) -> np.ndarray:
     """Return the pixels of an image, cropped as in the evaluation of the member's run."""
-    return crop_centre(image_HWC, member.run.data.eval_crop, member.run.model.image_shape)
+    return crop_center(image_HWC, member.run.data.eval_crop, member.run.model.image_shape)
 
 
 @torch.inference_mode()
@@ -46,10 +46,10 @@ def probabilities(family: Family, views: Sequence[np.ndarray], members: Sequence
     images: list[Tensor] = [torch.empty(0)] * len(views)
     groups: dict[Any, list[int]] = {}
     for row, member in enumerate(members):
-        groups.setdefault((member.run.data.normalise, views[row].shape), []).append(row)
-    for (normalise, _), rows in groups.items():
+        groups.setdefault((member.run.data.normalize, views[row].shape), []).append(row)
+    for (normalize, _), rows in groups.items():
         views_BHWC = torch.from_numpy(np.stack([views[row] for row in rows])).to(family.device)
-        for row, image in zip(rows, normalised(views_BHWC, normalise), strict=True):
+        for row, image in zip(rows, normalized(views_BHWC, normalize), strict=True):
             images[row] = image
     logits = family.outputs(images, members)
     return [

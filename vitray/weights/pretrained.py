@@ -80,7 +80,7 @@ def open_initial_weights(run: Run, task: Finetune, classes: Sequence[str]) -> tu
     if run.model.adapters and not loaded.vit.model.adapters and "adapters" not in task.trained:
         raise ConfigError(
             f"model.adapters: got {run.model.adapters}, but task.weights {task.weights} has none, and"
-            f" task.mode {task.mode} trains none; expected null, task.mode adapter, or adapters in task.also"
+            f" task.mode {task.mode} trains none; expected null, task.mode adapter, or adapters in task.also_train"
         )
     state = adapt(loaded.vit, run.model, f"task.weights {task.weights}", new_head=new_head)
     with torch.random.fork_rng(devices=[]):
@@ -100,8 +100,8 @@ def _stated(run: Run) -> dict[str, Any]:
     if not run.model.is_vit:
         return run.model.model_dump(mode="json", include={"name", "image_size"})
     settings = run.model.model_dump(mode="json", include=stated & {"positions", "activation", "norm_eps"})
-    if "normalise" in run.data.model_fields_set:
-        settings["normalise"] = run.data.normalise.model_dump(mode="json")
+    if "normalize" in run.data.model_fields_set:
+        settings["normalize"] = run.data.normalize.model_dump(mode="json")
     return settings | ({"heads": run.model.num_heads} if stated & {"name", "heads"} else {})
 
 
@@ -116,8 +116,8 @@ def _completed(run: Run, loaded: LoadedModel, classes: Sequence[str], new_head: 
     changes = {f"model.{name}": old[name] for name in inherited if name not in run.model.model_fields_set}
     if "num_classes" not in run.model.model_fields_set:
         changes["model.num_classes"] = len(classes)
-    if "normalise" not in run.data.model_fields_set:
-        changes["data.normalise"] = loaded.run.data.normalise.model_dump(mode="json")
+    if "normalize" not in run.data.model_fields_set:
+        changes["data.normalize"] = loaded.run.data.normalize.model_dump(mode="json")
     return run.replace(changes)
 
 
@@ -232,7 +232,7 @@ class TokenizerSource(NamedTuple):
 
 
 def open_tokenizer_source(run: Run, objective: Beit) -> TokenizerSource:
-    """Return the tokenizer named by a run, checked against the run's patches and normalisation."""
+    """Return the tokenizer named by a run, checked against the run's patches and normalization."""
     try:
         url = pin_uri(objective.tokenizer)
         tokenizer = load_tokenizer(url)
@@ -243,7 +243,7 @@ def open_tokenizer_source(run: Run, objective: Beit) -> TokenizerSource:
 
 
 def check_tokenizer(run: Run, source: Run, url: str) -> None:
-    """Reject a tokenizer, trained by the run `source`, whose patches or normalisation differ from the run's."""
+    """Reject a tokenizer, trained by the run `source`, whose patches or normalization differ from the run's."""
     (rows, columns), patch = run.model.grid, run.model.shape.patch
     (source_rows, source_columns), source_patch = source.model.grid, source.model.shape.patch
     if (rows, columns, patch) != (source_rows, source_columns, source_patch):
@@ -252,8 +252,8 @@ def check_tokenizer(run: Run, source: Run, url: str) -> None:
             f" {source_patch} pixels, expected {rows} x {columns} of {patch}, as {run.model.name} at"
             f" {run.model.image_size}"
         )
-    if source.data.normalise != run.data.normalise:
+    if source.data.normalize != run.data.normalize:
         raise ConfigError(
-            f"data.normalise: got mean {list(run.data.normalise.mean)}, std {list(run.data.normalise.std)}, expected"
-            f" those of the tokenizer {url}, {list(source.data.normalise.mean)} and {list(source.data.normalise.std)}"
+            f"data.normalize: got mean {list(run.data.normalize.mean)}, std {list(run.data.normalize.std)}, expected"
+            f" those of the tokenizer {url}, {list(source.data.normalize.mean)} and {list(source.data.normalize.std)}"
         )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.config import Run
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.config.distillation import Distillation
 from vitray.errors import ConfigError, nearest
 from vitray.models.network import AnyNetwork
@@ -24,9 +24,9 @@ class TeacherSource(NamedTuple):
     """A hash of its tensors."""
     name: str
     network: AnyNetwork
-    """From normalised images to logits."""
-    normalise: Normalise
-    """The normalisation of its images."""
+    """From normalized images to logits."""
+    normalize: Normalize
+    """The normalization of its images."""
     gflops: float
     """Of the matrix products of one image's forward pass; a multiply-add counts once."""
 
@@ -49,7 +49,7 @@ def open_teacher(run: Run, distill: Distillation, classes: Sequence[str]) -> Tea
     identity = identity_of(loaded.vit.state_dict())
     network = loaded.vit.requires_grad_(False)
     network.count(products := Products())
-    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalise, products.gflops)
+    return TeacherSource(url, identity, model.name, network, loaded.run.data.normalize, products.gflops)
 
 
 def _check_classes(loaded: LoadedModel, url: str, classes: Sequence[str]) -> None:

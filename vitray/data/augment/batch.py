@@ -4,9 +4,9 @@ A worker holds some rows of the global batch (`BatchRows`). All draws are made f
 generator keyed by (seed, step), and rows 2i and 2i + 1 are partners; the last row of an odd batch takes the row before
 it. The result for a row is therefore a function of (seed, step, place), and a worker that holds whole pairs needs no
 other rows. timm pairs rows by reversing each worker's batch; here the order of the epoch makes the pairs random, of
-different row groups. Pair i takes draw i modulo D, so that neighbouring pairs, such as the copies of one pair, differ
+different row groups. Pair i takes draw i modulo D, so that neighboring pairs, such as the copies of one pair, differ
 in their draws.
-Shapes: B rows, H x W pixels, C colours, K classes, G rows of the global batch, D draws of mixing.
+Shapes: B rows, H x W pixels, C colors, K classes, G rows of the global batch, D draws of mixing.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray.config.augmentation import Augment, Mix, Normalise
+from vitray.config.augmentation import Augment, Mix, Normalize
 from vitray.data.augment.keyed_random import step_generator
 
 # The defaults of timm: share of the area, and height / width, of an erased rectangle.
@@ -40,7 +40,7 @@ class BatchSettings(NamedTuple):
 
     augment: Augment
     mix: Mix
-    normalise: Normalise
+    normalize: Normalize
     num_classes: int
 
 
@@ -66,9 +66,9 @@ def prepare_batch(
     images_BHWC: Tensor, labels_B: Tensor, settings: BatchSettings, seed: int, step: int, rows: BatchRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return training images (BCHW, float32) and their mixed targets (BK); without `rows`, of the whole batch."""
-    augment, mix, normalise, num_classes = settings
+    augment, mix, normalize, num_classes = settings
     rows = rows or BatchRows(np.arange(len(images_BHWC)), len(images_BHWC))
-    images_BCHW = normalised(images_BHWC, normalise)
+    images_BCHW = normalized(images_BHWC, normalize)
     targets_BK = one_hot(labels_B, num_classes)
     if augment.erase:
         erase_rectangles(images_BCHW, augment.erase, rows, step_generator(seed, step, "erase"))
@@ -81,9 +81,9 @@ def prepare_batch(
     return images_BCHW, targets_BK
 
 
-def normalised(images_BHWC: Tensor, normalise: Normalise) -> Tensor:
-    """Return uint8 images as normalised floats (BCHW, channels last in memory)."""
-    mean_C11, std_C11 = (_per_channel(values, images_BHWC.device) for values in (normalise.mean, normalise.std))
+def normalized(images_BHWC: Tensor, normalize: Normalize) -> Tensor:
+    """Return uint8 images as normalized floats (BCHW, channels last in memory)."""
+    mean_C11, std_C11 = (_per_channel(values, images_BHWC.device) for values in (normalize.mean, normalize.std))
     floats_BCHW = images_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.channels_last)
     return floats_BCHW.sub_(mean_C11).div_(std_C11)
 
@@ -95,7 +95,7 @@ def _per_channel(values: tuple[float, float, float], device: torch.device) -> Te
 
 
 def one_hot(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Return one-hot rows (BK) without the device synchronisation of torch's own `one_hot`."""
+    """Return one-hot rows (BK) without the device synchronization of torch's own `one_hot`."""
     targets_BK = torch.zeros((len(labels_B), num_classes), device=labels_B.device)
     return targets_BK.scatter_(1, labels_B.long()[:, None], 1.0)
 
@@ -132,13 +132,13 @@ def draw_mixing(mix: Mix, draws: int, size: tuple[int, int], rng: np.random.Gene
     return Mixing(boxes_D4, np.where(is_cut_D, 0.0, share_D), np.where(is_cut_D, uncut_D, share_D))
 
 
-def cut_boxes(share_D: np.ndarray, centre_D2: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return cutmix boxes (D4) about some centres; each covers 1 - share of the image before it is clipped to it.
+def cut_boxes(share_D: np.ndarray, center_D2: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return cutmix boxes (D4) about some centers; each covers 1 - share of the image before it is clipped to it.
 
     As in timm from 1.0.31 on. Earlier versions cut a pixel less of an odd side.
     """
     cut_D2 = (np.array(size) * np.sqrt(1 - share_D)[:, np.newaxis]).astype(np.int64)
-    start_D2 = centre_D2 - cut_D2 // 2
+    start_D2 = center_D2 - cut_D2 // 2
     start_D2, end_D2 = np.maximum(start_D2, 0), np.minimum(start_D2 + cut_D2, size)
     return np.stack([start_D2, end_D2], axis=-1).reshape(-1, 4)
 
@@ -172,12 +172,12 @@ def erase_rectangles(images_BCHW: Tensor, chance: float, rows: BatchRows, rng: n
 
     All rectangles of a step take their noise from one sheet, each at its own place.
     """
-    _, colours, height, width = images_BCHW.shape
+    _, colors, height, width = images_BCHW.shape
     boxes_B6 = draw_erased_boxes(rows.total, chance, height, width, rng)[rows.places]
     sheet_seed = int(rng.integers(2**63))
     if boxes_B6[:, 2].any():
         # Drawn on the CPU: the noise is the same on every device.
-        sheet_CHW = torch.randn(colours, height, width, generator=torch.Generator().manual_seed(sheet_seed))
+        sheet_CHW = torch.randn(colors, height, width, generator=torch.Generator().manual_seed(sheet_seed))
         fill_boxes(images_BCHW, boxes_B6, sheet_CHW)
 
 
@@ -205,7 +205,7 @@ def fill_boxes(images_BCHW: Tensor, boxes_B6: np.ndarray, sheet_CHW: Tensor) -> 
 
     The number of kernels does not depend on the number of boxes. L lines of boxes, P pixels of these lines.
     """
-    colours, height, width = sheet_CHW.shape
+    colors, height, width = sheet_CHW.shape
     high_B = boxes_B6[:, 2]
     row_L = np.repeat(np.arange(len(boxes_B6)), high_B)
     line_L = np.arange(len(row_L)) - np.repeat(high_B.cumsum() - high_B, high_B)  # 0 is the first line of each box
@@ -218,7 +218,7 @@ def fill_boxes(images_BCHW: Tensor, boxes_B6: np.ndarray, sheet_CHW: Tensor) -> 
     line_P = torch.repeat_interleave(numbers_3L[2], output_size=int(wide_L.sum()))
     target_P, source_P = numbers_3L[:2, line_P] + torch.arange(len(line_P), device=line_P.device)
     sheet_HWC = to_device(sheet_CHW, images_BCHW.device).to(images_BCHW.dtype).permute(1, 2, 0)
-    images_BCHW.permute(0, 2, 3, 1).view(-1, colours)[target_P] = sheet_HWC.reshape(-1, colours)[source_P]
+    images_BCHW.permute(0, 2, 3, 1).view(-1, colors)[target_P] = sheet_HWC.reshape(-1, colors)[source_P]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

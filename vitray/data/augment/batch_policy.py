@@ -1,10 +1,10 @@
 """The operations of an augmentation on whole batches, on any device: bit-equal to Pillow's on each image (policy.py).
 
 Draws and row numbers are on the host, so nothing waits for the device. Pillow's own arithmetic is repeated, in integers
-or one rounding at a time, because torchvision's kernels for tensors differ from Pillow, as in greyscale, blur, rotation
+or one rounding at a time, because torchvision's kernels for tensors differ from Pillow, as in grayscale, blur, rotation
 and auto-contrast (shown in the tests); its `equalize` is equal, and is used. A product and a sum stay two kernels:
 fused, as in `lerp` or `addcmul`, they would round once on some devices.
-Shapes: B images, H x W pixels, C colours, L levels of a colour.
+Shapes: B images, H x W pixels, C colors, L levels of a color.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitray.config.augmentation import Colour, Interpolation
+from vitray.config.augmentation import Color, Interpolation
 from vitray.data.augment.batch import to_device
 from vitray.data.augment.draws import OPERATIONS, Draws, Operation
 
@@ -67,15 +67,15 @@ def _operate(
 
             planes: Any = functional.equalize(images_BHWC.permute(0, 3, 1, 2))
             return planes.permute(0, 2, 3, 1)
-        case "grey":
-            return grey(images_BHWC).to(torch.uint8)[..., None].expand_as(images_BHWC)
+        case "gray":
+            return gray(images_BHWC).to(torch.uint8)[..., None].expand_as(images_BHWC)
         case "blur":
             return blur(images_BHWC, amounts)
-        case "colour" | "contrast" | "sharpness":
+        case "color" | "contrast" | "sharpness":
             factor_B = to_device(torch.from_numpy(np.array(amounts, np.float32)), device)
             if kind == "contrast":
                 return contrast(images_BHWC, factor_B)
-            other_BHWC = grey(images_BHWC)[..., None] if kind == "colour" else smooth(images_BHWC)
+            other_BHWC = gray(images_BHWC)[..., None] if kind == "color" else smooth(images_BHWC)
             return blend(other_BHWC, images_BHWC, factor_B)
         case "rotate":
             return rotate(images_BHWC, amounts, draws.interpolation, draws.fill)
@@ -111,14 +111,14 @@ def level_table(operation: str, amount: float) -> np.ndarray:
 
 
 def look_up(images_BHWC: Tensor, tables_BCL: Tensor) -> Tensor:
-    """Return each level's entry in the table of its image and colour; one table may serve all colours."""
-    images, colours, levels = tables_BCL.shape
-    first_BC = torch.arange(images * colours, dtype=torch.int32, device=images_BHWC.device).view(images, colours)
+    """Return each level's entry in the table of its image and color; one table may serve all colors."""
+    images, colors, levels = tables_BCL.shape
+    first_BC = torch.arange(images * colors, dtype=torch.int32, device=images_BHWC.device).view(images, colors)
     return tables_BCL.reshape(-1)[images_BHWC + (first_BC * levels)[:, None, None]]
 
 
 def auto_contrast(images_BHWC: Tensor) -> Tensor:
-    """Return images whose colours reach from 0 to 255 each."""
+    """Return images whose colors reach from 0 to 255 each."""
     low_BC1, high_BC1 = (edge[..., None].double() for edge in (images_BHWC.amin((1, 2)), images_BHWC.amax((1, 2))))
     range_BC1 = (high_BC1 - low_BC1).clamp(min=1)
     scale_BC1 = torch.full_like(range_BC1, 255) / range_BC1  # a number / tensor would round its reciprocal first
@@ -128,20 +128,20 @@ def auto_contrast(images_BHWC: Tensor) -> Tensor:
 
 
 def contrast(images_BHWC: Tensor, factor_B: Tensor) -> Tensor:
-    """Return a blend of each image with its mean grey."""
-    grey_BHW = grey(images_BHWC)
-    pixels = grey_BHW.shape[1] * grey_BHW.shape[2]
-    mean_B = (2 * grey_BHW.sum((1, 2), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
+    """Return a blend of each image with its mean gray."""
+    gray_BHW = gray(images_BHWC)
+    pixels = gray_BHW.shape[1] * gray_BHW.shape[2]
+    mean_B = (2 * gray_BHW.sum((1, 2), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
     level_L = torch.arange(256, dtype=torch.int32, device=images_BHWC.device)
     offset_BL = (level_L - mean_B[:, None]).to(torch.float32)
     tables_BL = (offset_BL * factor_B[:, None] + mean_B[:, None]).clamp(0, 255).to(torch.uint8)
     return look_up(images_BHWC, tables_BL[:, None])
 
 
-# ---- colours ---------------------------------------------------------------------------------------------------------
+# ---- colors ---------------------------------------------------------------------------------------------------------
 
 
-def grey(images_BHWC: Tensor) -> Tensor:
+def gray(images_BHWC: Tensor) -> Tensor:
     """Return the luma of each pixel (BHW, int32)."""
     red, green, blue = images_BHWC.to(torch.int32).unbind(3)
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
@@ -207,8 +207,8 @@ def _box_blur(signed_BHWC: Tensor, weights_4B111: Tensor, axis: int) -> Tensor:
     index = torch.arange(-2, side + 2, device=signed_BHWC.device).clamp(0, side - 1)
     padded = signed_BHWC.index_select(axis, index)
     far, near, middle, near_too, far_too = (padded.narrow(axis, at, side) for at in range(5))
-    centre_B, near_B, far_B, rounding_B = weights_4B111
-    total = middle * centre_B
+    center_B, near_B, far_B, rounding_B = weights_4B111
+    total = middle * center_B
     total += (near.to(torch.int16) + near_too) * near_B
     total += (far.to(torch.int16) + far_too) * far_B
     return ((total + rounding_B) >> 24).to(torch.int8)
@@ -217,12 +217,12 @@ def _box_blur(signed_BHWC: Tensor, weights_4B111: Tensor, axis: int) -> Tensor:
 # ---- rotation, shear and translation ---------------------------------------------------------------------------------
 
 
-def rotate(images_BHWC: Tensor, degrees: list[float], interpolation: Interpolation, fill: Colour) -> Tensor:
-    """Return the images turned about their centre."""
+def rotate(images_BHWC: Tensor, degrees: list[float], interpolation: Interpolation, fill: Color) -> Tensor:
+    """Return the images turned about their center."""
     _, height, width, _ = images_BHWC.shape
     matrices_B6 = np.array([rotation(angle, (width, height)) for angle in degrees])
     numbers_6B11 = to_device(torch.from_numpy(matrices_B6.T.copy()), images_BHWC.device)[:, :, None, None]
-    y_H1, x_W = _centres(height, images_BHWC.device)[:, None], _centres(width, images_BHWC.device)
+    y_H1, x_W = _centers(height, images_BHWC.device)[:, None], _centers(width, images_BHWC.device)
     x_BHW = numbers_6B11[0] * x_W + numbers_6B11[1] * y_H1 + numbers_6B11[2]
     y_BHW = numbers_6B11[3] * x_W + numbers_6B11[4] * y_H1 + numbers_6B11[5]
     column_BHW, column_share_BHW1 = _split(x_BHW)
@@ -236,13 +236,13 @@ def rotate(images_BHWC: Tensor, degrees: list[float], interpolation: Interpolati
     return _finish(_interpolate(lines, row_share_BHW1), is_inside_BHW, fill)
 
 
-def shift_rows(images_BHWC: Tensor, operations: list[Operation], interpolation: Interpolation, fill: Colour) -> Tensor:
+def shift_rows(images_BHWC: Tensor, operations: list[Operation], interpolation: Interpolation, fill: Color) -> Tensor:
     """Return the images with each row shifted, by the same number of pixels or in proportion to its height."""
     _, height, width, _ = images_BHWC.shape
     slopes = [shear_slope(*each) if each.name.startswith("shear") else 0.0 for each in operations]
     shifts = [0.0 if each.name.startswith("shear") else -each.amount for each in operations]
     numbers_2B11 = to_device(torch.from_numpy(np.array([slopes, shifts])), images_BHWC.device)[:, :, None, None]
-    y_H1, x_W = _centres(height, images_BHWC.device)[:, None], _centres(width, images_BHWC.device)
+    y_H1, x_W = _centers(height, images_BHWC.device)[:, None], _centers(width, images_BHWC.device)
     x_BHW = x_W + numbers_2B11[0] * y_H1 + numbers_2B11[1]
     column_BHW, share_BHW1 = _split(x_BHW)
     row_H1 = torch.arange(height, device=images_BHWC.device)[:, None]
@@ -264,32 +264,32 @@ def shear_slope(operation: str, amount: float) -> float:
     return math.tan(angle) if operation == "shear_x" else math.sin(angle) / math.cos(angle)
 
 
-def _centres(side: int, device: torch.device) -> Tensor:
+def _centers(side: int, device: torch.device) -> Tensor:
     return torch.arange(side, dtype=torch.float64, device=device) + 0.5
 
 
 def _split(place_BHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of the pixel before each place, and the place's distance from its centre."""
+    """Return the number of the pixel before each place, and the place's distance from its center."""
     before_BHW = (place_BHW - 0.5).floor()
     return before_BHW.long(), (place_BHW - 0.5 - before_BHW)[..., None]
 
 
 def _reach(interpolation: Interpolation) -> tuple[int, ...]:
-    """Return the neighbours of a place, counted from the pixel before it."""
+    """Return the neighbors of a place, counted from the pixel before it."""
     return (-1, 0, 1, 2) if interpolation == "bicubic" else (0, 1)
 
 
 def _taps(images_BHWC: Tensor, row_BHW: Tensor, column_BHW: Tensor, reach: tuple[int, ...]) -> list[Tensor]:
-    """Return the neighbours of each place in a row, as float64; the border repeats."""
-    images, height, width, colours = images_BHWC.shape
-    flat = images_BHWC.reshape(-1, colours)
+    """Return the neighbors of each place in a row, as float64; the border repeats."""
+    images, height, width, colors = images_BHWC.shape
+    flat = images_BHWC.reshape(-1, colors)
     first_B11 = torch.arange(images, device=images_BHWC.device)[:, None, None] * height
     start_BHW = (first_B11 + row_BHW) * width
     return [flat[start_BHW + (column_BHW + at).clamp(0, width - 1)].double() for at in reach]
 
 
 def _interpolate(values: list[Tensor], share: Tensor) -> Tensor:
-    """Return the value at a share of the way from one middle neighbour to the other, in Pillow's order of sums."""
+    """Return the value at a share of the way from one middle neighbor to the other, in Pillow's order of sums."""
     if len(values) == 2:
         return values[0] + (values[1] - values[0]) * share
     first, second, third, fourth = values
@@ -298,7 +298,7 @@ def _interpolate(values: list[Tensor], share: Tensor) -> Tensor:
     return second + share * (-first + third + share * (square + share * cube))
 
 
-def _finish(values_BHWC: Tensor, is_inside_BHW: Tensor, fill: Colour) -> Tensor:
+def _finish(values_BHWC: Tensor, is_inside_BHW: Tensor, fill: Color) -> Tensor:
     """Return levels, cut off as in Pillow, and the fill outside of the image."""
     fill_C = to_device(torch.from_numpy(np.array(fill, np.uint8)), values_BHWC.device)
     return torch.where(is_inside_BHW[..., None], values_BHWC.clamp(0, 255).to(torch.uint8), fill_C)

@@ -84,12 +84,12 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
     for place, each in enumerate(predictions):
         x, y = MARGIN + place % columns * (CELL + GAP), top - GAP + place // columns * cell
         _place(sheet, each.image, (x, y))
-        below, colour = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
+        below, color = y + 2 * (CELL + GAP), INK if each.true == each.predicted else WRONG
         draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
         if each.predicted is not None:
             if each.attention is not None:
                 _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
-            draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", colour, small)
+            draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", color, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()
@@ -113,7 +113,7 @@ def _column(left: int, column: int) -> int:
 def _place(sheet: Image.Image, view_HWC: np.ndarray, corner: tuple[int, int]) -> None:
     """Paste a view into its cell, scaled to fit, with rounded corners on a pale frame."""
     image = Image.fromarray(np.ascontiguousarray(view_HWC))
-    # Nearest neighbour keeps the pixels of tiny images visible.
+    # Nearest neighbor keeps the pixels of tiny images visible.
     resampling = Image.Resampling.NEAREST if max(image.size) <= CELL // 2 else Image.Resampling.LANCZOS
     image = ImageOps.contain(image, (CELL, CELL), resampling)
     cell = Image.new("RGB", (CELL, CELL), FRAME)

@@ -1,6 +1,6 @@
 """Encoded bytes to upright uint8 RGB, as an image viewer shows them: plain JPEGs by simplejpeg, the rest by Pillow.
 
-Animations give their first frame, transparency is composed over white, 16 bits become 8, colour profiles are ignored.
+Animations give their first frame, transparency is composed over white, 16 bits become 8, color profiles are ignored.
 `vitray shard` checks images by the same rules, so the images of a dataset decode.
 """
 
@@ -66,7 +66,7 @@ class DecodedImage(NamedTuple):
     """An image at its own or at a smaller scale."""
 
     pixels: np.ndarray
-    """Height, width, colour."""
+    """Height, width, color."""
     whole: tuple[int, int]
     """Height and width of the image at its own scale."""
 
@@ -88,11 +88,11 @@ def decode_scaled(
     if data[:3] == JPEG:
         has_app1 = check_scans(data)
         try:
-            rows, columns, colours, _ = simplejpeg.decode_jpeg_header(data)
+            rows, columns, colors, _ = simplejpeg.decode_jpeg_header(data)
             height, width = int(rows), int(columns)
             check_size(width, height, max_pixels)
             # simplejpeg converts CMYK differently from viewers.
-            if colours in ("YCbCr", "Gray", "RGB") and not (has_app1 and _is_rotated(data)):
+            if colors in ("YCbCr", "Gray", "RGB") and not (has_app1 and _is_rotated(data)):
                 limit = max_reduction((height, width))
                 divisor = next((each for each in DIVISORS if each <= limit), 1)
                 least = (-(-height // divisor), -(-width // divisor)) if divisor > 1 else (0, 0)
@@ -206,11 +206,11 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise UndecodableImage("unknown brightness scale: floating point pixels")
     if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.int64)
-        if grey.min() < 0 or grey.max() > 65535:
+        gray = np.asarray(image).astype(np.int64)
+        if gray.min() < 0 or gray.max() > 65535:
             raise UndecodableImage("unknown brightness scale: 32-bit pixels")
         # Pillow's own conversion clips at 255: a 16-bit scan would be white.
-        image = Image.fromarray((grey >> 8).astype(np.uint8))
+        image = Image.fromarray((gray >> 8).astype(np.uint8))
     elif "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         above = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)

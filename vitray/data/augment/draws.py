@@ -12,7 +12,7 @@ import numpy as np
 
 from vitray.config.augmentation import (
     Augment,
-    Colour,
+    Color,
     Interpolation,
     NoPolicy,
     Policy,
@@ -22,15 +22,15 @@ from vitray.config.augmentation import (
 )
 
 SHARED = (
-    *("auto_contrast", "equalize", "rotate", "posterize", "solarize", "colour", "contrast", "brightness", "sharpness"),
+    *("auto_contrast", "equalize", "rotate", "posterize", "solarize", "color", "contrast", "brightness", "sharpness"),
     *("shear_x", "shear_y", "translate_x", "translate_y"),
 )
 TIMM = (*SHARED, "invert", "solarize_add")
 TORCHVISION = (*SHARED, "identity")
-THREE_AUGMENT = ("grey", "solarize", "blur")
-JITTER = ("brightness", "contrast", "colour")
+THREE_AUGMENT = ("gray", "solarize", "blur")
+JITTER = ("brightness", "contrast", "color")
 # The code of an operation is its place here.
-OPERATIONS = ("identity", *TIMM, "grey", "blur")
+OPERATIONS = ("identity", *TIMM, "gray", "blur")
 # Amounts at the full scale, the same for both kinds of RandAugment.
 LARGEST = {"rotate": 30.0, "shear_x": 0.3, "shear_y": 0.3}
 
@@ -51,7 +51,7 @@ class Draws(NamedTuple):
     amounts: np.ndarray
     """Amounts of the operations (BS), float64: the pixels depend on their last bits."""
     interpolation: Interpolation
-    fill: Colour
+    fill: Color
 
 
 def draw_operations(settings: Augment, size: tuple[int, int], rng: np.random.Generator) -> list[Operation]:
@@ -101,7 +101,7 @@ def timm_amount(operation: str, magnitude: float, increasing: bool, size: tuple[
     match operation:
         case "translate_x" | "translate_y":
             return sign * level * 0.45 * size[operation == "translate_y"]
-        case "colour" | "contrast" | "brightness" | "sharpness":
+        case "color" | "contrast" | "brightness" | "sharpness":
             return max(0.1, 1 + sign * level * 0.9) if increasing else 0.1 + level * 1.8
         case "posterize":
             return 4 - int(level * 4) if increasing else int(level * 4)
@@ -119,7 +119,7 @@ def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign
     match operation:
         case "translate_x" | "translate_y":
             return sign * int(level * 150 / 331 * size[operation == "translate_y"])
-        case "colour" | "contrast" | "brightness" | "sharpness":
+        case "color" | "contrast" | "brightness" | "sharpness":
             return 1 + sign * level * 0.9
         case "posterize":
             return 8 - round(level * 4)
@@ -132,8 +132,8 @@ def torchvision_amount(operation: str, level: float, size: tuple[int, int], sign
 # ---- as columns ------------------------------------------------------------------------------------------------------
 
 
-def fill_colour(policy: Policy) -> Colour:
-    """Return the colour of the areas that the policy's operations uncover."""
+def fill_color(policy: Policy) -> Color:
+    """Return the color of the areas that the policy's operations uncover."""
     return policy.fill if isinstance(policy, RandAugment | TorchvisionRandAugment) else (0, 0, 0)
 
 
@@ -160,4 +160,4 @@ def write_draws(columns: Mapping[str, np.ndarray], row: int, is_flipped: bool, o
 def read_draws(columns: Mapping[str, np.ndarray], settings: Augment) -> Draws:
     """Return the draws that some columns hold."""
     numbers = columns["flip"].astype(bool), columns["operation"], columns["amount"]
-    return Draws(*numbers, settings.crop.interpolation, fill_colour(settings.policy))
+    return Draws(*numbers, settings.crop.interpolation, fill_color(settings.policy))

@@ -2,7 +2,7 @@
 
 Crops are views and the resize works on uint8, channels last: half the time of crop, resize and float by Pillow, within
 one level of its pixels. Callers in many processes set `torch.set_num_threads(1)`.
-Shapes: H rows, W columns, C colours.
+Shapes: H rows, W columns, C colors.
 """
 
 import math
@@ -15,14 +15,14 @@ from PIL import Image
 
 from vitray.config.augmentation import (
     Augment,
-    CentreCrop,
+    CenterCrop,
     Crop,
     Interpolation,
     RandomResizedCrop,
     SimpleRandomCrop,
 )
 from vitray.data.augment.decode import DecodedImage, decode_scaled
-from vitray.data.augment.draws import Operation, draw_operations, fill_colour
+from vitray.data.augment.draws import Operation, draw_operations, fill_color
 
 ImageSize = tuple[int, int]
 
@@ -69,11 +69,11 @@ def augment_image(
     # Imported here: torchvision takes seconds, and most workers only crop and flip.
     from vitray.data.augment.policy import apply_operations
 
-    fill, image = fill_colour(settings.policy), Image.fromarray(view_HWC)
+    fill, image = fill_color(settings.policy), Image.fromarray(view_HWC)
     return np.array(apply_operations(image, operations, settings.crop.interpolation, fill))
 
 
-def crop_centre(image_HWC: np.ndarray, crop: CentreCrop, size: ImageSize, whole: ImageSize | None = None) -> np.ndarray:
+def crop_center(image_HWC: np.ndarray, crop: CenterCrop, size: ImageSize, whole: ImageSize | None = None) -> np.ndarray:
     """Return the evaluation view of `size` (height, width); the resize rounds down, as in DeiT's code and timm.
 
     `whole` is as of `crop_and_draw`.
@@ -96,7 +96,7 @@ def _reduction(whole: ImageSize, crop: Crop, size: ImageSize, rng: np.random.Gen
             return min(height / size[0], width / size[1])
         case SimpleRandomCrop():
             return min(whole[0] / size[0], whole[1] / size[1])
-        case CentreCrop():
+        case CenterCrop():
             return (crop.crop_ratio or 1.0) * min(whole[0] / size[0], whole[1] / size[1])
         case _:
             assert_never(crop)
@@ -116,8 +116,8 @@ def _crop(image_HWC: np.ndarray, crop: Crop, size: ImageSize, rng: np.random.Gen
             top = int(rng.integers(cover_HWC.shape[0] - size[0] + 1))
             left = int(rng.integers(cover_HWC.shape[1] - size[1] + 1))
             return np.ascontiguousarray(cover_HWC[top : top + size[0], left : left + size[1]])
-        case CentreCrop():
-            return crop_centre(image_HWC, crop, size, whole)
+        case CenterCrop():
+            return crop_center(image_HWC, crop, size, whole)
         case _:
             assert_never(crop)
 
@@ -129,7 +129,7 @@ def _scaled(start: int, length: int, pixels: int, whole: int) -> slice:
 
 
 def draw_box(image: ImageSize, crop: RandomResizedCrop, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Return top, left, height and width of a crop, by torchvision's rule: ten tries, then the centre."""
+    """Return top, left, height and width of a crop, by torchvision's rule: ten tries, then the center."""
     rows, columns = image
     for _ in range(10):
         area = rows * columns * rng.uniform(*crop.scale)

@@ -108,10 +108,10 @@ def cutting_orders(grid: Grid) -> np.ndarray:
 def draw_rectangles(draws_B4: np.ndarray, missing_B: np.ndarray, mask: BlockMask, grid: Grid) -> np.ndarray:
     """Return a rectangle of each image as its patches (BN), empty where it does not fit.
 
-    The draws are area, aspect and place. The area is between `mask.least` and the missing number of patches.
+    The draws are area, aspect and place. The area is between `mask.min_patches` and the missing number of patches.
     """
     low, high = np.log(mask.aspect)
-    area_B = mask.least + draws_B4[:, 0] * np.maximum(missing_B - mask.least, 0)
+    area_B = mask.min_patches + draws_B4[:, 0] * np.maximum(missing_B - mask.min_patches, 0)
     aspect_B = np.exp(low + draws_B4[:, 1] * (high - low))
     sides_B2 = np.rint(np.sqrt(np.stack([area_B * aspect_B, area_B / aspect_B], axis=1)))
     free_B2 = np.array(grid) - sides_B2 + 1

@@ -1,4 +1,4 @@
-"""Operations of the augmentation policies and of colour jitter on one image.
+"""Operations of the augmentation policies and of color jitter on one image.
 
 They are torchvision's on Pillow images: equal to timm's bit for bit, and mostly faster than on tensors. Operations that
 torchvision lacks, or does differently, call Pillow directly.
@@ -11,13 +11,13 @@ from typing import Any
 from PIL import Image, ImageFilter
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from vitray.config.augmentation import Colour, Interpolation
+from vitray.config.augmentation import Color, Interpolation
 from vitray.data.augment.draws import Operation
 
 TF: Any = functional  # typed for tensors only, but accepts Pillow images
 
 ADJUSTMENTS = {
-    "colour": TF.adjust_saturation,
+    "color": TF.adjust_saturation,
     "contrast": TF.adjust_contrast,
     "brightness": TF.adjust_brightness,
     "sharpness": TF.adjust_sharpness,
@@ -25,7 +25,7 @@ ADJUSTMENTS = {
 
 
 def apply_operations(
-    image: Any, operations: Iterable[Operation], interpolation: Interpolation, fill: Colour
+    image: Any, operations: Iterable[Operation], interpolation: Interpolation, fill: Color
 ) -> Image.Image:
     """Return the image after some operations."""
     for name, amount in operations:
@@ -33,7 +33,7 @@ def apply_operations(
     return image
 
 
-def operate(image: Any, operation: str, amount: float, interpolation: Interpolation, fill: Colour) -> Image.Image:
+def operate(image: Any, operation: str, amount: float, interpolation: Interpolation, fill: Color) -> Image.Image:
     """Apply one operation; `amount` is its degrees, pixels, bits, threshold, sigma or factor."""
     mode = InterpolationMode(interpolation)
     match operation:
@@ -53,12 +53,12 @@ def operate(image: Any, operation: str, amount: float, interpolation: Interpolat
         case "solarize_add":
             # Not in torchvision: adds to the darker half of the levels.
             return image.point([min(255, level + int(amount)) if level < 128 else level for level in range(256)] * 3)
-        case "grey":
+        case "gray":
             return TF.rgb_to_grayscale(image, num_output_channels=3)
         case "blur":
             # DeiT III blurs with Pillow; torchvision's equivalent takes five times as long.
             return image.filter(ImageFilter.GaussianBlur(amount))
-        case "colour" | "contrast" | "brightness" | "sharpness":
+        case "color" | "contrast" | "brightness" | "sharpness":
             return ADJUSTMENTS[operation](image, amount)
         case "rotate":
             return TF.rotate(image, amount, mode, fill=list(fill))
@@ -68,7 +68,7 @@ def operate(image: Any, operation: str, amount: float, interpolation: Interpolat
                 amount = math.degrees(math.atan(amount))
             vector = [amount, 0.0] if operation.endswith("x") else [0.0, amount]
             shift, shear = (none, vector) if is_shear else (vector, none)
-            # About the corner, as in AutoAugment; about the centre, a shift would also lose its last bits.
+            # About the corner, as in AutoAugment; about the center, a shift would also lose its last bits.
             return TF.affine(image, 0.0, shift, 1.0, shear, mode, fill=list(fill), center=none)
         case _:
             raise AssertionError(f"no operation {operation}")

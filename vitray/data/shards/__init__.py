@@ -1,4 +1,4 @@
-"""Datasets as shards: any source of labelled images, written once as Parquet, shuffled, checked and counted.
+"""Datasets as shards: any source of labeled images, written once as Parquet, shuffled, checked and counted.
 
 `write_dataset(read_request(source, dest))` writes a dataset, `open_dataset(url)` opens it. dataset.json is written
 last: a folder without it is no dataset.

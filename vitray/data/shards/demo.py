@@ -99,7 +99,7 @@ def _draw(shape: str, texture: str, size: int, rng: np.random.Generator) -> Imag
 
 
 def _pattern(texture: str, x: Floats, y: Floats, size: int, rng: np.random.Generator) -> Floats:
-    """Return the share of the second colour in each pixel."""
+    """Return the share of the second color in each pixel."""
     turn, period = rng.uniform(-0.5, 0.5), rng.uniform(0.26, 0.36)
     cos, sin = (np.float32(value / period) for value in _direction(turn))
     u, v = x * cos + y * sin + rng.random(dtype=np.float32), y * cos - x * sin + rng.random(dtype=np.float32)

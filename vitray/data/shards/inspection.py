@@ -1,4 +1,4 @@
-"""First pass of `vitray shard`: decode every image once, and record its size, colours, hash and defects.
+"""First pass of `vitray shard`: decode every image once, and record its size, colors, hash and defects.
 
 Each task writes a file under DEST/.work. Its name is a hash of all inputs of the task, so a restarted command reuses
 finished work, and a changed source or setting leads to other names.
@@ -128,7 +128,7 @@ def image_stats(image: Image.Image, is_perceptual: bool) -> dict[str, Any]:
 
 
 def _fingerprint(image: Image.Image) -> bytes:
-    """Return 128 bits: whether each cell of a 9x9 grey thumbnail is brighter than its right and its lower neighbour."""
+    """Return 128 bits: whether each cell of a 9x9 gray thumbnail is brighter than its right and its lower neighbor."""
     thumbnail = np.asarray(image.convert("L").resize((9, 9), Image.Resampling.LANCZOS), dtype=np.int16)
     # At least 3 levels brighter: otherwise coding noise would decide the bits of flat areas.
     cells, right, below = thumbnail[:8, :8], thumbnail[:8, 1:], thumbnail[1:, :8]
@@ -145,7 +145,7 @@ def _shrink(image: Image.Image, shorter: int) -> Image.Image | None:
 
 
 def _jpeg(image: Image.Image, quality: int) -> bytes:
-    image.info.clear()  # Pillow would copy the colour profile and EXIF of the original
+    image.info.clear()  # Pillow would copy the color profile and EXIF of the original
     image.save(content := io.BytesIO(), "JPEG", quality=quality)
     return content.getvalue()
 

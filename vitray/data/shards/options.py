@@ -34,7 +34,7 @@ class ShardSettings(Section):
     quality: Annotated[int, Field(ge=1, le=100)] = 92
     """JPEG quality of resized images."""
     dedupe: Literal["exact", "perceptual", "off"] = "exact"
-    """Definition of a duplicate. exact: equal bytes; perceptual: within 3 of 128 fingerprint bits and 8 grey levels."""
+    """Definition of a duplicate. exact: equal bytes; perceptual: within 3 of 128 fingerprint bits and 8 gray levels."""
     max_rejects: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of rejected images; more of them stop the command."""
     max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = MAX_PIXELS

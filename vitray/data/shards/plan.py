@@ -11,7 +11,7 @@ from vitray.data.shards.manifest import Channels, Duplicates
 from vitray.data.shards.options import ShardSettings
 from vitray.data.shards.sources import shuffle_key
 
-# Two images are near duplicates within this many of the 128 bits of the fingerprint, and this many grey levels.
+# Two images are near duplicates within this many of the 128 bits of the fingerprint, and this many gray levels.
 NEAR_BITS = 3
 NEAR_LEVELS = 8
 GROUP_BYTES = 6 * 10**6
@@ -56,18 +56,18 @@ def find_duplicates(images: pa.Table, how: Literal["exact", "perceptual", "off"]
 
 def _near_originals(images: pa.Table) -> list[int]:
     """Return, for each row, the first row near it, which may be itself."""
-    greys = [sum(sums[:3]) / 3 / area for sums, area in zip(images["moments"].to_pylist(), _areas(images), strict=True)]
+    grays = [sum(sums[:3]) / 3 / area for sums, area in zip(images["moments"].to_pylist(), _areas(images), strict=True)]
     prints = [int.from_bytes(bits) for bits in images["fingerprint"].to_pylist()]
     # 3 different bits leave one of 4 bands of 32 bits unchanged: near duplicates share a band.
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     originals = []
-    for row, (bits, grey) in enumerate(zip(prints, greys, strict=True)):
+    for row, (bits, gray) in enumerate(zip(prints, grays, strict=True)):
         bands = [(band, bits >> 32 * band & 0xFFFFFFFF) for band in range(NEAR_BITS + 1)]
         near = (
             other
             for band in bands
             for other in buckets[band]
-            if (prints[other] ^ bits).bit_count() <= NEAR_BITS and abs(greys[other] - grey) <= NEAR_LEVELS
+            if (prints[other] ^ bits).bit_count() <= NEAR_BITS and abs(grays[other] - gray) <= NEAR_LEVELS
         )
         original = min(near, default=row)
         if original == row:

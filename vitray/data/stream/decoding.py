@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import ray
 
 from vitray import storage
-from vitray.config.augmentation import Augment, CentreCrop
+from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.augment.draws import draw_columns, write_draws
 from vitray.data.augment.keyed_random import generator
@@ -96,7 +96,7 @@ class ViewSettings(NamedTuple):
     """How an image becomes a view: an evaluation's crop, or an augmentation keyed by (seed, epoch, image, copy)."""
 
     size: tuple[int, int]
-    crop: Augment | CentreCrop
+    crop: Augment | CenterCrop
     seed: int
     epoch: int
 
@@ -107,7 +107,7 @@ class ViewSettings(NamedTuple):
 
 
 def empty_images(size: tuple[int, int], count: int = 0) -> Images:
-    """Return uninitialised columns."""
+    """Return uninitialized columns."""
     numbers = {name: np.empty(count, np.int64) for name in ("label", "row", "position", "corrupt")}
     return {"image": np.empty((count, *size, 3), np.uint8), **numbers}
 
@@ -186,7 +186,7 @@ def _write_view(
     images: Images, index: int, content: np.ndarray | bytes, key: str, view: ViewSettings, copy: int
 ) -> None:
     """Write the view of an image, and any draws that the worker applies, into the columns."""
-    from vitray.data.augment.image import augment_image, crop_and_draw, crop_centre, decode_for_view
+    from vitray.data.augment.image import augment_image, crop_and_draw, crop_center, decode_for_view
 
     whole, crop = None, view.crop
     if isinstance(content, np.ndarray):
@@ -195,8 +195,8 @@ def _write_view(
         image_HWC, whole = decode_for_view(content, crop, view.size, generator(view.seed, view.epoch, key, copy))
     else:
         image_HWC = decode_image(content)
-    if isinstance(crop, CentreCrop):
-        images["image"][index] = crop_centre(image_HWC, crop, view.size)
+    if isinstance(crop, CenterCrop):
+        images["image"][index] = crop_center(image_HWC, crop, view.size)
         return
     rng = generator(view.seed, view.epoch, key, copy)
     if view.sent:

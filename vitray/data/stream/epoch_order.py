@@ -1,9 +1,9 @@
 """The order of images as a function of (dataset, seed, epoch), and its division among workers. Arithmetic only.
 
 An epoch's order: the row groups of the split are permuted; their rows, one group after another, are cut into regions of
-2048 rows, and a region into 8 lanes. A lane has neighbouring rows, in two halves of 128. A pair is a random row of each
+2048 rows, and a region into 8 lanes. A lane has neighboring rows, in two halves of 128. A pair is a random row of each
 half, and its two rows are of different row groups. The pairs of a lane are shuffled, and the lanes are dealt out one
-pair at a time. So neighbouring pairs come from row groups far apart, while a lane has rows of few groups.
+pair at a time. So neighboring pairs come from row groups far apart, while a lane has rows of few groups.
 
 Row groups of other writers may be larger than half a lane. Then the halves of a lane are half a region apart, so that
 only a group of about a thousand rows or more has both rows of a pair; a lane has up to twice as many groups.
@@ -25,7 +25,7 @@ from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shares import PAIR, dealt_unit
 
 REGION, LANES = 2048, 8
-# Bit-reversed: the lanes of every second or fourth pair are neighbours, which share row groups.
+# Bit-reversed: the lanes of every second or fourth pair are neighbors, which share row groups.
 DEAL = [int(f"{lane:03b}"[::-1], 2) for lane in range(LANES)]
 
 
@@ -64,7 +64,7 @@ class EpochOrder:
     """The used rows of the split in their stored order; None for all of them."""
     shuffle: tuple[str, int, int] | None
     """Identity of the dataset, seed and epoch; None for the stored order."""
-    copies: int = 1
+    repeats: int = 1
     """Views of each image per epoch (repeated augmentation)."""
 
     def __post_init__(self) -> None:
@@ -78,11 +78,11 @@ class EpochOrder:
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows at some positions, and their copy numbers.
 
-        With copies, the epoch keeps its length and holds its first pairs `copies` times each, one after another. The
+        With repeats, the epoch keeps its length and holds its first pairs `repeats` times each, one after another. The
         copies of a pair have the same first image; its second image has another partner in each copy.
         """
         pairs, place = np.divmod(positions, PAIR)
-        pairs, copies = np.divmod(pairs, self.copies)
+        pairs, copies = np.divmod(pairs, self.repeats)
         places = pairs * PAIR + place
         rows = places
         if self.shuffle is not None:

@@ -1,6 +1,6 @@
 """The division of a stream into pieces, one for each Ray Data task, which read few row groups. Arithmetic only.
 
-A piece is a range of positions, restricted to neighbouring lanes of the order; it contains the rows of few row groups,
+A piece is a range of positions, restricted to neighboring lanes of the order; it contains the rows of few row groups,
 whatever the number of workers. Where that number allows it, the workers form teams that own disjoint lanes: a piece
 then serves one team. It yields one block for each member of its team, an empty one included, so that pieces in their
 order deal one block to every worker in turn.
@@ -41,20 +41,20 @@ class Cut(NamedTuple):
     batch: int
     """Images of a global batch."""
     workers: int
-    copies: int
+    repeats: int
     rows: int
     """The most rows of a piece, and so of a block."""
     held: int
     """The most rows that all workers together may hold while they wait for a step's last block."""
 
     @staticmethod
-    def fitting(size: tuple[int, int], memory: int, batch: int, workers: int, copies: int = 1) -> "Cut":
+    def fitting(size: tuple[int, int], memory: int, batch: int, workers: int, repeats: int = 1) -> "Cut":
         """Return how to cut images of a size so that an object store of this memory holds several pieces."""
         image = size[0] * size[1] * 3
         rows = ROWS
         while rows > 1 and rows * image > min(PIECE_BYTES, memory // 8):
             rows //= 2
-        cut = Cut(batch, workers, copies, rows, held=memory // 2 // image)
+        cut = Cut(batch, workers, repeats, rows, held=memory // 2 // image)
         # One process hands out the blocks of all workers, so many workers get larger ones where memory allows.
         while (
             cut.rows < BLOCK_ROWS * workers * cut.members
@@ -66,12 +66,12 @@ class Cut(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """Whether a region does not fit into memory, so that pieces take all lanes of few positions."""
-        return REGION * self.copies > self.held
+        return REGION * self.repeats > self.held
 
     @property
     def teams(self) -> int:
         """The number of teams; worker r is in team r % teams."""
-        if self.is_narrow or self.copies > 1 or self.batch % PAIR or dealt_unit(self.batch, self.workers) < PAIR:
+        if self.is_narrow or self.repeats > 1 or self.batch % PAIR or dealt_unit(self.batch, self.workers) < PAIR:
             return 1
         return gcd(self.workers, self.batch // PAIR, LANES)
 
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
             for at in range(start, end, self.rows):
                 yield Piece(epoch, at, min(at + self.rows, end), 0, LANES, 0)
             return
-        region = REGION * self.copies
+        region = REGION * self.repeats
         rows = region // self.teams  # of a team in a region
         parts = 1
         while rows // parts > self.rows and self.teams * parts < LANES:
@@ -107,7 +107,7 @@ class Cut(NamedTuple):
     def shares(self, piece: Piece) -> list[np.ndarray]:
         """Return the ascending positions of a piece for each member of its team, in the order of their places."""
         positions = np.arange(piece.start, piece.end)
-        lanes = np.array(DEAL)[positions // PAIR // self.copies % LANES]
+        lanes = np.array(DEAL)[positions // PAIR // self.repeats % LANES]
         positions = positions[(lanes >= piece.first) & (lanes < piece.last)]
         ranks = ranks_of(positions, self.batch, self.workers)
         return [positions[ranks == member * self.teams + piece.team] for member in range(self.members)]

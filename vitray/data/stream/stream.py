@@ -18,7 +18,7 @@ import ray
 import ray.data
 from ray.data import DataIterator, ExecutionResources
 
-from vitray.config.augmentation import Augment, CentreCrop
+from vitray.config.augmentation import Augment, CenterCrop
 from vitray.data.augment.draws import Draws, read_draws
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.cache import decoded_split
@@ -82,9 +82,9 @@ class StreamSpec(NamedTuple):
     batch: int
     """Images of a global batch, over all workers."""
     size: tuple[int, int]
-    crop: Augment | CentreCrop
+    crop: Augment | CenterCrop
     seed: int = 0
-    copies: int = 1
+    repeats: int = 1
     """Views of each image per epoch (repeated augmentation)."""
     max_corrupt: float = 0.001
     memory: int | None = None
@@ -133,7 +133,7 @@ class Stream:
         used, groups = self._used
         if epoch is None:
             return EpochOrder(groups, used, None)
-        return EpochOrder(groups, used, (self.dataset.identity, self.spec.seed, epoch), self.spec.copies)
+        return EpochOrder(groups, used, (self.dataset.identity, self.spec.seed, epoch), self.spec.repeats)
 
     def view(self, epoch: int) -> ViewSettings:
         """Return the settings of the views of an epoch."""
@@ -147,7 +147,7 @@ class Stream:
                 f" {self.images} images"
             )
         # The first worker decides: the cluster's memory may change between the queries of several workers.
-        cut = share.broadcast(self._cut(share.workers, self.spec.copies))
+        cut = share.broadcast(self._cut(share.workers, self.spec.repeats))
         executions, ahead = self._execution_ranges(range(start, end), cut)
         # The next execution starts in a thread before this one ends, so that no worker waits at the change.
         opener, following = ThreadPoolExecutor(1), None
@@ -194,7 +194,7 @@ class Stream:
         Corrupt images are left out.
         """
         if not self._evaluation:  # later evaluations execute the same pieces again
-            cut = self._cut(share.workers, copies=1)._replace(held=0)
+            cut = self._cut(share.workers, repeats=1)._replace(held=0)
             self._evaluation = share.broadcast(
                 self._execute(list(cut.pieces(0, 0, self.images)), cut, shuffled=False) if share.rank == 0 else None
             )
@@ -203,12 +203,12 @@ class Stream:
         for step in range(-(-self.images // self.spec.batch)):
             positions = positions_of(step, self.spec.batch, share.rank, share.workers)
             images = reader.take(0, positions[positions < self.images])
-            is_real = images["corrupt"] < 0  # the neighbour that replaced a corrupt image must not count twice
+            is_real = images["corrupt"] < 0  # the neighbor that replaced a corrupt image must not count twice
             self._count_corrupt(images["corrupt"])
             yield self._batch({name: column[is_real] for name, column in images.items()}, len(positions), 0)
 
-    def _cut(self, workers: int, copies: int) -> Cut:
-        return Cut.fitting(self.spec.size, self._memory, self.spec.batch, workers, copies)
+    def _cut(self, workers: int, repeats: int) -> Cut:
+        return Cut.fitting(self.spec.size, self._memory, self.spec.batch, workers, repeats)
 
     @property
     def _memory(self) -> int:

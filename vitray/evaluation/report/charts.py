@@ -18,7 +18,7 @@ from vitray.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis
 WIDTH, DPI = 4.0, 220
 # The most classes with a bar each, with a name in the matrix, and with their counts in it.
 MOST_BARS, MOST_NAMES, MOST_COUNTS = 30, 40, 16
-# Of more classes than have names: the groups of neighbours in one matrix, and the most confused classes in another.
+# Of more classes than have names: the groups of neighbors in one matrix, and the most confused classes in another.
 GROUPS, CONFUSED = 25, 16
 
 
@@ -62,12 +62,12 @@ def interval_chart(
         axis.grid(False, axis="y")
         for place, line in enumerate(lines):
             for index, interval in enumerate(line.intervals):
-                colour = theme.rest if line.is_pale else theme.series[index % len(theme.series)]
+                color = theme.rest if line.is_pale else theme.series[index % len(theme.series)]
                 at = place + 0.64 * (index - (len(series) - 1) / 2) / len(series)
                 ends = 100 * interval.low, 100 * interval.high
-                axis.plot(ends, [at, at], color=colour, linewidth=1.8, solid_capstyle="round")
+                axis.plot(ends, [at, at], color=color, linewidth=1.8, solid_capstyle="round")
                 label = one_line(series[index], 40) if not place else None
-                axis.plot(100 * interval.estimate, at, "o", color=colour, markersize=5, label=label)
+                axis.plot(100 * interval.estimate, at, "o", color=color, markersize=5, label=label)
         if with_zero:
             axis.axvline(0, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), zorder=0.9)
         axis.set_yticks(range(len(lines)), [one_line(line.name, 40) for line in lines])
@@ -87,7 +87,7 @@ def difference_chart(pairs: Sequence[PairResult]) -> Chart:
         found = pair.comparison.difference
         interval = Interval(found.difference, found.low, found.high, found.level)
         lines.append(Line(f"{pair.first} − {pair.second}", [interval], not pair.comparison.significant))
-    caption = "Grey: a difference that is not significant, by its interval or by McNemar's test."
+    caption = "Gray: a difference that is not significant, by its interval or by McNemar's test."
     return interval_chart(f"Difference of {TITLES[pairs[0].score]}", lines, [""], "points", caption, with_zero=True)
 
 
@@ -144,7 +144,7 @@ def class_chart(result: Result, scored: Scored) -> Chart:
     bars = f"the {half} lowest and {half} highest of {len(classes):,}" if is_many else f"{len(classes)}"
     caption = (
         f"{result.name}: recall of {bars} classes, with 95 % intervals. The line is the mean of all classes; those"
-        " surely below it have the second colour."
+        " surely below it have the second color."
     )
     mean = scored.classification.mean_per_class
 
@@ -162,7 +162,7 @@ def class_chart(result: Result, scored: Scored) -> Chart:
         for place, each in zip(places, shown, strict=True):
             interval = wilson(each.hits, each.images)
             # A class without a hit has a thin bar, too.
-            axis.barh(place, max(interval.estimate, 0.006), 0.72, color=_class_colour(each, scored, theme))
+            axis.barh(place, max(interval.estimate, 0.006), 0.72, color=_class_color(each, scored, theme))
             axis.plot([interval.low, interval.high], [place] * 2, color=theme.ink, linewidth=0.9)
         axis.axvline(mean, color=theme.rest, linewidth=1, zorder=0.9)
         axis.set_yticks(places, [one_line(result.classes[each.label], 22) for each in shown])
@@ -196,7 +196,7 @@ def recall_rank(each: ClassScore) -> tuple[float, float]:
     return interval.estimate, interval.low + interval.high
 
 
-def _class_colour(each: ClassScore, scored: Scored, theme: Theme) -> str:
+def _class_color(each: ClassScore, scored: Scored, theme: Theme) -> str:
     """Classes whose interval lies below the mean stand out."""
     is_low = wilson(each.hits, each.images).high < scored.classification.mean_per_class
     return theme.series[1] if is_low else theme.series[0]
@@ -217,16 +217,16 @@ class Matrix(NamedTuple):
 def confusion_charts(result: Result, scored: Scored) -> list[Chart]:
     """Return the confusion matrix, with confused classes beside each other.
 
-    Many classes have a matrix of groups of such neighbours, and one of the most confused classes.
+    Many classes have a matrix of groups of such neighbors, and one of the most confused classes.
     """
     confusion = scored.classification.confusion
     used = np.flatnonzero(confusion.sum(0) + confusion.sum(1))
     order = used[cluster(confusion[np.ix_(used, used)])]
     if len(order) <= MOST_NAMES:
-        text = "a row for each class, a column for each prediction. Confused classes are neighbours."
+        text = "a row for each class, a column for each prediction. Confused classes are neighbors."
         return [_matrix_chart(result, matrix_of(result, confusion, order), text)]
     text = (
-        f"all {len(order):,} classes in {GROUPS} groups of neighbours, which are confused with each other. A row for"
+        f"all {len(order):,} classes in {GROUPS} groups of neighbors, which are confused with each other. A row for"
         " each group, a column for that of the prediction. The class with the most mistakes names its group."
     )
     charts = [_matrix_chart(result, grouped(result, confusion, order), text)]
@@ -247,7 +247,7 @@ def matrix_of(result: Result, confusion: np.ndarray, labels: np.ndarray) -> Matr
 
 
 def grouped(result: Result, confusion: np.ndarray, order: np.ndarray) -> Matrix:
-    """Return the matrix of groups of neighbours; each is named after its class with the most mistakes."""
+    """Return the matrix of groups of neighbors; each is named after its class with the most mistakes."""
     groups = np.array_split(order, GROUPS)
     starts = np.cumsum([0, *map(len, groups[:-1])])
     counts = np.add.reduceat(np.add.reduceat(confusion[np.ix_(order, order)], starts, 0), starts, 1)
@@ -277,9 +277,9 @@ def _matrix_chart(result: Result, matrix: Matrix, text: str) -> Chart:
         axis = figure.add_subplot()
         _prepare(axis, theme, result.name)
         axis.grid(False)
-        colours = LinearSegmentedColormap.from_list("confusion", [theme.low, theme.high])
+        colors = LinearSegmentedColormap.from_list("confusion", [theme.low, theme.high])
         # The square root keeps rare confusions visible beside the diagonal.
-        axis.imshow(shares, cmap=colours, norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
+        axis.imshow(shares, cmap=colors, norm=PowerNorm(0.5, 0, 1), interpolation="nearest", aspect="equal")
         axis.set_xlabel("predicted", **_pale(theme))
         axis.set_ylabel("class", **_pale(theme))
         names, size = [one_line(name, 22) for name in matrix.names], 7.5 if count <= 20 else 5.5

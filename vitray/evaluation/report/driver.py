@@ -10,7 +10,7 @@ from vitray.cluster.storage_check import check_writable
 from vitray.errors import ConfigError
 from vitray.evaluation.probes import probe_features, probe_shares
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
-from vitray.evaluation.report.labelling import label_values, open_label_set, score_labels
+from vitray.evaluation.report.labeling import label_values, open_label_set, score_labels
 from vitray.evaluation.report.probes import (
     PROBES,
     all_classes,
@@ -173,16 +173,16 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
     more = {}
     if request.probes:
         classes = all_classes(data.train, images)
-        learnt = outputs_of(data.train, "features") if data.train else None
-        train = numbered(learnt, data.train, classes) if learnt and data.train else None
-        keys = learnt.keys if learnt else []
+        learned = outputs_of(data.train, "features") if data.train else None
+        train = numbered(learned, data.train, classes) if learned and data.train else None
+        keys = learned.keys if learned else []
         test = numbered(outputs, images, classes)
         print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
         more |= probe_features(request.probes, train, test, len(classes), keys)
         if train is not None:
             more |= probe_shares(request.train_shares, train, test, len(classes), keys)
-        if learnt is not None:
-            more |= {"train_images": len(learnt.labels), "train_left_out": len(learnt.left_out)}
+        if learned is not None:
+            more |= {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
     if data.corrupted and head:
         more |= corruption_errors(data.corrupted, work, request.workers, network.vit)
     by_labels = None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vitray.errors import ConfigError, nearest
-from vitray.evaluation.arrays import Labelled
+from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.report.classes import check_distinct
 from vitray.evaluation.report.options import PROBES
 from vitray.inference.images import ImageSet, open_images
@@ -44,10 +44,10 @@ def all_classes(train: ImageSet | None, test: ImageSet) -> list[str]:
     return list(dict.fromkeys([*train.classes, *test.classes]))
 
 
-def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labelled:
+def numbered(outputs: Outputs, images: ImageSet, classes: Sequence[str]) -> Labeled:
     """Return the features with labels as places among `classes`."""
     assert outputs.features is not None
     if images.classes == tuple(classes):  # two classes may have one name
-        return Labelled(outputs.features, outputs.labels)
+        return Labeled(outputs.features, outputs.labels)
     places = {name: place for place, name in enumerate(classes)}
-    return Labelled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])
+    return Labeled(outputs.features, np.array([places[name] for name in images.classes], np.int64)[outputs.labels])

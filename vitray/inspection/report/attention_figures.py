@@ -37,7 +37,7 @@ def distance_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return attention distance (ViT paper, figures 7 and 11) and entropy by head and level."""
     measured = [(subject, _joined(subject.measured["distance"])) for subject in subjects]
     top = max(float(spread.distance.mean(-1).max()) for _, spread in measured)
-    drawings, rows = [], [_header("distance_pixels", "renormalised_pixels", "entropy_nats")]
+    drawings, rows = [], [_header("distance_pixels", "renormalized_pixels", "entropy_nats")]
     for subject, spread in measured:
         distances_MM, prefix = patch_distances(subject.vit.model.grid, subject.vit.stem.patch), subject.vit.num_prefix
         tokens = len(distances_MM) + prefix
@@ -91,7 +91,7 @@ def _deviation(values_LPHB: torch.Tensor) -> torch.Tensor:
 
 
 def _by_level(spread: _Spread, texts: tuple[str, str], top: float) -> Drawing:
-    """Dots by head and a line by level, in the colour of each branch."""
+    """Dots by head and a line by level, in the color of each branch."""
     label, caption = texts
     measured = label.partition(",")[0]
     name = file_name(measured.replace(" ", "_"), spread.name)
@@ -115,11 +115,11 @@ def _draw(spread: _Spread, theme: Theme, label: str, top: float) -> Figure:
 
 def _draw_branch(axis: Axes, spread: _Spread, branch: int, theme: Theme) -> None:
     values_LHB, branches = spread.values[:, branch], spread.values.shape[1]
-    levels, colour = np.array(spread.levels), theme.series[branch % len(theme.series)]
+    levels, color = np.array(spread.levels), theme.series[branch % len(theme.series)]
     places = levels + (branch - (branches - 1) / 2) * 0.22
     means_LH, deviations_LH = values_LHB.mean(-1), values_LHB.std(-1, ddof=min(1, values_LHB.shape[-1] - 1))
     for head in range(means_LH.shape[1]):
         low, high = means_LH[:, head] - deviations_LH[:, head], means_LH[:, head] + deviations_LH[:, head]
-        axis.vlines(places, low, high, color=colour, linewidth=0.7, alpha=0.45)
-        axis.plot(places, means_LH[:, head], "o", color=colour, markersize=3.6, markeredgewidth=0)
-    axis.plot(places, means_LH.mean(1), color=colour, linewidth=1.4, label=f"branch {branch + 1}")
+        axis.vlines(places, low, high, color=color, linewidth=0.7, alpha=0.45)
+        axis.plot(places, means_LH[:, head], "o", color=color, markersize=3.6, markeredgewidth=0)
+    axis.plot(places, means_LH.mean(1), color=color, linewidth=1.4, label=f"branch {branch + 1}")

@@ -76,16 +76,16 @@ def _draw_likeness(axis: Axes, report: BranchReport, half: Half, theme: Theme) -
         "CKA": [(pair.level, pair.cka) for pair in pairs],
         "cosine": [(pair.level, pair.cosine) for pair in pairs],
     }
-    for (name, values), colour, marker, shift in zip(
+    for (name, values), color, marker, shift in zip(
         measures.items(), theme.series, ("o", "s"), (-0.12, 0.12), strict=False
     ):
         places = [level + shift for level, _ in values]
-        axis.plot(places, [each.chance for _, each in values], "_", color=colour, alpha=0.7, markersize=8)
-        faces = [colour if each.p_value <= ALPHA else theme.paper for _, each in values]
+        axis.plot(places, [each.chance for _, each in values], "_", color=color, alpha=0.7, markersize=8)
+        faces = [color if each.p_value <= ALPHA else theme.paper for _, each in values]
         axis.scatter(
-            places, [each.value for _, each in values], 16, faces, marker=marker, edgecolors=colour, linewidths=0.9
+            places, [each.value for _, each in values], 16, faces, marker=marker, edgecolors=color, linewidths=0.9
         )
-        axis.plot([], [], marker, color=colour, markersize=4, label=name)
+        axis.plot([], [], marker, color=color, markersize=4, label=name)
     axis.axhline(0, color=theme.rest, linewidth=0.8, zorder=0.9)
 
 
@@ -94,13 +94,13 @@ def _draw_shares(axis: Axes, report: BranchReport, half: Half, theme: Theme) -> 
     branches = sorted({each.branch for each in of_half})
     for branch in branches:
         own = [each for each in of_half if each.branch == branch]
-        colour = theme.series[(branch - 1) % len(theme.series)]
+        color = theme.series[(branch - 1) % len(theme.series)]
         places = [each.level + (branch - (len(branches) + 1) / 2) * 0.15 for each in own]
         axis.errorbar(
             places,
             [each.share for each in own],
             [each.deviation for each in own],
-            color=colour,
+            color=color,
             linewidth=1.2,
             elinewidth=0.7,
             marker="o",

@@ -1,4 +1,4 @@
-"""Parts that several figures share: axes with a title, colour maps of the theme, colour bars, bands over levels."""
+"""Parts that several figures share: axes with a title, color maps of the theme, color bars, bands over levels."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def add_legend(axis: Axes, theme: Theme) -> None:
 
 
 def heat(theme: Theme) -> LinearSegmentedColormap:
-    """Return the colours of a heat map; cells without a value are transparent."""
+    """Return the colors of a heat map; cells without a value are transparent."""
     return LinearSegmentedColormap.from_list("heat", [theme.low, theme.high])
 
 
@@ -49,17 +49,17 @@ def add_bar(figure: Figure, axes: Axes | Sequence[Axes], image: AxesImage, theme
     bar.set_label(label, color=theme.pale, fontsize=8)
 
 
-def draw_band(axis: Axes, values_SX: np.ndarray, colour: str, label: str) -> None:
+def draw_band(axis: Axes, values_SX: np.ndarray, color: str, label: str) -> None:
     """Draw the median of each row as a line over the rows, in a band from the 5th to the 95th percentile."""
     low, middle, high = np.nanpercentile(values_SX, [5, 50, 95], axis=1)
     places = np.arange(len(values_SX))
-    axis.fill_between(places, low, high, color=colour, alpha=0.2, linewidth=0)
-    axis.plot(places, middle, color=colour, linewidth=1.4, marker="o" if len(places) < 30 else "", ms=3, label=label)
+    axis.fill_between(places, low, high, color=color, alpha=0.2, linewidth=0)
+    axis.plot(places, middle, color=color, linewidth=1.4, marker="o" if len(places) < 30 else "", ms=3, label=label)
 
 
 def tiled(tiles_RQHWC: np.ndarray, gap: float) -> np.ndarray:
     """Return rows and columns of tiles as one image, with one pixel of the value `gap` between them."""
     padded = np.pad(tiles_RQHWC, ((0, 0), (0, 0), (1, 0), (1, 0), (0, 0)), constant_values=gap)
-    rows, columns, height, width, colours = padded.shape
-    image = padded.transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, colours)
+    rows, columns, height, width, colors = padded.shape
+    image = padded.transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, colors)
     return image[1:, 1:]

@@ -1,4 +1,4 @@
-"""Attention maps over images, by the recipe of the ViT paper's authors. H x W pixels, C colours, R x Q patches."""
+"""Attention maps over images, by the recipe of the ViT paper's authors. H x W pixels, C colors, R x Q patches."""
 
 import numpy as np
 from PIL import Image, ImageFilter

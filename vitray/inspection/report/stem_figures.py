@@ -29,7 +29,7 @@ MOST_KERNELS = 112
 FILTERS_PROSE = (
     "The leading principal components of the stem's filters, one filter for each channel of a token, the largest share"
     " of their variance first; of a network of torchvision, the filters of its first convolution themselves. Each is"
-    " scaled to its largest entry; mid-grey is zero."
+    " scaled to its largest entry; mid-gray is zero."
 )
 POSITIONS_PROSE = (
     "A tile for each position: the cosine between its embedding and those of all positions, which lie in the tile as in"
@@ -73,9 +73,9 @@ def _filters_caption(subject: Subject, filters: StemFilters) -> str:
     )
     if subject.vit.model.shape.stem in ("linear", "linear_bn"):
         return caption
-    caption += " The stem is not linear: these are the derivatives of a token at an image of one colour,"
+    caption += " The stem is not linear: these are the derivatives of a token at an image of one color,"
     if filters.linear_share is None or subject.images is None:
-        return f"{caption} the mean of the normalisation."
+        return f"{caption} the mean of the normalization."
     share = filters.linear_share
     images = subject.over(len(subject.images))
     return f"{caption} the mean of {images}. Of the variance of their tokens they predict {share:.1%}."
@@ -120,7 +120,7 @@ def _show_relative(subject: Subject) -> Part:
         values_LPHK, label = terms_LPHK, "added to the logit"
         over = subject.over(len(images_BCHW))
         caption = (
-            f"{over}; a line for each head, in the colour of its branch: the product of a query with the learned key of"
+            f"{over}; a line for each head, in the color of its branch: the product of a query with the learned key of"
             " an offset, which attention adds to the logit, as the mean over images and all pairs of patches with that"
             " offset."
         )

@@ -1,4 +1,4 @@
-"""Networks and images, as the figures of an inspection take them. B images, H x W pixels, C colours, K classes."""
+"""Networks and images, as the figures of an inspection take them. B images, H x W pixels, C colors, K classes."""
 
 import hashlib
 import re
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vitray import storage
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
 from vitray.inference.images import EncodedImage, ImageSet, open_images, read_with_or_without_labels
@@ -93,7 +93,7 @@ class Subject(NamedTuple):
         return f"{self.chosen.over(images)} at {self.spec.size[0]} x {self.spec.size[1]} pixels"
 
     def batches(self, doing: str) -> Iterator[Tensor]:
-        """Yield the shown images, normalised (BCHW), in batches on the network's device, with a line of progress."""
+        """Yield the shown images, normalized (BCHW), in batches on the network's device, with a line of progress."""
         assert self.images is not None
         progress = ProgressLine(f"{self.name}, {doing}:", len(self.images))
         for start in range(0, len(self.images), BATCH):
@@ -103,7 +103,7 @@ class Subject(NamedTuple):
         progress.end()
 
     def batch(self) -> Tensor | None:
-        """Return all shown images, normalised (BCHW), on the network's device; None without images."""
+        """Return all shown images, normalized (BCHW), on the network's device; None without images."""
         return None if self.images is None else prepared(self.images, self.spec, self.network)
 
     def class_name(self, number: int) -> str:
@@ -112,14 +112,14 @@ class Subject(NamedTuple):
 
 
 def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> Tensor:
-    """Return images as a network takes them: normalised, BCHW, on its device."""
+    """Return images as a network takes them: normalized, BCHW, on its device."""
     device = next(network.parameters()).device
-    return normalised(torch.from_numpy(images_BHWC).to(device), spec.normalise).contiguous()
+    return normalized(torch.from_numpy(images_BHWC).to(device), spec.normalize).contiguous()
 
 
 def view_of(image: EncodedImage, spec: NetworkSpec) -> np.ndarray:
-    """Return an image as a network sees it before normalisation: resized and cropped, uint8, HWC."""
-    return crop_centre(decode_image(image.content), spec.crop, spec.size)
+    """Return an image as a network sees it before normalization: resized and cropped, uint8, HWC."""
+    return crop_center(decode_image(image.content), spec.crop, spec.size)
 
 
 def choose_images(words: Sequence[str], split: str, most: int) -> ChosenImages | None:

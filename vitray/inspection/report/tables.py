@@ -14,16 +14,16 @@ from vitray.inspection.tokens import TokenNorms
 
 
 def filter_rows(filters: StemFilters) -> Rows:
-    """Return a row for each component: its share of the variance and its entries, colour by colour, row by row."""
+    """Return a row for each component: its share of the variance and its entries, color by color, row by row."""
     components, shares = filters.components
-    entries = [f"{colour}_{row}_{column}" for colour, row, column in np.ndindex(*components.shape[1:])]
+    entries = [f"{color}_{row}_{column}" for color, row, column in np.ndindex(*components.shape[1:])]
     numbered = enumerate(zip(shares.tolist(), components.flatten(1).tolist(), strict=True), start=1)
     return [["component", "variance_share", *entries], *([place, share, *flat] for place, (share, flat) in numbered)]
 
 
 def kernel_rows(kernels_KCHW: Tensor) -> Rows:
-    """Return a row for each filter: its entries, colour by colour, row by row."""
-    entries = [f"{colour}_{row}_{column}" for colour, row, column in np.ndindex(*kernels_KCHW.shape[1:])]
+    """Return a row for each filter: its entries, color by color, row by row."""
+    entries = [f"{color}_{row}_{column}" for color, row, column in np.ndindex(*kernels_KCHW.shape[1:])]
     numbered = enumerate(kernels_KCHW.flatten(1).tolist(), start=1)
     return [["filter", *entries], *([place, *flat] for place, flat in numbered)]
 

@@ -31,7 +31,7 @@ LABELS: dict[Kind, str] = {
 
 
 def draw_filters(components_KCHW: Tensor, theme: Theme, title: str) -> Figure:
-    """Draw filters or their components as RGB, each scaled to its largest entry; mid-grey is zero."""
+    """Draw filters or their components as RGB, each scaled to its largest entry; mid-gray is zero."""
     components_KHWC = to_array(components_KCHW).transpose(0, 2, 3, 1)
     number, height, width, _ = components_KHWC.shape
     largest = np.abs(components_KHWC).max(axis=(1, 2, 3), keepdims=True)
@@ -87,7 +87,7 @@ def draw_positions(levels: Sequence[Tensor], theme: Theme, title: str) -> Figure
 
 
 def draw_offset_terms(values_LPHK: Tensor, theme: Theme, title: str, label: str) -> Figure:
-    """Draw a value of each offset, a panel for each level and a line for each head; branches have colours."""
+    """Draw a value of each offset, a panel for each level and a line for each head; branches have colors."""
     values = to_array(values_LPHK)
     levels, branches, heads, offsets = values.shape
     columns = min(4, levels)
@@ -101,8 +101,8 @@ def draw_offset_terms(values_LPHK: Tensor, theme: Theme, title: str, label: str)
             continue
         prepare(axis, theme, f"level {level}")
         for branch, head in np.ndindex(branches, heads):
-            colour = theme.series[branch % len(theme.series)]
-            axis.plot(places, values[level, branch, head], color=colour, linewidth=0.8, alpha=0.8)
+            color = theme.series[branch % len(theme.series)]
+            axis.plot(places, values[level, branch, head], color=color, linewidth=0.8, alpha=0.8)
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     figure.supxlabel("place of the query minus that of the key, in raster order", color=theme.pale, fontsize=8)
     figure.supylabel(label, color=theme.pale, fontsize=8)
@@ -143,9 +143,9 @@ def draw_layerscales(scales: Sequence[LayerScale], theme: Theme, title: str) -> 
             levels = [each.level for each in scales if each.branch == branch]
             sizes = [np.abs(to_array(each.values)) for each in scales if each.branch == branch]
             low, middle, high = np.percentile(sizes, [5, 50, 95], axis=1)
-            colour = theme.series[place % len(theme.series)]
-            axis.fill_between(levels, low, high, color=colour, alpha=0.15, linewidth=0)
-            axis.plot(levels, middle, color=colour, linewidth=1.4, marker="o", markersize=3, label=branch)
+            color = theme.series[place % len(theme.series)]
+            axis.fill_between(levels, low, high, color=color, alpha=0.15, linewidth=0)
+            axis.plot(levels, middle, color=color, linewidth=1.4, marker="o", markersize=3, label=branch)
         if len(branches) > 1:
             add_legend(axis, theme)
     if min(float(each.values.abs().min()) for each in scales) > 0:
@@ -235,6 +235,6 @@ def relative_by_kind(changes: Sequence[TensorChange]) -> dict[tuple[int | None, 
 def _write_cells(axis: Axes, shown: np.ndarray, theme: Theme) -> None:
     most = np.nanmax(shown) if np.isfinite(shown).any() else 1
     for row, column in np.argwhere(np.isfinite(shown)):
-        colour = theme.paper if shown[row, column] > 0.5 * most else theme.ink
+        color = theme.paper if shown[row, column] > 0.5 * most else theme.ink
         text = f"{shown[row, column]:.2g}".replace("0.", ".")
-        axis.text(column, row, text, ha="center", va="center", fontsize=5.5, color=colour)
+        axis.text(column, row, text, ha="center", va="center", fontsize=5.5, color=color)

@@ -14,7 +14,7 @@ LAYERSCALE_PROSE = (
     " weighs the output of a branch before it is added to the residual stream."
 )
 SPECTRA_PROSE = (
-    "The singular values of each matrix over its largest; the last level has the strongest colour. A line that falls at"
+    "The singular values of each matrix over its largest; the last level has the strongest color. A line that falls at"
     " once is a matrix of low rank. The kernel of a convolution is a matrix with a row for each output channel; of a"
     " network of torchvision, all matrices but the head's."
 )

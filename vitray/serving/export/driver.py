@@ -22,7 +22,7 @@ from vitray.bench.rounds import circumstances, progress
 from vitray.cluster.storage_check import check_outlives_job
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.models import short_name
@@ -118,7 +118,7 @@ def _write(request: ExportRequest, run: Run, vit: AnyNetwork, classes: Sequence[
         if request.target == "hf" and (processor := image_processor_of(run, vit.model.image_shape)):
             (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
         return write_for_library(vit, run, request.target, folder, classes)
-    network = fold(vit, run.data.normalise, any_size=request.any_size, int8_weights=request.int8 == "weights")
+    network = fold(vit, run.data.normalize, any_size=request.any_size, int8_weights=request.int8 == "weights")
     program = graphs.trace_program(network, vit.model.image_shape, _any_multiple_of(request, vit))
     path = folder / _FILES[request.target]
     if request.target == "onnx":
@@ -130,7 +130,7 @@ def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, ima
     """Compare an export with its network over the images."""
 
     def before(images_BCHW: Tensor) -> Tensor:
-        return vit(normalised(images_BCHW.permute(0, 2, 3, 1), run.data.normalise))
+        return vit(normalized(images_BCHW.permute(0, 2, 3, 1), run.data.normalize))
 
     size = vit.model.image_shape
     sizes = [size]

@@ -1,6 +1,6 @@
-"""A network as one graph from pixels to logits: normalised inside, branches folded, optionally with int8 weights.
+"""A network as one graph from pixels to logits: normalized inside, branches folded, optionally with int8 weights.
 
-Shapes: B images, C colours, H x W pixels, N tokens, D width, K classes.
+Shapes: B images, C colors, H x W pixels, N tokens, D width, K classes.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config import Model
-from vitray.config.augmentation import Normalise
+from vitray.config.augmentation import Normalize
 from vitray.models.blocks import Block, fuse_weights
 from vitray.models.branches import activate, join_heads, split_heads
 from vitray.models.network import AnyNetwork
@@ -21,15 +21,15 @@ from vitray.models.vit import ViT
 
 
 class PixelNetwork(nn.Module):
-    """A network that takes uint8 pixels and normalises them itself."""
+    """A network that takes uint8 pixels and normalizes them itself."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: nn.Module, normalise: Normalise) -> None:
+    def __init__(self, network: nn.Module, normalize: Normalize) -> None:
         super().__init__()
         self.network = network
-        for name, values in (("mean", normalise.mean), ("std", normalise.std)):
+        for name, values in (("mean", normalize.mean), ("std", normalize.std)):
             self.register_buffer(name, torch.tensor(values).mul(255).view(3, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class FoldedBlock(nn.Module):
 
     def forward(self, x_BND: Tensor, *_: Any) -> Tensor:
         """Return the output of the level; a trace and its key, which `Block` takes, are ignored."""
-        q, k, v = split_heads(self.qkv(self._normalised(x_BND)), self.heads)
+        q, k, v = split_heads(self.qkv(self._normalized(x_BND)), self.heads)
         x_BND = x_BND + self.out(join_heads(F.scaled_dot_product_attention(q, k, v)))
-        return x_BND + self.down(activate(self.up(self._normalised(x_BND)), self.activation))
+        return x_BND + self.down(activate(self.up(self._normalized(x_BND)), self.activation))
 
-    def _normalised(self, x_BND: Tensor) -> Tensor:
+    def _normalized(self, x_BND: Tensor) -> Tensor:
         return F.layer_norm(x_BND, (self.width,), eps=self.norm_eps)
 
 
@@ -107,7 +107,7 @@ class Int8Linear(nn.Module):
         return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-def fold(vit: AnyNetwork, normalise: Normalise, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
+def fold(vit: AnyNetwork, normalize: Normalize, *, any_size: bool, int8_weights: bool) -> PixelNetwork:
     """Return the network from uint8 pixels to logits, as a copy in evaluation mode."""
     folded: Any = copy.deepcopy(vit).cpu().float().eval().requires_grad_(False)
     if not isinstance(vit, ViT):
@@ -123,8 +123,8 @@ def fold(vit: AnyNetwork, normalise: Normalise, *, any_size: bool, int8_weights:
     if any_size and vit.model.positions.kind == "rope":
         folded.rope = AnyGridRope(vit.model.head_size, vit.model.positions.base)
     if int8_weights:
-        _quantise(folded)
-    return PixelNetwork(folded, normalise).eval().requires_grad_(False)
+        _quantize(folded)
+    return PixelNetwork(folded, normalize).eval().requires_grad_(False)
 
 
 def _is_foldable(model: Model) -> bool:
@@ -146,7 +146,7 @@ def _sum(bias_PD: Tensor | None) -> Tensor | None:
     return None if bias_PD is None else bias_PD.sum(0)
 
 
-def _quantise(network: nn.Module) -> None:
+def _quantize(network: nn.Module) -> None:
     """Replace every linear layer by one with int8 weights."""
     for parent in list(network.modules()):
         for name, layer in parent.named_children():

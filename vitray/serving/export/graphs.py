@@ -53,7 +53,7 @@ def write_onnx(program: ExportedProgram, path: Path, *, int8_dynamic: bool = Fal
         )
     graph.save(path)
     if int8_dynamic:
-        _quantise_dynamically(path)
+        _quantize_dynamically(path)
     return open_onnx(path)
 
 
@@ -79,17 +79,17 @@ def _import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def _quantise_dynamically(path: Path) -> None:
-    """Quantise the products of an ONNX file to 8-bit integers: the weights here, the activations at run time."""
+def _quantize_dynamically(path: Path) -> None:
+    """Quantize the products of an ONNX file to 8-bit integers: the weights here, the activations at run time."""
     _import_onnxruntime()
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    quantised = path.with_name(f"int8_{path.name}")
+    quantized = path.with_name(f"int8_{path.name}")
     logging.disable(logging.WARNING)  # it warns that a model may be pre-processed
     try:
         # Unsigned weights: signed ones saturate in the products of processors without VNNI.
-        quantize_dynamic(path, quantised, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QUInt8)
+        quantize_dynamic(path, quantized, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QUInt8)
     finally:
         logging.disable(logging.NOTSET)
     path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-    quantised.replace(path)
+    quantized.replace(path)

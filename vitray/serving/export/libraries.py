@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.augment.batch import normalised
+from vitray.data.augment.batch import normalized
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probability_of
 from vitray.serving.export.parity import Runner
@@ -26,7 +26,7 @@ def write_for_library(vit: AnyNetwork, run: Run, layout: str, folder: Path, clas
     network = runpy.run_path(str(folder / LOADER))["model"].eval()
 
     def logits_of(images_BCHW: Tensor) -> Tensor:
-        output = network(normalised(images_BCHW.permute(0, 2, 3, 1), run.data.normalise))
+        output = network(normalized(images_BCHW.permute(0, 2, 3, 1), run.data.normalize))
         return getattr(output, "logits", output)
 
     return logits_of

@@ -1,6 +1,6 @@
 """The proof of an export: the same images through the network and its export, and the latency of both.
 
-Shapes: B images, C colours, H x W pixels, K classes.
+Shapes: B images, C colors, H x W pixels, K classes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vitray.bench.rounds import interleave, ratio_of, spread_of
-from vitray.config.augmentation import CentreCrop
+from vitray.config.augmentation import CenterCrop
 from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_centre
+from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet, read_with_or_without_labels
 from vitray.weights.files import few
@@ -51,7 +51,7 @@ class Parity(NamedTuple):
 
 
 def views(
-    images: ImageSet, count: int, sizes: Sequence[tuple[int, int]], crop: CentreCrop
+    images: ImageSet, count: int, sizes: Sequence[tuple[int, int]], crop: CenterCrop
 ) -> Iterator[tuple[Tensor, list[str]]]:
     """Yield batches of evaluation views (uint8, BCHW), and the images without a view, each with its reason.
 
@@ -64,7 +64,7 @@ def views(
         rows, left_out = [np.zeros((0, *size, 3), np.uint8)], []
         for image in read_with_or_without_labels(images, numbers[first : first + at_once].tolist()):
             try:
-                rows.append(crop_centre(decode_image(image.content), crop, size)[None])
+                rows.append(crop_center(decode_image(image.content), crop, size)[None])
             except UndecodableImage as error:
                 left_out.append(f"{image.key} ({error})")
         yield torch.from_numpy(np.concatenate(rows)).permute(0, 3, 1, 2).contiguous(), left_out

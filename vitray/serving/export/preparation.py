@@ -7,23 +7,23 @@ from vitray.serving.export.graphs import INPUT
 
 
 def preprocessing_of(run: Run, size: tuple[int, int], *, in_graph: bool, any_multiple_of: int | None) -> dict[str, Any]:
-    """Return the steps from an encoded image to the input of an export; `in_graph`: the export normalises."""
-    (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
+    """Return the steps from an encoded image to the input of an export; `in_graph`: the export normalizes."""
+    (height, width), crop, normalize = size, run.data.eval_crop, run.data.normalize
     covers = None if crop.crop_ratio is None else [int(height / crop.crop_ratio), int(width / crop.crop_ratio)]
     resize = {"to": [height, width]} if covers is None else {"smallest_that_covers": covers}
     steps = {
-        "decode": {"colours": "RGB", "orientation": "upright by EXIF", "transparency": "over white"},
+        "decode": {"colors": "RGB", "orientation": "upright by EXIF", "transparency": "over white"},
         "resize": {
             **resize,
             "keeps_aspect_ratio": covers is not None,
             "interpolation": crop.interpolation,
             "antialias": True,
         },
-        "crop": {"centre": [height, width]},
-        "normalise": {
+        "crop": {"center": [height, width]},
+        "normalize": {
             "formula": "(pixels / 255 - mean) / std",
-            "mean": list(normalise.mean),
-            "std": list(normalise.std),
+            "mean": list(normalize.mean),
+            "std": list(normalize.std),
             "inside_the_export": in_graph,
         },
     }
@@ -34,7 +34,7 @@ def preprocessing_of(run: Run, size: tuple[int, int], *, in_graph: bool, any_mul
 
 def image_processor_of(run: Run, size: tuple[int, int]) -> dict[str, Any] | None:
     """Return the same steps for Hugging Face's AutoImageProcessor; None for images that are not square."""
-    (height, width), crop, normalise = size, run.data.eval_crop, run.data.normalise
+    (height, width), crop, normalize = size, run.data.eval_crop, run.data.normalize
     if height != width:
         return None
     square = {"height": height, "width": width}
@@ -49,6 +49,6 @@ def image_processor_of(run: Run, size: tuple[int, int]) -> dict[str, Any] | None
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(normalise.mean),
-        "image_std": list(normalise.std),
+        "image_mean": list(normalize.mean),
+        "image_std": list(normalize.std),
     }

@@ -40,9 +40,9 @@ def draw_groups(results: Results) -> Drawing | None:
         figure, axis = column_axis(theme, 0.27 * len(groups) + 0.75, measure.title)
         right = axis.get_yaxis_transform()
         for row, group in enumerate(groups):
-            colour = theme.series[0] if row == 0 else theme.pale
-            draw_seeds(axis, group, measure, row, colour, upright=False)
-            axis.plot([measure.scaled(group.mean)], [row], "d", color=colour, markersize=5.5)
+            color = theme.series[0] if row == 0 else theme.pale
+            draw_seeds(axis, group, measure, row, color, upright=False)
+            axis.plot([measure.scaled(group.mean)], [row], "d", color=color, markersize=5.5)
             score = results.score_text(group)
             axis.text(1.02, row, score, color=theme.ink, transform=right, va="center", fontsize=8)
         axis.set_yticks(range(len(groups)), [one_line(group.label, 30) for group in groups])
@@ -72,9 +72,9 @@ def draw_differences(results: Results) -> Drawing | None:
         figure, axis = column_axis(theme, 0.42 * len(pairs) + 0.8, title)
         for row, pair in enumerate(pairs):
             mean, low, high = (measure.scaled(value) for value in pair.difference[:3])
-            colour = theme.series[0] if pair.difference.is_clear else theme.pale
-            axis.plot([low, high], [row, row], color=colour, linewidth=1.6)
-            axis.plot([mean], [row], "d", color=colour, markersize=5.5)
+            color = theme.series[0] if pair.difference.is_clear else theme.pale
+            axis.plot([low, high], [row, row], color=color, linewidth=1.6)
+            axis.plot([mean], [row], "d", color=color, markersize=5.5)
             texts = ((0, "left", _pair_name(pair), theme.ink), (1, "right", _interval(pair, results), theme.pale))
             for x, side, text, ink in texts:
                 label = axis.text(x, row - 0.42, one_line(text, 46), color=ink, fontsize=7.5, va="center", ha=side)
@@ -88,7 +88,7 @@ def draw_differences(results: Results) -> Drawing | None:
         return figure
 
     alt = listed([f"{_pair_name(pair)} {_interval(pair, results)}" for pair in pairs])
-    caption = "A line is a 95 % confidence interval, coloured if it excludes zero."
+    caption = "A line is a 95 % confidence interval, colored if it excludes zero."
     caption += f" The table lists {left_out} more." if left_out else ""
     return Drawing("differences", f"Paired differences of {measure.goal}: {alt}", caption, draw)
 
@@ -116,7 +116,7 @@ def draw_maps(results: Results) -> list[Drawing]:
             f"depth {depth} with {branches} branches {measure.text(group.mean)}"
             for (depth, branches), group in cells.items()
         ]
-        caption = f"{family}: the stronger the colour, the better." + results.families_note
+        caption = f"{family}: the stronger the color, the better." + results.families_note
         alt = f"{measure.goal} of {family}: {listed(scores)}"
         draw = partial(_draw_map, results, f"{family}: {measure.title}", cells)
         drawings.append(Drawing(f"depth_branches_{len(drawings)}", alt, caption, draw))
@@ -127,13 +127,13 @@ def _draw_map(results: Results, title: str, cells: dict[tuple[int, int], Group],
     measure = results.measure
     depths, branches = (sorted({shape[place] for shape in cells}) for place in (0, 1))
     figure, axis = column_axis(theme, 0.56 * len(depths) + 0.85, title, "parallel branches")
-    colours = LinearSegmentedColormap.from_list("report", [theme.low, theme.high])
+    colors = LinearSegmentedColormap.from_list("report", [theme.low, theme.high])
     best, *_, worst = sorted((group.mean for group in cells.values()), key=measure.rank)
     for (depth, branch), group in cells.items():
-        colour = colours(0.5 if best == worst else (group.mean - worst) / (best - worst))
+        color = colors(0.5 if best == worst else (group.mean - worst) / (best - worst))
         x, y = branches.index(branch), depths.index(depth)
-        axis.fill_between([x - 0.48, x + 0.48], y - 0.47, y + 0.47, color=colour, linewidth=0)
-        ink = _readable(colour, theme)
+        axis.fill_between([x - 0.48, x + 0.48], y - 0.47, y + 0.47, color=color, linewidth=0)
+        ink = _readable(color, theme)
         spread = "" if group.sd is None else f"± {measure.digits(group.sd)}, "
         for offset, text, size in (
             (-0.21, measure.digits(group.mean), 9.5),
@@ -149,13 +149,13 @@ def _draw_map(results: Results, title: str, cells: dict[tuple[int, int], Group],
     return figure
 
 
-def _readable(colour: tuple[float, float, float, float], theme: Theme) -> str:
-    """Return the theme's ink or paper, whichever contrasts more with a colour."""
-    return max((theme.ink, theme.paper), key=lambda ink: contrast(to_rgb(ink), colour[:3]))
+def _readable(color: tuple[float, float, float, float], theme: Theme) -> str:
+    """Return the theme's ink or paper, whichever contrasts more with a color."""
+    return max((theme.ink, theme.paper), key=lambda ink: contrast(to_rgb(ink), color[:3]))
 
 
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it."""
+    """Return the contrast ratio of two colors, from 1 to 21, as WCAG 2 defines it."""
 
     def luminance(rgb: Sequence[float]) -> float:
         red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb)
@@ -191,12 +191,12 @@ def draw_cost(results: Results, cost: Cost) -> Drawing | None:
         axis.plot(*edge, color=theme.series[0], drawstyle="steps-post", linewidth=1.4, alpha=0.6)
         labels = []
         for place, group in enumerate(groups):
-            colour = theme.series[0] if place in front else theme.pale
+            color = theme.series[0] if place in front else theme.pale
             sd = measure.scaled(group.sd or 0)
             ends = [y[place] - sd, y[place] + sd]
-            axis.plot([x[place]] * 2, ends, color=colour, linewidth=4, alpha=0.3, solid_capstyle="butt")
-            axis.plot([x[place]], [y[place]], "o", color=colour, markersize=5)
-            labels.append(Label(x[place], y[place], group.label, colour, place in front))
+            axis.plot([x[place]] * 2, ends, color=color, linewidth=4, alpha=0.3, solid_capstyle="butt")
+            axis.plot([x[place]], [y[place]], "o", color=color, markersize=5)
+            labels.append(Label(x[place], y[place], group.label, color, place in front))
         axis.margins(x=0.12, y=0.15)
         label_points(figure, axis, labels, theme, _steps(*edge), measure.mode == "max")
         return figure

@@ -33,12 +33,12 @@ class Drawing(NamedTuple):
 
 
 class Label(NamedTuple):
-    """Text beside a point, in its colour; an optional label is dropped if it does not fit."""
+    """Text beside a point, in its color; an optional label is dropped if it does not fit."""
 
     x: float
     y: float
     text: str
-    colour: str
+    color: str
     needed: bool = True
 
 
@@ -59,13 +59,13 @@ def plain_ticks(axis: Axis) -> None:
     axis.grid(False, which="minor")
 
 
-def draw_seeds(axis: Axes, group: Group, measure: Measure, at: float, colour: str, upright: bool) -> None:
+def draw_seeds(axis: Axes, group: Group, measure: Measure, at: float, color: str, upright: bool) -> None:
     """Draw a bar of one standard deviation and a ring for each seed, if there are several; scores run up or across."""
     if group.sd is None:
         return
     size = 4 if upright else 5
-    bar = {"color": colour, "linewidth": size, "alpha": 0.3, "solid_capstyle": "butt"}
-    rings = {"marker": "o", "linestyle": "", "mfc": "none", "mec": colour, "markersize": size, "mew": size / 5}
+    bar = {"color": color, "linewidth": size, "alpha": 0.3, "solid_capstyle": "butt"}
+    rings = {"marker": "o", "linestyle": "", "mfc": "none", "mec": color, "markersize": size, "mew": size / 5}
     for values, style in (((group.mean - group.sd, group.mean + group.sd), bar), (group.scores.values(), rings)):
         scores = [measure.scaled(value) for value in values]
         places = [at] * len(scores)
@@ -83,7 +83,7 @@ def label_ends(figure: Figure, axis: Axes, labels: Sequence[Label], theme: Theme
     limits = axis.get_xlim(), axis.get_ylim()
     at = axis.transAxes
     texts = [
-        axis.text(1.03, 0.5, one_line(label.text, 24), color=label.colour, fontsize=8, va="center", transform=at)
+        axis.text(1.03, 0.5, one_line(label.text, 24), color=label.color, fontsize=8, va="center", transform=at)
         for label in labels
     ]
     _lay_out(figure)
@@ -99,7 +99,7 @@ def label_ends(figure: Figure, axis: Axes, labels: Sequence[Label], theme: Theme
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Return heights moved as little as puts neighbours `gap` apart, in the same order; within 0 and 1 if all fit."""
+    """Return heights moved as little as puts neighbors `gap` apart, in the same order; within 0 and 1 if all fit."""
     from scipy.optimize import isotonic_regression  # loads slowly
 
     if not heights:
@@ -125,9 +125,7 @@ def label_points(
     taken += [line.transformed(axis.transData).padded(3) for line in lines]
     for label, own in sorted(zip(labels, places, strict=True), key=lambda each: not each[0].needed):
         halo = [withStroke(linewidth=2, foreground=theme.paper)]
-        text = axis.text(
-            label.x, label.y, one_line(label.text, 24), color=label.colour, fontsize=7.5, path_effects=halo
-        )
+        text = axis.text(label.x, label.y, one_line(label.text, 24), color=label.color, fontsize=7.5, path_effects=halo)
         text.set_in_layout(False)
         with missing_glyphs():
             size = text.get_window_extent()

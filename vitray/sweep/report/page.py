@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from vitray.pages.markup import Html, Picture, command_box, data_url, link, state_dot, tag
 from vitray.pages.shell import html_page
-from vitray.pages.styling import STATE_COLOURS
+from vitray.pages.styling import STATE_COLORS
 from vitray.sweep.report.groups import Results, pairs_of
 from vitray.sweep.report.sections import page_sections
 from vitray.sweep.report.trials import STATES, best_first, hours_text, leader
@@ -74,7 +74,7 @@ def _states(results: Results) -> Html:
     counts = {state: sum(trial.state == state for trial in trials) for state in STATES}
     counts = {state: count for state, count in counts.items() if count}
     parts = [
-        tag("span", has={"style": f"flex: {count}; background: var(--{STATE_COLOURS[state]})"})
+        tag("span", has={"style": f"flex: {count}; background: var(--{STATE_COLORS[state]})"})
         for state, count in counts.items()
     ]
     entries = [tag("li", state_dot(state), f"{count} {state}") for state, count in counts.items()]

@@ -65,7 +65,7 @@ def paper_result(run: Run) -> PaperResult | None:
 
     The learning rate and the like may differ. A run with a hold-out split matches no result.
     """
-    is_comparable = run.model.image_shape == (224, 224) and not run.data.development
+    is_comparable = run.model.image_shape == (224, 224) and not run.data.holdout
     if run.task.kind != "supervised" or run.task.loss != "bce" or not is_comparable:
         return None
     training = f"{run.optim.duration}{'' if run.model.layerscale is None else ', LayerScale'}"

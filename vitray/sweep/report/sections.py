@@ -79,7 +79,7 @@ def _differences(results: Results, pictures: Sequence[Picture]) -> PageSection |
         f" Each interval is Student's at 95 %{correction}."
     )
     if len(results.scored) - 1 == len(pairs) > 1:
-        prose += " All are compared with the best group, which slightly favours it."
+        prose += " All are compared with the best group, which slightly favors it."
     rows = []
     for one, other, gap in pairs:
         interval, verdict = f"{measure.signed(gap.low)} to {measure.signed(gap.high)}", gap.verdict(measure.mode)

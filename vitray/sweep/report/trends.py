@@ -19,7 +19,7 @@ from vitray.sweep.report.groups import Group, Results
 from vitray.sweep.report.labels import LR, canonical, label_of, varied_settings
 from vitray.sweep.report.trials import TrialResult
 
-MOST_COLOURS = 6
+MOST_COLORS = 6
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # A curve of more than MANY points is drawn as its running mean over 1 / PART of them.
 MANY, PART = 60, 25
@@ -102,7 +102,7 @@ def draw_rates(results: Results) -> Drawing | None:
         return None
     failed: list[Any] = [trial.settings.get(LR) for trial in results.sweep.trials if trial.state == "failed"]
     rates = sorted({rate for rate in failed if _is_rate(rate)})
-    caption = " ".join(_edge_note(line, results) for line in named[:MOST_COLOURS])
+    caption = " ".join(_edge_note(line, results) for line in named[:MOST_COLORS])
     caption += " A cross at the bottom marks the rate of a failed trial." if rates else ""
     return _draw_lines(results, LineChart("lr", results.measure.title, "learning rate", caption, named, rates))
 
@@ -136,14 +136,14 @@ def _draw_lines(results: Results, chart: LineChart) -> Drawing:
             axis.set_xscale("log")
         labels = []
         for place, line in reversed(list(enumerate(lines))):  # the first line on top
-            colour = theme.series[place] if place < MOST_COLOURS else theme.rest
+            color = theme.series[place] if place < MOST_COLORS else theme.rest
             means = [measure.scaled(group.mean) for _, group in line.points]
             marker = MARKERS[place % len(MARKERS)]
-            axis.plot([x for x, _ in line.points], means, color=colour, marker=marker, ms=5, linewidth=1.5)
+            axis.plot([x for x, _ in line.points], means, color=color, marker=marker, ms=5, linewidth=1.5)
             for x, group in line.points:
-                draw_seeds(axis, group, measure, x, colour, upright=True)
-            if line.label and place < MOST_COLOURS:
-                labels.append(Label(line.points[-1][0], means[-1], line.label, colour))
+                draw_seeds(axis, group, measure, x, color, upright=True)
+            if line.label and place < MOST_COLORS:
+                labels.append(Label(line.points[-1][0], means[-1], line.label, color))
         axis.margins(x=0.06, y=0.1)
         if chart.failed:
             bottom, heights = axis.get_xaxis_transform(), [0.04] * len(chart.failed)
@@ -160,8 +160,8 @@ def _draw_lines(results: Results, chart: LineChart) -> Drawing:
     several = any(len(group.scores) > 1 for line in lines for _, group in line.points)
     caption = [" ".join(chart.caption.split())]
     caption.append("Rings are seeds, bars one standard deviation." if several else "One seed each.")
-    if len(lines) > MOST_COLOURS:
-        caption.append(f"{MOST_COLOURS} of {len(lines)} lines have labels, the others are grey.")
+    if len(lines) > MOST_COLORS:
+        caption.append(f"{MOST_COLORS} of {len(lines)} lines have labels, the others are gray.")
     alt = f"{chart.title} over {chart.x_label}: {listed(scores)}"
     return Drawing(chart.name, alt, " ".join(filter(None, caption)), draw)
 
@@ -170,7 +170,7 @@ def _draw_lines(results: Results, chart: LineChart) -> Drawing:
 
 
 def draw_curves(results: Results, key: str) -> Drawing | None:
-    """Draw a metric over the steps, a line for each trial in the colour of its group."""
+    """Draw a metric over the steps, a line for each trial in the color of its group."""
     groups = [
         (group.label, curves)
         for group in results.groups
@@ -187,16 +187,16 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
         figure, axis = column_axis(theme, 3.0, title, "step")
         labels = []
         for place, (label, curves) in reversed(list(enumerate(groups))):  # the best on top
-            colour = theme.series[place] if place < MOST_COLOURS else theme.rest
+            color = theme.series[place] if place < MOST_COLORS else theme.rest
             ends = []
             for trial, points in curves:
                 steps, values = smooth(points)
                 style = ":" if trial.state in ("failed", "stopped early") else "-"
-                axis.plot(steps, [scaled(value) for value in values], style, color=colour, linewidth=1.2)
+                axis.plot(steps, [scaled(value) for value in values], style, color=color, linewidth=1.2)
                 ends.append((steps[-1], scaled(values[-1])))
-            if place < MOST_COLOURS and len(groups) > 1:
+            if place < MOST_COLORS and len(groups) > 1:
                 x, y = max(ends)
-                labels.append(Label(x, y, label, colour))
+                labels.append(Label(x, y, label, color))
         axis.margins(x=0.02)
         if log:  # which shows late differences
             axis.set_yscale("log")
@@ -213,11 +213,11 @@ def draw_curves(results: Results, key: str) -> Drawing | None:
 
 
 def _curves_caption(shown: Sequence[tuple[TrialResult, list[tuple[int, float]]]], groups: int) -> str:
-    caption = "A line is a trial, a colour a group."
+    caption = "A line is a trial, a color a group."
     if any(trial.state in ("failed", "stopped early") for trial, _ in shown):
         caption += " Dotted: failed or stopped early."
-    if groups > MOST_COLOURS:
-        caption += f" The best {MOST_COLOURS} groups have labels."
+    if groups > MOST_COLORS:
+        caption += f" The best {MOST_COLORS} groups have labels."
     if any(len(points) > MANY for _, points in shown):
         caption += f" Smoothed by a running mean over {100 // PART} % of the points."
     return caption

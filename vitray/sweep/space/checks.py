@@ -25,6 +25,7 @@ from vitray.sweep.space.points import (
     draw_point,
     grid_points,
     is_variable,
+    look_up,
     name_of,
     placeholders,
     random_points,
@@ -129,7 +130,7 @@ def check_space(space: Space, base: Run) -> list[SweepPoint]:
 
 def _check(space: Space, places: Mapping[str, str], source: str) -> None:
     """Refuse a space with an unknown, unused or impossible part."""
-    faults = (_text_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults)
+    faults = (_text_faults, _lookup_faults, _name_faults, _group_faults, _case_faults, _stage_faults, _where_faults)
     faults += (_population_faults, _point_faults)
     for part, fault in itertools.chain.from_iterable(find(space) for find in faults):
         raise ConfigError(f"{places.get(part, source)}: {part}: {fault}")
@@ -150,6 +151,23 @@ def _text_faults(space: Space) -> Iterator[tuple[str, str]]:
             yield f"space.{name}", mixed
 
 
+def _lookup_faults(space: Space) -> Iterator[tuple[str, str]]:
+    for name, distribution in space.space.items():
+        if distribution.lookup is None:
+            continue
+        unlisted = [each for each in distribution.of if each not in space.drawn or space.drawn[each].values is None]
+        if is_variable(name):
+            yield f"space.{name}", f"got a lookup, expected another distribution, as {name} is a variable"
+        elif unlisted:
+            yield f"space.{name}", f"of: no listed variable {unlisted[0]!r} is drawn{nearest(unlisted[0], space.drawn)}"
+        elif math.prod(len(space.space[each].values or ()) for each in distribution.of) <= MOST_POINTS:
+            try:
+                for drawn in space.combinations(list(distribution.of)):
+                    look_up(distribution, drawn)
+            except ConfigError as error:
+                yield f"space.{name}", str(error)
+
+
 def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
     used = _references(space) | {name for name, each in space.space.items() if each.cases}
     if not space.space:
@@ -166,7 +184,7 @@ def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
             meant = min((setting for setting in SETTINGS if setting.endswith(f".{name}")), default=None)
             close = f"; did you mean {meant}" if meant else nearest(name, Run.model_fields)
             yield f"space.{name}", f"no setting, and no text uses it as the variable {{{name}}}{close}"
-        elif space.search.kind == "grid" and distribution.text is None and distribution.values is None:
+        elif space.search.kind == "grid" and distribution.is_drawn and distribution.values is None:
             fault = f"got {distribution.kind}, which a grid search cannot list; expected grid, or search: random"
             yield f"space.{name}", fault
 
@@ -218,8 +236,9 @@ def _stage_faults(space: Space) -> Iterator[tuple[str, str]]:
 
 def _references(space: Space) -> set[str]:
     """Return the names that texts of the space refer to."""
-    distributions = placeholders([each.model_dump() for each in space.space.values()])
-    return distributions | placeholders([stage.settings for stage in space.before.values()])
+    names = placeholders([each.model_dump() for each in space.space.values()])
+    names.update(*(each.of for each in space.space.values()))
+    return names | placeholders([stage.settings for stage in space.before.values()])
 
 
 def _mixed(space: Space, value: Any) -> str | None:

@@ -21,16 +21,17 @@ from vitray.config.sweep import (
     Asha,
     Budget,
     Distribution,
+    EarlierStage,
     Goal,
     Grid,
     Median,
     NoScheduler,
     Population,
     Search,
-    StageSettings,
     slug,
 )
 from vitray.config.validation import sections_in
+from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
@@ -48,7 +49,7 @@ class Space(Section):
     """{dotted setting or variable: distribution}."""
     where: Annotated[tuple[str, ...], Field(strict=False, max_length=100)] = ()
     """Constraints on every point, over variables: `depth * branches == 36`."""
-    before: dict[str, StageSettings] = Field(default={}, max_length=10)
+    before: dict[str, EarlierStage] = Field(default={}, max_length=10)
     """{name: run} of the stages: runs before the trials, for the trials that name them."""
     search: Annotated[Search, Field(discriminator="kind"), one_of("grid")] = Grid()
     scheduler: Annotated[Scheduler, Field(discriminator="kind"), one_of("none")] = NoScheduler()
@@ -79,7 +80,7 @@ class Space(Section):
     @property
     def drawn(self) -> dict[str, Distribution]:
         """The settings and variables that are drawn, not computed."""
-        return {name: distribution for name, distribution in self.space.items() if distribution.text is None}
+        return {name: distribution for name, distribution in self.space.items() if distribution.is_drawn}
 
     def dependencies(self, stage: str) -> list[str]:
         """Return the drawn names that a stage depends on, directly or through an earlier stage."""
@@ -209,9 +210,27 @@ def _point(space: Space, drawn: dict[str, Any]) -> SweepPoint:
             settings |= _fill(distribution.cases[drawn[name]], drawn, space)
             shown[name] = drawn[name]
         elif not is_variable(name):
-            value = drawn[name] if distribution.text is None else _fill(distribution.text, drawn, space)
-            settings[name] = shown[name] = value
+            settings[name] = shown[name] = _value_of(name, drawn, space)
     return SweepPoint(settings, drawn, shown, _stage_cases(space, settings, drawn))
+
+
+def _value_of(name: str, drawn: Mapping[str, Any], space: Space) -> Any:
+    distribution = space.space[name]
+    if distribution.lookup is not None:
+        return look_up(distribution, drawn)
+    return drawn[name] if distribution.text is None else _fill(distribution.text, drawn, space)
+
+
+def look_up(distribution: Distribution, drawn: Mapping[str, Any]) -> Any:
+    """Return the value of a lookup; keys and values are equal if they are spelled alike in a name."""
+    found: Any = distribution.lookup
+    for variable in distribution.of:
+        rows = {slug(key): below for key, below in found.items()} if isinstance(found, Mapping) else {}
+        if (key := slug(drawn[variable])) not in rows:
+            cell = ", ".join(f"{name}={slug(drawn[name])}" for name in distribution.of)
+            raise ConfigError(f"the lookup has no value for {cell}{nearest(key, rows)}")
+        found = rows[key]
+    return found
 
 
 def _stage_cases(space: Space, settings: Any, drawn: Mapping[str, Any]) -> dict[str, str]:
