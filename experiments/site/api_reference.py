@@ -25,7 +25,7 @@ MODULES = {
     "vitray.runs.run_dir": ("Outcome",),
     "vitray.tracking.model_flavor": ("log_family", "log_model"),
 }
-TOP = """You can look up what to import, with types and meanings. `import vitray` loads neither torch nor Ray.
+TOP = """What to import, with types and meanings. `import vitray` loads neither torch nor Ray.
 
 Names of `vitray` and `vitray.inspect` are stable: a change of one is in the [changelog](../../CHANGELOG.md). Other
 modules are internal, but for the names below."""

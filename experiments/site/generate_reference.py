@@ -63,7 +63,7 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
 
 def verbs_page() -> str:
     """Return the page of all verbs."""
-    parts = [top("Verbs", "You can look up the arguments and options of each verb, from its parser."), EXIT_STATUSES]
+    parts = [top("Verbs", "The arguments and options of each verb, from its parser."), EXIT_STATUSES]
     for verb, text in VERBS.items():
         parts += [f"## vitray {verb}", f"{text[0].upper()}{text[1:]}.", *parser_parts(parser_of(verb))]
         if verb == "doctor":
@@ -174,7 +174,7 @@ def environment_page() -> str:
     yours = [f"| `{name}` | {meaning} | {places[name]} |" for name, meaning in VARIABLES.items()]
     others = [f"| `{name}` | {' | '.join(texts)} | {places[name]} |" for name, texts in SET_VARIABLES.items()]
     parts = [
-        top("Environment variables", "You can look up every variable of vitray and its cluster files."),
+        top("Environment variables", "The environment variables of vitray and its cluster files."),
         "vitray sets those of the second table, most of them only where you have not. Other variables of Ray, MLflow"
         " and the AWS clients have the meaning that these give them.",
         "## Variables that you set",
@@ -194,8 +194,8 @@ def tracking_page() -> str:
         "load": keys_of("vitray/tracking/system_info.py", "sample"),
     }
     parts = [
-        top("Metrics and artifacts", "You can look up every metric, image and artifact that a run logs to MLflow."),
-        "Networks are logged models, and images are datasets: [Tracking](../training.md#tracking) describes both.",
+        top("Metrics and artifacts", "The metrics, images and artifacts that a run logs to MLflow."),
+        "Networks are logged models, and images are datasets: [Tracking](../tracking.md) describes both.",
     ]
     for title, texts in (("Metrics", METRICS), ("Artifacts and images", ARTIFACTS)):
         rows = [f"## {title}\n", "| name | meaning |", "|---|---|"]
@@ -230,7 +230,7 @@ def header(path: Path) -> list[str]:
 def recipes_page() -> str:
     """Return the page of recipes: the header of each, and its size."""
     parts = [
-        top("Recipes", "You can look up what each recipe trains, what it costs, and the result that it states."),
+        top("Recipes", "What each recipe trains, what it costs, and the result that it states."),
         "A backward pass costs about twice its forward pass. Results are published ones where a source is named, else"
         " ours.",
     ]
@@ -248,7 +248,7 @@ def recipes_page() -> str:
 
 def spaces_page() -> str:
     """Return the page of search spaces: the header of each, and the settings that it varies."""
-    parts = [top("Search spaces", "You can look up what each search space varies, and what its sweep shows.")]
+    parts = [top("Search spaces", "What each search space varies, and what its sweep shows.")]
     for name in tune_spaces.names():
         path = tune_spaces.path_of(name)
         varied = ", ".join(f"`{key}`" for key in yaml.safe_load(path.read_text())["space"])

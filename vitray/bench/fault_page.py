@@ -173,8 +173,8 @@ def _commands(cells: Cells) -> str:
 
 HEAD = """# What a fault costs
 
-You can compare what happens to a training run after a fault, in vitray and in four stacks that people use, and measure
-the cells that say "not measured". Over all faults of this page:
+What happens to a training run after a fault, in vitray and in four stacks that people use, and how to measure the
+cells that say "not measured". Over all faults of this page:
 
 {summary}
 

@@ -112,9 +112,7 @@ class Distribution(Section):
         if len(given) != 1:
             raise ValueError(f"got {' and '.join(given) or 'nothing'}, expected one of {', '.join(KINDS)}")
         if (self.lookup is None) != (not self.of):
-            raise ValueError(
-                "`of` and `lookup` need each other, as in {of: [stem], lookup: {linear: 1, conv: 2}}"
-            )
+            raise ValueError("`of` and `lookup` need each other, as in {of: [stem], lookup: {linear: 1, conv: 2}}")
         if self.values is not None and len(set(map(slug, self.values))) < max(1, len(self.values)):
             raise ValueError(f"{self.kind}: got {short(list(self.values))}, expected values that differ, at least one")
         least = 0.0 if self.kind == "loguniform" else -math.inf
