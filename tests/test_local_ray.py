@@ -120,6 +120,47 @@ def test_a_ray_that_was_imported_before_has_a_token_too(tmp_path, mode):
     assert not (tmp_path / ".ray").exists()
 
 
+KEPT = """
+import os, signal
+import psutil, ray
+from vitray.cluster.session import ray_session
+
+def address():
+    return ray.get_runtime_context().gcs_address
+
+def raylet():
+    return next(child for child in psutil.Process().children() if child.name() == "raylet")
+
+with ray_session(keep=True):
+    first = address()
+before = signal.getsignal(signal.SIGTERM)
+with ray_session():
+    assert address() == first
+    assert signal.getsignal(signal.SIGTERM) != before
+assert ray.is_initialized()
+raylet().kill()
+raylet().wait()
+with ray_session(keep=True):
+    second = address()
+try:
+    with ray_session():
+        raise KeyError
+except KeyError:
+    assert not ray.is_initialized()
+with ray_session(keep=True):
+    print(first, second, address(), *[child.pid for child in psutil.Process().children(recursive=True)])
+"""
+
+
+def test_a_kept_ray_serves_later_sessions_and_ends_with_the_process():
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *addresses, last = done.stdout.splitlines()[-1].split(maxsplit=3)
+    assert len(set(addresses)) == 3
+    for pid in map(int, last.split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, pid
+
+
 SESSION = """
 import sys
 from vitray.cluster.session import ray_session

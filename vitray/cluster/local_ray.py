@@ -15,6 +15,9 @@ LOST = (
 
 _processes: list[psutil.Process] = []
 _raylets: list[psutil.Process] = []
+_tree: list[psutil.Process] = []
+_threads: list[threading.Thread] = []
+_end = threading.Event()
 
 
 def start(init: Callable[[], Any]) -> None:
@@ -23,6 +26,10 @@ def start(init: Callable[[], Any]) -> None:
     init()
     _processes[:] = [child for child in psutil.Process().children() if child not in others]
     _raylets[:] = [process for process in _processes if process.name() == "raylet"]
+    _end.clear()
+    # It waits from now on: no thread can start while Python exits, when a kept Ray ends.
+    _threads[:] = [threading.Thread(target=_kill_after_raylet, name="kill", daemon=True)]
+    _threads[0].start()
 
 
 def shut_down(shutdown: Callable[[], Any]) -> None:
@@ -31,23 +38,28 @@ def shut_down(shutdown: Callable[[], Any]) -> None:
     They block SIGTERM (`session.ray_session`), so Ray kills each a second later. All others are killed with the raylet,
     also its own children, which would try to report its end for a minute.
     """
-    tree = [process for each in _processes if each.is_running() for process in (each, *each.children(recursive=True))]
-
-    def kill() -> None:
-        while not is_lost():
-            time.sleep(0.02)
-        for process in tree:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    thread = threading.Thread(target=kill, name="kill", daemon=True)
-    if tree:
-        thread.start()
+    alive = [process for process in _processes if process.is_running()]
+    _tree[:] = [process for each in alive for process in (each, *each.children(recursive=True))]
+    _end.set()
     shutdown()
-    if tree:
+    for thread in _threads:
         thread.join()
-    _processes.clear()
-    _raylets.clear()
+    for each in (_processes, _raylets, _threads):
+        each.clear()
+
+
+def _kill_after_raylet() -> None:
+    _end.wait()
+    while not is_lost():
+        time.sleep(0.02)
+    for process in _tree:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def is_running() -> bool:
+    """Whether this process has started a local Ray, and not ended it."""
+    return bool(_processes)
 
 
 def is_lost() -> bool:

@@ -1,5 +1,6 @@
 """The connection to Ray: the caller's, the cluster at RAY_ADDRESS, or a local one that ends with the work."""
 
+import atexit
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,21 +105,31 @@ def send_token() -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
+_kept: ExitStack | None = None  # ends the local Ray that a session has kept
+
+
 @contextmanager
-def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) -> Iterator[None]:
+def ray_session(
+    cpus: int | None = None, object_store_bytes: int | None = None, *, keep: bool = False
+) -> Iterator[None]:
     """Connect to Ray for the block, or start a local one, which ends with the block; SIGTERM ends it with status 143.
 
-    The arguments are those of a local Ray: the tasks that run at a time, and the size of its object store (None: Ray's
-    choice).
+    `cpus` and `object_store_bytes` are those of a local Ray: the tasks that run at a time, and the size of its object
+    store (None: Ray's choice). With `keep` a local Ray stays for later blocks, until one fails or the process ends.
     """
+    global _kept
     prepare_environment()
     import ray  # takes a second, so bad input is rejected first
 
     from vitray.cluster import local_ray  # imports psutil, which a served model lacks
 
-    if ray.is_initialized():
+    if _kept and (not ray.is_initialized() or local_ray.is_lost() or "RAY_ADDRESS" in os.environ):
+        _end_kept()
+    if ray.is_initialized() and not _kept:
         yield
         return
+    ending, is_new, is_listable = _kept or ExitStack(), _kept is None, False
+    _kept = None
     is_main = threading.current_thread() is threading.main_thread()  # others cannot set a handler
     handler = signal.getsignal(signal.SIGTERM)
     is_ended = False
@@ -129,28 +140,41 @@ def ray_session(cpus: int | None = None, object_store_bytes: int | None = None) 
             is_ended = True
             raise SystemExit(128 + number)
 
-    with temporary_folder() as folder:
-        # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
-        # blocked, so this one decides what ends, and when.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    folder = ending.enter_context(temporary_folder()) if is_new else None
+    # Service managers and `timeout` send SIGTERM to all processes of a command. Those of Ray inherit that it is
+    # blocked, so this one decides what ends, and when.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
         try:
-            try:
+            if folder:
+                ending.callback(local_ray.shut_down, ray.shutdown)
                 is_listable = _connect_or_start(cpus, object_store_bytes, folder)
-            finally:
-                if is_main:
-                    signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            # Other jobs may end while this one waits for their resources.
-            with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
-                yield
-        except BaseException as error:
-            if is_ended:  # Ray's calls turn the exception into an exit with status 1, or into an error of their own
-                raise SystemExit(128 + signal.SIGTERM) from error
-            raise
         finally:
-            local_ray.shut_down(ray.shutdown)
             if is_main:
-                signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, end)  # Ray's own handler aborts
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # Other jobs may end while this one waits for their resources.
+        with _repeated(remove_stale_groups, CLEANUP_INTERVAL) if is_listable else nullcontext():
+            yield
+        if local_ray.is_running() and (keep or not is_new):
+            _kept = ending.pop_all()
+            atexit.unregister(_end_kept)
+            atexit.register(_end_kept)  # so that it runs before Ray's own function, which takes seconds
+    except BaseException as error:
+        if is_ended:  # Ray's calls turn the exception into an exit with status 1, or into an error of their own
+            raise SystemExit(128 + signal.SIGTERM) from error
+        raise
+    finally:
+        ending.close()
+        if is_main:
+            signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+
+
+def _end_kept() -> None:
+    global _kept
+    ending, _kept = _kept, None
+    if ending:
+        ending.close()
 
 
 def remove_stale_groups() -> None:

@@ -52,7 +52,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
         source = fork_source(run_dir)
         session.prepare_environment()
         shutdown = GracefulShutdown(hook.stop_requested if hook else None, ownership.check)
-        with session.ray_session(), shutdown.handle_signals():
+        with session.ray_session(keep=True), shutdown.handle_signals():
             # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
             import ray.train.torch  # noqa: F401
 
