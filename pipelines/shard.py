@@ -5,6 +5,8 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray.data.shards import ShardSettings, read_request, write_dataset
+from vitray.data.shards.inspection import read_rejects, reject_lines
+from vitray.data.shards.sources import REJECTS
 
 
 def main(words: list[str]) -> dict[str, Any]:
@@ -40,6 +42,9 @@ def main(words: list[str]) -> dict[str, Any]:
     print(f"  mean {dataset.mean}, std {dataset.std}")
     print(f"  rejected images {dataset.rejects.count}; duplicates within a split {sum(repeats.within.values())}, kept")
     print(f"  duplicates between splits {repeats.across}, {repeats.removed} removed from train")
+    if rejects := read_rejects(dataset.url):
+        print(f"  left out, all in {REJECTS}:")
+        print("\n".join(f"  {line}" for line in reject_lines(rejects, 5)))
     return {
         "url": dataset.url,
         "identity": dataset.identity,

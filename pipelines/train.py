@@ -61,6 +61,7 @@ def main(args: list[str]) -> dict[str, Any]:
         check_storage(options.out)
         print(plan_text(planned), file=sys.stderr)
         return planned.plan._asdict()
+    print(f"vitray: {name}: checking data, weights and storage", file=sys.stderr, flush=True)
     return train(run, name, options.out, fork=options.fork)._asdict()
 
 

@@ -110,6 +110,12 @@ def migrated(tmp_path_factory) -> Path:
     return path
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a pytest-xdist that does not see the groups: each process would start a Ray and repeat the trainings."""
+    if hasattr(session.config, "workerinput") and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("pytest-xdist does not group tests with this version of pytest")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group the tests for several processes, and skip those that need a GPU on a machine without one.

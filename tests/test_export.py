@@ -50,7 +50,16 @@ def content(out: Path, name: str):
     return json.loads((out / f"{name}.json").read_text())
 
 
-def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys):
+def test_a_latency_beside_other_work_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("vitray.serving.export.driver.MOST_OTHERS", -1.0)
+    saved(tmp_path / "m")
+    export = export_network(quick(tmp_path / "m", "timm", tmp_path / "out"))
+    assert export.latency is content(tmp_path / "out", "parity")["latency"] is None
+    assert "latency: not measured, as other processes were using the CPUs" in export.text()
+
+
+def test_the_command_writes_a_proven_onnx_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("vitray.serving.export.driver.MOST_OTHERS", 9.0)  # the machine of tests is busy
     vit = saved(tmp_path / "m")
     write_dataset(tmp_path / "data", {"val": 50}, corrupt=2)
     args = ["--to", "onnx", "--out", str(tmp_path / "out"), "--data", str(tmp_path / "data"), "--rounds", "1", "--json"]

@@ -52,7 +52,7 @@ def test_the_number_of_classes_comes_from_the_dataset(dataset):
         (["optim.batch=15", "data.mix.mixup=0.8"], ["optim.batch: got 15, expected an even number"]),
         (
             ["optim.batch=4", "compute.workers=2..8"],
-            ["optim.batch: got 4, expected at least one image for each of 8"],
+            ["compute.workers: got 2..8, expected at most 4, so that optim.batch 4 has an image for each"],
         ),
         (
             ["optim.batch=9", "compute.workers=1..2", "compute.local_batch=1"],
@@ -92,6 +92,22 @@ def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     assert planned.plan.steps_per_epoch == planned.plan.images // 16
     with pytest.raises(ConfigError, match="holds out none of 100 images"):
         make_plan(run(dataset, "data.holdout=1e-9"))
+
+
+@pytest.mark.ray
+def test_images_and_splits_that_are_no_dataset_come_with_the_command(dataset, tmp_path):
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    (folder / "1.JPG").write_bytes(b"")
+    message = f"it holds images: `vitray shard {tmp_path}/photos {tmp_path}/photos_shards` makes one"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(run(dataset).replace({"data.url": f"{tmp_path}/photos"}))
+    (tmp_path / "only").mkdir()
+    described = json.loads((Path(dataset) / "dataset.json").read_text())
+    del described["splits"]["val"]
+    (tmp_path / "only" / "dataset.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"data.val: got 'val', .*: train; without one, data.holdout=0"):
+        make_plan(run(dataset).replace({"data.url": f"{tmp_path}/only"}))
 
 
 @pytest.mark.ray

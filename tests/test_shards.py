@@ -683,6 +683,7 @@ def test_bytes_do_not_depend_on_the_workers(ray_cluster, mixed_source, tmp_path,
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     result = json.loads(printed.out.splitlines()[-1])
     assert result["splits"] == {"train": 65, "val": 13}
+    assert re.search(r"left out, all in rejects.parquet:\n    train/cat/\S+\.bad: \w", printed.out)
     assert "inspected 86/86 images" in printed.err
     assert "\r" not in printed.err
 
@@ -927,6 +928,10 @@ def test_both_ends_may_be_on_s3(ray_cluster, s3_server, tmp_path):
         (["s", "full"], "full: holds other files, such as diary.txt: expected a new or empty folder"),
         (["mixed", "d"], "could be tar or folder: set kind=, one of folder, index"),
         (["words", "d"], "its 1 files are of no known kind"),
+        (
+            ["flat", "d"],
+            r"flat: its images lie in no class folders: got 0.png, expected .*, as in cat/0.png, or",
+        ),
         (["s", "d", "--index-only"], "--index-only: expected Parquet with images in it; s is of kind folder"),
         (["s", "d", "--split", "val=1.5"], "--split val=1.5: expected each NAME once, or NAME=SHARE"),
         (["s", "d", "--split", "a=0.5", "--split", "b=0.5"], "the shares leave nothing to train"),
@@ -938,6 +943,7 @@ def test_bad_arguments_end_with_one_message(tmp_path, monkeypatch, capsys, args,
     class_folders(tmp_path / "mixed", {"cat": 1})
     write(tmp_path / "mixed/a.tar", b"")
     write(tmp_path / "words/a.txt", b"")
+    write(tmp_path / "flat/0.png", b"")
     write(tmp_path / "full/diary.txt", b"")
     assert run_verb(shard.main, args) == 2
     printed = capsys.readouterr()

@@ -281,7 +281,7 @@ def test_stages_run_once_before_the_trials(folder):
     (pretrained,) = client.search_runs(["1"], "attributes.run_name = 'stages/before/pretrained'")
     assert pretrained.info.status == "FINISHED"
     (child,) = client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{pretrained.info.run_id}'")
-    assert child.data.metrics["best/val_loss"] == pretrained.data.metrics["best/val_loss"]
+    assert float(child.data.tags["best/val_loss"]) == pretrained.data.metrics["best/val_loss"]
     assert sweep(*arguments) == outcome
 
 

@@ -9,7 +9,7 @@ from vitray.config import load_run
 from vitray.runs.placement import Placement
 from vitray.runs.plan import RunInfo, make_plan
 from vitray.runs.run_logger import RunLogger
-from vitray.runs.run_summary import start_block
+from vitray.runs.run_summary import placement_block
 from vitray.runs.wait_warning import WaitWarning, best_remedy
 from vitray.training.messages import Metrics, Note, Resumed
 
@@ -88,4 +88,4 @@ def test_a_run_says_where_it_augments_and_who_chose_it(on, use_gpu, text, tmp_pa
     run = load_run().replace(changes | {"optim.duration": "4 steps", "optim.warmup": "0 steps"})
     placement = Placement((1, 1), use_gpu, 1.0, 1)
     info = RunInfo("first", str(tmp_path), "uid", 1, "owner", make_plan(run), placement, 0.0, None, None)
-    assert start_block(info)["augment"] == f"random_resized crop, policy three_augment, {text}"
+    assert placement_block(info)["augment"] == f"random_resized crop, policy three_augment, {text}"

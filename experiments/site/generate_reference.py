@@ -195,9 +195,11 @@ def tracking_page() -> str:
     }
     parts = [
         top("Metrics and artifacts", "The metrics, images and artifacts that a run logs to MLflow."),
-        "Networks are logged models, and images are datasets: [Tracking](../tracking.md) describes both.",
+        "Networks are logged models, and images are datasets: [Tracking](../tracking.md) describes both. What holds for"
+        " a run as a whole is no metric, so that MLflow's charts show the training: `cost/` and `model/` are"
+        " parameters, `best/` of a run and `start/` tags.",
     ]
-    for title, texts in (("Metrics", METRICS), ("Artifacts and images", ARTIFACTS)):
+    for title, texts in (("Metrics, parameters and tags", METRICS), ("Artifacts and images", ARTIFACTS)):
         rows = [f"## {title}\n", "| name | meaning |", "|---|---|"]
         for template, (shown, meaning) in texts.items():
             if shown:

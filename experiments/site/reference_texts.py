@@ -109,6 +109,7 @@ METRICS = {
     ),
     "val/loss": ("", ""),
     "val/": ("", ""),
+    "best/": ("", ""),
     "best/val_top1": ("=", "highest top-1 so far"),
     "best/val_loss": ("=", "lowest loss so far"),
     "best/{space.goal.metric.replace('/', '_')}": ("`best/GOAL`", "of a sweep: the best goal of its trials so far"),
@@ -117,9 +118,15 @@ METRICS = {
         "`SPLIT/NAME`, `SPLIT/NAME_low`, `SPLIT/NAME_high`",
         "scores of `vitray evaluate` by their names in its JSON, with the bounds of their intervals of 95 %",
     ),
-    "cost/device_seconds": ("=", "training time times workers, without start, evaluations and undone steps"),
+    "cost/device_seconds": (
+        "=",
+        "training time times workers, without start, evaluations and undone steps",
+    ),
     "cost/images": ("=", "images seen in training"),
-    "cost/flops": ("=", "operations of the training, of its matrix products in both passes; a multiply-add is two"),
+    "cost/flops": (
+        "=",
+        "operations of the training, of its matrix products in both passes; a multiply-add is two",
+    ),
     "cost/teacher_flops": ("=", "operations of the teacher, part of `cost/flops`"),
     "cost/step_ms": ("=", "milliseconds of a step, from the median speed"),
     "cost/mfu": ("=", "share of the device's peak operations, for known GPUs"),
@@ -128,7 +135,10 @@ METRICS = {
         "measured at the end: {costs}; the latency is the fastest forward pass of one image; on a CPU, of one thread",
     ),
     "model/bytes": ("=", "bytes of the weights in the model folder"),
-    "model/share": ("=", "share of the network's bytes in the model folder: 1 for a whole model, less for a delta"),
+    "model/share": (
+        "=",
+        "share of the network's bytes in the model folder: 1 for a whole model, less for a delta",
+    ),
     "start/{stage.replace(' ', '_')}_seconds": (
         "`start/ray_seconds`, `start/workers_seconds`, `start/first_step_seconds`",
         "seconds from the call to this stage",

@@ -79,9 +79,7 @@ RELEASE_SECONDS, QUICK_LISTING_SECONDS = 5, 2
 
 def prepare_environment() -> None:
     """Set the variables that Ray reads when it is imported."""
-    # A trial's process is connected to its sweep's Ray, without an address in its environment.
-    ray = sys.modules.get("ray")
-    is_local = "RAY_ADDRESS" not in os.environ and not (ray and ray.is_initialized())
+    ray, is_local = sys.modules.get("ray"), starts_local_ray()
     for name, value in (RAY_SETTINGS | LOCAL_RAY_SETTINGS if is_local else RAY_SETTINGS).items():
         os.environ.setdefault(name, value)
     if is_local:
@@ -96,6 +94,13 @@ def prepare_environment() -> None:
             os.environ.pop("RAY_AUTH_MODE", None)
     if "RAY_ADDRESS" in os.environ:
         send_token()
+
+
+def starts_local_ray() -> bool:
+    """Whether a session would start a Ray on this machine."""
+    # A trial's process is connected to its sweep's Ray, without an address in its environment.
+    ray = sys.modules.get("ray")
+    return "RAY_ADDRESS" not in os.environ and not (ray and ray.is_initialized())
 
 
 def send_token() -> None:

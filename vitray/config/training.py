@@ -384,8 +384,8 @@ class Tracking(Section):
 
     experiment: Text = "vitray"
     """The run's experiment."""
-    every: Annotated[str, duration_in("epochs", "steps")] = "50 steps"
-    """Logging interval, in epochs or steps."""
+    every: Annotated[str, duration_in("epochs", "steps")] | None = None
+    """Logging interval, in epochs or steps; null: 50 steps, or a twentieth of a shorter run."""
     register_as: Text | None = None
     """Name of the registered model of which this run's network becomes the next version; null: none."""
     promote: Promote | None = None

@@ -18,12 +18,11 @@ import pyarrow as pa
 from vitray import storage
 from vitray.data.augment.decode import UndecodableImage, decode_image
 from vitray.data.shards.checking import check_shard, check_sizes
-from vitray.data.shards.manifest import MANIFEST, open_dataset, row_keys
+from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, open_dataset, row_keys
 from vitray.data.shards.sources import LARGEST_FILE, PATH_COLUMNS, list_tar
 from vitray.data.shards.tables import holds_images, image_rows, read_images, read_index
 from vitray.errors import ConfigError, nearest
 
-IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
 ADDRESS_COLUMNS = (*PATH_COLUMNS, "url", "uri", "address")
 READS_AT_ONCE = 16
 LISTED_AT_ONCE = 2**16

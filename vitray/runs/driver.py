@@ -14,7 +14,7 @@ from vitray.config import Run
 from vitray.errors import RunError
 from vitray.runs.console import Console
 from vitray.runs.placement import await_nodes, place_workers, start_attempts
-from vitray.runs.plan import RunInfo, TrialHook, check_storage, make_plan
+from vitray.runs.plan import PlannedRun, RunInfo, TrialHook, check_storage, make_plan
 from vitray.runs.promotion import promote_finished
 from vitray.runs.run_dir import Outcome, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
@@ -35,7 +35,7 @@ TRIAL_PATIENCE = 2 * LEASE_SECONDS + RENEW_SECONDS
 
 def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, hook: TrialHook | None = None) -> Outcome:
     """Train a new run, or resume the interrupted run of this name, and return its outcome."""
-    called = time.monotonic()
+    called, console = time.monotonic(), Console(quiet=hook is not None)
     storage.check_name(name, "name")
     planned = make_plan(run, hook.dataset if hook else None)
     dataset = planned.dataset
@@ -50,6 +50,7 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
             return outcome
         source = fork_source(run_dir)
+        _print_plan(console, name, run_dir, planned)
         session.prepare_environment()
         shutdown = GracefulShutdown(hook.stop_requested if hook else None, ownership.check)
         with session.ray_session(keep=True), shutdown.handle_signals():
@@ -59,17 +60,28 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
             await_nodes(planned.run)
             placement = place_workers(planned.run, hook.concurrent_trials if hook else 1, hook is None or hook.has_cpus)
             info = RunInfo(name, run_dir, uid, starts, ownership.id, planned, placement, called, fork, hook)
-            outcome = _train(info, shutdown, source)
+            outcome = _train(info, console, shutdown, source)
             return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
 
 
-def _train(info: RunInfo, shutdown: GracefulShutdown, source: str | None) -> Outcome:
+def _print_plan(console: Console, name: str, run_dir: str, planned: PlannedRun) -> None:
+    """Print what is known of a run, and what it waits for."""
+    from vitray.runs.run_summary import plan_block
+    from vitray.weights.freezing import audit_table
+
+    console.block(plan_block(name, run_dir, planned))
+    if planned.start:
+        console.line("\n".join(f"  {line}" for line in audit_table(planned.start.audit).splitlines()) + "\n")
+    address = os.environ.get("RAY_ADDRESS")
+    console.line(f"  connecting to Ray at {address} ..." if address else "  starting Ray on this machine ...")
+
+
+def _train(info: RunInfo, console: Console, shutdown: GracefulShutdown, source: str | None) -> Outcome:
     """Train on the workers, save the model and return the outcome; a fork starts from the run in folder `source`."""
     from vitray.runs.model_output import last_weights, save_weights
     from vitray.runs.run_logger import RunLogger
 
-    planned, run_dir = info.planned, info.run_dir
-    start, console = planned.start, Console(quiet=info.hook is not None)
+    planned, run_dir, start = info.planned, info.run_dir, info.planned.start
     initial = start.task_state if start else last_weights(source) if source else None
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
     with scratch_folder() as scratch, RunLogger(info, console) as logger:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitray import storage
+from vitray.cluster import session
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
 from vitray.config.pretraining import Beit, Masked
@@ -19,7 +20,7 @@ from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import check_model_name
-from vitray.training.schedule import Triggers, check_shares, in_steps, total_steps
+from vitray.training.schedule import Triggers, check_shares, in_steps, record_interval, total_steps
 
 if TYPE_CHECKING:
     from vitray.tasks.costs import TaskCosts
@@ -63,7 +64,7 @@ class Plan(NamedTuple):
     teacher: str | None = None
     """Address of the teacher of a distillation."""
     teacher_identity: str | None = None
-    teacher_gflops: float = 0.0
+    teacher_gflops: float | None = None
     """Of the teacher's forward pass of one image, part of `step_gflops`."""
 
 
@@ -161,11 +162,11 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         steps=steps,
         warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
         evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
-        record_every=in_steps(run.tracking.every, steps_per_epoch),
+        record_every=in_steps(record_interval(run, steps), steps_per_epoch),
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
         teacher=teacher.url if teacher else None,
         teacher_identity=teacher.identity if teacher else None,
-        teacher_gflops=teacher.gflops if teacher else 0.0,
+        teacher_gflops=teacher.gflops if teacher else None,
     )
     return PlannedRun(run, plan, dataset, mask, start, tokenizer, teacher)
 
@@ -237,8 +238,6 @@ def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | No
 def plan_text(planned: PlannedRun) -> str:
     """Return the plan as indented lines, with the trained parts of a fine-tuning."""
     values = {key: value for key, value in planned.plan._asdict().items() if value is not None}
-    if planned.teacher is None:
-        del values["teacher_gflops"]
     texts = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in values.items()}
     lines = [f"  {key:<18} {text}" for key, text in texts.items()]
     if planned.start:
@@ -297,10 +296,10 @@ FREE = (
 
 def _images(dataset: Dataset, setting: str, split: str) -> int:
     if split not in dataset.splits:
-        known = ", ".join(dataset.splits)
-        raise ConfigError(
-            f"{setting}: got {split!r}, expected a split of {dataset.url}: {known}{nearest(split, dataset.splits)}"
-        )
+        known = f"expected a split of {dataset.url}: {', '.join(dataset.splits)}{nearest(split, dataset.splits)}"
+        without = setting == "data.val" and set(dataset.splits) == {"train"}
+        other = "; without one, data.holdout=0.1 evaluates a tenth of train, and data.val=null nothing"
+        raise ConfigError(f"{setting}: got {split!r}, {known}{other if without else ''}")
     return dataset.splits[split].rows
 
 
@@ -330,10 +329,19 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         raise ConfigError(
             f"evaluate.probes: got {', '.join(sorted(learning))}, expected others: {dataset.url} has no labels to learn"
         )
+    if run.compute.device == "gpu" and session.starts_local_ray():
+        import torch  # takes seconds
+
+        if not torch.cuda.is_available():
+            raise ConfigError("compute.device: got gpu, expected cpu or auto: torch finds no GPU on this machine")
     lowest, highest = run.compute.worker_range or (1, 1)
-    if batch < highest * (2 if run.data.mix.is_mixing else 1):
-        least = "two images, which mixup and cutmix pair," if run.data.mix.is_mixing else "one image"
-        raise ConfigError(f"optim.batch: got {batch}, expected at least {least} for each of {highest} workers")
+    least = 2 if run.data.mix.is_mixing else 1
+    if batch < highest * least:
+        each = "two images, which mixup and cutmix pair" if least == 2 else "an image"
+        raise ConfigError(
+            f"compute.workers: got {run.compute.workers}, expected at most {batch // least}, so that optim.batch"
+            f" {batch} has {each} for each"
+        )
     check_shares(run, lowest, highest)
 
 

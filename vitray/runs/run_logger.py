@@ -33,8 +33,8 @@ from vitray.runs.run_summary import (
     end_block,
     evaluated_identity,
     incident_block,
+    placement_block,
     run_datasets,
-    start_block,
 )
 from vitray.runs.wait_warning import WaitWarning
 from vitray.runs.worker_mailbox import Mailbox
@@ -60,6 +60,7 @@ class RunLogger:
         self._progress = RunConsole(info.planned.plan, console)
         self._stages: dict[str, float] = {"ray": time.monotonic() - info.called}
         self._history: dict[str, list[tuple[int, float]]] = {}
+        self._tagged: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
@@ -83,7 +84,7 @@ class RunLogger:
         if plan.teacher:
             tags["vitray.teacher"] = plan.teacher
         parent = info.hook.parent_uid if info.hook else None
-        params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items()}
+        params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items() if value is not None}
         tracker = Tracker(
             TrackedRun(info.uid, info.name, run.tracking.experiment, parent, info.starts),
             params,
@@ -103,9 +104,7 @@ class RunLogger:
 
     def __enter__(self) -> "RunLogger":
         self._tracker.__enter__()
-        self._console.block(start_block(self._info))
-        if start := self._info.planned.start:
-            self._console.line("\n".join(f"  {line}" for line in audit_table(start.audit).splitlines()) + "\n")
+        self._console.block(placement_block(self._info))
         self._thread.start()
         return self
 
@@ -132,7 +131,7 @@ class RunLogger:
         costs = self._costs(result, speed)
         if saved:
             costs |= {"model/bytes": float(saved.bytes), "model/share": saved.share}
-        self._tracker.metrics(result.step, costs)
+        self._tracker.params(costs)
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
@@ -190,7 +189,7 @@ class RunLogger:
         # A multiply-add is two operations.
         flops = 2e9 * plan.step_gflops * images
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
-        if plan.teacher:
+        if plan.teacher_gflops is not None:
             costs["cost/teacher_flops"] = 2e9 * plan.teacher_gflops * images
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
@@ -244,7 +243,7 @@ class RunLogger:
                 self._progress.resume(step, workers)
                 self._wait_warning.restart()
             case messages.Progress(step=step):
-                self._log_start(step)
+                self._log_start()
                 self._progress.progress(step)
             case messages.Metrics():
                 self._log_metrics(message)
@@ -278,7 +277,12 @@ class RunLogger:
         step, values = message.step, message.values
         if self._info.hook and "val/loss" in values:
             self._decide(self._info.hook, step, values)
-        self._tracker.metrics(step, values)  # ignores repeated values
+        best = {key: value for key, value in values.items() if key.startswith("best/")}
+        self._tracker.metrics(step, {key: value for key, value in values.items() if key not in best})  # once a step
+        for key, value in best.items():
+            if self._tagged.get(key) != value:
+                self._tracker.tag(key, repr(value))
+        self._tagged |= best
         for key, value in values.items():
             points = self._history.setdefault(key, [])
             if not points or points[-1][0] < step:
@@ -307,13 +311,13 @@ class RunLogger:
         folder = checkpoints.folder_of(self._info.run_dir, best.step)
         self._tracker.checkpoint(folder, name, ModelScores(best.step, best.scores, self._datasets[-1]))
 
-    def _log_start(self, step: int) -> None:
+    def _log_start(self) -> None:
         """Log the duration of the start, once after the first step."""
         if "first step" in self._stages:
             return
         self._stages["first step"] = time.monotonic() - self._info.called
-        seconds = {f"start/{stage.replace(' ', '_')}_seconds": seconds for stage, seconds in self._stages.items()}
-        self._tracker.metrics(step, seconds)
+        for stage, seconds in self._stages.items():
+            self._tracker.tag(f"start/{stage.replace(' ', '_')}_seconds", f"{seconds:.2f}")
 
     def _draw(self, evaluation: messages.Evaluation) -> None:
         confusion, mistakes = evaluation

@@ -24,30 +24,38 @@ from vitray.training.schedule import micro_batches, num_passes
 from vitray.weights import SavedModel
 
 
-def start_block(info: RunInfo) -> dict[str, str]:
-    """Return the lines of the start block by name."""
-    run, plan, placement, start = info.planned.run, info.planned.plan, info.placement, info.planned.start
-    lowest, highest = placement.workers
-    workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-    passes, sizes = num_passes(run, highest), share_sizes(plan.global_batch, highest)
-    parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
-    most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
+def plan_block(name: str, run_dir: str, planned: PlannedRun) -> dict[str, str]:
+    """Return what is known before Ray starts, by name."""
+    run, plan, start = planned.run, planned.plan, planned.start
     holdout = f", {run.data.holdout:.0%} of train" if run.data.holdout else ""
     return {
-        "run": info.name,
+        "run": name,
         "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
         "trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
         **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
         **({"teacher": f"{plan.teacher}, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
         "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
         f" {plan.val_images:,} to validate on{holdout}",
-        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
-        "augment": _describe_augmentation(run, placement),
-        "batch": f"{plan.global_batch} = {highest} workers x {most}{max(parts)} images x {passes} passes",
-        "steps": f"{plan.steps:,}: {plan.steps_per_epoch:,} an epoch, {plan.warmup_steps:,} to warm up",
-        **_describe_prober(run, plan, placement),
-        "results": info.run_dir,
+        "steps": f"{plan.steps:,} of {plan.global_batch} images: {plan.steps_per_epoch:,} an epoch,"
+        f" {plan.warmup_steps:,} to warm up",
+        "results": run_dir,
         "tracking": redact_uri(tracking_uri()),
+    }
+
+
+def placement_block(info: RunInfo) -> dict[str, str]:
+    """Return what the cluster decides, by name."""
+    run, plan, placement = info.planned.run, info.planned.plan, info.placement
+    lowest, highest = placement.workers
+    workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+    passes, sizes = num_passes(run, highest), share_sizes(plan.global_batch, highest)
+    parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
+    most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
+    return {
+        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
+        "batch": f"{plan.global_batch} = {highest} workers x {most}{max(parts)} images x {passes} passes",
+        "augment": _describe_augmentation(run, placement),
+        **_describe_prober(run, plan, placement),
     }
 
 

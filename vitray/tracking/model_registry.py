@@ -34,7 +34,7 @@ def register_model(
 ) -> "ModelVersion":
     """Register a logged model as the next version of `name`, and return the version.
 
-    The description of a delta names its base. Repeated calls register a model once.
+    Its description has the network, its score and the base of a delta. Repeated calls register a model once.
     """
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -44,15 +44,21 @@ def register_model(
     except MlflowException:
         versions = []
     registered = next((version for version in versions if version.tags.get("vitray.model") == model_uri), None)
-    model_tags = client.get_logged_model(model_uri.removeprefix("models:/")).tags
-    base = {key: model_tags[key] for key in (BASE_TAG, BASE_IDENTITY_TAG) if key in model_tags}
+    model = client.get_logged_model(model_uri.removeprefix("models:/"))
+    base = {key: model.tags[key] for key in (BASE_TAG, BASE_IDENTITY_TAG) if key in model.tags}
     scores = {} if top1 is None or scored_on is None else {TOP1_TAG: repr(top1), SCORED_ON_TAG: scored_on}
     tags = {"vitray.model": model_uri} | base | scores
     version = registered or mlflow.register_model(model_uri, name, tags=tags)
+    params = client.get_run(model.source_run_id).data.params if model.source_run_id else {}
+    lines = []
+    if network := params.get("model.name"):
+        score = f", top-1 {top1:.2%} at the end of training" if top1 is not None else ""
+        lines.append(f"`{network}` on `{params.get('plan.dataset', '')}`{score}.")
     if base:
         link = _markdown_link(client, base[BASE_TAG])
-        description = f"A delta of {link} (identity {base[BASE_IDENTITY_TAG][:12]}), which is needed to load it."
-        client.update_model_version(name, version.version, description)
+        lines.append(f"A delta of {link} (identity {base[BASE_IDENTITY_TAG][:12]}), which is needed to load it.")
+    if lines:
+        client.update_model_version(name, version.version, "\n\n".join(lines))
     return version
 
 

@@ -99,6 +99,10 @@ class Tracker:
         """Record a text as the artifact `path`."""
         self._record_file("artifact", path, redact(text).encode(), {})
 
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Record values that hold for the run as a whole; MLflow keeps them out of its charts of metrics."""
+        self._record("params", {"params": {clean_key(key): str(value) for key, value in values.items()}})
+
     def tag(self, key: str, value: str) -> None:
         """Set a tag of the run."""
         self._record("tags", {"tags": {clean_key(key): str(value)}})

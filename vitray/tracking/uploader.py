@@ -167,6 +167,9 @@ class Uploader:
                 self._send_metrics(run_id, [record.body for record in batch])
             case "begin":
                 self._send_begin(run_id, body)
+            case "params" if not self._is_stale:
+                if changed := self._send_params(run_id, body["params"]):
+                    self._send_tags(run_id, {"vitray.changed": changed})
             case "tags" if not self._is_stale:
                 self._send_tags(run_id, body["tags"])
             case "artifact":
@@ -214,30 +217,34 @@ class Uploader:
         return self._steps[key]
 
     def _send_begin(self, run_id: str, body: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
         run = self.client.get_run(run_id)
         self._starts = body["starts"]
         self._read_state(run)
-        params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in body["params"].items()]
-        missing = [param for param in params if param.key not in run.data.params]
-        self.client.log_batch(run_id, params=missing, synchronous=True)
+        changed = self._send_params(run_id, body["params"])
         if self._is_stale:
             return
-        # MLflow parameters are immutable: a tag lists the changes of a continued run.
-        changed = [
-            f"{param.key}: {run.data.params[param.key]} -> {param.value}"
-            for param in params
-            if run.data.params.get(param.key, param.value) != param.value
-        ]
         tags = (
             body["tags"]
             | self._missing_parent_tag(run)
             | {STARTS_TAG: str(body["starts"]), "mlflow.note.content": body["description"]}
         )
-        self._send_tags(run_id, tags | ({"vitray.changed": "; ".join(changed)} if changed else {}))
+        self._send_tags(run_id, tags | ({"vitray.changed": changed} if changed else {}))
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
+
+    def _send_params(self, run_id: str, values: dict[str, str]) -> str:
+        """Send the parameters that the run lacks; return how the others differ from those of an earlier start.
+
+        MLflow's parameters are immutable, so a tag lists these changes.
+        """
+        from mlflow.entities import Param
+
+        known = self.client.get_run(run_id).data.params
+        params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in values.items()]
+        missing = [param for param in params if param.key not in known]
+        self.client.log_batch(run_id, params=missing, synchronous=True)
+        changed = [param for param in params if known.get(param.key, param.value) != param.value]
+        return "; ".join(f"{param.key}: {known[param.key]} -> {param.value}" for param in changed)
 
     def _send_tags(self, run_id: str, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag

@@ -96,6 +96,11 @@ class Regular:
         return step == self.total or (0 < step < self.total and step % self.interval == 0)
 
 
+def record_interval(run: Run, total: int) -> str:
+    """Return the logging interval of a run of so many steps."""
+    return run.tracking.every or f"{min(50, max(1, total // 20))} steps"
+
+
 class Triggers:
     """The steps, counted as steps done, that need more than training."""
 
@@ -103,7 +108,7 @@ class Triggers:
         def regular(setting: str, every: str) -> Regular:
             return Regular(interval_steps(setting, every, steps_per_epoch), total)
 
-        self.records = regular("tracking.every", run.tracking.every)
+        self.records = regular("tracking.every", record_interval(run, total))
         self.evaluations = regular("evaluate.every", run.evaluate.every)
         count, unit = parse_duration(run.checkpoint.every)
         is_timed = unit == "minutes"

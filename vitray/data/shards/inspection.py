@@ -159,12 +159,22 @@ def _check_rejects(request: ShardRequest, rejects: list[Reject], total: int) -> 
     if len(rejects) <= allowed * total and len(rejects) < total:
         return
     write_rejects(request, rejects)
-    lines = [f"  {printable(cut_middle(reject.file, 100))}: {reject.reason}" for reject in rejects[:20]]
-    more = [f"  and {len(rejects) - 20} more"] if len(rejects) > 20 else []
     raise ConfigError(
         f"{request.source}: {len(rejects)} of {total} images cannot be used, more than max_rejects={allowed} allows;"
-        f" {storage.join(request.dest, REJECTS)} lists them all:\n" + "\n".join(lines + more)
+        f" {storage.join(request.dest, REJECTS)} lists them all:\n" + "\n".join(reject_lines(rejects, 20))
     )
+
+
+def reject_lines(rejects: Sequence[Reject], number: int) -> list[str]:
+    """Return a line for each of the first rejects, with its reason, and one for the others."""
+    lines = [f"  {printable(cut_middle(reject.file, 100))}: {reject.reason}" for reject in rejects[:number]]
+    return lines + ([f"  and {len(rejects) - number:,} more"] if len(rejects) > number else [])
+
+
+def read_rejects(dest: str) -> list[Reject]:
+    """Return the rejected images of a dataset."""
+    table = pq.read_table(io.BytesIO(storage.read_bytes(storage.join(dest, REJECTS))))
+    return [Reject(**row) for row in table.to_pylist()]
 
 
 def write_rejects(request: ShardRequest, rejects: Sequence[Reject]) -> None:

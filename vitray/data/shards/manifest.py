@@ -6,9 +6,12 @@ Knows neither torch nor ray.
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -23,6 +26,7 @@ from vitray.config.sections import Section, Size, Text
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, one_line
 
+IMAGE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)
 MANIFEST = "dataset.json"
 FORMAT = 1
 # A split's name begins the names of its shards.
@@ -146,7 +150,9 @@ def open_dataset(url: str) -> Dataset:
     manifest = storage.join(url, MANIFEST)
     if not storage.exists(manifest):
         hint = "; this job has only the files that were sent with it" if session.job_dir() else ""
-        raise ConfigError(f"{url}: not a vitray dataset (no {MANIFEST}); create one with `vitray shard`{hint}")
+        command = f"vitray shard {shlex.quote(url)} {shlex.quote(url.rstrip('/') + '_shards')}"
+        make = f"it holds images: `{command}` makes one" if _holds_images(url) else "create one with `vitray shard`"
+        raise ConfigError(f"{url}: not a vitray dataset (no {MANIFEST}); {make}{hint}")
     tree = storage.read_json(manifest)
     if not isinstance(tree, dict) or "format" not in tree:
         raise ConfigError(f"{manifest}: not a dataset.json: expected a JSON object with a format")
@@ -156,6 +162,20 @@ def open_dataset(url: str) -> Dataset:
         return Dataset.model_validate_json(json.dumps(tree)).model_copy(update={"url": url})
     except ValidationError as invalid:
         raise explain_error(invalid, Dataset, {}, manifest) from None
+
+
+def _holds_images(url: str) -> bool:
+    """Whether a local folder, or one of its first folders, holds images."""
+    folders = [url] if not storage.is_remote(url) and Path(url).is_dir() else []
+    with suppress(OSError):
+        for _ in range(20):
+            if not folders:
+                break
+            entries = list(islice(Path(folders.pop(0)).iterdir(), 1000))
+            if any(IMAGE_FILE.search(entry.name) for entry in entries):
+                return True
+            folders += sorted(str(entry) for entry in entries if entry.is_dir())
+    return False
 
 
 def save_dataset(dataset: Dataset) -> None:

@@ -14,7 +14,7 @@ from vitray import storage
 from vitray.config.parsing import short
 from vitray.data.shards.arrays import IDX_IMAGES, check_tar_end, list_cifar, list_idx, read_png
 from vitray.data.shards.demo import CLASSES, demo_item
-from vitray.data.shards.manifest import MANIFEST, SPLIT_NAME, open_dataset
+from vitray.data.shards.manifest import IMAGE_FILE, MANIFEST, SPLIT_NAME, open_dataset
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.tables import (
     LABEL_COLUMNS,
@@ -40,7 +40,7 @@ SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("parquet", re.compile(r"\.parquet$")),
     ("cifar", re.compile(r"(^|/)((batches\.)?meta|batches\.meta\.txt|fine_label_names\.txt)$")),
     ("idx", IDX_IMAGES),
-    ("folder", re.compile(r"/[^/]+\.(jpe?g|png|webp|gif|bmp|tiff?|ppm|avif)$", re.IGNORECASE)),
+    ("folder", re.compile(rf"/[^/]+{IMAGE_FILE.pattern}", re.IGNORECASE)),
 )
 _TAR_IMAGES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "img"}
 
@@ -210,6 +210,12 @@ def detect_source(request: ShardRequest) -> DetectedSource:
     if not names:
         raise ConfigError(f"{source}: no files here; expected a folder, .csv, .parquet or .tar, or `demo`")
     kinds: list[Kind] = [kind] if kind else [each for each, sign in SIGNS if any(map(sign.search, names))]
+    if not kinds and any(map(IMAGE_FILE.search, names)):
+        example = next(name for name in names if IMAGE_FILE.search(name))
+        raise ConfigError(
+            f"{source}: its images lie in no class folders: got {example}, expected a folder for each class, as in"
+            f" cat/{example.rpartition('/')[2]}, or a .csv with columns path and label"
+        )
     if len(kinds) != 1:
         problem = f"could be {' or '.join(kinds)}" if kinds else f"its {len(names)} files are of no known kind"
         raise ConfigError(f"{source}: {problem}: set kind=, one of {', '.join(get_args(Kind))}")

@@ -39,6 +39,10 @@ QUIET_LOGGERS = {
 }
 for _name, _level in QUIET_LOGGERS.items():
     logging.getLogger(_name).setLevel(_level)
+# "The Dataset job will hang" where the workers have all CPUs for a moment, as in each run with one worker.
+UNTRUE_WARNINGS = {"ray.data.dataset": "any available CPUs"}
+for _name, _words in UNTRUE_WARNINGS.items():
+    logging.getLogger(_name).addFilter(lambda record, words=_words: words not in record.getMessage())
 
 # Pieces of one execution, and how many before its end the next execution starts: Ray lists all pieces before it starts
 # the first. All workers start it after the same step, as they wait for each other. Its first blocks wait to be read.

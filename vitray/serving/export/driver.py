@@ -32,7 +32,7 @@ from vitray.serving.export import graphs
 from vitray.serving.export.folding import fold
 from vitray.serving.export.libraries import write_for_library
 from vitray.serving.export.options import GRAPHS, ExportRequest, check_network, check_request, package_versions
-from vitray.serving.export.parity import Parity, Runner, compare_logits, measure_latency, views
+from vitray.serving.export.parity import MOST_OTHERS, Parity, Runner, compare_logits, measure_latency, views
 from vitray.serving.export.preparation import image_processor_of, preprocessing_of
 from vitray.tracking import system_info
 from vitray.tracking.model_uri import pin_uri
@@ -47,7 +47,8 @@ class Export(NamedTuple):
 
     path: str
     parity: Parity
-    latency: dict[str, dict[str, float]]
+    latency: dict[str, dict[str, float]] | None
+    """By batch size; None if other processes were busy meanwhile."""
     circumstances: str
 
     def flat(self) -> dict[str, Any]:
@@ -67,7 +68,9 @@ class Export(NamedTuple):
             f"largest logit difference {parity.max_logit_difference:.2g} (largest logit {parity.largest_logit:.3g}),"
             f" top-1 changed for {parity.changed_top1} of {parity.images:,} images"
         ]
-        for batch, row in self.latency.items():
+        if self.latency is None:
+            lines.append("latency: not measured, as other processes were using the CPUs")
+        for batch, row in (self.latency or {}).items():
             before, after = (f"{row[name]:.4g} ± {row[f'{name}_spread']:.2g} ms" for name in ("before_ms", "after_ms"))
             lines.append(f"batch {batch}: {before} before, {after} after")
         return "\n".join([*lines, self.circumstances, self.path])
@@ -108,7 +111,7 @@ class _Proof(NamedTuple):
     """The content of parity.json, but for the circumstances."""
 
     parity: Parity
-    latency: dict[str, dict[str, float]]
+    latency: dict[str, dict[str, float]] | None
     content: dict[str, Any]
 
 
@@ -145,11 +148,12 @@ def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, ima
             " or add --allow"
         )
     progress("measuring the latency")
-    latency = measure_latency(before, after, size, request.rounds, request.seconds)
+    measured, others = measure_latency(before, after, size, request.rounds, request.seconds)
+    latency = measured if others <= MOST_OTHERS else None
     drawn = "drawn" if request.data == "demo" else "real"
     content = parity.flat() | {"bound": request.bound, "allowed_above": request.allow, "sizes": sizes}
     content |= {"data": request.data, "split": request.split, "data_identity": images.identity, "kind": drawn}
-    content |= {"latency": latency, "rounds": request.rounds}
+    content |= {"latency": latency, "rounds": request.rounds, "used_by_others": round(others, 3)}
     return _Proof(parity, latency, content)
 
 

@@ -3,10 +3,12 @@
 Shapes: B images, C colors, H x W pixels, K classes.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from vitray.weights.files import few
 
 BATCH = 32
 BATCHES = (1, 32)  # of the latency
+MOST_OTHERS = 0.1  # share of the CPUs that other processes may use while the latency is measured
 
 # From uint8 images (BCHW) to logits (BK).
 Runner = Callable[[Tensor], Tensor]
@@ -99,9 +102,12 @@ def compare_logits(before: Runner, after: Runner, batches: Iterable[tuple[Tensor
 
 def measure_latency(
     before: Runner, after: Runner, size: tuple[int, int], rounds: int, seconds: float
-) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of a batch, by batch size, as medians of interleaved rounds."""
-    table = {}
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Return the milliseconds of a batch, by batch size, as medians of interleaved rounds, and the load beside them.
+
+    The load is the share of the CPUs that other processes used meanwhile.
+    """
+    table, start, used = {}, time.monotonic(), _used_by_others()
     for batch in BATCHES:
         images = torch.randint(0, 256, (batch, 3, *size), dtype=torch.uint8)
         calls = {"before": lambda images=images: before(images), "after": lambda images=images: after(images)}
@@ -111,4 +117,10 @@ def measure_latency(
             row |= spread_of([1000 * batch / speed for speed in measured]).columns(f"{name}_ms", 4)
         row |= ratio_of(speeds["before"], speeds["after"]).columns("after_over_before", 4)
         table[str(batch)] = row
-    return table
+    return table, (_used_by_others() - used) / (time.monotonic() - start) / (psutil.cpu_count() or 1)
+
+
+def _used_by_others() -> float:
+    """Return the CPU seconds of all other processes since the machine started."""
+    total, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    return sum(total) - total.idle - getattr(total, "iowait", 0.0) - own.user - own.system
