@@ -4,6 +4,7 @@ from typing import Any
 
 from pipelines import recipes
 from pipelines.__main__ import run_verb
+from vitray import storage
 from vitray.evaluation.report.options import read_options
 
 
@@ -13,6 +14,7 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.runs.training_probes import probe_checkpoints
 
         return {"checkpoints": probe_checkpoints(options.words, options.probes)}
+    storage.check_there(*(options.words if options.vtab else options.words[:-1]))
     if options.vtab:
         from vitray.vtab.driver import VtabRequest, evaluate_vtab
         from vitray.vtab.report import vtab_text

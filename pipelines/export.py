@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.images < 1 or options.rounds < 1 or not 0 <= options.bound <= 1:
         parser.error("expected --images and --rounds from 1 on, and --bound from 0 to 1")
 
+    storage.check_there(options.model)
     # Imported late, because torch takes a second.
     from vitray.serving.export.driver import export_network
     from vitray.serving.export.options import ExportRequest

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.images < 1 or not (options.workers is None or options.workers > 0):
         parser.error("expected --images and --workers from 1 on")
 
+    storage.check_there(options.model, *([options.compare] if options.compare else []))
     # Imported late, because torch takes a second.
     from vitray.inspection.report.driver import Request, inspect_networks
     from vitray.inspection.report.page import file_names

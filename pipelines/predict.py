@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from pipelines.__main__ import run_verb
+from vitray import storage
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -36,13 +37,14 @@ def main(args: list[str]) -> dict[str, Any]:
     if options.batch < 1 or options.part < 1 or (options.top_k or 0) < 0:
         parser.error("expected --batch and --part from 1 on, and --top-k from 0 on")
 
+    *models, images, out = options.words
+    storage.check_there(*models)
     # Imported late, because torch takes a second.
     from vitray.prediction.driver import Request, predict
     from vitray.prediction.plan import Options
 
     levels = tuple(name for name in options.features.split(",") if name)
     wanted = Options(options.top_k, options.logits, options.embedding, levels, options.batch, options.part)
-    *models, images, out = options.words
     request = Request(models, images, out, wanted._replace(compile=options.compile), options.split)
     workers = (int(least or 1), int(most)) if options.workers else None
     prediction = predict(request._replace(workers=workers, precision=options.precision, follow=options.follow))

@@ -70,11 +70,11 @@ BAD_OVERRIDES = [
     ),
     (
         "task=finetune task.weights=a task.also_train=[stem]",
-        ["task: also names stem, which mode full trains anyway; expected no"],
+        ["task: also_train names stem, which mode full trains anyway; expected no"],
     ),
     (
         "task=finetune task.weights=a task.mode=norm task.also_train=[stem,head]",
-        ["task: also names head, which mode norm trains anyway; expected stem or class_token or distillation_token or"],
+        ["task: also_train names head, which mode norm trains anyway; expected stem or class_token or distillation_to"],
     ),
     (
         "task=finetune task.weights=a task.mode=ffn task.first_branch=true",

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from vitray.config import Run
 from vitray.data.augment.batch import normalized
-from vitray.data.augment.contact_sheets import Prediction, lit_by, prediction_sheet
+from vitray.data.augment.contact_sheets import ATTENTION, Prediction, attention_overlay, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_center
 from vitray.data.shards import holdout_mask, open_dataset
@@ -88,14 +88,34 @@ def test_examples_of_a_hold_out_are_held_out_images(dataset):
     assert {image.tobytes() for image in shown} <= views
 
 
-def test_an_image_is_lit_where_the_network_attends_to_it():
+def test_an_overlay_has_the_colors_of_the_attention():
     image_HWC = np.full((8, 12, 3), 200, np.uint8)
-    attention = np.array([[0.1, 0.1, 0.1], [0.1, 0.5, 0.3]])
-    lit = lit_by(image_HWC, attention)
-    assert lit[4:, 4:8].min() == lit[4:, 4:8].max() == 200  # the most
-    assert lit[:4].max() == 40  # the least: a fifth
-    assert lit[4:, 8:].min() == lit[4:, 8:].max() == 120  # half-way
-    assert (lit_by(image_HWC, np.ones((2, 3))) == image_HWC).all()
+    shown = attention_overlay(image_HWC, np.array([[0.1, 0.1, 0.1], [0.1, 0.5, 0.3]]))
+    for part, color, opacity in (
+        (shown[4:, 4:8], ATTENTION[-1], 0.7),  # the most
+        (shown[:4], ATTENTION[0], 0.3),  # the least
+        (shown[4:, 8:], ATTENTION[2], 0.5),  # half-way
+    ):
+        expected = 200 * (1 - opacity) + np.array(color) * opacity
+        assert np.abs(part - expected).max() <= 1
+    dark = attention_overlay(np.zeros_like(image_HWC), np.array([[0.0, 1.0]]))
+    assert np.abs(dark[:, :6].astype(int) - dark[:, 6:]).max() > 100
+    assert (attention_overlay(image_HWC, np.ones((2, 3))) == image_HWC).all()
+
+
+def test_a_blurred_overlay_follows_the_code_of_the_papers_authors():
+    rng = np.random.default_rng(1)
+    image, weights = np.full((24, 32, 3), 90, np.uint8), rng.random((3, 4)) + 0.2
+    mask = Image.fromarray((255 * weights / weights.max()).astype(np.uint8)).resize((32, 24), Image.LANCZOS)
+    mask = np.asarray(mask.filter(ImageFilter.GaussianBlur(8))).astype(float)
+    mask = (mask - mask.min()) / (mask - mask.min()).max()
+    shown = attention_overlay(image, weights, 8)
+    for row, column in ((0, 0), (12, 17), np.unravel_index(mask.argmax(), mask.shape)):
+        share = mask[row, column]
+        color = [np.interp(share, np.linspace(0, 1, 5), channel) for channel in zip(*ATTENTION, strict=True)]
+        expected = 90 * (0.7 - 0.4 * share) + np.array(color) * (0.3 + 0.4 * share)
+        assert np.abs(shown[row, column] - expected).max() <= 1
+    assert np.array_equal(attention_overlay(image, np.zeros((2, 2)), 8), image)
 
 
 @pytest.mark.parametrize("number", [1, 8, 9])

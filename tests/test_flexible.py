@@ -283,7 +283,10 @@ def test_the_cost_of_a_step_is_the_mean_over_the_patch_sizes():
     [
         (["model.patches=[7]"], "patches: got 7, expected sizes that divide the image, 48 x 48"),
         (["model.patches=[8, 8]"], "patches: got 8 more than once"),
-        (["model.name=vit_u2x1_8_hmlp_ln"], "patches: got some, and vit_u2x1_8_hmlp_ln has no linear stem"),
+        (
+            ["model.name=vit_u2x1_8_hmlp_ln"],
+            "patches needs a linear stem, whose kernel can be resized; vit_u2",
+        ),
         (
             ["model.positions=relative", "model.class_token=false", "model.pool=mean"],
             "patches and relative positions cannot be combined",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from networks import scrambled
-from PIL import Image, ImageFilter
+from PIL import Image
 from test_report import measured_page
 
 from pipelines.__main__ import main
@@ -22,7 +22,6 @@ from vitray.inspection.report import driver
 from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.driver import Request, make_figures
 from vitray.inspection.report.figures import FIGURES, choose_figures
-from vitray.inspection.report.overlays import overlay
 from vitray.inspection.report.page import file_names, render
 
 MADE = ["rollout", "distance", "branches"]
@@ -149,25 +148,6 @@ def test_a_figure_that_does_not_apply_says_so(made):
     [branches] = [result for result in made.results if result.name == "branches"]
     assert [drawing.file for drawing in branches.drawings] == ["branches-parallel"]
     assert "The levels of mean have one branch each, so there is nothing to compare." in branches.prose
-
-
-def test_an_overlay_follows_the_recipe():
-    rng = np.random.default_rng(1)
-    image, weights = rng.integers(0, 256, (24, 32, 3), np.uint8), rng.random((3, 4)) + 0.2
-    mask = Image.fromarray((255 * weights / weights.max()).astype(np.uint8)).resize((32, 24), Image.LANCZOS)
-    mask = np.asarray(mask.filter(ImageFilter.GaussianBlur(8))).astype(float)
-    mask = (mask - mask.min()) / (mask - mask.min()).max()
-    shown = overlay(image, weights, 8)
-    assert np.abs(shown - mask[..., None] * image).max() < 1
-    peak = np.unravel_index(mask.argmax(), mask.shape)
-    assert np.array_equal(shown[peak], image[peak])
-    assert shown[np.unravel_index(mask.argmin(), mask.shape)].max() == 0
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_a_map_without_contrast_leaves_the_image(value):
-    image = np.random.default_rng(1).integers(0, 256, (16, 16, 3), np.uint8)
-    assert np.array_equal(overlay(image, np.full((2, 2), value), 8), image)
 
 
 def test_image_files_are_inspected_from_the_command_line(folder, capsys):

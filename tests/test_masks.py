@@ -271,7 +271,7 @@ BAD = [
     ("task.objective.decoder_width=100", "task.objective: decoder_width: got 100, expected a multiple of its 16 heads"),
     (
         "model.name=vit_u2x1_7 model.image_size=28 task.objective=small_patch",
-        "task.objective: got small_patch, expected",
+        "task.objective small_patch needs patches whose side divides by 4",
     ),
     ("model.image_size=225", "model: image_size 225 is not a multiple of the patch of vit_ti12x1_16, 16"),
     (

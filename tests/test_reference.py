@@ -60,7 +60,7 @@ def test_the_python_page_has_signatures_fields_and_methods():
     page = PAGES["python.md"]
     assert "def load_model(url: str) -> LoadedModel\n```\n\nReturn the content of a model folder" in page
     assert "| `step` |" not in page.partition("### Outcome")[0]
-    assert "| `val_top1` | `float \\| None` | Score of the weights in the model folder; None without classes. |" in page
+    assert "| `val_top1` | <code>float &#124; None</code> | Score of the weights in the model folder; None" in page
     assert "def train(self, start: int, end: int, share: Share) -> Iterator[HostBatch]" in page
     assert "def __init__" not in page
 

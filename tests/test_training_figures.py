@@ -59,15 +59,18 @@ def test_the_setting_takes_the_figures_of_one_network():
     [
         (["evaluate.figures=[rolout]"], r"evaluate.figures.*got 'rolout', expected .*; did you mean rollout"),
         (["evaluate.figures=[norms,norms]"], "evaluate: figures: got norms more than once"),
-        (["evaluate.figures=[norms]", "data.val=null"], "data.val: got null, expected a split: evaluate.figures"),
+        (["evaluate.figures=[norms]", "data.val=null"], "evaluate.figures needs data.val or data.holdout"),
         (["evaluate.figures=[norms]", "evaluate.examples=0"], "evaluate.examples: got 0, expected 1 to 64 images"),
         (
             ["evaluate.figures=[similarity]", "evaluate.examples=3"],
             "got 3, expected at least 4: evaluate.figures has sim",
         ),
-        (["evaluate.figures=[branches]"], "got branches, expected others: vit_ti12x1_16 has one branch a level"),
-        (["evaluate.figures=[layerscale]"], "got layerscale, expected others: vit_ti12x1_16 has no LayerScale"),
-        (["evaluate.figures=[positions]", "model.positions=none"], "got positions, .* has no position embedding"),
+        (["evaluate.figures=[branches]"], "figures branches does not apply to vit_ti12x1_16, which has one branch"),
+        (["evaluate.figures=[layerscale]"], "figures layerscale does not apply to vit_ti12x1_16, which has no L"),
+        (
+            ["evaluate.figures=[positions]", "model.positions=none"],
+            "positions does not apply to .* has no position embedding",
+        ),
     ],
 )
 def test_figures_that_do_not_fit_get_one_message(overrides, message):

@@ -205,7 +205,7 @@ def test_the_average_counts_where_there_is_one():
     [
         (["evaluate.probes=[knnn]"], r"evaluate.probes.*got 'knnn', expected .*'knn'"),
         (["evaluate.probes=[knn,knn]"], "evaluate: probes: got knn more than once"),
-        (["evaluate.probes=[knn]", "data.val=null"], "data.val: got null, expected a split: evaluate.probes"),
+        (["evaluate.probes=[knn]", "data.val=null"], "evaluate.probes needs data.val or data.holdout"),
         (["evaluate.probes=[knn]", "evaluate.probe_images=15"], "evaluate.probe_images: got 15, expected .*16"),
         (["guard.on_collapse=stop", "evaluate.probes=[knn]"], "guard.on_collapse: got stop with task sup"),
         (["guard.knn_drop=1.0"], "guard.knn_drop: got 1.0, expected .*less than 1"),
@@ -222,10 +222,10 @@ def test_settings_that_do_not_fit_get_one_message(overrides, message):
     [
         (
             ["evaluate.probes=[calibration]"],
-            "evaluate.probes: got calibration, expected others: the network has no head",
+            "evaluate.probes calibration needs a head",
         ),
         (["task=tokenizer", "evaluate.probes=[rank]"], "evaluate.probes does not apply to task tokenizer"),
-        (["guard.on_collapse=stop"], "guard.on_collapse: got stop, expected evaluate.probes with knn or rank"),
+        (["guard.on_collapse=stop"], "guard.on_collapse stop needs evaluate.probes with knn or rank"),
         (["guard={on_collapse: stop, knn_drop: null}", "evaluate.probes=[knn]"], "evaluate.probes with knn or rank"),
     ],
 )
@@ -237,7 +237,7 @@ def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(ove
 
 def test_probes_that_learn_need_labels(dataset):
     unlabeled = dataset.model_copy(update={"classes": ("image",)})
-    with pytest.raises(ConfigError, match=r"evaluate.probes: got few_shot, expected others: .* has no labels"):
+    with pytest.raises(ConfigError, match=r"evaluate.probes few_shot needs labels to learn from; .* has none"):
         make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabeled)
     make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabeled)
 

@@ -47,6 +47,7 @@ def test_a_run_notes_the_warning_at_its_first_large_share_after_a_start():
     logger = SimpleNamespace(
         _info=SimpleNamespace(hook=None),
         _history={},
+        _tagged={},
         _tracker=SimpleNamespace(metrics=lambda *_: None),
         _progress=SimpleNamespace(metrics=lambda *_: None, resume=lambda *_: None),
         _wait_warning=WaitWarning(load_run().data, has_gpu=False),

@@ -128,6 +128,13 @@ def exists(url: str) -> bool:
         return files.get_file_info(path).type == fs.FileType.File
 
 
+def check_there(*urls: str) -> None:
+    """Refuse a local address where nothing is; those of S3 and MLflow are looked up later."""
+    for url in urls:
+        if ":/" not in url and not Path(url).exists():
+            raise ConfigError(f"{url}: no such file or folder")
+
+
 def list_files(url: str) -> list[str]:
     """Return the sorted relative names of all files below a folder; empty if there is no folder."""
     return list(file_sizes(url))

@@ -251,12 +251,12 @@ def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
         )
     if task.objective.kind == "mae" and model.attention == "axial":
         raise ValueError(
-            "task.objective: got mae, whose encoder sees some of the patches, expected another: attention axial needs"
-            " whole rows and columns"
+            "task.objective mae and model.attention axial cannot be combined: its encoder sees some of the patches, and"
+            " axial attention needs whole rows and columns"
         )
     if task.objective.kind == "small_patch" and shape.patch % 4:
         raise ValueError(
-            f"task.objective: got small_patch, expected another: patches of {shape.patch} pixels do not divide by 4"
+            f"task.objective small_patch needs patches whose side divides by 4; those of {shape} have {shape.patch}"
         )
     if predicted_patches(task.mask, rows * columns) == rows * columns:
         raise ValueError(

@@ -98,18 +98,16 @@ class Run(Section):
                 "evaluate.probes does not apply to task tokenizer: probes score features, and it has codes"
             )
         if probes and self.data.evaluated is None:
-            raise ValueError(
-                "data.val: got null, expected a split: evaluate.probes score the network at each evaluation"
-            )
+            raise ValueError("evaluate.probes needs data.val or data.holdout, because it scores at each evaluation")
         if "calibration" in probes and self.model.num_classes is None:
-            raise ValueError("evaluate.probes: got calibration, expected others: the network has no head")
+            raise ValueError("evaluate.probes calibration needs a head, because it compares probabilities with labels")
         if self.guard.on_collapse == "stop" and kind != "masked":
             raise ValueError(
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"
             )
         watched = [("knn", self.guard.knn_drop), ("rank", self.guard.min_rank)]
         if self.guard.on_collapse == "stop" and not any(name in probes and bound for name, bound in watched):
-            raise ValueError("guard.on_collapse: got stop, expected evaluate.probes with knn or rank, and its bound")
+            raise ValueError("guard.on_collapse stop needs evaluate.probes with knn or rank, and its bound in guard")
         return self
 
     @model_validator(mode="after")
@@ -122,9 +120,7 @@ class Run(Section):
                 "evaluate.figures does not apply to task tokenizer, which has codes and no attention to show"
             )
         if self.data.evaluated is None:
-            raise ValueError(
-                "data.val: got null, expected a split: evaluate.figures show the network at each evaluation"
-            )
+            raise ValueError("evaluate.figures needs data.val or data.holdout, because it draws at each evaluation")
         if not examples:
             raise ValueError("evaluate.examples: got 0, expected 1 to 64 images, which evaluate.figures are of")
         few = [name for name in ("branches", "similarity") if name in names and examples < FEWEST_COMPARED]
@@ -139,7 +135,7 @@ class Run(Section):
         }
         for name, reason in lacking.items():
             if reason and name in names:
-                raise ValueError(f"evaluate.figures: got {name}, expected others: {model.name} has {reason}")
+                raise ValueError(f"evaluate.figures {name} does not apply to {model.name}, which has {reason}")
         return self
 
     @property

@@ -275,11 +275,10 @@ class Model(Section):
     def _check_stem_norms(self) -> None:
         if self.stem_norm_eps is not None and self.shape.stem_norm is None:
             raise ValueError(
-                f"stem_norm_eps {self.stem_norm_eps:g}: got some, and the stem of {self.name} has no norms after its"
-                " convolutions"
+                f"stem_norm_eps does not apply: the stem of {self.name} has no norms after its convolutions"
             )
         if self.batch_momentum != 0.1 and self.shape.stem_norm != "bn":
-            raise ValueError(f"batch_momentum {self.batch_momentum:g}: the stem of {self.name} has no batch norms")
+            raise ValueError(f"batch_momentum does not apply: the stem of {self.name} has no batch norms")
 
     def _check_axial(self) -> None:
         if self.shape.depth % 2:
@@ -296,8 +295,8 @@ class Model(Section):
             )
         if self.positions.kind == "relative":
             raise ValueError(
-                "positions relative are offsets in raster order, and attention axial is along rows and columns;"
-                " expected other positions"
+                "positions relative and attention axial cannot be combined: these are offsets in raster order, that is"
+                " along rows and columns"
             )
 
     def _check_other(self) -> None:
@@ -329,7 +328,7 @@ class Model(Section):
         if wrong := [patch for patch in self.patches if height % patch or width % patch]:
             raise ValueError(f"patches: got {wrong[0]}, expected sizes that divide the image, {height} x {width}")
         if self.patches and not self.shape.has_linear_stem:
-            raise ValueError(f"patches: got some, and {self.name} has no linear stem, whose kernel can be resized")
+            raise ValueError(f"patches needs a linear stem, whose kernel can be resized; {self.name} has none")
         if self.patches and self.positions.kind == "relative":
             raise ValueError("patches and relative positions cannot be combined: these are those of one grid")
 

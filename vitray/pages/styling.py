@@ -19,7 +19,7 @@ SHEET = (
 html { -webkit-text-size-adjust: 100%; }
 body { margin: 0; background: var(--paper); color: var(--ink); overflow-wrap: break-word;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1020px; margin: 0 auto; padding: 40px 24px 72px; }
+main { max-width: 1180px; margin: 0 auto; padding: 40px 24px 72px; }
 h1 { font-size: 32px; line-height: 1.15; letter-spacing: -0.015em; margin: 4px 0 8px; }
 h2 { font-size: 21px; line-height: 1.25; letter-spacing: -0.01em; margin: 0 0 6px; }
 p { margin: 0 0 12px; max-width: 70ch; }
@@ -50,7 +50,7 @@ nav ul { list-style: none; margin: 0; padding: 0; display: flex; flex-wrap: wrap
 .scroll { overflow-x: auto; margin: 16px 0; border: 1px solid var(--grid); border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 7px 11px; white-space: nowrap; vertical-align: top; }
-th { font-weight: 600; color: var(--pale); background: var(--raised); vertical-align: bottom; }
+th { white-space: normal; font-weight: 600; color: var(--pale); background: var(--raised); vertical-align: bottom; }
 th cite { display: block; white-space: normal; min-width: 11em; }
 .wide { white-space: normal; min-width: 14em; max-width: 26em; }
 td { border-top: 1px solid var(--grid); }
@@ -88,6 +88,7 @@ h3 { font-size: 16px; margin: 26px 0 10px; }
 .strip figcaption { font-size: 12px; margin-top: 2px; }
 .strips strong, .strips li > span { display: block; overflow-wrap: anywhere; }
 .strips li > span { color: var(--pale); }
+.strips li > span.mistake { color: var(--bad); }
 .gallery li { font-size: 13px; line-height: 1.35; min-width: 0; }
 .gallery img { display: block; width: 100%; aspect-ratio: 1; object-fit: contain; border-radius: 8px;
   background: var(--raised); margin-bottom: 6px; }

@@ -327,7 +327,7 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     learning = {"knn", "few_shot"} & set(run.evaluate.probes)
     if learning and len(dataset.classes) < 2:
         raise ConfigError(
-            f"evaluate.probes: got {', '.join(sorted(learning))}, expected others: {dataset.url} has no labels to learn"
+            f"evaluate.probes {', '.join(sorted(learning))} needs labels to learn from; {dataset.url} has none"
         )
     if run.compute.device == "gpu" and session.starts_local_ray():
         import torch  # takes seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from vitray.config.augmentation import Augment
 from vitray.config.parsing import flatten
@@ -16,6 +16,8 @@ from vitray.data.augment.keyed_random import generator
 CELL, GAP, MARGIN, CORNER = 144, 8, 24, 10
 PAPER, INK, PALE, FRAME, WRONG = "#fbfaf8", "#1f2430", "#8a8f9c", "#e7e4de", "#b4521e"
 MOST_COLUMNS = 8
+# Colors of attention, from the least to the most: even steps of lightness, also for the color-blind.
+ATTENTION = ((13, 8, 135), (126, 3, 168), (204, 71, 120), (248, 149, 64), (240, 249, 33))
 
 
 class Sample(NamedTuple):
@@ -74,7 +76,7 @@ class Prediction(NamedTuple):
 
 
 def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
-    """Return a PNG with each image above the same image lit where the network attends to it, and its prediction."""
+    """Return a PNG with each image above the same image in the colors of its attention, and its prediction."""
     small, columns = ImageFont.load_default(13), min(MOST_COLUMNS, len(predictions))
     cell, top = 2 * (CELL + GAP) + 48, MARGIN + 24
     height = top + cell * -(-len(predictions) // columns)
@@ -88,21 +90,33 @@ def prediction_sheet(predictions: Sequence[Prediction], title: str) -> bytes:
         draw.text((x, below + 17), f"is {_shortened(each.true)[:18]}", PALE, small)
         if each.predicted is not None:
             if each.attention is not None:
-                _place(sheet, lit_by(each.image, each.attention), (x, y + CELL + GAP))
+                _place(sheet, attention_overlay(np.ascontiguousarray(each.image), each.attention), (x, y + CELL + GAP))
             draw.text((x, below), f"{_shortened(each.predicted)[:14]} {each.probability:.0%}", color, small)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()
 
 
-def lit_by(image_HWC: np.ndarray, attention: np.ndarray) -> np.ndarray:
-    """Return an image whose patches are dark where their attention is least, and unchanged where it is most."""
-    least, most = float(attention.min()), float(attention.max())
-    shares = (attention - least) / (most - least) if most > least else np.ones_like(attention)
-    high, wide = image_HWC.shape[:2]
-    rows, columns = np.arange(high) * len(shares) // high, np.arange(wide) * shares.shape[1] // wide
-    light_HW = 0.2 + 0.8 * shares[rows][:, columns]
-    return (image_HWC * light_HW[:, :, None]).astype(np.uint8)
+def attention_overlay(image_HWC: np.ndarray, map_RQ: np.ndarray, blur: int = 0) -> np.ndarray:
+    """Return an image in gray below the colors of its attention: violet where it is least, yellow where it is most.
+
+    As in the code of the ViT paper, the map is turned to 8 bits, resized, blurred by `blur` pixels and stretched to its
+    own contrast. A map without contrast leaves the image as it is.
+    """
+    largest = map_RQ.max()
+    bytes_RQ = (255 * map_RQ / (largest if largest > 0 else 1)).astype(np.uint8)
+    size = image_HWC.shape[1::-1]
+    mask = Image.fromarray(bytes_RQ).resize(size, Image.Resampling.LANCZOS if blur else Image.Resampling.NEAREST)
+    mask_HW = np.asarray(mask.filter(ImageFilter.GaussianBlur(blur)) if blur else mask, np.float64)
+    mask_HW = mask_HW - mask_HW.min()
+    if mask_HW.max() == 0:
+        return image_HWC
+    share_HW1 = (mask_HW / mask_HW.max())[..., None]
+    steps = np.linspace(0, 1, len(ATTENTION))
+    color_HWC = np.stack([np.interp(share_HW1[..., 0], steps, channel) for channel in zip(*ATTENTION, strict=True)], -1)
+    gray_HW1 = np.asarray(Image.fromarray(image_HWC).convert("L"), np.float64)[..., None]
+    opacity_HW1 = 0.3 + 0.4 * share_HW1  # also what is least attended has a color, so that dark images show the map
+    return (gray_HW1 * (1 - opacity_HW1) + color_HWC * opacity_HW1).round().astype(np.uint8)
 
 
 def _column(left: int, column: int) -> int:

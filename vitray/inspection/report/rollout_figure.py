@@ -10,8 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from vitray.data.augment.contact_sheets import attention_overlay
 from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
-from vitray.inspection.report.overlays import overlay
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
@@ -26,9 +26,10 @@ PREDICTIONS = 3
 THUMBNAIL, TINY = 256, 96
 PROSE = (
     "Each image, then the patches that its output attends to: by attention rollout through all levels, by rollout"
-    " weighted with the gradient of the predicted class, and by the last level alone. Bright patches have the most"
-    " attention of their image. Each map is stretched to its own contrast, so that faint ones look as sharp as clear"
-    " ones: the number under each is the most attended patch over the mean patch. Below: the predicted classes."
+    " weighted with the gradient of the predicted class, and by the last level alone. Yellow patches have the most"
+    " attention of their image, violet ones the least. Each map is stretched to its own contrast, so that faint ones"
+    " look as sharp as clear ones: the number under each is the most attended patch over the mean patch. Below: the"
+    " predicted classes; a wrong one is marked."
 )
 
 
@@ -133,11 +134,12 @@ def _gallery(subject: Subject, images: ChosenImages, maps: Maps) -> Html:
         view_HWC = subject.images[place]
         pictures = [_thumbnail(view_HWC, image.key, "image")]
         for name, map_BRQ in zip(maps.names, maps.maps, strict=True):
-            shown_HWC = overlay(view_HWC, map_BRQ[place], subject.vit.stem.patch)
+            shown_HWC = attention_overlay(view_HWC, map_BRQ[place], subject.vit.stem.patch)
             pictures.append(_thumbnail(shown_HWC, f"{name} of {image.key}", f"{name} {contrast(map_BRQ[place])}"))
-        texts = [f"{name} {probability:.1%}" for name, probability in predictions(subject, maps, place)]
-        named = true_class(images, place)
-        text = tag("span", ", ".join(texts)) if texts else None
+        guesses, named = predictions(subject, maps, place), true_class(images, place)
+        is_wrong = bool(guesses) and named is not None and guesses[0][0] != named
+        words = ", ".join(f"{name} {probability:.1%}" for name, probability in guesses)
+        text = tag("span.mistake" if is_wrong else "span", f"{'✗ ' * is_wrong}{words}") if guesses else None
         items.append(tag("li", tag("div.strip", *pictures), tag("strong", named or image.key), text))
     return tag("ul.strips", *items)
 
@@ -183,11 +185,12 @@ def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
             view_HWC = subject.images[place]
             pair = [view_HWC]
             if has_maps:
-                pair.append(overlay(view_HWC, maps.maps[0][place], subject.vit.stem.patch))
+                pair.append(attention_overlay(view_HWC, maps.maps[0][place], subject.vit.stem.patch))
             axis.imshow(np.concatenate(pair, axis=1), interpolation="nearest")
             for name, probability in predictions(subject, maps, place)[:1]:
-                text = f"{one_line(name, 24)} {probability:.0%}"
-                axis.set_xlabel(text, fontsize=7, color=theme.ink, labelpad=2)
+                is_wrong = true_class(images, place) not in (None, name)
+                text = f"{'✗ ' * is_wrong}{one_line(name, 24)} {probability:.0%}"
+                axis.set_xlabel(text, fontsize=7, color=theme.bad if is_wrong else theme.ink, labelpad=2)
         return figure
 
     title = "Attention rollout" if has_maps else "Predicted classes"
