@@ -35,8 +35,8 @@ down: .venv/.installed  ## save MLflow's records, and end the cluster
 	$(BIN)/ray exec $(CLUSTER) 'sudo systemctl start vitray-mlflow-save.service'
 	$(BIN)/ray down $(CLUSTER)
 
-# Three processes: the tests that share one Ray mostly wait for its workers, and run beside the others.
-PYTEST := -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations=20
+# Two processes: the tests that share one Ray mostly wait for its workers, and run beside the others.
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20
 
 test: .venv/.installed  ## install missing packages and run the tests (CPU, about ten minutes)
 	@$(BIN)/python $(PYTEST)

@@ -14,7 +14,8 @@ def main(args: list[str]) -> dict[str, Any]:
         from vitray.runs.training_probes import probe_checkpoints
 
         return {"checkpoints": probe_checkpoints(options.words, options.probes)}
-    storage.check_there(*(options.words if options.vtab else options.words[:-1]))
+    models = [word for word in options.words if "=" not in word] if options.vtab else options.words[:-1]
+    storage.check_there(*models)
     if options.vtab:
         from vitray.vtab.driver import VtabRequest, evaluate_vtab
         from vitray.vtab.report import vtab_text

@@ -226,7 +226,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(tmp_path, settings, request
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, capsys):
     present = importlib.util.find_spec
     monkeypatch.setattr(options, "find_spec", lambda name: None if name == "onnxscript" else present(name))
-    assert main(["export", str(tmp_path / "m"), "--to", "onnx"]) == 2
+    assert main(["export", str(tmp_path), "--to", "onnx"]) == 2
     assert "needs onnxscript, not installed here; run pip install onnx" in capsys.readouterr().err
 
 

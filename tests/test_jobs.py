@@ -296,6 +296,7 @@ def test_results_and_records_in_a_jobs_own_folder_are_rejected(job, tmp_path):
 def test_exports_and_model_folders_in_a_jobs_own_folder_are_rejected(job):
     from pipelines import export, model, weights
 
+    Path("runs/first/model").mkdir(parents=True)
     for verb, args in (
         (export.main, ["runs/first/model", "--to", "onnx"]),
         (model.main, ["deit_b.pth", "--save", "models/deit_b"]),

@@ -152,6 +152,7 @@ with ray_session(keep=True):
 """
 
 
+@pytest.mark.slow
 def test_a_kept_ray_serves_later_sessions_and_ends_with_the_process():
     done = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

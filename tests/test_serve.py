@@ -518,7 +518,7 @@ def test_the_tasks_are_checked_without_reading_the_deltas(folder):
         (["{base}", "s={other}"], "it is whole"),
         (["{base}", "a={a}", "a={b}"], "the task a is there already"),
         (["{absent}"], "absent"),
-        (["{base}", "a={absent}"], "no run.yaml, so no model folder"),
+        (["{base}", "a={absent}"], "absent: no such file or folder"),
         (["{base}", "--replicas", "3-2"], "--replicas: got 3-2"),
         (["{base}", "--host", "0.0.0.0"], "VITRAY_SERVE_TOKEN"),
         (["{base}", "--port", "{taken}"], "--port: got"),

@@ -130,9 +130,11 @@ def exists(url: str) -> bool:
 
 def check_there(*urls: str) -> None:
     """Refuse a local address where nothing is; those of S3 and MLflow are looked up later."""
-    for url in urls:
-        if ":/" not in url and not Path(url).exists():
-            raise ConfigError(f"{url}: no such file or folder")
+    for url in (url for url in urls if ":/" not in url):
+        files, path = filesystem(url)
+        with _as_config_error(shown := cut_middle(url, 400)):
+            if files.get_file_info(path).type == fs.FileType.NotFound:
+                raise ConfigError(f"{shown}: no such file or folder")
 
 
 def list_files(url: str) -> list[str]:
