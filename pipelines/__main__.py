@@ -19,12 +19,12 @@ VERBS = {
     "promote": "give a registered model version an alias, if it is better than the alias's version",
     "serve": "answer HTTP requests with a network and its deltas, as a Ray Serve application",
     "inspect": "show the inside of a network: attention over images, attention distance, branches, as a page",
-    "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, with proof of equality",
+    "export": "write a network for ONNX, torch.export, timm, torchvision or Hugging Face, and check that outputs match",
     "model": "show a network's costs and draw it; read weights of other libraries",
     "weights": "describe a model folder; write a whole one from a delta or from a run's best checkpoint",
     "shard": "write images as a dataset of Parquet shards: shuffled, checked and counted",
     "ui": "show the runs of this folder in a browser",
-    "track": "upload records that runs spooled during an MLflow outage",
+    "sync": "upload to MLflow the records that wait on this machine, after an outage",
     "submit": "run a verb as a job on a cluster",
     "doctor": "check a cluster before a long run: versions, GPUs, disks, clocks, storage, MLflow, network",
     "jobs": "list a cluster's jobs, or print the log of one",
@@ -42,6 +42,7 @@ MEANT = {
     **dict.fromkeys(("data", "dataset", "convert", "prepare"), "shard"),
     **dict.fromkeys(("explain", "visualize", "attention"), "inspect"),
     **dict.fromkeys(("mlflow", "dashboard"), "ui"),
+    **dict.fromkeys(("track", "flush", "upload"), "sync"),
     **dict.fromkeys(("benchmark", "profile"), "bench"),
 }
 NOTES = """\

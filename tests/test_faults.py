@@ -481,7 +481,7 @@ def test_mlflow_rejects_unknown_users(cluster, undisturbed):
     assert output.count("403") == 3
     assert "runs 0" in output
     # Records that were delayed by a wrong password are uploaded with the right one.
-    cluster.head.call([PYTHON, "-m", "pipelines.track", "flush"])
+    cluster.head.call([PYTHON, "-m", "pipelines.sync"])
     assert cluster.head.call([PYTHON, "-c", VISIT, "owner"]).strip() == "None"
     visits = "from mlflow import MlflowClient; runs = MlflowClient().search_runs(['0', '1', '2'])"
     visits += "; print(sum(run.info.run_name == 'visit' for run in runs))"

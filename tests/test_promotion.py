@@ -343,7 +343,7 @@ def test_a_run_whose_store_is_away_is_promoted_later(networks, place, info, monk
     text = promote_finished(info)
     assert text.startswith(f"not done: vit: MLflow at {address} does not answer: ")
     command = f"vitray promote {info.run_dir} {place / 'data'}"
-    assert text.endswith(f"Later: vitray track flush; {command}")
+    assert text.endswith(f"Later: vitray sync; {command}")
     assert command in capsys.readouterr().err
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert "has no version of this run yet" in promote_finished(info)

@@ -24,7 +24,7 @@ from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import EndpointConnectionError
 from hosts import until
 
-from pipelines import track, ui
+from pipelines import sync, ui
 from vitray import storage
 from vitray.errors import ConfigError, RunError, one_line, redact, redact_uri
 from vitray.system import processes
@@ -380,9 +380,9 @@ def test_a_run_continued_elsewhere_keeps_its_status_and_gets_the_missing_records
     assert (waiting.state, waiting.store) == ("waiting", None)
     assert "--to" in waiting.message
     with pytest.raises(ConfigError, match=r"no store recorded: the records of 1 of 1 runs .*; expected --to ADDRESS"):
-        track.main(["flush"])
+        sync.main([])
     with pytest.raises(ConfigError, match="--to: got htp://there, expected an MLflow address"):
-        track.main(["flush", "--to", "htp://there"])
+        sync.main(["--to", "htp://there"])
     assert [run.state for run in flush_all(tracking_uri())] == ["complete"]
     assert sorted(points("loss")) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, -5), (6, -6), (7, -7)]
     assert the_run().info.status == "FINISHED"
@@ -537,7 +537,7 @@ def test_an_unusable_store_does_not_stop_the_run(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(tracker, "END_TIMEOUTS", {"FINISHED": (1, 1)})
     with begin() as run:
         run.metrics(1, {"loss": 1})
-    assert "`vitray track flush` sends them" in caplog.text
+    assert "`vitray sync` sends them" in caplog.text
     assert spools() == ["u1"]
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     _wait_until_released()
@@ -848,16 +848,16 @@ def test_flush_completes_a_run_that_ended_while_the_server_was_offline(address, 
         raise ValueError("it broke")
     _wait_until_released()
     with pytest.raises(RunError, match="the records of 1 of 1 runs are not uploaded"):
-        track.main(["flush"])
+        sync.main([])
     assert "still waits" in capsys.readouterr().out
     server.start()
-    [flushed] = track.main(["flush"])["runs"]
+    [flushed] = sync.main([])["runs"]
     expected = {"name": "run", "state": "complete", "message": "complete", "store": server.uri}
     assert flushed == {"uid": uid} | expected
     assert (the_run(uid).info.status, the_run(uid).data.tags["vitray.reason"]) == ("FAILED", "ValueError: it broke")
     assert math.isnan(the_run(uid).data.metrics["not"])
     assert the_run(uid).data.metrics["infinite"] == sys.float_info.max
-    assert track.main(["flush"]) == {"runs": []}
+    assert sync.main([]) == {"runs": []}
     assert "nothing waits" in capsys.readouterr().out
 
 

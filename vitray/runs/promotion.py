@@ -114,7 +114,7 @@ def promote_finished(info: RunInfo) -> str:
         facts = {"promotion": text} | ({"page": promotion.page} if promotion.page else {})
     except Exception as error:  # the run is finished, and stays so
         reason = str(error) if isinstance(error, ConfigError | RunError) else one_line(error)
-        later = f"vitray track flush; {shlex.join(['vitray', 'promote', info.run_dir, data])}"
+        later = f"vitray sync; {shlex.join(['vitray', 'promote', info.run_dir, data])}"
         text = f"not done: {reason}. Later: {later}"
         facts = {"promotion": f"not done: {reason}", "later": later}
     Console().block(facts)

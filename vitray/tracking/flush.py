@@ -87,7 +87,7 @@ def _flush(folder: Path, uri: str | None) -> FlushResult:
             spool.remove()
             return FlushResult(uid, uid, "complete", "nothing was recorded", store)
         if uri is None:
-            reason = "waits: its store is not recorded; `vitray track flush --to ADDRESS` sends it there"
+            reason = "waits: its store is not recorded; `vitray sync --to ADDRESS` sends it there"
             return FlushResult(uid, begin["name"], "waiting", reason, None)
         if not ended and is_dead(begin["tags"]):
             reason = _death_notice(begin["tags"])

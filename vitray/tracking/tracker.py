@@ -28,7 +28,7 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 # keeps its spool (`ray job stop` kills after 3 s by default). A run that has just begun still imports MLflow.
 END_TIMEOUTS: dict[RunStatus, tuple[float, float]] = {"FINISHED": (600, 10), "FAILED": (30, 5), "KILLED": (8, 1)}
 
-# Seconds to wait for another process (`vitray track flush`, or another run's start) that is uploading the same spool.
+# Seconds to wait for another process (`vitray sync`, or another run's start) that is uploading the same spool.
 LOCK_TIMEOUT = 30.0
 
 # Seconds between uploads, so that points are sent in batches, and at most while the server is offline.
@@ -172,7 +172,7 @@ class Tracker:
         return self._upload.flush(timeout, timeout)
 
     def end(self, status: RunStatus, reason: str | None = None) -> None:
-        """End the run and wait a limited time for MLflow; unsent records wait for `vitray track flush`."""
+        """End the run and wait a limited time for MLflow; unsent records wait for `vitray sync`."""
         if self._ended:
             return
         self._ended = True
@@ -180,7 +180,7 @@ class Tracker:
         unsent = self._upload.flush(*END_TIMEOUTS[status])
         self._upload.close()
         if unsent is not None:
-            LOG.warning("tracking: %s; `vitray track flush` sends them from %s", unsent, self._spool.folder)
+            LOG.warning("tracking: %s; `vitray sync` sends them from %s", unsent, self._spool.folder)
 
     def __enter__(self) -> Self:
         return self

@@ -16,10 +16,12 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
         " killed continues when it is repeated. An example: vitray evaluate runs/a/model runs/b/model data/demo",
     )
     parser.add_argument("words", nargs="+", metavar="MODEL... DATA", help="one or more networks, then the images")
-    parser.add_argument("--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (docs: how)")
+    parser.add_argument(
+        "--vtab", nargs="+", metavar="GROUP=DATA", help="VTAB-1k in place of DATA (see docs/evaluation.md)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
     parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
-    parser.add_argument("--probes", nargs="+", default=[], help=f"of features: some of {' '.join(PROBES)}")
+    parser.add_argument("--probes", nargs="+", default=[], help=f"feature probes: {', '.join(PROBES)}")
     parser.add_argument(
         "--training-probes",
         action="store_true",

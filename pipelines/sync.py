@@ -1,4 +1,4 @@
-"""vitray track flush: upload the records of runs that ended while MLflow was offline."""
+"""vitray sync: upload to MLflow the records of runs that ended while it was offline."""
 
 import argparse
 from typing import Any
@@ -12,14 +12,13 @@ STORES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}  # the sche
 
 def main(args: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
-        prog="vitray track",
-        description="The records of a run wait on its driver's disk, below $VITRAY_HOME or ~/.vitray, until MLflow has "
-        "them. flush uploads the records of ended runs, each to the store that its run was started with. "
-        "A run whose driver died on this machine becomes KILLED. A job's driver runs on the head. Those of a "
-        "sweep's trials run on any node, and their records end with it, unless VITRAY_HOME is on a shared disk.",
-        epilog="examples: vitray track flush --to http://tracker:5000; vitray submit --follow track flush",
+        prog="vitray sync",
+        description="Uploads the records of ended runs, each to the store that its run was started with. They wait on"
+        " the disk of a run's driver, below $VITRAY_HOME or ~/.vitray, until MLflow has them. A run whose driver died"
+        " on this machine becomes KILLED. A job's driver runs on the head. Those of a sweep's trials run on any node,"
+        " and their records end with it, unless VITRAY_HOME is on a shared disk.",
+        epilog="examples: vitray sync --to http://tracker:5000; vitray submit --follow sync",
     )
-    parser.add_argument("action", choices=["flush"], help="upload the records that wait")
     parser.add_argument("--to", metavar="ADDRESS", help="send all of them to this MLflow, instead of to their own")
     parser.add_argument("--json", action="store_true", help="print JSON: runs (uid, name, state, message, store)")
     options = parser.parse_args(args)
