@@ -1,5 +1,6 @@
 """`vitray serve`: checks the input, starts Serve, and keeps it until Ctrl-C."""
 
+import logging
 import math
 import os
 import socket
@@ -59,18 +60,20 @@ def running(serving: Serving, host: str, port: int) -> Iterator[str]:
             )
         if (seconds := autoscaling_timeout()) is not None:
             wait_for_nodes([bundle_of(serving)] * serving.replicas[0], seconds)
-        logging: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process; the configuration is for the others
+        config: Any = LoggingConfig(log_level="WARNING", enable_access_log=False)
         try:
             try:
-                serve.start(http_options={"host": host, "port": port}, logging_config=logging)
-                serve.run(build(serving), name=NAME, route_prefix="/", logging_config=logging)
+                serve.start(http_options={"host": host, "port": port}, logging_config=config)
+                serve.run(build(serving), name=NAME, route_prefix="/", logging_config=config)
             except (RuntimeError, RayError, RayServeException) as error:
                 raise RunError(f"serve: {one_line(error)[:1000]}") from None
             yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
         finally:
             with suppress(RayError, RayServeException, RuntimeError):  # Serve or Ray may have ended
                 serve.delete(NAME)
-                if not serve.status().applications:
+                # A local Ray ends next, and with it Serve; to end it before prints an error of its controller.
+                if not local_ray.is_running() and not serve.status().applications:
                     serve.shutdown()
 
 
