@@ -37,7 +37,7 @@ LABEL_FREE = ["model={name: vit_u2x2_8_hmlp_ln, image_size: 32, num_classes: nul
 FINETUNE = "task={kind: finetune, weights: runs/supervised-1/model, mode: MODE}"
 TASKS = {
     "supervised": SUPERVISED,
-    "bce": ["model.name=vit_u2x1_8_conv_ln", "task.loss=bce", "model.registers=2", "optim.rule=sgd"],
+    "bce": ["model.name=vit_u2x1_16_conv_ln", "task.loss=bce", "model.registers=2", "optim.rule=sgd"],
     "cosub": ["model.name=vit_u2x2_8", "model.drop_path=0.2", "task.cosub={}"],
     "distilled": ["model={name: vit_u2x1_8, distillation_token: true}", "task.distill.teacher=runs/supervised-1/model"],
     **{mode: [FINETUNE.replace("MODE", mode)] for mode in ("full", "attn", "lora", "head")},
