@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pipelines.__main__ import main as vitray
+from vitray.cluster.session import ray_session
 from vitray.tracking.system_info import facts
 
 RECORD = Path(__file__).with_name("golden.json")
@@ -157,10 +158,12 @@ def main(*options: str) -> None:
         os.environ |= {"VITRAY_HOME": f"{name}/home", "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
         os.chdir(name)
         found: dict[str, Any] = {}
-        for key, value in results(Path(name)):
-            found[key] = json.loads(json.dumps(value))
-            state = "" if is_written else "equal" if record["results"].get(key) == found[key] else "DIFFERS"
-            print(f"{key}: {state}", flush=True)
+        # Four CPUs on every machine: the threads of a worker follow from them.
+        with ray_session(cpus=4):
+            for key, value in results(Path(name)):
+                found[key] = json.loads(json.dumps(value))
+                state = "" if is_written else "equal" if record["results"].get(key) == found[key] else "DIFFERS"
+                print(f"{key}: {state}", flush=True)
         os.chdir(here)
     if is_written:
         RECORD.write_text(f"{json.dumps({'machine': shown, 'results': found}, indent=1)}\n")

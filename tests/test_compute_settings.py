@@ -15,6 +15,7 @@ from vitray.training.checkpoints import copy_to_host, write_checkpoint
 from vitray.training.context import WorkerContext
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
 from vitray.training.loop import take_step
+from vitray.training.schedule import length_of
 from vitray.training.state import TrainState
 
 CPU, ALONE = torch.device("cpu"), Share(0, 1)
@@ -50,7 +51,9 @@ def steps(context, learner, first, last):
         images, labels = rng.integers(256, size=(8, 32, 32, 3), dtype=np.uint8), rng.integers(5, size=8)
         places = np.arange(8)
         batch = DeviceBatch(torch.from_numpy(images), torch.from_numpy(labels), places, places)
-        results[f"loss and norm {step}"] = take_step(context.run, step, batch, ALONE, learner, 10)
+        results[f"loss and norm {step}"] = take_step(
+            context.run, step, batch, ALONE, learner, length_of(context.run.optim, 10)
+        )
     assert learner.average is not None
     return results | {name: tensor.clone() for name, tensor in learner.task.state_dict().items()}
 

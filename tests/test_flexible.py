@@ -26,6 +26,7 @@ from vitray.tasks.build import build_task
 from vitray.training.learner import Learner
 from vitray.training.loop import drawn_patch, take_step
 from vitray.training.optim import build_optimizer
+from vitray.training.schedule import length_of
 from vitray.weights import LoadedModel, load_model, save_model
 from vitray.weights.repatch import repatched
 
@@ -216,7 +217,7 @@ def steps(run: Run, share: Share, count: int, seen: list[int] | None = None) -> 
     images = torch.from_numpy(rng.integers(256, size=(8, 48, 48, 3), dtype=np.uint8))
     rows = positions_of(0, 8, share.rank, share.workers)
     batch = DeviceBatch(images[rows], torch.arange(8)[rows] % 5, rows, rows)
-    losses = [float(take_step(run, step, batch, share, learner, 10)[0]) for step in range(count)]
+    losses = [float(take_step(run, step, batch, share, learner, length_of(run.optim, 10))[0]) for step in range(count)]
     assert all(np.isfinite(losses))
     return task
 

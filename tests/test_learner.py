@@ -25,7 +25,7 @@ from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, STRIDES_WARNING, Learner
 from vitray.training.loop import all_reduce_metrics, prepare_micro_batch, take_step
 from vitray.training.optim import Average, build_optimizer, set_learning_rate
-from vitray.training.schedule import learning_rate, micro_batches, num_passes
+from vitray.training.schedule import learning_rate, length_of, micro_batches, num_passes
 from vitray.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def trained(share, **ddp):
         own = positions_of(0, 20, share.rank, share.workers)
         images, labels = torch.from_numpy(images[own]), torch.from_numpy(labels[own])
         batch = DeviceBatch(images, labels, own, own)
-        tensors[f"loss and norm {step}"] = take_step(run, step, batch, share, learned, 10)
+        tensors[f"loss and norm {step}"] = take_step(run, step, batch, share, learned, length_of(run.optim, 10))
     return (
         tensors | dict(task.state_dict()) | {f"average {name}": each for name, each in learned.average.state().items()}
     )
@@ -107,7 +107,7 @@ def trained_unevenly(share):
     learned = Learner(task, DistributedDataParallel(task, **DDP), build_optimizer(task, run.optim, CPU), None)
     for step in range(2):
         own = positions_of(0, 9, share.rank, share.workers)
-        take_step(run, step, uneven_batch(step, own), share, learned, 10)
+        take_step(run, step, uneven_batch(step, own), share, learned, length_of(run.optim, 10))
     return dict(task.state_dict())
 
 
@@ -230,7 +230,7 @@ def test_batch_norms_of_uneven_shares_meet_in_every_pass(folder):
     slices = [micro_batches(len(share), num_passes(run, 2), run) for share in shares]
     assert [[part.stop - part.start for part in parts] for parts in slices] == [[2, 3], [2, 2]]
     for step in range(2):
-        set_learning_rate(optimizer, learning_rate(run.optim, step, 10))
+        set_learning_rate(optimizer, learning_rate(run.optim, length_of(run.optim, 10), step))
         for parts in zip(*slices, strict=True):
             own = np.concatenate([share[part] for share, part in zip(shares, parts, strict=True)])
             images, targets = prepare_micro_batch(uneven_batch(step, own), slice(None), run, step)

@@ -52,7 +52,7 @@ from vitray.models.vit import ViT
 from vitray.tasks.build import Task, build_task
 from vitray.tasks.distillation import Teacher
 from vitray.training.optim import Average, build_optimizer, clip_gradients, set_learning_rate
-from vitray.training.schedule import in_steps, learning_rate, total_steps
+from vitray.training.schedule import learning_rate, length_of
 
 RECIPES = sorted((ROOT / "pipelines" / "recipes").rglob("*.y*ml"))
 IMAGENET = 1_281_167
@@ -179,7 +179,7 @@ def test_a_fine_tuning_states_steps_and_learning_rates(name, number, place):
             lines[index + 1],
         )
         assert match, lines[index + 1]
-        assert total_steps(run.optim, IMAGENET // run.optim.batch) == int(match[1].replace(",", ""))
+        assert length_of(run.optim, IMAGENET // run.optim.batch).total == int(match[1].replace(",", ""))
         assert run.optim.lr in [float(rate) for rate in match[2].split(", ")]
 
 
@@ -264,7 +264,7 @@ def test_the_number_of_parameters_matches_the_analytic_count(path):
 @each_expectation
 def test_steps_on_imagenet_match_the_header(path, expected):
     optim = loaded(path, expected.overrides).optim
-    assert total_steps(optim, IMAGENET // optim.batch) == expected.steps
+    assert length_of(optim, IMAGENET // optim.batch).total == expected.steps
 
 
 # Epochs, images and steps by the sources' own counting: DeiT's repeated augmentation keeps 1,281,024 images an epoch,
@@ -282,11 +282,11 @@ def test_steps_on_imagenet_match_the_header(path, expected):
 def test_steps_match_the_papers(name, epoch, warmup, total):
     optim = loaded(recipes.path_of(name)).optim
     assert IMAGENET // optim.batch == epoch
-    assert in_steps(optim.warmup, epoch) == warmup
-    assert total_steps(optim, epoch) == total
-    assert learning_rate(optim, 0, epoch) == optim.warmup_from
-    assert learning_rate(optim, warmup, epoch) == pytest.approx(optim.lr, rel=1e-3)
-    assert learning_rate(optim, total, epoch) == optim.schedule.floor
+    length = length_of(optim, epoch)
+    assert length == (epoch, warmup, total)
+    assert learning_rate(optim, length, 0) == optim.warmup_from
+    assert learning_rate(optim, length, warmup) == pytest.approx(optim.lr, rel=1e-3)
+    assert learning_rate(optim, length, total) == optim.schedule.floor
 
 
 # "Three things", 2.2, and DeiT III's commands.
@@ -372,8 +372,8 @@ def test_a_step_changes_every_weight(path):
     optimizer = build_optimizer(task, run.optim, torch.device("cpu"))
     average = Average(task, run.optim.ema) if run.optim.ema else None
     # The first step after the warm-up, where the rate is highest: the first of all may have a rate of 0.
-    epoch = IMAGENET // run.optim.batch
-    step = in_steps(run.optim.warmup, epoch)
+    length = length_of(run.optim, IMAGENET // run.optim.batch)
+    step = length.warmup
 
     images_BCHW, targets_BK = prepare_batch(
         torch.from_numpy(np.stack(views)),
@@ -388,7 +388,7 @@ def test_a_step_changes_every_weight(path):
     loss = task(images_BCHW, targets)
     loss.backward()
     norm = clip_gradients(task.parameters(), run.optim.clip)
-    set_learning_rate(optimizer, learning_rate(run.optim, step, epoch))
+    set_learning_rate(optimizer, learning_rate(run.optim, length, step))
     optimizer.step()
     if average is not None:
         average.update(step)

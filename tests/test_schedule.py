@@ -10,7 +10,7 @@ from torch import nn
 from vitray.config import load_run
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
-from vitray.training.schedule import CHECK_SECONDS, CheckTimer, Triggers, in_steps, learning_rate, total_steps
+from vitray.training.schedule import CHECK_SECONDS, CheckTimer, Length, Triggers, in_steps, learning_rate, length_of
 
 
 def optim(**settings) -> Optim:
@@ -27,19 +27,19 @@ def test_durations_become_steps(text, steps):
 @pytest.mark.parametrize("every", ["1 step", "7 steps", "2 epochs", "40 steps", "1000000000 epochs"])
 def test_an_interval_ends_at_the_last_step(every):
     run = load_run(None, [f"{section}.every={every}" for section in ("tracking", "evaluate", "checkpoint")])
-    triggers = Triggers(run, steps_per_epoch=10, total=40)
+    triggers = Triggers(run, Length(epoch=10, warmup=0, total=40))
     wanted = {step for step in range(1, 41) if step % in_steps(every, 10) == 0} | {40}
     for steps in (triggers.records, triggers.evaluations, triggers):
         assert {step for step in range(50) if step in steps} == wanted
     # No list of the steps: a run of a billion steps starts at once.
-    assert 10**9 in Triggers(run, steps_per_epoch=1, total=10**9)
+    assert 10**9 in Triggers(run, Length(epoch=1, warmup=0, total=10**9))
 
 
 def test_an_interval_that_rounds_to_no_step_is_refused():
     with pytest.raises(
         ConfigError, match=r"^evaluate.every: got '0.01 epochs', which rounds to 0 steps, expected at least one;"
     ):
-        Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), steps_per_epoch=10, total=40)
+        Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), Length(epoch=10, warmup=0, total=40))
 
 
 def test_minutes_are_not_converted_to_steps():
@@ -68,14 +68,14 @@ def test_minutes_are_not_converted_to_steps():
 )
 def test_a_schedule_that_does_not_fit_is_refused(settings, message):
     with pytest.raises(ConfigError) as error:
-        total_steps(optim(**settings), steps_per_epoch=10)
+        length_of(optim(**settings), steps_per_epoch=10)
     assert message in str(error.value)
 
 
 def test_a_warmup_may_last_the_whole_run():
     whole = optim(duration="4 epochs", warmup="40 steps")
-    assert total_steps(whole, 10) == 40
-    assert [learning_rate(whole, step, 10) for step in (0, 20, 40)] == pytest.approx([0, 0.05, 0.1])
+    assert length_of(whole, 10) == (10, 40, 40)
+    assert [learning_rate(whole, length_of(whole, 10), step) for step in (0, 20, 40)] == pytest.approx([0, 0.05, 0.1])
 
 
 @pytest.mark.parametrize("during_warmup", [True, False])
@@ -93,7 +93,9 @@ def test_the_cosine_equals_timms(during_warmup, warmup):
     )
     for step in range(41):
         theirs.step_update(step)
-        assert learning_rate(ours, step, 10) == pytest.approx(theirs.optimizer.param_groups[0]["lr"], rel=1e-12)
+        assert learning_rate(ours, length_of(ours, 10), step) == pytest.approx(
+            theirs.optimizer.param_groups[0]["lr"], rel=1e-12
+        )
 
 
 def test_the_linear_schedule_equals_torchs():
@@ -101,7 +103,7 @@ def test_the_linear_schedule_equals_torchs():
     theirs = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.2, total_iters=40)
     ours = optim(warmup="0 steps", schedule={"kind": "linear", "floor": 0.02})
     for step in range(41):
-        assert learning_rate(ours, step, 10) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        assert learning_rate(ours, length_of(ours, 10), step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         theirs.step()
 
@@ -115,7 +117,7 @@ SCHEDULES = st.fixed_dictionaries(
 def test_the_rate_rises_to_lr_and_falls_to_the_floor(total, share, start, schedule):
     warmup = round(share * total)
     settings = optim(duration=f"{total} steps", warmup=f"{warmup} steps", warmup_from=start, schedule=schedule)
-    rates = [learning_rate(settings, step, 7) for step in range(total + 1)]
+    rates = [learning_rate(settings, length_of(settings, 7), step) for step in range(total + 1)]
     rising, falling = rates[: warmup + 1], rates[warmup:]
     assert rising == pytest.approx(sorted(rising))
     assert falling == pytest.approx(sorted(falling, reverse=True))

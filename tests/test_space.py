@@ -46,7 +46,7 @@ from vitray.sweep.space import (
 )
 from vitray.tasks.build import build_task
 from vitray.training.optim import build_optimizer, clip_gradients, set_learning_rate
-from vitray.training.schedule import learning_rate, total_steps
+from vitray.training.schedule import learning_rate, length_of
 from vitray.weights.freezing import audit
 from vitray.weights.pretrained import adapt
 
@@ -696,7 +696,7 @@ def test_every_point_of_every_command_is_a_run_with_a_schedule(path):
         points = check_space(space, base)
         assert len({name_of(point, space) for point in points}) == len(points) >= 4
         for point in points:
-            assert total_steps(run_of(base, point).optim, 1000) > 0
+            assert length_of(run_of(base, point).optim, 1000).total > 0
 
 
 @pytest.mark.parametrize("path", SPACES, ids=lambda path: path.stem)
@@ -789,10 +789,10 @@ def rate_sums(path):
             run = run_of(base, point)
             dataset = run.data.url.rpartition("/")[2]
             images = int(TRAIN_SIZES[dataset] * (1 - run.data.holdout))
-            epoch = images // run.optim.batch
-            total = total_steps(run.optim, epoch)
+            length = length_of(run.optim, images // run.optim.batch)
+            total = length.total
             cell = dataset, run.task.mode, run.optim.rule.kind
-            rates = [learning_rate(run.optim, int(step), epoch) for step in np.linspace(0, total, 101)]
+            rates = [learning_rate(run.optim, length, int(step)) for step in np.linspace(0, total, 101)]
             sums[cell] = max(sums.get(cell, 0.0), total * float(np.mean(rates)))
     return sums
 
@@ -871,8 +871,9 @@ def fitted(task, run, images, labels):
     """Train a task as the training loop does, without augmentation."""
     optimizer = build_optimizer(task, run.optim, torch.device("cpu"))
     draw = torch.Generator().manual_seed(run.seed)
-    for step in range(total_steps(run.optim, 1)):
-        set_learning_rate(optimizer, learning_rate(run.optim, step, 1))
+    length = length_of(run.optim, 1)
+    for step in range(length.total):
+        set_learning_rate(optimizer, learning_rate(run.optim, length, step))
         rows = torch.randint(len(images), (run.optim.batch,), generator=draw)
         task(images[rows], one_hot(labels[rows], run.model.num_classes)).backward()
         clip_gradients(task.parameters(), run.optim.clip)
@@ -917,8 +918,8 @@ def test_each_cell_of_table_6_learns_more_than_its_zero_head():
 
 def test_twenty_epochs_of_adamw_are_too_few_on_a_small_dataset():
     optim = load_run(recipes.path_of("finetune_adamw_imagenet")).optim
-    epoch = TRAIN_SIZES["flowers"] // optim.batch
-    rates = [learning_rate(optim, step, epoch) for step in range(total_steps(optim, epoch))]
+    length = length_of(optim, TRAIN_SIZES["flowers"] // optim.batch)
+    rates = [learning_rate(optim, length, step) for step in range(length.total)]
     assert len(rates) == 60
     assert sum(rates) < 0.01 * ENOUGH["adamw"]
 

@@ -23,6 +23,7 @@ from vitray.data.stream.prefetch import Prefetcher
 from vitray.data.stream.stream import HostBatch
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
+from vitray.training.schedule import length_of
 
 VARIANTS = ("augmented", "crops")
 # Steps before the timed ones: more than the batches that a feed makes while the other variant runs.
@@ -60,7 +61,7 @@ def fed_steps(run: Run, device: torch.device) -> Iterator[dict[str, Callable[[],
 
 
 def _step(run: Run, feed: Iterator[DeviceBatch], learner: Learner) -> None:
-    take_step(run, 20, next(feed), Share(0, 1), learner, 1000)
+    take_step(run, 20, next(feed), Share(0, 1), learner, length_of(run.optim, 1000))
 
 
 def host_batches(run: Run) -> tuple[HostBatch, HostBatch]:

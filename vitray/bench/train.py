@@ -20,6 +20,7 @@ from vitray.training.learner import Learner, compile_model
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
 from vitray.training.profiling import peak_flops
+from vitray.training.schedule import length_of
 
 
 class TrainSettings(NamedTuple):
@@ -123,7 +124,7 @@ def training_step(run: Run, batch: DeviceBatch) -> tuple[Learner, Callable[[], o
         task.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(task, run.optim, batch.images.device)
     learner = Learner(task, compile_model(task, run), optimizer, None)
-    return learner, lambda: take_step(run, 20, batch, Share(0, 1), learner, 1000)
+    return learner, lambda: take_step(run, 20, batch, Share(0, 1), learner, length_of(run.optim, 1000))
 
 
 def bare_step(run: Run, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -20,7 +20,7 @@ from vitray.models.sizes import Sizes, sizes_of
 from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import check_model_name
-from vitray.training.schedule import Triggers, check_shares, in_steps, record_interval, total_steps
+from vitray.training.schedule import Length, Triggers, check_shares, length_of
 
 if TYPE_CHECKING:
     from vitray.tasks.costs import TaskCosts
@@ -139,7 +139,7 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     _check_settings(run, dataset, images)
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
-    steps_per_epoch, steps = check_schedule(run, images)
+    length, triggers = check_schedule(run, images)
     sizes, weights = _sizes(run), start or tokenizer
     costs = _task_costs(run, tokenizer, teacher)
     plan = Plan(
@@ -158,11 +158,11 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
         weights_identity=weights.identity if weights else None,
         global_batch=run.optim.batch,
         workers=run.compute.workers,
-        steps_per_epoch=steps_per_epoch,
-        steps=steps,
-        warmup_steps=in_steps(run.optim.warmup, steps_per_epoch),
-        evaluate_every=in_steps(run.evaluate.every, steps_per_epoch) if run.data.evaluated else None,
-        record_every=in_steps(record_interval(run, steps), steps_per_epoch),
+        steps_per_epoch=length.epoch,
+        steps=length.total,
+        warmup_steps=length.warmup,
+        evaluate_every=triggers.evaluations.interval if run.data.evaluated else None,
+        record_every=triggers.records.interval,
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
         teacher=teacher.url if teacher else None,
         teacher_identity=teacher.identity if teacher else None,
@@ -187,15 +187,13 @@ def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "Teacher
     return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
 
 
-def check_schedule(run: Run, images: int) -> tuple[int, int]:
-    """Return the steps of an epoch and of the run; refuse a duration or an interval without a step."""
+def check_schedule(run: Run, images: int) -> tuple[Length, Triggers]:
+    """Return the length and the intervals of a run in steps; refuse a duration or an interval without a step."""
     batch = run.optim.batch
     if batch > images:
         raise ConfigError(f"optim.batch: got {batch}, expected at most the {images} images of {run.data.train}")
-    steps_per_epoch = images // batch
-    steps = total_steps(run.optim, steps_per_epoch)
-    Triggers(run, steps_per_epoch, steps)  # refuses an interval of no step
-    return steps_per_epoch, steps
+    length = length_of(run.optim, images // batch)
+    return length, Triggers(run, length)
 
 
 def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":

@@ -44,7 +44,7 @@ from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStart
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import CheckTimer, Triggers, learning_rate, micro_batches, num_passes, total_steps
+from vitray.training.schedule import CheckTimer, Length, Triggers, learning_rate, length_of, micro_batches, num_passes
 
 # A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
 # die with their node, would log errors.
@@ -96,8 +96,8 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
     prober = Prober(context, client, is_reporter=share.rank == 0)
     prober.restart_pending(state)
-    total = total_steps(run.optim, train.steps)
-    triggers = Triggers(run, train.steps, total)
+    length = length_of(run.optim, train.steps)
+    total, triggers = length.total, Triggers(run, length)
 
     def open_pipeline() -> tuple[Saver | None, Prefetcher]:
         saver = None
@@ -130,7 +130,7 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         batch = next(prefetcher)
         heartbeat.at(step, "computation")
         if step not in state.skipped:
-            unread[step] = take_step(run, step, batch, share, learner, train.steps)
+            unread[step] = take_step(run, step, batch, share, learner, length)
         state.step += 1
         client.progress(state.step)
         is_check = state.step == next_check
@@ -173,11 +173,11 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
         if state.step in triggers.records and state.losses:
             values = {
                 "train/loss": sum(state.losses) / len(state.losses),
-                "train/lr": learning_rate(run.optim, step, train.steps),
+                "train/lr": learning_rate(run.optim, length, step),
                 "train/images_per_second": steps * run.optim.batch / seconds,
                 "train/data_wait_share": min(1.0, prefetcher.waited / seconds),
                 "train/grad_norm": metrics[-1][1] if metrics else 0.0,
-                "train/epoch": state.step / train.steps,
+                "train/epoch": state.step / length.epoch,
                 "data/corrupt": float(len(train.corrupt)),
             }
             if isinstance(learner.task, VisualTokenizer):
@@ -263,9 +263,9 @@ def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender)
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Learner, steps_per_epoch: int) -> Tensor:
+def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Learner, length: Length) -> Tensor:
     """Take one optimizer step; return this worker's part of loss and gradient norm, still on the device."""
-    set_learning_rate(learner.optimizer, learning_rate(run.optim, step, steps_per_epoch))
+    set_learning_rate(learner.optimizer, learning_rate(run.optim, length, step))
     torch.manual_seed(int(step_generator(run.seed, step, f"torch {share.rank}").integers(2**63)))
     loss = torch.zeros((), device=batch.images.device)
     use_patch(learner.task, drawn_patch(run, step))
@@ -352,6 +352,6 @@ def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss:
     keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
     saved = checkpoints.complete_steps(context.run_dir)
     last = checkpoints.folder_of(context.run_dir, saved[-1]) if saved else "none"
-    lr = learning_rate(context.run.optim, step, train.steps)
+    lr = learning_rate(context.run.optim, length_of(context.run.optim, train.steps), step)
     images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
     return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from vitray.config import Run
 from vitray.config.durations import parse_duration
@@ -44,8 +44,16 @@ def interval_steps(setting: str, text: str, steps_per_epoch: int) -> int:
     return steps
 
 
-def total_steps(optim: Optim, steps_per_epoch: int) -> int:
-    """Return the steps of the whole run; refuse one without steps, a longer warm-up, and a rate above lr."""
+class Length(NamedTuple):
+    """The length of a run in steps."""
+
+    epoch: int
+    warmup: int
+    total: int
+
+
+def length_of(optim: Optim, steps_per_epoch: int) -> Length:
+    """Return the length of a run; refuse one without steps, a longer warm-up, and a rate above lr."""
     total, warmup = in_steps(optim.duration, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
     an_epoch = f"an epoch has {steps_per_epoch} steps"
     if total < 1:
@@ -59,16 +67,16 @@ def total_steps(optim: Optim, steps_per_epoch: int) -> int:
     for setting, rate in (("warmup_from", optim.warmup_from), ("schedule.floor", floor)):
         if rate > optim.lr:
             raise ConfigError(f"optim.{setting}: got {rate}, expected at most optim.lr, {optim.lr}")
-    return total
+    return Length(steps_per_epoch, warmup, total)
 
 
-def learning_rate(optim: Optim, step: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of a step, counted from 0; at step `total_steps` it is the floor.
+def learning_rate(optim: Optim, length: Length, step: int) -> float:
+    """Return the learning rate of a step, counted from 0; at step `length.total` it is the floor.
 
     Step 0 uses `warmup_from`, the first step after the warm-up uses lr, as in timm, big_vision and MAE. The first step
     of a warm-up from 0 therefore changes nothing.
     """
-    total, warmup = total_steps(optim, steps_per_epoch), in_steps(optim.warmup, steps_per_epoch)
+    _, warmup, total = length
     assert 0 <= step <= total, f"step {step} of a run of {total}"
     if step < warmup:
         return optim.warmup_from + (optim.lr - optim.warmup_from) * step / warmup
@@ -96,19 +104,17 @@ class Regular:
         return step == self.total or (0 < step < self.total and step % self.interval == 0)
 
 
-def record_interval(run: Run, total: int) -> str:
-    """Return the logging interval of a run of so many steps."""
-    return run.tracking.every or f"{min(50, max(1, total // 20))} steps"
-
-
 class Triggers:
     """The steps, counted as steps done, that need more than training."""
 
-    def __init__(self, run: Run, steps_per_epoch: int, total: int) -> None:
-        def regular(setting: str, every: str) -> Regular:
-            return Regular(interval_steps(setting, every, steps_per_epoch), total)
+    def __init__(self, run: Run, length: Length) -> None:
+        total = length.total
 
-        self.records = regular("tracking.every", record_interval(run, total))
+        def regular(setting: str, every: str) -> Regular:
+            return Regular(interval_steps(setting, every, length.epoch), total)
+
+        every = run.tracking.every
+        self.records = regular("tracking.every", every) if every else Regular(min(50, max(1, total // 20)), total)
         self.evaluations = regular("evaluate.every", run.evaluate.every)
         count, unit = parse_duration(run.checkpoint.every)
         is_timed = unit == "minutes"
