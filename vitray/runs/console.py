@@ -53,6 +53,8 @@ class RunConsole:
         self._values |= values
         if "val/top1" in values:
             names = {"top-1": "val/top1", "top-5": "val/top5", "averaged": "val/top1_ema", "best": "best/val_top1"}
+            if self._plan.classes <= 5:
+                del names["top-5"]
             scores = ", ".join(f"{name} {values[key]:.2%}" for name, key in names.items() if key in values)
             self._console.line(f"  {self._step_text(step)}  val {scores}")
         elif "val/loss" in values:
@@ -74,7 +76,7 @@ class RunConsole:
     def resume(self, step: int, workers: int) -> None:
         """Print the checkpoint that the run resumes from and restart the speed measurement."""
         self._started = None
-        self._console.line(f"  resumed at step {step:,}, saved by {workers} workers")
+        self._console.line(f"  resumed at step {step:,}, saved by {workers} worker{'s' * (workers != 1)}")
 
     def _step_text(self, step: int) -> str:
         plan = self._plan

@@ -238,7 +238,7 @@ class RunLogger:
             case messages.WorkersStarted(device=device, workers=workers):
                 self._stages.setdefault("workers", time.monotonic() - self._info.called)  # of the first group only
                 self._device = device
-                self._console.line(f"  {workers} workers on {device}")
+                self._console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}")
             case messages.Resumed(step=step, workers=workers):
                 self._progress.resume(step, workers)
                 self._wait_warning.restart()

@@ -52,8 +52,9 @@ def placement_block(info: RunInfo) -> dict[str, str]:
     parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
     most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
     return {
-        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPUs",
-        "batch": f"{plan.global_batch} = {highest} workers x {most}{max(parts)} images"
+        "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPU"
+        + "s" * (placement.cpus != 1),
+        "batch": f"{plan.global_batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
         + (f" x {passes} passes" if passes > 1 else ""),
         "augment": _describe_augmentation(run, placement),
         **_describe_prober(run, plan, placement),
