@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ TASKS = {
     "pixels": [*LABEL_FREE, "task={kind: masked, objective: pixels_l1}"],
 }  # fmt: skip
 SPACE = "space:\n  depth: {grid: [1, 2]}\n  model.name: vit_u{depth}x1_8\n  seed: {seeds: 2}\n"
+CURVES = ("train/loss", "val/loss", "val/top1")
 TIMES = ("seconds", "_ms", "images_per_second", "bytes", "command", "run", "page", "path", "out", "url")
 
 
@@ -63,31 +65,23 @@ def results(home: Path) -> Iterator[tuple[str, Any]]:
             name = f"{task}-{workers}"
             call("train", "recipe.yaml", *STEPS, *settings, f"compute.workers={workers}", "--name", name)
             outcome = json.loads(Path("runs", name, "outcome.json").read_text())
-            curves = {
-                key: outcome["curves"][key]
-                for key in ("train/loss", "val/loss", "val/top1")
-                if key in outcome["curves"]
-            }
+            curves = {key: curve for key, curve in outcome["curves"].items() if key in CURVES}
             yield f"train {name}: weights", digest(Path("runs", name, "model", "model.safetensors").read_bytes())
             yield f"train {name}: curves", curves
     Path("space.yaml").write_text(SPACE)
     call("sweep", "recipe.yaml", "space.yaml", *STEPS, "compute.workers=1", "--name", "grid")
     yield "sweep: table", table(Path("sweeps/grid/report/results.csv"))
-    yield "sweep: points", json.loads(Path("sweeps/grid/points.json").read_text())
+    yield "sweep: points", kept(json.loads(Path("sweeps/grid/points.json").read_text()))
     models = ["runs/supervised-1/model", "runs/attn-1/model"]
-    yield (
-        "evaluate",
-        kept(call("evaluate", *models, "data", "--out", "scores", "--probes", "knn", "few_shot", "linear")),
-    )
+    scores = call("evaluate", *models, "data", "--out", "scores", "--probes", "knn", "few_shot", "linear")
+    yield "evaluate", kept(scores)
     call("inspect", models[0], "data", "--compare", models[1], "--images", "16", "--out", "inside")
     for path in sorted(Path("inside").glob("*.csv")):
         yield f"inspect: {path.stem}", digest(path.read_bytes())
     call("predict", *models, "data", "predictions", "--logits", "--embedding", "--features", "block01")
     for path in sorted(Path("predictions").rglob("*.parquet")):
-        yield (
-            f"predict: {path.relative_to('predictions')}",
-            digest(json.dumps(pq.read_table(path).to_pylist(), default=repr)),
-        )
+        rows = json.dumps(pq.read_table(path).to_pylist(), default=repr)
+        yield f"predict: {path.relative_to('predictions')}", digest(rows)
     for target in ("onnx", "torch_export", "timm"):
         model = models[0] if target != "timm" else "runs/distilled-1/model"
         yield f"export {target}", kept(call("export", model, "--to", target, "--rounds", "1", "--images", "64"))
@@ -113,6 +107,8 @@ def kept(value: Any) -> Any:
     """Return a result without times and addresses."""
     if isinstance(value, dict):
         return {key: kept(below) for key, below in value.items() if not any(word in key for word in TIMES)}
+    if isinstance(value, str):
+        return re.sub(r"/\S*/vitray-golden-\w+", "", value)
     return [kept(below) for below in value] if isinstance(value, list) else value
 
 
