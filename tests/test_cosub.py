@@ -22,6 +22,7 @@ from vitray.tasks.supervised import Classification
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 from vitray.training.optim import build_optimizer
+from vitray.training.schedule import length_of
 
 CLASSES = 5
 MODEL = "model={name: vit_u2x1_8, image_size: 32, num_classes: 5, drop_path: 0.5}"
@@ -166,7 +167,8 @@ def stepped(run: Run, share: Share) -> tuple[torch.Tensor, list[torch.Tensor]]:
     pixels = torch.from_numpy(rng.integers(256, size=(8, 32, 32, 3), dtype=np.uint8))
     rows = positions_of(0, 8, share.rank, share.workers)
     batch = DeviceBatch(pixels[rows], torch.arange(8)[rows] % 5, rows, rows)
-    take_step(run, 3, batch, share, Learner(task, task, build_optimizer(task, run.optim, CPU), None), 10)
+    learner = Learner(task, task, build_optimizer(task, run.optim, CPU), None)
+    take_step(run, 3, batch, share, learner, length_of(run.optim, 10))
     return nn.utils.parameters_to_vector(task.parameters()).detach(), seen
 
 

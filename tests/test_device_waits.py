@@ -23,6 +23,7 @@ from vitray.tasks.build import build_task
 from vitray.training import loop
 from vitray.training.learner import Learner, compile_model
 from vitray.training.optim import Average, build_optimizer
+from vitray.training.schedule import length_of
 
 META = torch.device("meta")
 # Calls that copy numbers of the host to the device and wait, or that read the device in their CUDA implementation.
@@ -113,7 +114,7 @@ def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1)
     # Mixing needs more steps, to blend and to cut.
     for step in range(first + (2 if run.data.mix.is_mixing else 1)):
         with no_waits(device) if step >= first else nullcontext():
-            loop.take_step(run, step, batch, Share(0, 1), learner, 100)
+            loop.take_step(run, step, batch, Share(0, 1), learner, length_of(run.optim, 100))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -19,7 +19,7 @@ from vitray.tasks.build import build_task
 from vitray.training.learner import Learner
 from vitray.training.loop import all_reduce_metrics, take_step
 from vitray.training.profiling import peak_flops
-from vitray.training.schedule import check_shares, micro_batches, num_passes
+from vitray.training.schedule import check_shares, length_of, micro_batches, num_passes
 
 TINY = ["model.name=vit_u1x1_8", "model.image_size=16", "model.num_classes=3", "optim.clip=null"]
 
@@ -128,7 +128,8 @@ def gradient_of(run, workers):
     for rank in range(workers):
         own, recorder = positions_of(0, batch, rank, workers), Recorder(task)
         learner = Learner(task, Alone(task), recorder, None)
-        loss, _ = take_step(run, 0, DeviceBatch(images[own], labels[own], own, own), Share(rank, workers), learner, 10)
+        images_of_rank = DeviceBatch(images[own], labels[own], own, own)
+        loss, _ = take_step(run, 0, images_of_rank, Share(rank, workers), learner, length_of(run.optim, 10))
         losses += float(loss)
         for name, gradient in recorder.gradient.items():
             total[name] = total.get(name, 0) + gradient / workers
