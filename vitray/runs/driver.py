@@ -72,8 +72,10 @@ def _print_plan(console: Console, name: str, run_dir: str, planned: PlannedRun) 
     console.block(plan_block(name, run_dir, planned))
     if planned.start:
         console.line("\n".join(f"  {line}" for line in audit_table(planned.start.audit).splitlines()) + "\n")
-    address = os.environ.get("RAY_ADDRESS")
-    console.line(f"  connecting to Ray at {address} ..." if address else "  starting Ray on this machine ...")
+    if session.starts_local_ray():
+        console.line("  starting Ray on this machine ...")
+    elif address := os.environ.get("RAY_ADDRESS"):
+        console.line(f"  connecting to Ray at {address} ...")
 
 
 def _train(info: RunInfo, console: Console, shutdown: GracefulShutdown, source: str | None) -> Outcome:
