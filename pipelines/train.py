@@ -42,7 +42,7 @@ def main(args: list[str]) -> dict[str, Any]:
         raise ConfigError(f"got {' and '.join(names) or 'no recipe'}, expected {wanted}")
 
     from vitray.runs.driver import train
-    from vitray.runs.plan import check_storage, make_plan, plan_text
+    from vitray.runs.resolve import check_storage, plan_of, plan_text, resolve
     from vitray.runs.run_dir import stored_run
 
     for option in ("name", "resume", "fork"):
@@ -57,10 +57,10 @@ def main(args: list[str]) -> dict[str, Any]:
         print(run.to_yaml(), end="")
         return run.dotted()
     if options.dry_run:
-        planned = make_plan(run)
+        resolved = resolve(run)
         check_storage(options.out)
-        print(plan_text(planned), file=sys.stderr)
-        return planned.plan._asdict()
+        print(plan_text(resolved), file=sys.stderr)
+        return plan_of(resolved)
     print(f"vitray: {name}: checking data, weights and storage", file=sys.stderr, flush=True)
     return train(run, name, options.out, fork=options.fork)._asdict()
 

@@ -23,7 +23,7 @@ from vitray.errors import ConfigError
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.models.vit import ViT
 from vitray.runs.driver import train as train_run
-from vitray.runs.plan import make_plan, plan_text
+from vitray.runs.resolve import plan_text, resolve
 from vitray.sweep.space import Space, check_space, read_space
 from vitray.weights import save_model
 from vitray.weights.folder import save_tokenizer
@@ -103,7 +103,7 @@ def test_every_bad_value_of_every_setting_is_refused_by_its_path_or_survives_a_d
         for value in VALUES:
             override = f"{path}={value}"
             try:
-                plan_text(make_plan(base.replace(parse_overrides([override])), dataset))
+                plan_text(resolve(base.replace(parse_overrides([override])), dataset))
                 outcomes["planned"] += 1
             except ConfigError as error:
                 outcomes["refused"] += 1

@@ -12,11 +12,12 @@ import torch
 from pipelines.__main__ import main
 from vitray.bench import probes, train
 from vitray.bench.augmented import host_batches
-from vitray.bench.probes import POLL_SECONDS, ProbeLoad, RaisingClient, take_steps
+from vitray.bench.probes import POLL_SECONDS, ProbeHost, ProbeLoad, take_steps
 from vitray.config import load_run
 from vitray.data.augment.draws import OPERATIONS
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.errors import RunError
+from vitray.training.messages import Note
 
 CPU = torch.device("cpu")
 
@@ -125,7 +126,7 @@ def test_a_load_is_one_probe_after_the_other_and_each_is_counted():
     load.wait()
     assert load.done == len(prober.started) == 3
     with pytest.raises(RunError, match="the probes of step 0 failed"):
-        RaisingClient().note("the probes of step 0 failed, and training goes on")
+        ProbeHost.send(None, Note("the probes of step 0 failed, and training goes on"))
 
 
 @pytest.mark.ray

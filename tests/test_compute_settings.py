@@ -9,10 +9,9 @@ import torch
 
 from vitray.config import load_run
 from vitray.data.augment.batch import DeviceBatch
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.training.checkpoints import copy_to_host, write_checkpoint
-from vitray.training.context import WorkerContext
 from vitray.training.learner import Learner, build_learner, checkpoint_of, compile_model, resume
 from vitray.training.loop import take_step
 from vitray.training.schedule import length_of
@@ -31,19 +30,19 @@ SETTINGS = [
     "compute.workers=1",
 ]
 LAST = ["compute.channels_last=true"]
-client: Any = SimpleNamespace(send=lambda _: None)
+host: Any = SimpleNamespace(device=CPU, load=lambda _: None, send=lambda _: None)
 
 
-def context_of(*settings, run_dir="", name="vit_u2x1_8_hmlp_bn"):
-    return WorkerContext(load_run(None, [f"model.name={name}", *SETTINGS, *settings]), None, None, run_dir, 1, None)
+def run_of(*settings, name="vit_u2x1_8_hmlp_bn"):
+    return load_run(None, [f"model.name={name}", *SETTINGS, *settings])
 
 
-def learner_of(context) -> Learner:
-    learner = build_learner(context, CPU)
-    return learner._replace(model=compile_model(learner.model, context.run))
+def learner_of(run) -> Learner:
+    learner = build_learner(run, host)
+    return learner._replace(model=compile_model(learner.model, run))
 
 
-def steps(context, learner, first, last):
+def steps(run, learner, first, last):
     """Return losses, gradient norms and weights after some steps."""
     results = {}
     for step in range(first, last):
@@ -51,9 +50,7 @@ def steps(context, learner, first, last):
         images, labels = rng.integers(256, size=(8, 32, 32, 3), dtype=np.uint8), rng.integers(5, size=8)
         places = np.arange(8)
         batch = DeviceBatch(torch.from_numpy(images), torch.from_numpy(labels), places, places)
-        results[f"loss and norm {step}"] = take_step(
-            context.run, step, batch, ALONE, learner, length_of(context.run.optim, 10)
-        )
+        results[f"loss and norm {step}"] = take_step(run, step, batch, ALONE, learner, length_of(run.optim, 10))
     assert learner.average is not None
     return results | {name: tensor.clone() for name, tensor in learner.task.state_dict().items()}
 
@@ -62,8 +59,8 @@ def kernels(learner):
     return [tensor for tensor in learner.task.parameters() if tensor.dim() == 4 and tensor.shape[-1] > 1]
 
 
-def save(folder, context, learner, step):
-    copy = copy_to_host(checkpoint_of(context.run, learner, TrainState(step=step), ALONE))
+def save(folder, run, learner, step):
+    copy = copy_to_host(checkpoint_of(run, learner, TrainState(step=step), ALONE))
     write_checkpoint(str(folder), copy.checkpoint)
 
 
@@ -90,7 +87,7 @@ def test_an_unknown_mode_is_one_message():
 
 def test_off_neither_compiles_nor_moves_a_weight(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it compiles"))
-    learner = learner_of(context_of())
+    learner = learner_of(run_of())
     assert learner.model is learner.task
     assert all(kernel.is_contiguous() for kernel in kernels(learner))
     assert all(parameter.grad is None for parameter in learner.task.parameters())
@@ -98,7 +95,7 @@ def test_off_neither_compiles_nor_moves_a_weight(monkeypatch):
 
 @pytest.mark.parametrize("stem", ["linear", "hmlp_bn", "hmlp_ln"])
 def test_channels_last_trains_alike(stem):
-    plain, last = (context_of(*more, name=f"vit_u2x1_8_{stem}") for more in ([], LAST))
+    plain, last = (run_of(*more, name=f"vit_u2x1_8_{stem}") for more in ([], LAST))
     learner = learner_of(last)
     assert kernels(learner)
     assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels(learner))
@@ -109,31 +106,31 @@ def test_channels_last_trains_alike(stem):
 
 @pytest.mark.parametrize("rule", ["adamw", "sgd", "lamb"])
 def test_a_resumed_run_with_channels_last_is_the_same_run(rule, tmp_path):
-    context = context_of(*LAST, f"optim.rule={rule}", run_dir=str(tmp_path))
-    whole = steps(context, learner_of(context), 0, 4)
-    first = learner_of(context)
-    steps(context, first, 0, 2)
-    save(tmp_path, context, first, 2)
-    second = learner_of(context)
-    assert resume(context, second, client).step == 2
+    run = run_of(*LAST, f"optim.rule={rule}")
+    whole = steps(run, learner_of(run), 0, 4)
+    first = learner_of(run)
+    steps(run, first, 0, 2)
+    save(tmp_path, run, first, 2)
+    second = learner_of(run)
+    assert resume(str(tmp_path), second, host).step == 2
     for parameter, state in second.optimizer.state.items():
         like = [value for value in state.values() if torch.is_tensor(value) and value.shape == parameter.shape]
         assert like
         assert all(value.stride() == parameter.stride() for value in like)
-    resumed = steps(context, second, 2, 4)
+    resumed = steps(run, second, 2, 4)
     assert all(torch.equal(tensor, whole[key]) for key, tensor in resumed.items())
 
 
 @pytest.mark.parametrize(("before", "after"), [([], LAST), (LAST, [])])
 def test_channels_last_may_change_on_a_resume(before, after, tmp_path):
-    context = context_of(*before, run_dir=str(tmp_path))
-    whole = steps(context, learner_of(context), 0, 4)
-    first = learner_of(context)
-    steps(context, first, 0, 2)
-    save(tmp_path, context, first, 2)
-    changed = context_of(*after, run_dir=str(tmp_path))
+    run = run_of(*before)
+    whole = steps(run, learner_of(run), 0, 4)
+    first = learner_of(run)
+    steps(run, first, 0, 2)
+    save(tmp_path, run, first, 2)
+    changed = run_of(*after)
     second = learner_of(changed)
-    resume(changed, second, client)
+    resume(str(tmp_path), second, host)
     for key, tensor in steps(changed, second, 2, 4).items():
         torch.testing.assert_close(tensor, whole[key], rtol=1e-4, atol=1e-4, msg=key)
 
@@ -141,9 +138,9 @@ def test_channels_last_may_change_on_a_resume(before, after, tmp_path):
 def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
     modes = []
     monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode) or model)
-    plain = context_of()
+    plain = run_of()
     expected = steps(plain, learner_of(plain), 0, 3)
-    graphs = context_of("compute.compile=reduce-overhead")
+    graphs = run_of("compute.compile=reduce-overhead")
     learner = learner_of(graphs)
     places = [parameter.grad.data_ptr() for parameter in learner.task.parameters()]
     got = steps(graphs, learner, 0, 3)
@@ -157,13 +154,13 @@ def test_gradients_that_graphs_add_to_are_those_of_a_plain_step(monkeypatch):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_each_mode_trains_alike_and_resumes_exactly(mode, tmp_path):
     torch.compiler.reset()
-    plain, context = context_of(), context_of(f"compute.compile={mode}", *LAST, run_dir=str(tmp_path))
-    expected, whole = steps(plain, learner_of(plain), 0, 4), steps(context, learner_of(context), 0, 4)
+    plain, run = run_of(), run_of(f"compute.compile={mode}", *LAST)
+    expected, whole = steps(plain, learner_of(plain), 0, 4), steps(run, learner_of(run), 0, 4)
     for key, tensor in expected.items():
         torch.testing.assert_close(whole[key], tensor, rtol=1e-3, atol=1e-3, msg=key)
-    first = learner_of(context)
-    steps(context, first, 0, 2)
-    save(tmp_path, context, first, 2)
-    second = learner_of(context)
-    resume(context, second, client)
-    assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(context, second, 2, 4).items())
+    first = learner_of(run)
+    steps(run, first, 0, 2)
+    save(tmp_path, run, first, 2)
+    second = learner_of(run)
+    resume(str(tmp_path), second, host)
+    assert all(torch.equal(tensor, whole[key]) for key, tensor in steps(run, second, 2, 4).items())

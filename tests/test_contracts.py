@@ -25,7 +25,6 @@ from vitray.data.stream import stream
 from vitray.errors import ConfigError
 from vitray.runs import failures, oom_backoff
 from vitray.sweep import driver
-from vitray.training import secondary_errors
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -199,7 +198,7 @@ def test_the_platform_logs_the_record_that_is_silenced(logger, level):
 
 
 def test_ray_train_logs_a_workers_traceback_while_its_error_is_handled():
-    source = Path(importlib.util.find_spec(secondary_errors.TRACEBACKS).origin).read_text()
+    source = Path(importlib.util.find_spec(failures.TRACEBACKS).origin).read_text()
     assert "logger = logging.getLogger(__name__)" in source
     assert "traceback.format_exc(" in source[: source.index('logger.error(f"Error in training function:')]
 

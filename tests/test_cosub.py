@@ -13,7 +13,7 @@ from torch import nn
 
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT

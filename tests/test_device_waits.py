@@ -18,7 +18,7 @@ from vitray.data.augment.batch import DeviceBatch
 from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import OPERATIONS, Draws
 from vitray.data.augment.masks import draw_sources
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.tasks.build import build_task
 from vitray.training import loop
 from vitray.training.learner import Learner, compile_model

@@ -10,7 +10,7 @@ from vitray.data.shards import open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
 from vitray.models.vit import TwoHeads, ViT
 from vitray.runs.driver import train
-from vitray.runs.plan import difference, make_plan
+from vitray.runs.resolve import difference, resolve
 from vitray.weights import load_model, save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -56,15 +56,15 @@ def test_two_workers_learn_from_a_teacher_whose_cost_is_counted(place, pupil):
     loaded = load_model(outcome.model)
     assert isinstance(loaded.vit.head, TwoHeads)
     assert {name.partition(".")[0] for name in loaded.vit.state_dict()} >= {"distillation_token", "class_token"}
-    plan = make_plan(recipe(place)).plan
-    assert plan.teacher == str(place / "teacher")
-    assert 3 * plan.gflops < plan.teacher_gflops < plan.step_gflops
+    resolved = resolve(recipe(place))
+    assert resolved.teacher.url == str(place / "teacher")
+    assert 3 * resolved.sizes.gflops < resolved.teacher.gflops < resolved.costs.step_gflops
     logged = mlflow.get_run(outcome.mlflow_run).data
     assert logged.tags["vitray.teacher"] == str(place / "teacher")
-    assert float(logged.params["plan.teacher_gflops"]) == plan.teacher_gflops
-    teacher = 2e9 * plan.teacher_gflops * 96
+    assert float(logged.params["plan.teacher_gflops"]) == resolved.teacher.gflops
+    teacher = 2e9 * resolved.teacher.gflops * 96
     assert float(logged.params["cost/teacher_flops"]) == pytest.approx(teacher)
-    assert float(logged.params["cost/flops"]) == pytest.approx(2e9 * plan.step_gflops * 96)
+    assert float(logged.params["cost/flops"]) == pytest.approx(2e9 * resolved.costs.step_gflops * 96)
 
 
 @pytest.mark.usefixtures("pupil")
@@ -79,8 +79,8 @@ def test_a_run_is_not_resumed_with_another_teacher(place):
 
 def test_a_teacher_that_does_not_fit_is_refused_in_the_plan(place):
     with pytest.raises(ConfigError, match=r"^task\.distill\.teacher: .*nowhere.*: no such file"):
-        make_plan(recipe(place, "nowhere"))
+        resolve(recipe(place, "nowhere"))
     run = Run().replace({"model": Model(name="vit_u2x1_8", image_size=32, num_classes=9).model_dump(mode="json")})
     save_model(str(place / "nine"), run, ViT(run.model))
     with pytest.raises(ConfigError, match="which knows 9 classes, expected the 10 of the data"):
-        make_plan(recipe(place, "nine"))
+        resolve(recipe(place, "nine"))

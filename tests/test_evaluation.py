@@ -1,6 +1,7 @@
 """Evaluation: every image counts once for any batch size, and the scores equal those of a slow loop."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,9 @@ import torch.multiprocessing
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
 from vitray.data.augment.batch import DeviceBatch
-from vitray.data.stream import HostBatch, Share
+from vitray.data.stream.batches import HostBatch, Share
 from vitray.evaluation.scores import MAX_MISTAKES, EvaluationSet, Mistake, evaluate, evaluate_loss
-from vitray.training import evaluator
-from vitray.training.context import WorkerContext
+from vitray.tasks.build import build_task
 from vitray.training.evaluator import Scorer
 
 
@@ -312,12 +312,10 @@ class Val:
 @pytest.mark.parametrize("compile_it", ["false", "true"])
 def test_evaluation_is_compiled_when_training_is(compile_it, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(evaluator, "open_evaluation", lambda _: Val())
     settings = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=7", "evaluate.examples=0"]
     run = load_run(None, [*settings, f"compute.compile={compile_it}"])
-    context = WorkerContext(run, None, None, "", 1, None)
-    task = context.build(CPU)
+    task = build_task(run)
     task.vit = Noticing()
-    scorer = Scorer(context, task, Share(0, 1), CPU)
+    scorer = Scorer(SimpleNamespace(run=run), Val(), task, Share(0, 1), CPU)
     expected = 0.0 if compile_it == "true" else 1.0
     assert [scorer.score().top1 for _ in range(2)] == [expected, expected]

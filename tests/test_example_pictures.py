@@ -19,10 +19,9 @@ from vitray.inference.images import open_images, read_encoded
 from vitray.inspection import attention_maps
 from vitray.models.vit import ViT
 from vitray.runs.best_checkpoint import BestCheckpoint
-from vitray.runs.plan import make_plan
+from vitray.runs.resolve import resolve
 from vitray.runs.run_summary import run_datasets
 from vitray.training import messages
-from vitray.training.context import WorkerContext
 from vitray.training.examples import ExampleImages
 
 
@@ -37,7 +36,7 @@ def settings(dataset, **changes):
 
 
 def examples_of(run, dataset, mask=None):
-    return ExampleImages(WorkerContext(run, dataset, mask, "", 1, None), torch.device("cpu"))
+    return ExampleImages(SimpleNamespace(run=run, dataset=dataset, holdout_mask=mask), torch.device("cpu"))
 
 
 def test_examples_are_spread_over_the_split_and_are_the_same_at_every_evaluation(dataset):
@@ -163,7 +162,6 @@ def logged_by(dataset, monkeypatch, *received):
     from vitray.runs import run_logger
 
     logger = object.__new__(run_logger.RunLogger)
-    plan = SimpleNamespace(dataset=open_dataset(dataset.url), run=Run())
     images, tags = [], {}
     tracker = SimpleNamespace(
         image=lambda key, step, png: images.append((key, step, Image.open(io.BytesIO(png)).size)),
@@ -171,11 +169,12 @@ def logged_by(dataset, monkeypatch, *received):
         tag=tags.__setitem__,
     )
     for name, value in {
-        "_info": SimpleNamespace(planned=plan),
+        "_resolved": SimpleNamespace(dataset=open_dataset(dataset.url)),
+        "_run": Run(),
         "_tracker": tracker,
         "_has_pictures": False,
         "_notes": [],
-        "_console": SimpleNamespace(line=lambda _: None),
+        "console": SimpleNamespace(line=lambda _: None),
     }.items():
         setattr(logger, name, value)
     for message in received:
@@ -216,16 +215,16 @@ def test_the_best_checkpoint_without_labels_has_the_lowest_loss():
 
 
 def test_a_runs_datasets_have_the_digests_of_an_evaluation_of_the_same_images(dataset):
-    train, val = run_datasets(make_plan(settings(dataset)))
+    train, val = run_datasets(resolve(settings(dataset)))
     assert (train.name, train.context, train.images) == ("demo/train", "training", 90)
     assert (val.name, val.context, val.images) == ("demo/val", "validation", 50)
     assert [train.digest, val.digest] == [open_images(dataset.url, split).identity for split in ("train", "val")]
 
 
 def test_the_parts_of_a_hold_out_are_different_datasets(dataset):
-    held = run_datasets(make_plan(settings(dataset, **{"data.holdout": 0.3})))
+    held = run_datasets(resolve(settings(dataset, **{"data.holdout": 0.3})))
     assert [each.name for each in held] == ["demo/train, without 30%", "demo/train, 30%"]
     whole = open_images(dataset.url, "train").identity
     assert len({whole, *(each.digest for each in held)}) == 3
     assert sum(each.images for each in held) == 90
-    assert len(run_datasets(make_plan(settings(dataset, **{"data.val": None})))) == 1
+    assert len(run_datasets(resolve(settings(dataset, **{"data.val": None})))) == 1

@@ -9,9 +9,8 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from torch.distributed import DistBackendError
 
 from vitray.errors import ConfigError, OwnershipLost
-from vitray.runs.failures import describe_failure, out_of_memory_reason
+from vitray.runs.failures import describe_failure, logs_traceback, out_of_memory_reason
 from vitray.training.messages import Heartbeat
-from vitray.training.secondary_errors import logs_traceback
 
 BEATS = [(Heartbeat(rank, 3, f"host-{rank}", 412, "computation", 1.0), 2.0) for rank in range(3)]
 # Texts of Ray 2.60 and torch 2.15.

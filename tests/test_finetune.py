@@ -16,7 +16,7 @@ from vitray.errors import ConfigError
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.models.vit import ViT
 from vitray.runs.driver import train
-from vitray.runs.plan import make_plan
+from vitray.runs.resolve import resolve
 from vitray.training import checkpoints
 from vitray.weights import load_model, save_model
 from vitray.weights.freezing import part_of
@@ -67,13 +67,13 @@ def tuned(place):
 
 
 def test_omitted_settings_come_from_the_weights(place):
-    run = make_plan(recipe(place)).run
+    run = resolve(recipe(place)).run
     assert (run.model.name, run.model.image_size, run.model.pool) == ("vit_u2x2_8_hmlp_bn", 32, "mean")
     assert run.model.layerscale == 0.1
     assert run.data.normalize.mean == (0.4, 0.5, 0.6)
-    assert make_plan(recipe(place, "model.image_size=48", "model.drop_path=0.1")).run.model.drop_path == 0.1
-    assert make_plan(recipe(place, "data.normalize.mean=[0.5, 0.5, 0.5]")).run.data.normalize.mean == (0.5, 0.5, 0.5)
-    planned_again = make_plan(run).run
+    assert resolve(recipe(place, "model.image_size=48", "model.drop_path=0.1")).run.model.drop_path == 0.1
+    assert resolve(recipe(place, "data.normalize.mean=[0.5, 0.5, 0.5]")).run.data.normalize.mean == (0.5, 0.5, 0.5)
+    planned_again = resolve(run).run
     assert planned_again == run
 
 
@@ -88,15 +88,15 @@ def test_omitted_settings_come_from_the_weights(place):
 )
 def test_weights_that_do_not_fit_get_one_message(place, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(recipe(place, *overrides))
+        resolve(recipe(place, *overrides))
 
 
 def test_other_classes_get_a_new_head_and_the_same_classes_keep_the_old_one(place, tmp_path):
-    start = make_plan(recipe(place)).start
+    start = resolve(recipe(place)).start
     assert start.adaptation == "as it is"
     base = load_model(str(place / "base"))
     save_model(str(tmp_path / "other"), base.run, base.vit, [f"other {index}" for index in range(10)])
-    start = make_plan(recipe(place, f"task.weights={tmp_path / 'other'}")).start
+    start = resolve(recipe(place, f"task.weights={tmp_path / 'other'}")).start
     assert start.adaptation == "a new head of zeros for 10 classes"
     assert not start.state["head.weight"].any()
 

@@ -18,7 +18,7 @@ from pipelines.__main__ import main
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request
 from vitray.data.shards import write_dataset as write_shards
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.models.adapters import add_lora
 from vitray.models.network import build_network
 from vitray.prediction.driver import Request, predict

@@ -276,7 +276,7 @@ def job(bare_environment, tmp_path):
 
 
 def test_results_and_records_in_a_jobs_own_folder_are_rejected(job, tmp_path):
-    from vitray.runs.plan import check_storage
+    from vitray.runs.resolve import check_storage
 
     job.setenv("MLFLOW_TRACKING_URI", "http://10.0.0.5:5000")
     for out in ("runs", str(tmp_path / "runs")):

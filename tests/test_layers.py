@@ -27,7 +27,8 @@ FLOORS = (
     {"vitray.inference", "vitray.serving"},
     {"vitray.evaluation.report", "vitray.inspection.report", "vitray.prediction"},
     {"vitray.training"},
-    {"vitray.runs", "vitray.bench"},
+    {"vitray.runs"},
+    {"vitray.bench"},
     {"vitray.sweep", "vitray.vtab", "vitray.serving.export"},
 )
 # Above all floors: the public names, and the verbs.
@@ -43,7 +44,7 @@ DOORS = {
         "vitray.bench.scaling_pipelines",
         "vitray.bench.predict_pipelines",
     },
-    "ray.train": {"vitray.training", "vitray.runs"},
+    "ray.train": {"vitray.runs"},
     "ray.tune": {"vitray.sweep"},
     "ray.serve": {"vitray.serving"},
     "ray.job_submission": {"vitray.cluster.jobs"},
@@ -181,6 +182,13 @@ def test_processes_without_a_torchvision_network_or_policy_leave_torchvision_out
     """It imports torch.compile, which takes a second of CPU in each of a run's dozen processes."""
     named = "vitray.runs.driver, vitray.training.loop, vitray.prediction.networks, vitray.serving.network"
     code = f"import sys, {named}; print({{'torchvision', 'torch._dynamo'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_training_loop_loads_no_platform():
+    """A host brings the platform."""
+    code = "import sys, vitray.training.loop; print({'ray', 'mlflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

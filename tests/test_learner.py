@@ -1,6 +1,7 @@
 """Two workers: a checkpoint is read by one of them, and DDP's gradient buckets change no bit of the training."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from vitray import storage
 from vitray.config import load_run
 from vitray.config.augmentation import Normalize
 from vitray.data.augment.batch import DeviceBatch
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.evaluation.scores import EvaluationSet, _means, gather_names
 from vitray.models.stems import synchronize_norms
 from vitray.tasks.build import build_task
-from vitray.training import checkpoints, evaluator, learner
+from vitray.training import checkpoints, learner
 from vitray.training.checkpoints import META, Checkpoint
 from vitray.training.evaluator import Evaluator
 from vitray.training.learner import DDP, STRIDES_WARNING, Learner
@@ -199,10 +200,10 @@ def test_a_rewind_keeps_the_best_score_up_to_its_checkpoint(best, kept, monkeypa
 
 def test_a_rewind_cancels_the_separate_evaluations_of_later_steps(monkeypatch):
     cancelled, each = [], Evaluator.__new__(Evaluator)
-    monkeypatch.setattr(evaluator.ray, "cancel", cancelled.append)
-    each._is_separate, each._started = True, {2: "two", 4: "four", 6: "six"}
+    each._scorer = None
+    each._started = {step: SimpleNamespace(cancel=lambda step=step: cancelled.append(step)) for step in (2, 4, 6)}
     each.discard_after(3)
-    assert (each.pending, cancelled) == ([2], ["four", "six"])
+    assert (each.pending, cancelled) == ([2], [4, 6])
 
 
 def test_gradients_in_the_buckets_of_ddp_change_no_bit(folder):

@@ -31,7 +31,7 @@ from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.system.lease import own_folder
 from vitray.training import checkpoints
-from vitray.training.driver_client import DriverClient
+from vitray.training.evaluator import evaluation_message
 from vitray.weights import load_model
 
 pytestmark = pytest.mark.ray
@@ -395,7 +395,7 @@ def test_the_loss_of_the_local_ray_is_one_message_and_the_run_has_failed(place):
 
 def test_the_mailbox_imports_nothing_heavy(ray_cluster):
     mailbox, mistake = Mailbox.remote(), Mistake(1, 2, 3, 0.5)
-    DriverClient(mailbox, is_reporter=True).evaluation(Score(3, 0.5, confusion=np.eye(2), mistakes=[mistake]))
+    mailbox.put.remote(evaluation_message(Score(3, 0.5, confusion=np.eye(2), mistakes=[mistake])))
     (evaluation,) = ray.get(mailbox.take.remote())
     assert np.array_equal(evaluation.confusion, np.eye(2))
     assert [Mistake(*values) for values in evaluation.mistakes] == [mistake]

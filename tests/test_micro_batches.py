@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vitray.config import load_run
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.shares import dealt_unit, share_sizes
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.data.stream.epoch_order import positions_of
 from vitray.errors import ConfigError
 from vitray.tasks.build import build_task

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,8 @@ from vitray.system.lease import FOLDER, Watch, check_owner, check_visible, own_f
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps
 
 ROOT = Path(__file__).parent.parent
-PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
+DATA = SimpleNamespace(identity="d")
+RESOLVED = SimpleNamespace(run=Run(), dataset=DATA, initial=None, tokenizer=None, teacher=None)
 
 # Twenty processes open a run at the same moment; the owner holds it until all others have ended.
 CROWD = """
@@ -40,8 +42,9 @@ def open_run():
     os.read(starts[0], 1)
     try:
         with own_folder(folder, "first"):
-            plan = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
-            os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', Run(), plan, None)[0]}\\n".encode())
+            data = SimpleNamespace(identity="d")
+            run = SimpleNamespace(run=Run(), dataset=data, initial=None, tokenizer=None, teacher=None)
+            os.write(results[1], f"{os.getpid()} {open_run_dir(folder, 'first', run, 'owner').uid}\\n".encode())
             os.read(ends[0], 1)
     except Exception as error:  # without a line, the parent would wait for ever
         os.write(results[1], f"{'refused' if isinstance(error, ValueError) else 'failed'} {error}\\n".encode())
@@ -121,7 +124,7 @@ def test_of_twenty_processes_at_once_one_opens_a_run(place):
     assert [line for line in refused if not all(text in line for text in wanted)] == []
     assert json.loads(storage.read_bytes(storage.join(place, RUN_META)))["uid"] == uid
     with own_folder(place, "first"):  # the owner has ended normally
-        assert open_run_dir(place, "first", Run(), PLAN, None) == (uid, 2)
+        assert open_run_dir(place, "first", RESOLVED, "owner")[2:4] == (uid, 2)
 
 
 def test_a_folder_in_use_is_refused_whatever_the_home(place, owner):
@@ -169,12 +172,12 @@ def test_an_owner_that_was_suspended_ends_with_one_message(place, owner, short_l
 def test_no_checkpoint_is_written_after_another_process_took_over(place, short_lease):
     checkpoint = Checkpoint(1, {"model": {"weight": torch.zeros(2)}}, {})
     with own_folder(place, "first") as first:
-        saver = Saver(place, 1, owner=first.id)
+        saver = Saver(place, 1, check=partial(check_owner, place, first.id))
         saver.save(checkpoint)
         saver.close()
         with own_folder(place, "first", patience=60.0) as second:  # renews every 20 s, and the lease is 1 s
             for one, steps in ((first, [1]), (second, [1, 2])):
-                saver = Saver(place, 9, owner=one.id)
+                saver = Saver(place, 9, check=partial(check_owner, place, one.id))
                 saver.save(checkpoint._replace(step=2))
                 if one is first:
                     with pytest.raises(OwnershipLost, match="taken over by process"):
@@ -200,7 +203,7 @@ def test_a_folder_that_another_node_does_not_see_is_refused_there(tmp_path):
 def test_a_folder_lost_while_a_checkpoint_is_written_is_left_alone(tmp_path, monkeypatch, at):
     run_dir, checkpoint = str(tmp_path), Checkpoint(1, {"model": {"weight": torch.zeros(2)}}, {})
     with own_folder(run_dir, "first") as first:
-        saver = Saver(run_dir, 1, owner=first.id)
+        saver = Saver(run_dir, 1, check=partial(check_owner, run_dir, first.id))
         saver.save(checkpoint)
         saver.close()
 
@@ -216,7 +219,7 @@ def test_a_folder_lost_while_a_checkpoint_is_written_is_left_alone(tmp_path, mon
         claim = {"process": {"vitray.host": "elsewhere", "vitray.pid": "1"}, "since": "yesterday"}
         name, ending = {"upload": ("upload", ""), "prune": ("write_bytes", "checkpoint.json")}[at]
         monkeypatch.setattr(storage, name, take_over(ending, getattr(storage, name)))
-        saver = Saver(run_dir, 1, owner=first.id)
+        saver = Saver(run_dir, 1, check=partial(check_owner, run_dir, first.id))
         saver.save(checkpoint._replace(step=2))
         with pytest.raises(OwnershipLost, match="taken over by process 1 on elsewhere"):
             saver.close()

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from vitray.data.augment.draws import OPERATIONS, Draws
+from vitray.data.stream.batches import HostBatch
 from vitray.data.stream.prefetch import AHEAD, Prefetcher
-from vitray.data.stream.stream import HostBatch
 
 CPU = torch.device("cpu")
 

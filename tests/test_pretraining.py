@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from vitray.config import load_run
 from vitray.data.augment.masks import draw_sources
 from vitray.data.shards import read_request, write_dataset
-from vitray.data.stream import HostBatch
+from vitray.data.stream.batches import HostBatch
 from vitray.errors import ConfigError
 from vitray.runs.driver import train
-from vitray.runs.plan import make_plan
+from vitray.runs.resolve import resolve
 from vitray.tracking.figures import draw_pictures
 from vitray.training import checkpoints
 from vitray.training.data import with_masks
@@ -79,7 +79,7 @@ def test_a_tokenizer_is_trained_logged_and_saved(place, tokenizer):
     # MLflow addresses resolve to the same tokenizer.
     for address in (f"runs:/{tokenizer.mlflow_run}/vit_u2x2_8_hmlp_ln", "models:/codes/1"):
         run = beit(place).replace({"task.objective.tokenizer": address})
-        assert make_plan(run).plan.weights_identity == make_plan(beit(place)).plan.weights_identity
+        assert resolve(run).tokenizer.identity == resolve(beit(place)).tokenizer.identity
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_evaluations_always_use_the_same_masks(place):
 
 def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: got .*codes for 4 x 4 patches of 8 pixels"):
-        make_plan(beit(place, "model.image_size=64"))
+        resolve(beit(place, "model.image_size=64"))
     with pytest.raises(ConfigError, match=r"task.objective.tokenizer: .*nowhere"):
-        make_plan(
+        resolve(
             recipe(place, "task={kind: masked, objective: {kind: beit, tokenizer: nowhere}, mask: {min_patches: 2}}")
         )
 

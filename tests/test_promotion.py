@@ -25,8 +25,8 @@ from vitray.inference.models import describe_network
 from vitray.inference.outputs import Work, compute_outputs
 from vitray.runs import promotion
 from vitray.runs.driver import train
-from vitray.runs.plan import make_plan
 from vitray.runs.promotion import PromotionRequest, decide, promote, promote_finished
+from vitray.runs.resolve import resolve
 from vitray.sweep.plan import plan_stages
 from vitray.sweep.space import read_space
 from vitray.tracking import model_registry
@@ -316,9 +316,7 @@ def info(place) -> SimpleNamespace:
     folder.mkdir(parents=True)
     (folder / "run.yaml").write_text(run.to_yaml())
     (folder / "run.json").write_text(json.dumps({"uid": "u1"}))
-    return SimpleNamespace(
-        run_dir=str(folder), planned=SimpleNamespace(dataset=SimpleNamespace(url=str(place / "data")))
-    )
+    return SimpleNamespace(run_dir=str(folder), data=str(place / "data"))
 
 
 def test_a_run_promotes_the_version_that_it_has_registered(networks, place, info, capsys):
@@ -328,7 +326,7 @@ def test_a_run_promotes_the_version_that_it_has_registered(networks, place, info
     register(networks / "bad", "champion", second)
     register(networks / "good", None, first)
     register(networks / "bad", None, second)
-    sentence = promote_finished(info)
+    sentence = promote_finished(info.run_dir, info.data)
     assert sentence.startswith("version 2 of vit is now champion: compared with version 1")
     assert holder_of("vit", "champion") == "2"
     assert len(list((Path(info.run_dir) / "promotion" / "outputs").iterdir())) == 2
@@ -340,13 +338,13 @@ def test_a_run_whose_store_is_away_is_promoted_later(networks, place, info, monk
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    text = promote_finished(info)
+    text = promote_finished(info.run_dir, info.data)
     assert text.startswith(f"not done: vit: MLflow at {address} does not answer: ")
     command = f"vitray promote {info.run_dir} {place / 'data'}"
     assert text.endswith(f"Later: vitray sync; {command}")
     assert command in capsys.readouterr().err
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert "has no version of this run yet" in promote_finished(info)
+    assert "has no version of this run yet" in promote_finished(info.run_dir, info.data)
     client = open_client(tracking_uri())
     run_id = client.create_run(client.create_experiment("vitray"), tags={UID_TAG: "u1"}).info.run_id
     register(networks / "good", None, run_id)
@@ -360,7 +358,7 @@ def test_an_error_of_the_comparison_does_not_end_the_run(networks, place, info):
     run_id = client.create_run(client.create_experiment("vitray"), tags={UID_TAG: "u1"}).info.run_id
     register(networks / "other", "champion")
     register(networks / "good", None, run_id)
-    text = promote_finished(info)
+    text = promote_finished(info.run_dir, info.data)
     assert text.startswith("not done: models:/vit/1: classes: they differ from those of models:/vit/2 in ")
     assert "sphere" in text
     assert holder_of("vit", "champion") == "1"
@@ -436,13 +434,13 @@ def test_a_folder_without_a_store_is_refused_and_gets_none(place, info, capsys):
 )
 def test_a_rule_that_no_run_can_follow_is_refused_by_the_plan(place, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(load_run(None, [*SETTINGS, f"data.url={place / 'data'}", "optim.batch=8", *overrides]))
+        resolve(load_run(None, [*SETTINGS, f"data.url={place / 'data'}", "optim.batch=8", *overrides]))
 
 
 def test_a_task_without_classes_has_no_rule(place):
     settings = [*SETTINGS[1:], "model.num_classes=null", f"data.url={place / 'data'}", "optim.batch=8", "task=masked"]
     with pytest.raises(ConfigError, match=r"tracking.promote: got a rule, expected null: a task of kind masked has no"):
-        make_plan(load_run(None, [*settings, "tracking.register_as=vit", "tracking.promote={}"]))
+        resolve(load_run(None, [*settings, "tracking.register_as=vit", "tracking.promote={}"]))
 
 
 def test_a_sweep_refuses_a_rule_and_a_name_that_mlflow_refuses():

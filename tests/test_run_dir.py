@@ -11,7 +11,6 @@ from vitray.runs.run_dir import fork_source, open_run_dir, resume_command
 from vitray.tasks.build import build_task
 from vitray.training.checkpoints import Checkpoint, folder_of, write_checkpoint
 
-PLAN = SimpleNamespace(dataset_identity="d", weights_identity=None, teacher_identity=None)
 TINY = ["model.name=vit_u2x1_8", "model.image_size=32", "model.num_classes=5", "optim.batch=4"]
 
 MEAN, L1 = (f"task={{kind: masked, objective: {{kind: {kind}}}}}" for kind in ("mean_color", "pixels_l1"))
@@ -29,7 +28,9 @@ def save(run_dir, run):
 def opened(out, name, run, fork=None):
     """The folder of a run that has been opened."""
     run_dir = f"{out}/{name}"
-    open_run_dir(run_dir, name, run, PLAN, fork)
+    data = SimpleNamespace(identity="d")
+    resolved = SimpleNamespace(run=run, dataset=data, initial=None, tokenizer=None, teacher=None)
+    open_run_dir(run_dir, name, resolved, "owner", fork)
     return run_dir
 
 

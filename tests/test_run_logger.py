@@ -7,6 +7,7 @@ import pytest
 
 from vitray.runs.run_logger import RunLogger
 from vitray.training.messages import Metrics
+from vitray.training.schedule import Length
 
 
 def failing(*_):
@@ -18,11 +19,11 @@ def logger():
     """A logger of a trial without its thread, whose tracker is away; its lines and decisions."""
     logger = RunLogger.__new__(RunLogger)
     logger.lines, logger.decided = [], []
-    logger._console, logger._notes = SimpleNamespace(line=logger.lines.append), deque()
+    logger.console, logger._notes = SimpleNamespace(line=logger.lines.append), deque()
     logger._tracker = SimpleNamespace(metrics=failing, tag=failing)
     logger.mailbox = SimpleNamespace(decide=SimpleNamespace(remote=lambda *answer: logger.decided.append(answer)))
-    hook = SimpleNamespace(should_stop=lambda *_: True)
-    logger._info = SimpleNamespace(hook=hook, planned=SimpleNamespace(plan=SimpleNamespace(steps=9)))
+    logger.hook = SimpleNamespace(should_stop=lambda *_: True)
+    logger._resolved = SimpleNamespace(length=Length(9, 0, 9))
     return logger
 
 
@@ -34,7 +35,7 @@ def test_an_error_of_the_log_is_a_note(logger):
 def test_a_trial_gets_its_decision_whatever_fails(logger):
     evaluated = Metrics(4, {"val/loss": 1.0})
     logger._guarded(lambda: logger._log(evaluated))
-    logger._info.hook.should_stop = failing
+    logger.hook.should_stop = failing
     logger._guarded(lambda: logger._log(evaluated))
     assert logger.decided == [(4, True), (4, False)]
     assert len(logger.lines) == 2

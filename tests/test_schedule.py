@@ -10,7 +10,16 @@ from torch import nn
 from vitray.config import load_run
 from vitray.config.training import Optim
 from vitray.errors import ConfigError
-from vitray.training.schedule import CHECK_SECONDS, CheckTimer, Length, Triggers, in_steps, learning_rate, length_of
+from vitray.training.schedule import (
+    CHECK_SECONDS,
+    CheckTimer,
+    Length,
+    Triggers,
+    in_steps,
+    intervals_of,
+    learning_rate,
+    length_of,
+)
 
 
 def optim(**settings) -> Optim:
@@ -27,19 +36,17 @@ def test_durations_become_steps(text, steps):
 @pytest.mark.parametrize("every", ["1 step", "7 steps", "2 epochs", "40 steps", "1000000000 epochs"])
 def test_an_interval_ends_at_the_last_step(every):
     run = load_run(None, [f"{section}.every={every}" for section in ("tracking", "evaluate", "checkpoint")])
-    triggers = Triggers(run, Length(epoch=10, warmup=0, total=40))
+    triggers = Triggers(intervals_of(run, Length(epoch=10, warmup=0, total=40)), 40)
     wanted = {step for step in range(1, 41) if step % in_steps(every, 10) == 0} | {40}
-    for steps in (triggers.records, triggers.evaluations, triggers):
-        assert {step for step in range(50) if step in steps} == wanted
-    # No list of the steps: a run of a billion steps starts at once.
-    assert 10**9 in Triggers(run, Length(epoch=1, warmup=0, total=10**9))
+    for is_one in (triggers.records, triggers.evaluates, triggers.saves, triggers.__contains__):
+        assert {step for step in range(50) if is_one(step)} == wanted
 
 
 def test_an_interval_that_rounds_to_no_step_is_refused():
     with pytest.raises(
         ConfigError, match=r"^evaluate.every: got '0.01 epochs', which rounds to 0 steps, expected at least one;"
     ):
-        Triggers(load_run(None, ["evaluate.every=0.01 epochs"]), Length(epoch=10, warmup=0, total=40))
+        intervals_of(load_run(None, ["evaluate.every=0.01 epochs"]), Length(epoch=10, warmup=0, total=40))
 
 
 def test_minutes_are_not_converted_to_steps():

@@ -199,7 +199,7 @@ def test_an_interrupted_search_resumes_with_the_same_points(tmp_path, base):
 
 def test_a_sweep_is_planned_by_a_trial_whose_stage_has_a_model(tmp_path, base, monkeypatch):
     planned, folder = [], tmp_path / "home" / "before" / "second" / "second=once" / "model"
-    monkeypatch.setattr("vitray.sweep.plan.make_plan", planned.append)
+    monkeypatch.setattr("vitray.sweep.plan.resolve", planned.append)
     cases = "{a: {task: {kind: finetune, weights: '{first}'}}, b: {task: {kind: finetune, weights: '{second}'}}}"
     stages = "before: {first: {recipe: demo}, second: {recipe: demo}}\n"
     (tmp_path / "space.yaml").write_text(f"space: {{route: {{cases: {cases}}}}}\n{stages}")
@@ -223,7 +223,7 @@ def test_a_drawn_point_has_absolute_addresses(tmp_path, base, monkeypatch):
 
 def test_a_trial_gets_the_absolute_address_of_the_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vitray.sweep.plan.make_plan", lambda run: None)  # there is no data set
+    monkeypatch.setattr("vitray.sweep.plan.resolve", lambda run: None)  # there is no data set
     text = "space: {optim.lr: {grid: [1.0e-3]}}\ngoal: {metric: val/loss, mode: min}\n"
     (tmp_path / "space.yaml").write_text(text)
     run = load_run(recipes.path_of("masked_beit_imagenet"), ["task.objective.tokenizer=codes/model"])
@@ -469,7 +469,7 @@ def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, bas
     recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
     logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
     dataset = SimpleNamespace(part_identity=lambda *part: f"hash of {part}")
-    logger.plan, logger._kill_children = SimpleNamespace(trials=4, dataset=dataset), MagicMock()
+    logger.plan, logger._kill_children = SimpleNamespace(trials=4, first=SimpleNamespace(dataset=dataset)), MagicMock()
     logger.report = lambda: [logger._trial_result(name) for name in store.entries]
     outcome = logger.finish()
     assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
@@ -608,17 +608,17 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     """Tune's own rule pauses a trial while others wait; a training run cannot pause."""
     text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
     plan, _, _ = open_sweep(tmp_path, base, text)
-    scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))
+    scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
     scheduler.set_search_properties("goal", "max")
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
 
     def decision(trial, step, goal):
-        return scheduler.on_trial_result(tune, trial, {"share": progress(step, plan.run_plan.steps), "goal": goal})
+        return scheduler.on_trial_result(tune, trial, {"share": progress(step, plan.first.length.total), "goal": goal})
 
     trials = [Trial("stub", stub=True) for _ in range(5)]
     for trial, goal in zip(trials, (0.2, 0.4, 0.6), strict=False):
         assert [decision(trial, step, goal) for step in (1, 2, 4)] == [TrialScheduler.CONTINUE] * 3
-        scheduler.on_trial_complete(tune, trial, {"share": progress(4, plan.run_plan.steps), "goal": goal})
+        scheduler.on_trial_complete(tune, trial, {"share": progress(4, plan.first.length.total), "goal": goal})
     assert decision(trials[3], 1, 0.3) == TrialScheduler.CONTINUE  # in its grace period
     assert decision(trials[3], 2, 0.3) == TrialScheduler.STOP
     assert decision(trials[4], 2, 0.5) == TrialScheduler.CONTINUE
@@ -627,9 +627,9 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
 def test_asha_compares_trials_of_different_lengths_at_the_same_share_of_their_steps(tmp_path, base):
     """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
     plan, _, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
-    steps = plan.run_plan.steps
+    steps = plan.first.length.total
     for length in (steps, 2 * steps, 3 * steps + 1):
-        scheduler = build_scheduler(plan.run_plan, read_space(tmp_path / "space.yaml"))
+        scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
         scheduler.set_search_properties("goal", "max")
         trials = [Trial("stub", stub=True) for _ in range(2)]
         stopped = []

@@ -17,7 +17,7 @@ import pytest
 from vitray import storage
 from vitray.cluster.storage_check import check_outlives_job, check_readable, check_writable
 from vitray.errors import ConfigError
-from vitray.runs.plan import check_storage
+from vitray.runs.resolve import check_storage
 
 SECRET = "canary-secret-0123456789"
 
@@ -258,11 +258,11 @@ def test_a_missing_file_counts_as_readable(s3_server):
 
 def test_a_plan_checks_access_to_data_on_s3(s3_server, monkeypatch):
     from vitray.config import load_run
-    from vitray.runs.plan import make_plan
+    from vitray.runs.resolve import resolve
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     with pytest.raises(ConfigError, match="the secret key does not belong to the access key"):
-        make_plan(load_run(None, ["data.url=s3://bucket/demo"]))
+        resolve(load_run(None, ["data.url=s3://bucket/demo"]))
 
 
 def test_an_unwritable_folder_is_named(tmp_path):

@@ -34,13 +34,15 @@ from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.shards import checking
 from vitray.data.shards.manifest import Columns, Dataset, Duplicates, Rejects, Shard, Split, open_dataset, save_dataset
 from vitray.data.shares import PAIR
-from vitray.data.stream import HostBatch, Share, Stream, StreamSpec, decoding, epoch_order, forget_decoded
+from vitray.data.stream import decoding, epoch_order
 from vitray.data.stream import stream as stream_module
-from vitray.data.stream.cache import decoded_split
+from vitray.data.stream.batches import HostBatch, Share, StreamSpec
+from vitray.data.stream.cache import decoded_split, forget_decoded
 from vitray.data.stream.decoding import decode_positions, locate_rows, read_rows
 from vitray.data.stream.epoch_order import DEAL, LANES, REGION, EpochOrder, positions_of, ranks_of
 from vitray.data.stream.pieces import Cut
 from vitray.data.stream.preview import sample_sheet
+from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 
 GROUPS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(np.array)

@@ -23,7 +23,7 @@ from vitray import storage
 from vitray.cluster import session
 from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request, write_dataset
-from vitray.data.stream import forget_decoded
+from vitray.data.stream.cache import forget_decoded
 from vitray.errors import ConfigError
 from vitray.models.vit import ViT
 from vitray.sweep.driver import retry_failed, sweep

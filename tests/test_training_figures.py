@@ -20,14 +20,13 @@ from vitray.inspection.report.figures import FIGURES
 from vitray.inspection.similarity import FEWEST_IMAGES
 from vitray.models.vit import ViT
 from vitray.runs.placement import place_workers
-from vitray.runs.plan import make_plan
 from vitray.runs.registered_figures import inspect_model, log_registered_figures
+from vitray.runs.resolve import resolve
 from vitray.runs.run_logger import RunLogger
 from vitray.training import messages
-from vitray.training.context import WorkerContext
 from vitray.training.examples import read_examples
 from vitray.training.figures import draw_figures, read_shown_images
-from vitray.training.prober import ProbeActor, Probed, log_probes
+from vitray.training.prober import Probed, ProbeProcess, log_probes
 from vitray.training.state import TrainState
 from vitray.weights import save_model
 
@@ -99,14 +98,14 @@ def test_figures_are_drawn_on_a_cpu_of_their_own(dataset, monkeypatch):
                 place_workers(run)
             with pytest.raises(ConfigError, match=r"evaluate.probes and evaluate.figures, .* and `vitray inspect RUN"):
                 place_workers(run.replace({"evaluate.probes": ["knn"]}))
-    make_plan(run)
+    resolve(run)
 
 
 @pytest.mark.parametrize("development", [0.0, 0.3])
 def test_figures_show_the_images_of_the_example_pictures(dataset, development):
     run = recipe(dataset, f"data.holdout={development}", "evaluate.examples=5")
     mask = holdout_mask(dataset, "train", development) if development else None
-    views, labels = read_examples(WorkerContext(run, dataset, mask, "", 1, None))
+    views, labels = read_examples(SimpleNamespace(run=run, dataset=dataset, holdout_mask=mask))
     chosen = read_shown_images(run, dataset, mask)
     assert [image.label for image in chosen.shown] == labels.tolist()
     assert len(views) == chosen.used == len(chosen.shown)
@@ -140,12 +139,12 @@ def test_positions_that_attention_adds_are_drawn_too(dataset, kind):
 
 def test_figures_of_the_actor_reach_the_image_grid_by_step(dataset):
     run = recipe(dataset, "evaluate.figures=[norms]", "evaluate.examples=5")
-    context, sent, recorded = WorkerContext(run, dataset, None, "/runs/first", 1, None), [], []
+    resolved, sent, recorded = SimpleNamespace(run=run, dataset=dataset, holdout_mask=None), [], []
     weights = {name: each.numpy() for name, each in scrambled(ViT(run.model)).state_dict().items()}
-    probed = ProbeActor(context).probe(1200, weights)
+    probed = ProbeProcess(resolved, "/runs/first", "cpu").probe(1200, weights)
     assert probed.values == {}
-    client = SimpleNamespace(send=sent.append, metrics=lambda *_: pytest.fail("there are no probes"))
-    log_probes(iter([(1200, probed), (1400, Probed({}, {}))]), context, TrainState(), client)
+    host = SimpleNamespace(send=sent.append)
+    log_probes(iter([(1200, probed), (1400, Probed({}, {}))]), run, TrainState(), host)
     assert [type(message) for message in sent] == [messages.FigurePictures]
     logger = SimpleNamespace(_tracker=SimpleNamespace(image=lambda *record: recorded.append(record)))
     RunLogger._log(logger, sent[0])

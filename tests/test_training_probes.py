@@ -29,16 +29,16 @@ from vitray.evaluation.few_shot import probe_few_shot
 from vitray.evaluation.knn import probe_knn
 from vitray.evaluation.probes import mean_distances
 from vitray.models.vit import ViT
+from vitray.runs import ray_host
 from vitray.runs.driver import train
 from vitray.runs.placement import place_workers
-from vitray.runs.plan import make_plan
+from vitray.runs.resolve import resolve
 from vitray.runs.training_probes import probe_checkpoints
 from vitray.sweep.driver import sweep
 from vitray.sweep.plan import Recipe
 from vitray.sweep.space import read_space
 from vitray.training import checkpoints, loop, prober
 from vitray.training.checkpoints import Checkpoint
-from vitray.training.context import WorkerContext
 from vitray.training.prober import Prober
 from vitray.training.probes import choose_rows, network_weights, probe_weights, read_probe_images, read_probe_labels
 from vitray.training.state import TrainState
@@ -238,8 +238,8 @@ def test_settings_of_training_without_labels_that_do_not_fit_get_one_message(ove
 def test_probes_that_learn_need_labels(dataset):
     unlabeled = dataset.model_copy(update={"classes": ("image",)})
     with pytest.raises(ConfigError, match=r"evaluate.probes few_shot needs labels to learn from; .* has none"):
-        make_plan(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabeled)
-    make_plan(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabeled)
+        resolve(recipe(dataset, "evaluate.probes=[few_shot,rank]", base=MASKED), unlabeled)
+    resolve(recipe(dataset, "evaluate.probes=[rank]", base=MASKED), unlabeled)
 
 
 def test_few_shot_learns_from_the_number_of_images_in_its_name_or_is_refused_by_the_plan(dataset):
@@ -259,8 +259,8 @@ def test_few_shot_learns_from_the_number_of_images_in_its_name_or_is_refused_by_
         f"evaluate.probe_images: got 16: {len(missing)} of 10 classes have none of .* '{missing[0]}', and few_shot"
     )
     with pytest.raises(ConfigError, match=message):
-        make_plan(recipe(dataset, "evaluate.probe_images=16"), dataset)
-    assert make_plan(recipe(dataset, "evaluate.probe_images=16", "evaluate.probes=[knn]"), dataset).plan
+        resolve(recipe(dataset, "evaluate.probe_images=16"), dataset)
+    assert resolve(recipe(dataset, "evaluate.probe_images=16", "evaluate.probes=[knn]"), dataset)
 
 
 def training_images(dataset, number):
@@ -272,8 +272,8 @@ def training_images(dataset, number):
 
 def test_the_plan_has_the_number_of_images_of_the_smallest_class(dataset):
     labels = [label for label, _ in training_images(dataset, 80)]
-    assert make_plan(recipe(dataset), dataset).plan.few_shot_least == min(map(labels.count, range(len(SHAPES))))
-    assert make_plan(recipe(dataset, "evaluate.probes=[knn]"), dataset).plan.few_shot_least is None
+    assert resolve(recipe(dataset), dataset).few_shot_least == min(map(labels.count, range(len(SHAPES))))
+    assert resolve(recipe(dataset, "evaluate.probes=[knn]"), dataset).few_shot_least is None
     assert read_probe_labels(recipe(dataset), dataset, None).tolist() == labels
     mask = holdout_mask(dataset, "train", 0.4)
     trained = [label for row, (_, label, _) in every_row(dataset).items() if not mask[row]]
@@ -345,13 +345,21 @@ def test_the_best_accuracy_is_in_checkpoints_and_the_alarm_is_not():
 
 
 class Notes:
-    """The part of the driver's client that a prober uses."""
+    """The part of a host that a prober uses; with a ResolvedRun, it starts an actor of Ray."""
 
-    def __init__(self):
-        self.notes = []
+    def __init__(self, resolved=None, rank=0):
+        self.notes, self.rank, self.actor = [], rank, None
+        if resolved is not None:
+            self.actor = ray_host.start_probe_actor(ray_host.RayStart(resolved, "", "", 1))
 
-    def note(self, text):
-        self.notes.append(text)
+    def send(self, message):
+        self.notes.append(message.text)
+
+    def start_probes(self, step, weights):
+        return ray_host.RayJob(self.actor.probe.remote(step, weights))
+
+    def unfinished(self, jobs, seconds):
+        return ray_host.unfinished(jobs, seconds)
 
 
 class Waiting:
@@ -365,20 +373,27 @@ class Waiting:
         return self.looks < 0
 
 
-def test_the_workers_meet_while_one_waits_for_results_at_the_end(monkeypatch):
+def test_the_workers_meet_while_one_waits_for_results_at_the_end():
     met = []
-    monkeypatch.setattr(loop, "largest", lambda number: met.append(number) or number)
-    loop.await_results(Waiting(2), Waiting(1))
+    worker = SimpleNamespace(
+        evaluator=Waiting(2), prober=Waiting(1), largest=lambda number: met.append(number) or number
+    )
+    loop.await_results(worker)
     assert met == [1, 1, 0, 1, 0]
 
 
-def test_probes_that_are_too_late_at_the_end_are_left_out(tmp_path, dataset, monkeypatch):
-    client = Notes()
-    context = WorkerContext(recipe(dataset), dataset, None, str(tmp_path), 1, None)
-    probers = [Prober(context, client, is_reporter=is_reporter) for is_reporter in (True, False)]
-    actor = SimpleNamespace(probe=SimpleNamespace(remote=lambda step, _: f"probes of {step}"))
-    monkeypatch.setattr(prober, "start_actor", lambda _: actor)
-    monkeypatch.setattr(prober.ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))  # the first has finished
+def test_probes_that_are_too_late_at_the_end_are_left_out(tmp_path, dataset):
+    notes = []
+    hosts = [
+        SimpleNamespace(
+            rank=rank,
+            send=lambda message: notes.append(message.text),
+            start_probes=lambda step, _: f"probes of {step}",
+            unfinished=lambda jobs, _: jobs[1:],  # the first has finished
+        )
+        for rank in range(2)
+    ]
+    probers = [Prober(recipe(dataset), str(tmp_path), host) for host in hosts]
     learner = SimpleNamespace(average=None, task=torch.nn.Linear(1, 1))
     for step in (2, 4):
         for each in probers:
@@ -388,7 +403,7 @@ def test_probes_that_are_too_late_at_the_end_are_left_out(tmp_path, dataset, mon
     assert probers[0].pending == [2, 4]
     assert probers[0].is_ready(0, 2 * prober.LONGEST_WAIT + 1)
     assert probers[0].pending == [2]
-    (note,) = client.notes
+    (note,) = notes
     assert note == "the probes of step 4 are left out: they have not finished in 3601 s"
 
 
@@ -533,11 +548,11 @@ def test_interrupted_probes_restart_from_their_checkpoints(place, clean):
     vit = ViT(run.model)
     parts = {"model": {f"vit.{name}": tensor for name, tensor in vit.state_dict().items()}}
     checkpoints.write_checkpoint(run_dir, Checkpoint(4, parts, {}))
-    client, context = Notes(), WorkerContext(run, clean, None, run_dir, 1, None)
-    prober = Prober(context, client, is_reporter=True)
+    host = Notes(resolve(run, clean))
+    prober = Prober(run, run_dir, host)
     prober.restart_pending(TrainState(step=6, pending_probes=[2, 4]))
     assert prober.pending == [4]
-    assert client.notes == ["the probes of step 2 were lost when the run was interrupted"]
+    assert host.notes == ["the probes of step 2 were lost when the run was interrupted"]
     ((step, probed),) = prober.finished(wait=True)
     images = read_probe_images(run, clean, None)
     assert step == 4
@@ -550,12 +565,12 @@ def test_interrupted_probes_restart_from_their_checkpoints(place, clean):
     checkpoints.write_checkpoint(run_dir, Checkpoint(6, parts, {}))
     prober.restart_pending(TrainState(step=6, pending_probes=[6]))
     assert list(prober.finished(wait=True)) == []
-    assert len(client.notes) == 2
-    assert client.notes[1].startswith("the probes of step 6 failed, and training goes on: ")
-    # Another rank, and a run without probes, start nothing.
-    for each in (Prober(context, client, is_reporter=False),):
-        each.restart_pending(TrainState(step=6, pending_probes=[4]))
-        assert each.pending == []
+    assert len(host.notes) == 2
+    assert host.notes[1].startswith("the probes of step 6 failed, and training goes on: ")
+    # Another rank starts nothing.
+    other = Prober(run, run_dir, Notes(rank=1))
+    other.restart_pending(TrainState(step=6, pending_probes=[4]))
+    assert other.pending == []
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

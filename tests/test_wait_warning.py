@@ -7,7 +7,7 @@ from image_sets import write_dataset
 
 from vitray.config import load_run
 from vitray.runs.placement import Placement
-from vitray.runs.plan import RunInfo, make_plan
+from vitray.runs.resolve import resolve
 from vitray.runs.run_logger import RunLogger
 from vitray.runs.run_summary import placement_block
 from vitray.runs.wait_warning import WaitWarning, best_remedy
@@ -45,7 +45,7 @@ def test_the_remedy_is_the_largest_that_is_left(changes, has_gpu, remedy):
 def test_a_run_notes_the_warning_at_its_first_large_share_after_a_start():
     notes = []
     logger = SimpleNamespace(
-        _info=SimpleNamespace(hook=None),
+        hook=None,
         _history={},
         _tagged={},
         _tracker=SimpleNamespace(metrics=lambda *_: None),
@@ -88,5 +88,4 @@ def test_a_run_says_where_it_augments_and_who_chose_it(on, use_gpu, text, tmp_pa
     changes |= {"model.name": "vit_u1x1_8", "model.image_size": 16, "model.num_classes": 10, "optim.batch": 8}
     run = load_run().replace(changes | {"optim.duration": "4 steps", "optim.warmup": "0 steps"})
     placement = Placement((1, 1), use_gpu, 1.0, 1)
-    info = RunInfo("first", str(tmp_path), "uid", 1, "owner", make_plan(run), placement, 0.0, None, None)
-    assert placement_block(info)["augment"] == f"random_resized crop, policy three_augment, {text}"
+    assert placement_block(resolve(run), placement)["augment"] == f"random_resized crop, policy three_augment, {text}"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import vitray.training.loop
+import vitray.runs.ray_host
 from pipelines.__main__ import main
 
 PACE = json.loads(os.environ["FAULTS_SETTINGS"])["pace"]
@@ -16,6 +16,7 @@ RECORD = os.environ["FAULTS_RECORD"]
 
 def recorded_worker(config: dict[str, Any]) -> Any:
     """Train as one worker; Ray sends this function to the worker's process by value."""
+    from vitray.runs import ray_host
     from vitray.training import loop
 
     file, plain_step, last = os.open(RECORD, os.O_WRONLY | os.O_APPEND | os.O_CREAT), loop.take_step, [0.0]
@@ -29,10 +30,10 @@ def recorded_worker(config: dict[str, Any]) -> Any:
         return result
 
     loop.take_step = take_step
-    return loop.worker(config)
+    return ray_host.worker(config)
 
 
 if __name__ == "__main__":
     Path(RECORD).touch()
-    vitray.training.loop.worker = recorded_worker
+    vitray.runs.ray_host.worker = recorded_worker
     sys.exit(main())

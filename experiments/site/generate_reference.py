@@ -24,7 +24,14 @@ VARIABLE = re.compile(r"(?<![\w{])(?:(?:VITRAY|RAY|MLFLOW|AWS|GLOO|NCCL|OMP|KINE
 CLUSTER_FILES = ("cluster.yaml", "deploy/*.yaml", "deploy/*.sh")
 METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]*split\})/(\S|\{[^}]*\})*")
 # The modules that name metrics, and the methods of a tracker that write artifacts and images.
-LOGGING = ("runs/run_logger", "training/loop", "training/evaluator", "training/prober", "evaluation/scores")
+LOGGING = (
+    "runs/run_logger",
+    "runs/ray_host",
+    "training/loop",
+    "training/evaluator",
+    "training/prober",
+    "evaluation/scores",
+)
 LOGGING += ("tracking/system_info", "sweep/sweep_logger", "evaluation/report/tracking")
 WRITERS = {"figure", "text", "image"}
 EXIT_STATUSES = """\

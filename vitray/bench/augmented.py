@@ -18,9 +18,8 @@ from vitray.config import Run
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.augment.draws import Draws, draw_columns, draw_operations, read_draws, write_draws
 from vitray.data.augment.keyed_random import generator
-from vitray.data.stream import Share
+from vitray.data.stream.batches import HostBatch, Share
 from vitray.data.stream.prefetch import Prefetcher
-from vitray.data.stream.stream import HostBatch
 from vitray.training.learner import Learner
 from vitray.training.loop import take_step
 from vitray.training.schedule import length_of

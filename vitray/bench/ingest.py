@@ -25,7 +25,8 @@ from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.augment.batch_policy import apply_draws
 from vitray.data.augment.draws import read_draws
 from vitray.data.shards import open_dataset
-from vitray.data.stream import Share, Stream, StreamSpec
+from vitray.data.stream.batches import Share, StreamSpec
+from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError
 
 BASELINE, CROP_ONLY = "loader, ours", "crop and flip"

@@ -13,9 +13,9 @@ from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
-from vitray.data.stream import Stream
 from vitray.data.stream.decoding import Images, SplitRows, ViewSettings, decode_positions, read_rows
 from vitray.data.stream.epoch_order import EpochOrder
+from vitray.data.stream.stream import Stream
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -5,9 +5,10 @@ runs: the seconds of a probe over those between two evaluations.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, get_args
 
+import numpy as np
 import ray
 import torch
 
@@ -17,10 +18,14 @@ from vitray.cluster import session
 from vitray.config.training import Probe
 from vitray.data.shards import Dataset, read_request, write_dataset
 from vitray.errors import ConfigError, RunError
+from vitray.runs.ray_host import RayJob, RayStart, start_probe_actor, unfinished
+from vitray.runs.resolve import resolve
 from vitray.storage import scratch_folder
-from vitray.training.context import WorkerContext
+from vitray.training.host import Job
 from vitray.training.learner import Learner
+from vitray.training.messages import Message
 from vitray.training.prober import Prober
+from vitray.training.resolved import ResolvedRun
 
 # Images of train, and as many of val, that the probes read.
 IMAGES = 256
@@ -54,12 +59,22 @@ class ProbeLoad:
         self.done += len(list(self._prober.finished(wait=True)))
 
 
-class RaisingClient:
-    """The part of a driver's client that a prober uses: a probe that fails ends the benchmark."""
+class ProbeHost:
+    """The part of a host that a prober uses: a probe that fails ends the benchmark."""
 
-    def note(self, text: str) -> None:
+    rank = 0
+
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self._prober = start_probe_actor(RayStart(resolved, run_dir="", owner="", threads=1))
+        self.unfinished = unfinished
+
+    def start_probes(self, step: int, weights: Mapping[str, np.ndarray]) -> Job:
+        """Compute probes as training does."""
+        return RayJob(self._prober.probe.remote(step, weights))
+
+    def send(self, message: Message) -> None:
         """Raise what training would only report."""
-        raise RunError(text)
+        raise RunError(str(message))
 
 
 class ProbeCost(NamedTuple):
@@ -105,9 +120,9 @@ def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int)
     changes = {"model.num_classes": len(dataset.classes), "data.url": dataset.url, "evaluate.probe_images": IMAGES}
     run = recipe(settings, name).replace(changes | {"evaluate.probes": list(get_args(Probe))})
     learner, step = training_step(run, random_batch(run, device))
-    client: Any = RaisingClient()
-    context = WorkerContext(run, dataset, None, "", threads, None)
-    load = ProbeLoad(Prober(context, client, is_reporter=True), learner)
+    # The probes use no batch of the run, which may be larger than the dataset.
+    host: Any = ProbeHost(resolve(run.replace({"optim.batch": min(settings.batch, IMAGES)}), dataset))
+    load = ProbeLoad(Prober(run, "", host), learner)
     load.look()  # the first probe reads the images
     load.wait()
     take_steps(step, 3, device)  # warm-up; the second step may record a CUDA graph

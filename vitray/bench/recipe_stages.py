@@ -23,8 +23,9 @@ from vitray.data.augment.draws import read_draws
 from vitray.data.augment.image import augment_image, crop_and_draw, decode_for_view
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards import open_dataset
-from vitray.data.stream import Stream, StreamSpec
+from vitray.data.stream.batches import StreamSpec
 from vitray.data.stream.decoding import read_rows
+from vitray.data.stream.stream import Stream
 from vitray.errors import ConfigError, RunError
 
 # Images of the measured reads; more would hold too many in memory.

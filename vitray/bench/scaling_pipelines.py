@@ -18,7 +18,9 @@ import ray.data
 from vitray.config.augmentation import Augment, RandomResizedCrop
 from vitray.data.augment.keyed_random import generator
 from vitray.data.shards import open_dataset
-from vitray.data.stream import Share, Stream, StreamSpec, decoding
+from vitray.data.stream import decoding
+from vitray.data.stream.batches import Share, StreamSpec
+from vitray.data.stream.stream import Stream
 
 CROP = Augment(crop=RandomResizedCrop(interpolation="bilinear"))
 DECODE_MS, TASK_LOG = "VITRAY_BENCH_DECODE_MS", "VITRAY_BENCH_TASK_LOG"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vitray.bench.rounds import Results, circumstances, interleave, ratio_of, spread_of
 from vitray.config import Run, load_run
 from vitray.data.augment.batch import DeviceBatch, normalized
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.tasks.build import build_task
 from vitray.tasks.costs import task_costs

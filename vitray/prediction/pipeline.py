@@ -17,7 +17,7 @@ import ray.data
 from ray.data import ActorPoolStrategy
 from ray.exceptions import RayError
 
-import vitray.data.stream  # quiets the log of Ray Data  # noqa: F401
+import vitray.data.stream.stream  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.prediction.images import SCHEMA, ImageList, read_encoded
 from vitray.prediction.parts import write_part

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from vitray.runs.plan import Plan
+from vitray.training.resolved import ResolvedRun
 
 # Seconds between two status lines: on a terminal, where the line is rewritten, and in a file or a pipe.
 TERMINAL_INTERVAL, FILE_INTERVAL = 0.2, 10.0
@@ -43,8 +43,8 @@ class Console:
 class RunConsole:
     """Progress of a training run."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
-        self._plan, self._console = plan, console
+    def __init__(self, resolved: ResolvedRun, console: Console) -> None:
+        self._resolved, self._console = resolved, console
         self._started: tuple[float, int] | None = None
         self._values: dict[str, float] = {}
 
@@ -53,7 +53,7 @@ class RunConsole:
         self._values |= values
         if "val/top1" in values:
             names = {"top-1": "val/top1", "top-5": "val/top5", "averaged": "val/top1_ema", "best": "best/val_top1"}
-            if self._plan.classes <= 5:
+            if len(self._resolved.dataset.classes) <= 5:
                 del names["top-5"]
             scores = ", ".join(f"{name} {values[key]:.2%}" for name, key in names.items() if key in values)
             self._console.line(f"  {self._step_text(step)}  val {scores}")
@@ -67,10 +67,10 @@ class RunConsole:
             self._started = now, step
         start, first = self._started
         rate = (step - first) / (now - start) if step > first else 0.0
-        left = clock((self._plan.steps - step) / rate) if rate else "-"
+        left = clock((self._resolved.length.total - step) / rate) if rate else "-"
         loss = f"loss {self._values['train/loss']:.4f}  " if "train/loss" in self._values else ""
         wait = f"  wait {self._values['train/data_wait_share']:.0%}" if "train/data_wait_share" in self._values else ""
-        speed = f"{rate * self._plan.global_batch:,.0f} images/s" if rate else ""
+        speed = f"{rate * self._resolved.run.optim.batch:,.0f} images/s" if rate else ""
         self._console.status(f"  {self._step_text(step)}  {loss}{speed}{wait}  {left} left")
 
     def resume(self, step: int, workers: int) -> None:
@@ -79,9 +79,9 @@ class RunConsole:
         self._console.line(f"  resumed at step {step:,}, saved by {workers} worker{'s' * (workers != 1)}")
 
     def _step_text(self, step: int) -> str:
-        plan = self._plan
-        epoch, epochs = step / plan.steps_per_epoch, plan.steps / plan.steps_per_epoch
-        return f"epoch {epoch:.3g}/{epochs:.3g}  step {step:,}/{plan.steps:,}"
+        length = self._resolved.length
+        epoch, epochs = step / length.epoch, length.total / length.epoch
+        return f"epoch {epoch:.3g}/{epochs:.3g}  step {step:,}/{length.total:,}"
 
 
 def clock(seconds: float) -> str:

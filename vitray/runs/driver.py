@@ -13,13 +13,14 @@ from vitray.cluster import session
 from vitray.config import Run
 from vitray.errors import RunError
 from vitray.runs.console import Console
-from vitray.runs.placement import await_nodes, place_workers, start_attempts
-from vitray.runs.plan import PlannedRun, RunInfo, TrialHook, check_storage, make_plan
+from vitray.runs.placement import Placement, await_nodes, place_workers, start_attempts
 from vitray.runs.promotion import promote_finished
-from vitray.runs.run_dir import Outcome, finished_outcome, fork_source, open_run_dir
+from vitray.runs.resolve import TrialHook, check_storage, resolve
+from vitray.runs.run_dir import Outcome, RunFolder, finished_outcome, fork_source, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
 from vitray.storage import scratch_folder
 from vitray.system.lease import LEASE_SECONDS, RENEW_SECONDS, check_owner, own_folder
+from vitray.training.resolved import ResolvedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,72 +38,79 @@ def train(run: Run, name: str, out: str = "runs", *, fork: str | None = None, ho
     """Train a new run, or resume the interrupted run of this name, and return its outcome."""
     called, console = time.monotonic(), Console(quiet=hook is not None)
     storage.check_name(name, "name")
-    planned = make_plan(run, hook.dataset if hook else None)
-    dataset = planned.dataset
-    planned = planned._replace(dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}))
+    resolved = resolve(run, hook.dataset if hook else None)
     out = storage.absolute(out)
     run_dir = storage.join(out, name)
     check_storage(run_dir)
     with own_folder(run_dir, name, patience=TRIAL_PATIENCE if hook else 0.0) as ownership:
-        tokenizer = planned.tokenizer and planned.tokenizer.tokenizer
-        uid, starts = open_run_dir(run_dir, name, planned.run, planned.plan, fork, tokenizer)
+        folder = open_run_dir(run_dir, name, resolved, ownership.id, fork)
         if outcome := finished_outcome(run_dir):
             print(f"vitray: {name} is finished: {run_dir}", file=sys.stderr)
             return outcome
         source = fork_source(run_dir)
-        _print_plan(console, name, run_dir, planned)
+        _print_plan(console, folder, resolved)
         session.prepare_environment()
         shutdown = GracefulShutdown(hook.stop_requested if hook else None, ownership.check)
         with session.ray_session(keep=True), shutdown.handle_signals():
             # Imported late, as they take seconds; Ray Train and torch before a thread imports MLflow.
             import ray.train.torch  # noqa: F401
 
-            await_nodes(planned.run)
-            placement = place_workers(planned.run, hook.concurrent_trials if hook else 1, hook is None or hook.has_cpus)
-            info = RunInfo(name, run_dir, uid, starts, ownership.id, planned, placement, called, fork, hook)
-            outcome = _train(info, console, shutdown, source)
-            return outcome._replace(promotion=promote_finished(info)) if run.tracking.promote else outcome
+            from vitray.runs.run_logger import RunLogger
+
+            await_nodes(resolved.run)
+            trials, has_cpus = (hook.concurrent_trials, hook.has_cpus) if hook else (1, True)
+            placement = place_workers(resolved.run, trials, has_cpus)
+            with RunLogger(resolved, folder, placement, console, called, hook) as logger:
+                outcome = _train(resolved, folder, placement, logger, shutdown, source)
+            promoted = promote_finished(run_dir, resolved.dataset.url) if run.tracking.promote else None
+            return outcome._replace(promotion=promoted)
 
 
-def _print_plan(console: Console, name: str, run_dir: str, planned: PlannedRun) -> None:
+def _print_plan(console: Console, folder: RunFolder, resolved: ResolvedRun) -> None:
     """Print what is known of a run, and what it waits for."""
     from vitray.runs.run_summary import plan_block
     from vitray.weights.freezing import audit_table
 
-    console.block(plan_block(name, run_dir, planned))
-    if planned.start:
-        console.line("\n".join(f"  {line}" for line in audit_table(planned.start.audit).splitlines()) + "\n")
+    console.block(plan_block(folder.name, folder.url, resolved))
+    if resolved.initial:
+        console.line("\n".join(f"  {line}" for line in audit_table(resolved.initial.audit).splitlines()) + "\n")
     if session.starts_local_ray():
         console.line("  starting Ray on this machine ...")
     elif address := os.environ.get("RAY_ADDRESS"):
         console.line(f"  connecting to Ray at {address} ...")
 
 
-def _train(info: RunInfo, console: Console, shutdown: GracefulShutdown, source: str | None) -> Outcome:
+def _train(
+    resolved: ResolvedRun,
+    folder: RunFolder,
+    placement: Placement,
+    logger: "RunLogger",
+    shutdown: GracefulShutdown,
+    source: str | None,
+) -> Outcome:
     """Train on the workers, save the model and return the outcome; a fork starts from the run in folder `source`."""
     from vitray.runs.model_output import last_weights, save_weights
-    from vitray.runs.run_logger import RunLogger
 
-    planned, run_dir, start = info.planned, info.run_dir, info.planned.start
-    initial = start.task_state if start else last_weights(source) if source else None
+    initial = resolved.initial.task_state if resolved.initial else last_weights(source) if source else None
     # Ray Train requires a storage path, but no checkpoint of ours uses it. A local one cannot fail with the run's.
-    with scratch_folder() as scratch, RunLogger(info, console) as logger:
-        result = _fit_to_end(partial(_fit, info, initial, shutdown, scratch), logger, planned.run.compute.max_failures)
-        assert result.ending != "preempted"
-        match result.ending:
-            case "interrupted":
-                console.line(f"  step {result.step:,} is saved")
-                raise shutdown.error
-            case "failed":
-                raise RunError(f"{info.name}: {result.error}")
-            case "stopped early":
-                check_owner(run_dir, info.owner)
-                return logger.finish(result, None)
-            case "finished":
-                check_owner(run_dir, info.owner)
-                saved = save_weights(planned.run, run_dir, planned.dataset.classes, start)
-                check_owner(run_dir, info.owner)  # an upload may take minutes
-                return logger.finish(result, saved)
+    with scratch_folder() as scratch:
+        fit = partial(_fit, resolved, folder, placement, initial, logger.hook, shutdown, scratch)
+        result = _fit_to_end(fit, logger, resolved.run.compute.max_failures)
+    assert result.ending != "preempted"
+    match result.ending:
+        case "interrupted":
+            logger.console.line(f"  step {result.step:,} is saved")
+            raise shutdown.error
+        case "failed":
+            raise RunError(f"{folder.name}: {result.error}")
+        case "stopped early":
+            check_owner(folder.url, folder.owner)
+            return logger.finish(result, None)
+        case "finished":
+            check_owner(folder.url, folder.owner)
+            saved = save_weights(resolved.run, folder.url, resolved.dataset.classes, resolved.initial)
+            check_owner(folder.url, folder.owner)  # an upload may take minutes
+            return logger.finish(result, saved)
 
 
 def _fit_to_end(fit: "Callable[[Any], WorkerResult]", logger: "RunLogger", restarts: int) -> "WorkerResult":
@@ -133,42 +141,45 @@ def _fit_to_end(fit: "Callable[[Any], WorkerResult]", logger: "RunLogger", resta
 
 
 def _fit(
-    info: RunInfo, initial: "dict[str, Tensor] | None", shutdown: GracefulShutdown, scratch: Path, mailbox: Any
+    resolved: ResolvedRun,
+    folder: RunFolder,
+    placement: Placement,
+    initial: "dict[str, Tensor] | None",
+    hook: TrialHook | None,
+    shutdown: GracefulShutdown,
+    scratch: Path,
+    mailbox: Any,
 ) -> "WorkerResult":
     """Run the training loop on the workers and return the result of the first one."""
     import ray
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from vitray.runs import ray_host
     from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
     from vitray.runs.oom_backoff import fit_with_restarts
     from vitray.tasks.distillation import Teacher
-    from vitray.training.context import WorkerContext
-    from vitray.training.loop import worker
 
-    planned, placement, compute = info.planned, info.placement, info.planned.run.compute
-    teacher = planned.teacher
-    context = WorkerContext(
-        run=planned.run,
-        dataset=planned.dataset,
-        holdout_mask=planned.holdout_mask,
-        run_dir=info.run_dir,
-        owner=info.owner,
+    compute, teacher = resolved.run.compute, resolved.teacher
+    start = ray_host.RayStart(
+        resolved=resolved._replace(initial=None, tokenizer=None, teacher=None),
+        run_dir=folder.url,
+        owner=folder.owner,
         threads=placement.threads,
         data_cpus=placement.data_cpus,
         probe_gpus=placement.probe_gpus,
         mailbox=mailbox,
-        waits_for_decision=info.hook is not None and info.hook.waits_for_decision,
+        waits_for_decision=hook is not None and hook.waits_for_decision,
         watches_preemption=os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0",
         driver_node=ray.get_runtime_context().get_node_id(),
-        initial_weights=None if initial is None else ray.put(initial),
-        tokenizer=planned.tokenizer and ray.put(planned.tokenizer.tokenizer),
+        initial=None if initial is None else ray.put(initial),
+        tokenizer=resolved.tokenizer and ray.put(resolved.tokenizer.tokenizer),
         teacher=teacher and ray.put(Teacher(teacher.network, teacher.normalize)),
     )
     lowest, highest = placement.workers
     trainer = TorchTrainer(
-        worker,
-        train_loop_config={"context": context},
+        ray_host.worker,
+        train_loop_config={"start": start},
         torch_config=TorchConfig(timeout_s=COLLECTIVE_SECONDS),
         scaling_config=ray.train.ScalingConfig(
             num_workers=highest if lowest == highest else (lowest, highest),

@@ -1,14 +1,16 @@
 """Failures of the workers, as one message: the dead workers, or the first error that follows from no other."""
 
+import logging
 import re
+import sys
 from collections.abc import Sequence
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train import WorkerGroupError
+from torch.distributed import DistError
 
-from vitray.errors import cut_middle, one_line
+from vitray.errors import ConfigError, OwnershipLost, cut_middle, one_line
 from vitray.training.messages import Heartbeat
-from vitray.training.secondary_errors import is_secondary
 
 # Parts of Ray's message about a dead actor, and their meaning. Ray does not report the signal that ended a process.
 DEATHS = {
@@ -23,6 +25,30 @@ LOW_MEMORY = "running low on memory"
 MEMORY_USAGE = re.compile(r"\(IP: (\S+), .*?was (\S+) (?:used )?/ (\S+) (?:limit|\()")
 # Workers that a message names, and characters of an error in it.
 NAMED, LONGEST_ERROR = 3, 500
+# Logger of the traceback of each worker's error.
+TRACEBACKS = "ray.train.v2._internal.util"
+# Part of gloo's errors, which have no class of their own: the path of its source.
+GLOO = "gloo/"
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether an error means that another process is gone: one of Ray, or of a collective operation."""
+    if isinstance(error, RayTaskError):  # an error of a task, such as decoding
+        return False
+    return isinstance(error, RayError | DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))
+
+
+def logs_traceback(record: logging.LogRecord) -> bool:
+    """Return whether Ray Train logs the traceback of the current error.
+
+    The driver's message replaces those of secondary errors, of bad input and of a lost folder.
+    """
+    del record
+    error = sys.exc_info()[1]
+    return error is None or not (is_secondary(error) or isinstance(error, ConfigError | OwnershipLost))
+
+
+logging.getLogger(TRACEBACKS).addFilter(logs_traceback)
 
 
 def describe_failure(error: BaseException, heartbeats: Sequence[tuple[Heartbeat, float]]) -> str:

@@ -12,7 +12,6 @@ from vitray.config.training import Promote, check_alias
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.evaluation.intervals import Comparison
 from vitray.runs.console import Console
-from vitray.runs.plan import RunInfo
 from vitray.runs.run_dir import RUN_META, stored_run
 from vitray.tracking.model_registry import holder_of, move_alias, tag_promotion, version_of_run
 from vitray.tracking.model_uri import pin_uri, resolve_uri
@@ -105,16 +104,15 @@ def promote(request: PromotionRequest) -> Promotion:
     raise RunError(f"{candidate.name}@{alias}: its version changed {ATTEMPTS} times during the comparison; try again")
 
 
-def promote_finished(info: RunInfo) -> str:
+def promote_finished(run_dir: str, data: str) -> str:
     """Promote the version that a finished run has registered, and return the result in words, also of a failure."""
-    data, out = info.planned.dataset.url, storage.join(info.run_dir, "promotion")
     try:
-        promotion = promote(PromotionRequest(info.run_dir, data, out=out))
+        promotion = promote(PromotionRequest(run_dir, data, out=storage.join(run_dir, "promotion")))
         text = promotion.sentence()
         facts = {"promotion": text} | ({"page": promotion.page} if promotion.page else {})
     except Exception as error:  # the run is finished, and stays so
         reason = str(error) if isinstance(error, ConfigError | RunError) else one_line(error)
-        later = f"vitray sync; {shlex.join(['vitray', 'promote', info.run_dir, data])}"
+        later = f"vitray sync; {shlex.join(['vitray', 'promote', run_dir, data])}"
         text = f"not done: {reason}. Later: {later}"
         facts = {"promotion": f"not done: {reason}", "later": later}
     Console().block(facts)

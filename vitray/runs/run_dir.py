@@ -4,7 +4,7 @@ import json
 import shlex
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from vitray import storage
 from vitray.cluster import session
@@ -12,12 +12,25 @@ from vitray.config import Run, load_run
 from vitray.config.training import Finetune
 from vitray.data.shards import Dataset, open_dataset
 from vitray.errors import ConfigError, nearest
-from vitray.runs.plan import Plan, difference
-
-if TYPE_CHECKING:
-    from vitray.models.tokenizer import VisualTokenizer
+from vitray.runs.resolve import difference
+from vitray.training.resolved import ResolvedRun
 
 SETTINGS, RUN_META, OUTCOME = "run.yaml", "run.json", "outcome.json"
+
+
+class RunFolder(NamedTuple):
+    """The folder of a run that this process owns."""
+
+    url: str
+    name: str
+    uid: str
+    """Of the run, also in MLflow."""
+    starts: int
+    """How many times the run was started, this time included."""
+    owner: str
+    """The id of this process as the owner."""
+    forked_from: str | None
+    """The run whose last weights this one starts from."""
 
 
 class Outcome(NamedTuple):
@@ -58,33 +71,36 @@ def finished_outcome(run_dir: str) -> Outcome | None:
     return Outcome(*(content.get(field) for field in Outcome._fields)) if content["state"] == "finished" else None
 
 
-def open_run_dir(
-    run_dir: str, name: str, run: Run, plan: Plan, fork: str | None, tokenizer: "VisualTokenizer | None" = None
-) -> tuple[str, int]:
-    """Return the uid of the run in a folder that this process owns, and how many times it was started, with this one.
-
-    The uid is the interrupted run's, or a new one. A fork with objective beit needs its `tokenizer`.
-    """
+def open_run_dir(run_dir: str, name: str, resolved: ResolvedRun, owner: str, fork: str | None = None) -> RunFolder:
+    """Open the folder of a new run, or of an interrupted one, which must have the same settings, data and weights."""
+    meta: dict[str, Any]
     if storage.exists(path := storage.join(run_dir, RUN_META)):
         meta = json.loads(storage.read_bytes(path))
         if fork and fork != meta["forked_from"]:
             before = meta["forked_from"] or "no other run"
             raise ConfigError(f"--fork: got {fork}, expected another --name: {name} exists and started from {before}")
-        _check_same(run_dir, name, run, plan, meta)
+        _check_same(run_dir, name, resolved, meta)
         storage.abort_uploads(run_dir)  # left by a killed writer
         meta["starts"] += 1
-        storage.write_bytes(path, json.dumps(meta).encode())
-        return meta["uid"], meta["starts"]
-    if fork and isinstance(run.task, Finetune):
-        raise ConfigError("--fork: task finetune starts from task.weights; expected one of the two")
-    if fork:
-        _check_fork(_source(run_dir, name, fork), run, tokenizer)
-    uid = uuid.uuid4().hex
-    meta = {"uid": uid, "starts": 1, "name": name, "dataset_identity": plan.dataset_identity, "forked_from": fork}
-    meta |= {"weights_identity": plan.weights_identity, "teacher_identity": plan.teacher_identity}
-    storage.write_bytes(storage.join(run_dir, SETTINGS), run.to_yaml().encode())
+    else:
+        if fork and isinstance(resolved.run.task, Finetune):
+            raise ConfigError("--fork: task finetune starts from task.weights; expected one of the two")
+        if fork:
+            _check_fork(_source(run_dir, name, fork), resolved)
+        meta = {"uid": uuid.uuid4().hex, "starts": 1, "name": name, "forked_from": fork} | _identities(resolved)
+        storage.write_bytes(storage.join(run_dir, SETTINGS), resolved.run.to_yaml().encode())
     storage.write_bytes(path, json.dumps(meta).encode())
-    return uid, 1
+    return RunFolder(run_dir, name, meta["uid"], meta["starts"], owner, meta["forked_from"])
+
+
+def _identities(resolved: ResolvedRun) -> dict[str, str | None]:
+    """Return hashes of what a run reads; the files may move."""
+    weights, teacher = resolved.initial or resolved.tokenizer, resolved.teacher
+    return {
+        "dataset_identity": resolved.dataset.identity,
+        "weights_identity": weights and weights.identity,
+        "teacher_identity": teacher and teacher.identity,
+    }
 
 
 def fork_source(run_dir: str) -> str | None:
@@ -139,14 +155,16 @@ def resume_command(name: str, run_dir: str) -> str:
     return shlex.join([*verb, "--resume", name, *options])
 
 
-def _check_same(run_dir: str, name: str, run: Run, plan: Plan, meta: dict[str, Any]) -> None:
-    changes = difference(stored_run(run_dir), run)
-    if meta["dataset_identity"] != plan.dataset_identity:
-        changes.append(f"{plan.dataset}: the images have changed since the run started")
-    if meta.get("weights_identity") != plan.weights_identity:
-        changes.append(f"{plan.weights}: the weights have changed since the run started")
-    if meta.get("teacher_identity") != plan.teacher_identity:
-        changes.append(f"{plan.teacher}: the teacher has changed since the run started")
+def _check_same(run_dir: str, name: str, resolved: ResolvedRun, meta: dict[str, Any]) -> None:
+    run, changes = resolved.run, difference(stored_run(run_dir), resolved.run)
+    identities, weights = _identities(resolved), resolved.initial or resolved.tokenizer
+    if meta["dataset_identity"] != identities["dataset_identity"]:
+        changes.append(f"{run.data.url}: the images have changed since the run started")
+    if meta["weights_identity"] != identities["weights_identity"]:
+        changes.append(f"{weights and weights.url}: the weights have changed since the run started")
+    if meta["teacher_identity"] != identities["teacher_identity"]:
+        teacher = resolved.teacher and resolved.teacher.url
+        changes.append(f"{teacher}: the teacher has changed since the run started")
     if changes:
         raise ConfigError(
             f"{name}: a run of this name exists with other settings: {'; '.join(changes)}. Pick another --name, or"
@@ -164,12 +182,13 @@ def _use_of_weights(run_dir: str, name: str, run: Run) -> str:
     return f"task.weights=TARGET, after `{shlex.join(['vitray', 'weights', 'checkpoint', run_dir, 'TARGET'])}`"
 
 
-def _check_fork(source: str, run: Run, tokenizer: "VisualTokenizer | None") -> None:
+def _check_fork(source: str, resolved: ResolvedRun) -> None:
     import torch
 
     from vitray.tasks.build import build_task
     from vitray.training import checkpoints
 
+    run, tokenizer = resolved.run, resolved.tokenizer and resolved.tokenizer.tokenizer
     before, now = stored_run(source).model, run.model
     if (before.name, before.image_size, before.num_classes) != (now.name, now.image_size, now.num_classes):
         raise ConfigError(

@@ -25,8 +25,9 @@ from vitray.errors import cut_middle, one_line
 from vitray.evaluation.arrays import Examples
 from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
-from vitray.runs.plan import RunInfo, TrialHook
-from vitray.runs.run_dir import OUTCOME, Outcome, resume_command
+from vitray.runs.placement import Placement
+from vitray.runs.resolve import TrialHook, plan_of
+from vitray.runs.run_dir import OUTCOME, Outcome, RunFolder, resume_command
 from vitray.runs.run_summary import (
     best_block,
     describe_run,
@@ -44,6 +45,7 @@ from vitray.tracking.model_registry import BASE_IDENTITY_TAG, BASE_TAG
 from vitray.tracking.tracker import TrackedRun, Tracker
 from vitray.training import checkpoints, messages
 from vitray.training.profiling import peak_flops
+from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
 
@@ -55,18 +57,28 @@ LONGEST_NOTE = 400
 class RunLogger:
     """MLflow and console logging of one run, from start to end."""
 
-    def __init__(self, info: RunInfo, console: Console) -> None:
-        self._info, self._console = info, console
-        self._progress = RunConsole(info.planned.plan, console)
-        self._stages: dict[str, float] = {"ray": time.monotonic() - info.called}
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        folder: RunFolder,
+        placement: Placement,
+        console: Console,
+        called: float,
+        hook: TrialHook | None = None,
+    ) -> None:
+        """`called` is the time of the call of `train`, on the monotonic clock."""
+        self._resolved, self._run, self._folder, self._placement = resolved, resolved.run, folder, placement
+        self.console, self._called, self.hook = console, called, hook
+        self._progress = RunConsole(resolved, console)
+        self._stages: dict[str, float] = {"ray": time.monotonic() - called}
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._tagged: dict[str, float] = {}
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._device = "CPU"
         self._best = BestCheckpoint()
-        self._wait_warning = WaitWarning(info.planned.run.data, info.placement.use_gpu)
+        self._wait_warning = WaitWarning(resolved.run.data, placement.use_gpu)
         self._has_pictures = False
-        self._datasets = run_datasets(info.planned)
+        self._datasets = run_datasets(resolved)
         self.mailbox: Any = None
         self.replace_mailbox()
         self._stopped = threading.Event()
@@ -74,27 +86,27 @@ class RunLogger:
         self._tracker = self._begin_tracking()
 
     def _begin_tracking(self) -> Tracker:
-        info, planned = self._info, self._info.planned
-        run, plan, start = planned.run, planned.plan, planned.start
-        tags = {"vitray.dataset": planned.dataset.url, "vitray.home": info.run_dir}
-        if info.fork:
-            tags["vitray.forked_from"] = info.fork
-        if start:
-            tags |= {BASE_TAG: start.url, BASE_IDENTITY_TAG: start.identity}
-        if plan.teacher:
-            tags["vitray.teacher"] = plan.teacher
-        parent = info.hook.parent_uid if info.hook else None
-        params = run.dotted() | {f"plan.{key}": value for key, value in plan._asdict().items() if value is not None}
+        resolved, run, folder = self._resolved, self._run, self._folder
+        initial, teacher = resolved.initial, resolved.teacher
+        tags = {"vitray.dataset": resolved.dataset.url, "vitray.home": folder.url}
+        if folder.forked_from:
+            tags["vitray.forked_from"] = folder.forked_from
+        if initial:
+            tags |= {BASE_TAG: initial.url, BASE_IDENTITY_TAG: initial.identity}
+        if teacher:
+            tags["vitray.teacher"] = teacher.url
+        parent = self.hook.parent_uid if self.hook else None
+        plan = {f"plan.{key}": value for key, value in plan_of(resolved).items() if value is not None}
         tracker = Tracker(
-            TrackedRun(info.uid, info.name, run.tracking.experiment, parent, info.starts),
-            params,
+            TrackedRun(folder.uid, folder.name, run.tracking.experiment, parent, folder.starts),
+            run.dotted() | plan,
             tags | system_info.facts(),
-            describe_run(run, plan, info.placement),
+            describe_run(resolved, self._placement),
         )
         tracker.datasets(self._datasets)
         tracker.text("run.yaml", run.to_yaml())
-        if start:
-            tracker.text("audit.md", audit_table(start.audit))
+        if initial:
+            tracker.text("audit.md", audit_table(initial.audit))
         return tracker
 
     def replace_mailbox(self) -> None:
@@ -104,15 +116,15 @@ class RunLogger:
 
     def __enter__(self) -> "RunLogger":
         self._tracker.__enter__()
-        self._console.block(placement_block(self._info))
+        self.console.block(placement_block(self._resolved, self._placement))
         self._thread.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stop_thread()
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
-            resume = resume_command(self._info.name, self._info.run_dir)
-            self._console.line(f"  stopped; `{resume}` continues from the last checkpoint")
+            resume = resume_command(self._folder.name, self._folder.url)
+            self.console.line(f"  stopped; `{resume}` continues from the last checkpoint")
         self._tracker.__exit__(*error)
 
     def finish(self, result: messages.WorkerResult, saved: SavedModel | None) -> Outcome:
@@ -122,9 +134,9 @@ class RunLogger:
         from vitray.tracking import figures
 
         self._stop_thread()
-        info, run = self._info, self._info.planned.run
-        model = storage.join(info.run_dir, "model") if saved else None
-        complete = checkpoints.complete_steps(info.run_dir) if saved else []
+        run, folder = self._run, self._folder
+        model = storage.join(folder.url, "model") if saved else None
+        complete = checkpoints.complete_steps(folder.url) if saved else []
         # The first record includes the start.
         speeds = [speed for _, speed in self._history.get("train/images_per_second", [])[1:]]
         speed = median(speeds) if speeds else None
@@ -135,7 +147,7 @@ class RunLogger:
         self._tracker.figure("curves.png", figures.draw_curves(self._history))
         if model:
             moves_champion = run.tracking.promote is None  # else the driver compares the version first
-            scored_on = evaluated_identity(run.data, info.planned.dataset)
+            scored_on = evaluated_identity(run.data, self._resolved.dataset)
             self._tracker.model(
                 model, run.tracking.register_as, result.val_top1, scored_on, moves_champion=moves_champion
             )
@@ -152,8 +164,8 @@ class RunLogger:
             self._tracker.tag("vitray.stopped_early", f"at step {result.step}")
             self._tracker.end("KILLED", f"stopped early at step {result.step}, by the scheduler of its sweep")
         outcome = Outcome(
-            name=info.name,
-            home=info.run_dir,
+            name=folder.name,
+            home=folder.url,
             state="finished" if saved else "stopped early",
             model=model,
             model_bytes=saved.bytes if saved else None,
@@ -168,13 +180,13 @@ class RunLogger:
         )
         # Written last, because it marks the run as finished.
         content = outcome._asdict() | {"curves": self._history, "device_seconds": costs["cost/device_seconds"]}
-        storage.write_bytes(storage.join(info.run_dir, OUTCOME), json.dumps(content | dict(result.costs)).encode())
+        storage.write_bytes(storage.join(folder.url, OUTCOME), json.dumps(content | dict(result.costs)).encode())
         if saved:
-            facts = end_block(info.planned.plan, outcome, costs, saved)
+            facts = end_block(self._resolved.val_images, outcome, costs, saved)
             facts |= best_block(outcome, complete)
             facts["tracking"] = self._tracker.run_url()
             facts["next"] = f"vitray ui        or: vitray model {outcome.model}"
-            self._console.block(facts | incident_block(result))
+            self.console.block(facts | incident_block(result))
         return outcome
 
     def _last_scores(self, step: int) -> dict[str, float]:
@@ -184,17 +196,17 @@ class RunLogger:
         return {key: value for key, value in last.items() if key.endswith("_ema")} or last
 
     def _costs(self, result: messages.WorkerResult, speed: float | None) -> dict[str, float]:
-        plan = self._info.planned.plan
-        images, device_seconds = result.step * plan.global_batch, result.seconds * result.workers
+        teacher, batch = self._resolved.teacher, self._run.optim.batch
+        images, device_seconds = result.step * batch, result.seconds * result.workers
         # A multiply-add is two operations.
-        flops = 2e9 * plan.step_gflops * images
+        flops = 2e9 * self._resolved.costs.step_gflops * images
         costs = {"cost/device_seconds": device_seconds, "cost/images": float(images), "cost/flops": flops}
-        if plan.teacher_gflops is not None:
-            costs["cost/teacher_flops"] = 2e9 * plan.teacher_gflops * images
+        if teacher:
+            costs["cost/teacher_flops"] = 2e9 * teacher.gflops * images
         costs |= {f"cost/{name}": value for name, value in result.costs.items()}
         if speed:
-            costs["cost/step_ms"] = 1000 * plan.global_batch / speed
-        if peak := peak_flops(self._device, self._info.planned.run.compute.precision):
+            costs["cost/step_ms"] = 1000 * batch / speed
+        if peak := peak_flops(self._device, self._run.compute.precision):
             costs["cost/mfu"] = flops / device_seconds / peak
         return costs
 
@@ -218,8 +230,8 @@ class RunLogger:
                 self._log(messages.Note(cut_middle(text, LONGEST_NOTE)))
 
     def _draw_samples(self) -> None:
-        data, shape = self._info.planned.run.data, self._info.planned.run.model.image_shape
-        sheet = sample_sheet(self._info.planned.dataset, data.train, data.augment, shape)
+        data, shape = self._run.data, self._run.model.image_shape
+        sheet = sample_sheet(self._resolved.dataset, data.train, data.augment, shape)
         self._tracker.figure("augmented.png", sheet)
 
     def _take(self) -> list[messages.Message]:
@@ -236,13 +248,13 @@ class RunLogger:
     def _log(self, message: messages.Message) -> None:
         match message:
             case messages.WorkersStarted(device=device, workers=workers):
-                self._stages.setdefault("workers", time.monotonic() - self._info.called)  # of the first group only
+                self._stages.setdefault("workers", time.monotonic() - self._called)  # of the first group only
                 self._device = device
-                self._console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}")
+                self.console.line(f"  {workers} worker{'s' * (workers != 1)} on {device}")
             case messages.Resumed(step=step, workers=workers):
                 self._progress.resume(step, workers)
                 self._wait_warning.restart()
-            case messages.Progress(step=step):
+            case messages.StepDone(step=step):
                 self._log_start()
                 self._progress.progress(step)
             case messages.Metrics():
@@ -252,7 +264,7 @@ class RunLogger:
             case messages.Pictures(step=step, pictures=pictures):
                 from vitray.tracking import figures
 
-                normalize = self._info.planned.run.data.normalize
+                normalize = self._run.data.normalize
                 png = figures.draw_pictures(pictures, normalize)
                 self._tracker.figure("reconstructed.png", png)
                 if self._is_first_picture(step):
@@ -264,7 +276,7 @@ class RunLogger:
                 for name, png in pictures.items():
                     self._tracker.image(f"figures/{name}", step, png)
             case messages.Note(text=text):
-                self._console.line(f"  {text}")
+                self.console.line(f"  {text}")
                 self._notes.append(text)
                 self._tracker.tag("vitray.note", "\n".join(self._notes))
             case messages.CheckpointSaved(step=step):
@@ -275,8 +287,8 @@ class RunLogger:
 
     def _log_metrics(self, message: messages.Metrics) -> None:
         step, values = message.step, message.values
-        if self._info.hook and "val/loss" in values:
-            self._decide(self._info.hook, step, values)
+        if self.hook and "val/loss" in values:
+            self._decide(self.hook, step, values)
         best = {key: value for key, value in values.items() if key.startswith("best/")}
         self._tracker.metrics(step, {key: value for key, value in values.items() if key not in best})  # once a step
         for key, value in best.items():
@@ -300,22 +312,22 @@ class RunLogger:
         """Send the sweep's decision; without one the run goes on."""
         stop = False
         try:
-            stop = hook.should_stop(step, self._info.planned.plan.steps, values)
+            stop = hook.should_stop(step, self._resolved.length.total, values)
         finally:
             self.mailbox.decide.remote(step, stop)
 
     def _log_best(self, best: Best | None) -> None:
         if best is None:
             return
-        name = f"{self._info.planned.run.model.name.replace('/', '-')}-best"
-        folder = checkpoints.folder_of(self._info.run_dir, best.step)
+        name = f"{self._run.model.name.replace('/', '-')}-best"
+        folder = checkpoints.folder_of(self._folder.url, best.step)
         self._tracker.checkpoint(folder, name, ModelScores(best.step, best.scores, self._datasets[-1]))
 
     def _log_start(self) -> None:
         """Log the duration of the start, once after the first step."""
         if "first step" in self._stages:
             return
-        self._stages["first step"] = time.monotonic() - self._info.called
+        self._stages["first step"] = time.monotonic() - self._called
         for stage, seconds in self._stages.items():
             self._tracker.tag(f"start/{stage.replace(' ', '_')}_seconds", f"{seconds:.2f}")
 
@@ -325,7 +337,7 @@ class RunLogger:
             return
         from vitray.tracking import figures
 
-        dataset, split = self._info.planned.dataset, self._info.planned.run.data.evaluated
+        dataset, split = self._resolved.dataset, self._run.data.evaluated
         classes = dataset.classes
         self._tracker.figure("confusion.png", figures.draw_confusion(confusion, classes))
         if not mistakes or split is None:
@@ -340,7 +352,7 @@ class RunLogger:
         self._tracker.figure("mistakes.png", figures.draw_mistakes(drawn))
 
     def _draw_examples(self, step: int, examples: Examples) -> None:
-        classes = self._info.planned.dataset.classes
+        classes = self._resolved.dataset.classes
         attention = [None] * len(examples.images) if examples.attention is None else examples.attention
         columns = (examples.images, examples.labels, examples.predicted, examples.probabilities, attention)
         drawn = [

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Collection
 from typing import assert_never
 
-from vitray import storage
 from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.training import Data, Finetune, Supervised
@@ -15,54 +14,64 @@ from vitray.errors import redact_uri
 from vitray.evaluation.few_shot import shots_within
 from vitray.runs.console import clock
 from vitray.runs.placement import Placement
-from vitray.runs.plan import Plan, PlannedRun, RunInfo
 from vitray.runs.run_dir import Outcome
 from vitray.tracking.lineage import TrackedDataset
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.training.messages import WorkerResult
+from vitray.training.resolved import ResolvedRun
 from vitray.training.schedule import micro_batches, num_passes
 from vitray.weights import SavedModel
 
 
-def plan_block(name: str, run_dir: str, planned: PlannedRun) -> dict[str, str]:
+def plan_block(name: str, run_dir: str, resolved: ResolvedRun) -> dict[str, str]:
     """Return what is known before Ray starts, by name."""
-    run, plan, start = planned.run, planned.plan, planned.start
+    run, length, initial, teacher = resolved.run, resolved.length, resolved.initial, resolved.teacher
     holdout = f", {run.data.holdout:.0%} of train" if run.data.holdout else ""
     return {
         "run": name,
-        "model": f"{plan.model}, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
-        "trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
-        **({"start": f"{start.url}: {start.adaptation}"} if start else {}),
-        **({"teacher": f"{plan.teacher}, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
-        "data": f"{plan.dataset}: {plan.images:,} images, {plan.classes} classes;"
-        f" {plan.val_images:,} to validate on{holdout}",
-        "steps": f"{plan.steps:,} of {plan.global_batch} images: {plan.steps_per_epoch:,} an epoch,"
-        f" {plan.warmup_steps:,} to warm up",
+        "model": f"{run.model.name}, {_network_size(resolved)}",
+        "trained": _trained_size(resolved),
+        **({"start": f"{initial.url}: {initial.adaptation}"} if initial else {}),
+        **({"teacher": f"{teacher.url}, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
+        "data": f"{run.data.url}: {resolved.images:,} images, {len(resolved.dataset.classes)} classes;"
+        f" {resolved.val_images:,} to validate on{holdout}",
+        "steps": f"{length.total:,} of {run.optim.batch} images: {length.epoch:,} an epoch,"
+        f" {length.warmup:,} to warm up",
         "results": run_dir,
         "tracking": redact_uri(tracking_uri()),
     }
 
 
-def placement_block(info: RunInfo) -> dict[str, str]:
+def _network_size(resolved: ResolvedRun) -> str:
+    return f"{resolved.sizes.params / 1e6:.2f} M parameters, {resolved.sizes.gflops:.3g} GFLOPs an image"
+
+
+def _trained_size(resolved: ResolvedRun) -> str:
+    costs = resolved.costs
+    return f"{costs.trained_params / 1e6:.2f} M parameters, {costs.step_gflops:.3g} GFLOPs an image of a step"
+
+
+def placement_block(resolved: ResolvedRun, placement: Placement) -> dict[str, str]:
     """Return what the cluster decides, by name."""
-    run, plan, placement = info.planned.run, info.planned.plan, info.placement
+    run, batch = resolved.run, resolved.run.optim.batch
     lowest, highest = placement.workers
     workers = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-    passes, sizes = num_passes(run, highest), share_sizes(plan.global_batch, highest)
+    passes, sizes = num_passes(run, highest), share_sizes(batch, highest)
     parts = [part.stop - part.start for part in micro_batches(max(sizes), passes, run)]
-    most = "" if highest * passes * parts[0] == plan.global_batch else "up to "
+    most = "" if highest * passes * parts[0] == batch else "up to "
     return {
         "workers": f"{workers} on {'GPU' if placement.use_gpu else 'CPU'}, each with {placement.cpus:g} CPU"
         + "s" * (placement.cpus != 1),
-        "batch": f"{plan.global_batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
+        "batch": f"{batch} = {highest} worker{'s' * (highest != 1)} x {most}{max(parts)} images"
         + (f" x {passes} passes" if passes > 1 else ""),
         "augment": _describe_augmentation(run, placement),
-        **_describe_prober(run, plan, placement),
+        **_describe_prober(resolved, placement),
     }
 
 
-def _describe_prober(run: Run, plan: Plan, placement: Placement) -> dict[str, str]:
-    evaluate, where = run.evaluate, f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
+def _describe_prober(resolved: ResolvedRun, placement: Placement) -> dict[str, str]:
+    evaluate = resolved.run.evaluate
+    where = f"on {'a spare GPU' if placement.probe_gpus else 'one CPU'} beside the workers"
     names = {
         "probes": (evaluate.probes, evaluate.probe_images),
         "figures": (evaluate.figures, evaluate.examples),
@@ -70,9 +79,9 @@ def _describe_prober(run: Run, plan: Plan, placement: Placement) -> dict[str, st
     lines = {
         key: f"{', '.join(chosen)} of {images:,} images, {where}" for key, (chosen, images) in names.items() if chosen
     }
-    if plan.few_shot_least is not None:
-        shots = ", ".join(map(str, shots_within(plan.few_shot_least)))
-        lines["probes"] += f"; few_shot of {shots}, as the smallest class has {plan.few_shot_least:,}"
+    if (least := resolved.few_shot_least) is not None:
+        shots = ", ".join(map(str, shots_within(least)))
+        lines["probes"] += f"; few_shot of {shots}, as the smallest class has {least:,}"
     return lines
 
 
@@ -83,18 +92,18 @@ def _describe_augmentation(run: Run, placement: Placement) -> str:
     return f"{augment.crop.kind} crop, policy {augment.policy.kind}, {place}{chosen}"
 
 
-def run_datasets(planned: PlannedRun) -> list[TrackedDataset]:
+def run_datasets(resolved: ResolvedRun) -> list[TrackedDataset]:
     """Return the images that a run trains on, and those that it evaluates if there are any, as inputs in MLflow."""
-    data, plan, dataset = planned.run.data, planned.plan, planned.dataset
-    name, url = dataset.url.rstrip("/").rpartition("/")[2], storage.absolute(dataset.url)
+    data, dataset = resolved.run.data, resolved.dataset
+    name, url = dataset.url.rstrip("/").rpartition("/")[2], dataset.url
     classes = len(dataset.classes)
     part = [f"without {data.holdout:g}"] if data.holdout else []
     digest = dataset.part_identity(data.train, *part)
     label = f"{name}/{data.train}" + (f", without {data.holdout:.0%}" if part else "")
-    inputs = [TrackedDataset(label, digest, url, "training", plan.images, classes)]
+    inputs = [TrackedDataset(label, digest, url, "training", resolved.images, classes)]
     if digest := evaluated_identity(data, dataset):
         label = f"{name}/{data.evaluated}" + (f", {data.holdout:.0%}" if part else "")
-        inputs.append(TrackedDataset(label, digest, url, "validation", plan.val_images, classes))
+        inputs.append(TrackedDataset(label, digest, url, "validation", resolved.val_images, classes))
     return inputs
 
 
@@ -105,9 +114,9 @@ def evaluated_identity(data: Data, dataset: Dataset) -> str | None:
     return dataset.part_identity(data.evaluated, *([f"{data.holdout:g}"] if data.holdout else []))
 
 
-def end_block(plan: Plan, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:
+def end_block(val_images: int, outcome: Outcome, costs: dict[str, float], saved: SavedModel) -> dict[str, str]:
     """Return score, cost and model folder by name."""
-    images = f"{plan.val_images:,} images"
+    images = f"{val_images:,} images"
     match outcome.val_top1, outcome.val_loss:
         case None, None:
             score = {"val": "not evaluated"}
@@ -143,33 +152,36 @@ def incident_block(result: WorkerResult) -> dict[str, str]:
     return facts
 
 
-def describe_run(run: Run, plan: Plan, placement: Placement) -> str:
+def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
     """Return the run as a Markdown table."""
+    run, teacher = resolved.run, resolved.teacher
     data, optim = run.data, run.optim
     size = " x ".join(map(str, run.model.image_shape))
     mixing = f"mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}" if data.mix.is_mixing else "no mixing"
     rows = {
-        "Network": f"`{plan.model}`, {plan.params / 1e6:.2f} M parameters, {plan.gflops:.3g} GFLOPs an image",
-        "Trained": f"{plan.trainable_params / 1e6:.2f} M parameters, {plan.step_gflops:.3g} GFLOPs an image of a step",
-        "Data": f"`{plan.dataset}`, {plan.images:,} images of {plan.classes} classes, {plan.val_images:,} to validate",
+        "Network": f"`{run.model.name}`, {_network_size(resolved)}",
+        "Trained": _trained_size(resolved),
+        "Data": f"`{data.url}`, {resolved.images:,} images of {len(resolved.dataset.classes)} classes,"
+        f" {resolved.val_images:,} to validate",
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
-        **_earlier_run(run, plan),
+        **_earlier_run(resolved),
         "Loss": _describe_loss(run.task),
-        **({"Teacher": f"`{plan.teacher}`, {plan.teacher_gflops:.3g} GFLOPs an image"} if plan.teacher else {}),
+        **({"Teacher": f"`{teacher.url}`, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
-        "Length": f"{optim.duration} = {plan.steps:,} steps of {plan.global_batch} images, warm-up {optim.warmup}",
+        "Length": f"{optim.duration} = {resolved.length.total:,} steps of {optim.batch} images, warm-up {optim.warmup}",
         "Where": f"{placement.workers[1]} {'GPU' if placement.use_gpu else 'CPU'} workers, {run.compute.precision},"
         f" driver on {platform.node()}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])
 
 
-def _earlier_run(run: Run, plan: Plan) -> dict[str, str]:
-    if plan.weights is None:
-        return {}
-    if isinstance(run.task, Masked):
-        return {"Codes": f"of `{plan.weights}`"}
-    return {"Start": f"`{plan.weights}`, {plan.trainable_share:.1%} of it trained"}
+def _earlier_run(resolved: ResolvedRun) -> dict[str, str]:
+    if resolved.tokenizer:
+        return {"Codes": f"of `{resolved.tokenizer.url}`"}
+    if resolved.initial:
+        share = resolved.costs.trained_params / resolved.costs.params
+        return {"Start": f"`{resolved.initial.url}`, {share:.1%} of it trained"}
+    return {}
 
 
 def _describe_loss(task: Supervised | Finetune | Masked | Tokenizer) -> str:

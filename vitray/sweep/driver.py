@@ -17,7 +17,7 @@ from vitray.config import Run, load_run
 from vitray.config.sweep import Population
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
-from vitray.runs.plan import check_storage, difference
+from vitray.runs.resolve import check_storage, difference
 from vitray.storage import scratch_folder
 from vitray.sweep.plan import (
     DRIVER_CPUS,
@@ -149,12 +149,11 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
 
     for module, level in QUIET_LOGGERS.items():
         logging.getLogger(module).setLevel(level)
-    assert plan.run_plan is not None, "planned before its stages were ready"
-    assert plan.dataset is not None, "planned before its stages were ready"
+    assert plan.first is not None, "planned before its stages were ready"
     space, resources = info.space, plan.capacity.resources
     context = TrialContext(
         base=plan.base,
-        dataset=plan.dataset,
+        dataset=plan.first.dataset,
         sweep_dir=store.sweep_dir,
         owner=ownership.id,
         parent_uid=info.uid,
@@ -170,9 +169,9 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
     listener, searcher = TrialListener(store), None
     if isinstance(space.scheduler, Population):  # it accepts no searcher
         restore_population(store, plan.trials)
-        scheduler = build_population(space.scheduler, plan.run_plan, space, store)
+        scheduler = build_population(space.scheduler, plan.first.length, space, store)
     else:
-        scheduler = build_scheduler(plan.run_plan, space)
+        scheduler = build_scheduler(plan.first.length, space)
         searcher = TrialSearcher(plan, store, space, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
         _tune_folder(store.sweep_dir, is_shared=space.is_population) as (files, folder),

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run
-from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.runs.placement import evaluation_gpus
-from vitray.runs.plan import Plan, PlannedRun, check_schedule, make_plan
+from vitray.runs.resolve import resolve, resolve_schedule
 from vitray.sweep.capacity import Capacity, Node, TrialResources, describe_capacity, fit_trials
 from vitray.sweep.space import (
     Space,
@@ -25,6 +24,7 @@ from vitray.sweep.space import (
     stage_models,
     stage_space,
 )
+from vitray.training.resolved import ResolvedRun
 
 # Metrics of every evaluation.
 METRICS = ("val/top1", "val/top5", "val/loss")
@@ -47,9 +47,8 @@ class SweepPlan(NamedTuple):
     points: dict[str, SweepPoint]
     """By name; only examples for a search that learns."""
     trials: int
-    run_plan: Plan | None
-    """Of the first trial that can start; None where all wait for stages."""
-    dataset: Dataset | None
+    first: ResolvedRun | None
+    """The first trial that can start; None where all wait for stages."""
     capacity: Capacity
     summary: str
 
@@ -129,7 +128,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     if ready and startable is None:
         failed = ", ".join(dict.fromkeys(f"before.{stage}" for stages in missing for stage in stages))
         raise ConfigError(f"{failed}: every trial starts from a run that failed; --retry-failed starts it again")
-    first = make_plan(startable) if startable else None
+    first = resolve(startable) if startable else None
     if first:
         for name, run in zip(points, runs, strict=True):
             _check_schedule(name, run, first)
@@ -138,8 +137,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
         has_cpus=has_cpus,
         points=points,
         trials=trials,
-        run_plan=first and first.plan,
-        dataset=first and first.dataset,
+        first=first,
         capacity=capacity,
         summary=describe_capacity(capacity, trials, nodes),
     )
@@ -171,12 +169,12 @@ def _check_goal(run: Run, space: Space) -> None:
         )
 
 
-def _check_schedule(name: str, run: Run, first: PlannedRun) -> None:
+def _check_schedule(name: str, run: Run, first: ResolvedRun) -> None:
     """Refuse a trial whose durations do not suit its data, if these are the data of the first trial."""
     data = first.run.data
     if (run.data.url, run.data.train, run.data.holdout) == (data.url, data.train, data.holdout):
         try:
-            check_schedule(run, first.plan.images)
+            resolve_schedule(run, first.images)
         except ConfigError as error:
             raise ConfigError(f"the point {name}: {error}") from None
 

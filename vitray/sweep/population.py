@@ -17,11 +17,11 @@ from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 from vitray import storage
 from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
-from vitray.runs.plan import Plan
 from vitray.sweep.plan import with_absolute_addresses
 from vitray.sweep.schedulers import PROGRESS_KEY, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
+from vitray.training.schedule import Length
 
 # The key of a trial's configuration for the trial that it continues.
 CONTINUES = "continues"
@@ -58,11 +58,11 @@ class _Scheduler(PopulationBasedTraining):
         return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
 
-def build_population(settings: Population, plan: Plan, space: Space, store: TrialStore) -> TrialScheduler:
+def build_population(settings: Population, length: Length, space: Space, store: TrialStore) -> TrialScheduler:
     """Return the scheduler of a population."""
     return _Scheduler(
         time_attr=PROGRESS_KEY,
-        perturbation_interval=share_of(settings.every, plan),
+        perturbation_interval=share_of(settings.every, length),
         hyperparam_mutations={name: _draws(space.space[name]) for name in space.changeable},
         quantile_fraction=settings.share,
         resample_probability=settings.resample,

@@ -8,9 +8,8 @@ from typing import Any
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
 from vitray.config.sweep import Asha, Median
-from vitray.runs.plan import Plan
 from vitray.sweep.space import Space
-from vitray.training.schedule import in_steps
+from vitray.training.schedule import Length, in_steps
 
 # The key of a result's share of its run, and the share of a whole run: integers, as ASHA's rungs must be met exactly.
 PROGRESS_KEY, FULL_RUN = "share", 10**6
@@ -29,20 +28,20 @@ def progress(step: int, steps: int | None) -> int:
     return -(-FULL_RUN * step // steps) if steps else 0
 
 
-def build_scheduler(plan: Plan, space: Space) -> TrialScheduler:
-    """Return the scheduler of a space; the plan, of the first trial that can start, converts `grace` to a share."""
+def build_scheduler(length: Length, space: Space) -> TrialScheduler:
+    """Return the scheduler of a space; the length of the first trial that can start converts `grace` to a share."""
     match space.scheduler:
         case Asha(grace=grace, reduction=reduction):
             return AsyncHyperBandScheduler(
-                time_attr=PROGRESS_KEY, max_t=FULL_RUN, grace_period=share_of(grace, plan), reduction_factor=reduction
+                time_attr=PROGRESS_KEY, max_t=FULL_RUN, grace_period=share_of(grace, length), reduction_factor=reduction
             )
         case Median(grace=grace):
-            return _Median(time_attr=PROGRESS_KEY, grace_period=share_of(grace, plan))
+            return _Median(time_attr=PROGRESS_KEY, grace_period=share_of(grace, length))
         case _:
             return FIFOScheduler()
 
 
-def share_of(duration: str, plan: Plan) -> int:
-    """Return a duration as a share of the plan's run."""
+def share_of(duration: str, length: Length) -> int:
+    """Return a duration as a share of a run."""
     # Rounded down, as `progress` is rounded up: a run that has done these steps has also reached the share.
-    return max(1, min(FULL_RUN, FULL_RUN * in_steps(duration, plan.steps_per_epoch) // plan.steps))
+    return max(1, min(FULL_RUN, FULL_RUN * in_steps(duration, length.epoch) // length.total))

@@ -50,8 +50,8 @@ class SweepLogger:
         self._reported, self._reported_over = 0.0, -1
         self._stopped, self._fault = threading.Event(), ""
         self._thread = threading.Thread(target=self._watch, name="sweep-logger", daemon=True)
-        run_plan = plan.run_plan
-        self._on_imagenet = run_plan and is_imagenet(run_plan.images, run_plan.val_images, run_plan.classes)
+        first = plan.first
+        self._on_imagenet = first and is_imagenet(first.images, first.val_images, len(first.dataset.classes))
         with suppress(Exception):  # the tracker reports it
             import_mlflow()  # before Optuna, which imports some of the same modules
         space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
@@ -103,8 +103,8 @@ class SweepLogger:
 
             result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
             if result.model and registered:
-                assert self.plan.dataset is not None, "finished before its stages were ready"
-                scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.dataset)
+                assert self.plan.first is not None, "finished before its stages were ready"
+                scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.first.dataset)
                 self._tracker.model(result.model, registered, result.val_top1, scored_on)
                 if fault := log_registered_figures(self._tracker, result.model):
                     self._console.line(f"  {fault}")

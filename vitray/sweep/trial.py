@@ -20,7 +20,7 @@ from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
-from vitray.runs.plan import TrialHook
+from vitray.runs.resolve import TrialHook
 from vitray.sweep.capacity import TrialResources
 from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit

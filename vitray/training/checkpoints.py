@@ -22,7 +22,6 @@ from torch import Tensor
 from vitray import storage
 from vitray.errors import ConfigError
 from vitray.storage import scratch_folder
-from vitray.system.lease import check_owner
 
 META, FORMAT = "checkpoint.json", 2
 # Seconds between tries while training goes on. An outage of some minutes delays a checkpoint; it does not end the run.
@@ -227,19 +226,14 @@ class Saver:
         keep: int,
         on_saved: Callable[[int], None] = lambda _: None,
         on_delay: Callable[[str], None] = lambda _: None,
-        owner: str | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_saved` is called with the step of each complete checkpoint, `on_delay` with the reason of each retry.
 
-        With an `owner`, nothing is written after another process has taken over the folder.
+        `check` is called before each write; it raises if another process has taken over the folder.
         """
-        self._run_dir, self._keep, self._owner, self._on_saved, self._on_delay = (
-            run_dir,
-            keep,
-            owner,
-            on_saved,
-            on_delay,
-        )
+        self._run_dir, self._keep, self._check = run_dir, keep, check
+        self._on_saved, self._on_delay = on_saved, on_delay
         self._error: BaseException | None = None
         self.latest: int | None = None
         """The step of the last complete checkpoint."""
@@ -276,7 +270,7 @@ class Saver:
             for event in copy.events:
                 event.synchronize()
             self._write_with_retries(copy.checkpoint)
-            self._check_owner()
+            self._check()
             prune(self._run_dir, self._keep, protected)
             self.latest = copy.checkpoint.step
             self._on_saved(self.latest)
@@ -286,15 +280,11 @@ class Saver:
     def _write_with_retries(self, checkpoint: Checkpoint) -> None:
         for pause in RETRY_PAUSES:
             try:
-                return write_checkpoint(self._run_dir, checkpoint, self._check_owner)
+                return write_checkpoint(self._run_dir, checkpoint, self._check)
             except (ConfigError, SafetensorError, OSError) as error:  # OSError: this node's disk is full
                 self._on_delay(f"the checkpoint of step {checkpoint.step:,} is tried again in {pause} s: {error}")
                 time.sleep(pause)
-        return write_checkpoint(self._run_dir, checkpoint, self._check_owner)
-
-    def _check_owner(self) -> None:
-        if self._owner is not None:
-            check_owner(self._run_dir, self._owner)
+        return write_checkpoint(self._run_dir, checkpoint, self._check)
 
     def _raise(self) -> None:
         if self._error is not None:

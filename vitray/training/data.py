@@ -1,40 +1,36 @@
 """A worker's part of the training and evaluation data, from any step of the run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from vitray.config import Run
 from vitray.config.pretraining import Masked
 from vitray.data.augment.masks import draw_sources
-from vitray.data.stream import HostBatch, Share, Stream, StreamSpec
-from vitray.training.context import WorkerContext
+from vitray.data.stream.batches import HostBatch, StreamSpec
+from vitray.training.resolved import ResolvedRun
 
 
-def open_training(context: WorkerContext, device: torch.device) -> Stream:
-    """Return the stream of the training images for workers on a kind of device."""
-    run, mask = context.run, context.holdout_mask
-    augment = run.data.augment.resolved(device.type == "cuda")
+def training_spec(resolved: ResolvedRun, device: str) -> StreamSpec:
+    """Return the settings of the stream of training images for workers on a kind of device."""
+    run, mask = resolved.run, resolved.holdout_mask
+    augment = run.data.augment.resolved(device == "cuda")
     spec = StreamSpec(run.data.train, run.optim.batch, run.model.image_shape, augment, repeats=run.data.repeats)
-    spec = spec._replace(in_bulk=device.type == "cpu")
-    return _open(context, spec if mask is None else spec._replace(row_mask=~mask))
+    return _completed(spec._replace(in_bulk=device == "cpu", row_mask=None if mask is None else ~mask), run)
 
 
-def open_evaluation(context: WorkerContext) -> Stream:
-    """Return the stream of the evaluated images."""
-    run = context.run
+def evaluation_spec(resolved: ResolvedRun) -> StreamSpec:
+    """Return the settings of the stream of evaluated images."""
+    run = resolved.run
     assert run.data.evaluated is not None
     batch = run.evaluate.batch or run.optim.batch
     spec = StreamSpec(run.data.evaluated, batch, run.model.image_shape, run.data.eval_crop)
-    return _open(context, spec._replace(row_mask=context.holdout_mask))
+    return _completed(spec._replace(row_mask=resolved.holdout_mask), run)
 
 
-def _open(context: WorkerContext, spec: StreamSpec) -> Stream:
-    data = context.run.data
-    spec = spec._replace(max_corrupt=data.max_corrupt, cache=data.cache, cpus=context.data_cpus)
-    return Stream(context.dataset, spec._replace(seed=context.run.seed))
+def _completed(spec: StreamSpec, run: Run) -> StreamSpec:
+    return spec._replace(max_corrupt=run.data.max_corrupt, cache=run.data.cache, seed=run.seed)
 
 
 def own_broadcast() -> Callable[[Any], Any]:
@@ -52,12 +48,6 @@ def own_broadcast() -> Callable[[Any], Any]:
         return values[0]
 
     return broadcast
-
-
-def batches_from(run: Run, stream: Stream, step: int, total: int, share: Share) -> Iterator[HostBatch]:
-    """Yield a worker's batches from a step of the run to its end, across epochs."""
-    for batch in stream.train(step, total, share):
-        yield with_masks(batch, run, batch.epoch)
 
 
 def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:

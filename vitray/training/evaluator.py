@@ -1,44 +1,46 @@
-"""Evaluation of the val split, by the training workers or in separate tasks beside them."""
+"""Evaluation of the val split, by the training workers or in jobs beside them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, evaluate, evaluate_loss
 from vitray.models.probabilities import probability_of
-from vitray.tasks.build import Task
+from vitray.models.tokenizer import VisualTokenizer
+from vitray.tasks.build import Task, build_task
 from vitray.tasks.supervised import Classification
 from vitray.training import checkpoints
-from vitray.training.context import WorkerContext
-from vitray.training.data import open_evaluation, own_broadcast, with_masks
-from vitray.training.driver_client import DriverClient
+from vitray.training.data import evaluation_spec, own_broadcast, with_masks
 from vitray.training.examples import ExampleImages
+from vitray.training.host import Host
 from vitray.training.learner import Learner
-from vitray.training.messages import ExamplePictures, Pictures
+from vitray.training.messages import Evaluation, ExamplePictures, Note, Pictures
+from vitray.training.resolved import ResolvedRun
 from vitray.training.state import TrainState
 
-# A task's tensors by name.
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:
+    from vitray.data.stream.stream import Stream
 
 
 class Evaluator:
     """Starts the evaluations of a run and returns their scores in order."""
 
-    def __init__(self, context: WorkerContext, share: Share, device: torch.device, learner: Learner) -> None:
+    def __init__(self, resolved: ResolvedRun, run_dir: str, host: Host, learner: Learner) -> None:
         self.latest_step: int | None = None
         """The step of the last evaluation that was started."""
-        self._context, self._learner, self._is_reporter = context, learner, share.rank == 0
-        self._is_separate = context.run.evaluate.where != "workers"
-        share = share._replace(broadcast=own_broadcast())
-        self._scorer = None if self._is_separate else Scorer(context, learner.task, share, device)
-        # {step: scores}; of separate evaluations, an object reference to them.
+        self._run_dir, self._host, self._learner = run_dir, host, learner
+        share = Share(host.rank, host.workers, own_broadcast())
+        self._scorer = None
+        if resolved.run.evaluate.where == "workers":
+            val = host.open_stream(evaluation_spec(resolved))
+            self._scorer = Scorer(resolved, val, learner.task, share, host.device)
+        # {step: scores}, or the job that computes them.
         self._started: dict[int, Any] = {}
 
     def start(self, step: int) -> None:
@@ -47,36 +49,35 @@ class Evaluator:
         task, average = self._learner.task, self._learner.average
         if self._scorer is not None:
             self._started[step] = list(self._score_here(self._scorer))
-        elif self._is_reporter:
-            parts = [task.state_dict(), *([average.state()] if average else [])]
-            self._start_task(step, [_on_host(part) for part in parts])
+        elif self._host.rank == 0:
+            self._start_job(step, [task.state_dict(), *([average.state()] if average else [])])
 
     def restart_pending(self, state: TrainState) -> list[int]:
         """Restart the interrupted evaluations from their checkpoints; return the steps for which this is impossible."""
         lost = []
         for step in state.pending:
-            if not self._is_separate or step not in checkpoints.complete_steps(self._context.run_dir):
+            if self._scorer is not None or step not in checkpoints.complete_steps(self._run_dir):
                 lost.append(step)
-            elif self._is_reporter:
-                parts = checkpoints.read_checkpoint(self._context.run_dir, step).parts
-                self._start_task(step, [_on_host(parts[name]) for name in ("model", "average") if name in parts])
+            elif self._host.rank == 0:
+                parts = checkpoints.read_checkpoint(self._run_dir, step).parts
+                self._start_job(step, [parts[name] for name in ("model", "average") if name in parts])
                 self.latest_step = step
         return lost
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[int, list[Score]]]:
         """Yield step and scores of each evaluation finished since the last call, in order."""
         for step, scores in list(self._started.items()):
-            if self._is_separate:
-                if not wait and not ray.wait([scores], timeout=0)[0]:
+            if self._scorer is None:
+                if not wait and self._host.unfinished([scores], 0):
                     return
-                scores = ray.get(scores)
+                scores = scores.result()
             del self._started[step]
             yield step, scores
 
     def is_ready(self, seconds: float) -> bool:
         """Whether all evaluations have finished; waits for them for some seconds."""
-        tasks = list(self._started.values()) if self._is_separate else []
-        return not tasks or not ray.wait(tasks, num_returns=len(tasks), timeout=seconds)[1]
+        jobs = list(self._started.values()) if self._scorer is None else []
+        return not self._host.unfinished(jobs, seconds)
 
     @property
     def pending(self) -> list[int]:
@@ -87,8 +88,8 @@ class Evaluator:
         """Discard the evaluations of later steps, which the run repeats."""
         for started in [each for each in self._started if each > step]:
             scores = self._started.pop(started)
-            if self._is_separate:
-                ray.cancel(scores)
+            if self._scorer is None:
+                scores.cancel()
 
     def _score_here(self, scorer: "Scorer") -> Iterator[Score]:
         task, average = self._learner.task, self._learner.average
@@ -97,23 +98,25 @@ class Evaluator:
                 broadcast_buffers(task)
                 yield scorer.score()
 
-    def _start_task(self, step: int, networks: list[Tensors]) -> None:
-        # Sequential: two tasks at once would occupy the CPU that decodes their images.
-        previous = list(self._started.values())[-1:]
-        # Outside the placement group of a trial, which has no room for it.
-        evaluate = self._context.run.evaluate
-        gpus = evaluate.gpus if evaluate.where == "gpu" else 0
-        options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": "DEFAULT"}
-        self._started[step] = ray.remote(score_networks).options(**options).remote(self._context, networks, *previous)
+    def _start_job(self, step: int, networks: Sequence[Mapping[str, Tensor]]) -> None:
+        # One after another: two jobs at once would occupy the CPU that decodes their images.
+        after = next(reversed(self._started.values()), None)
+        on_host = [{name: tensor.detach().cpu() for name, tensor in each.items()} for each in networks]
+        self._started[step] = self._host.start_scores(on_host, after)
 
 
-def score_networks(context: WorkerContext, networks: list[Tensors], _previous: Any = None) -> list[Score]:
-    """Return the scores of some networks, in a task with a device of its own."""
-    device = torch.device("cuda" if context.run.evaluate.where == "gpu" else "cpu")
-    task = context.build(device)
-    scorer, scores = Scorer(context, task, Share(0, 1), device), []
+def score_networks(
+    resolved: ResolvedRun,
+    val: "Stream",
+    tokenizer: VisualTokenizer | None,
+    networks: Sequence[Mapping[str, Tensor]],
+    device: torch.device,
+) -> list[Score]:
+    """Return the scores of some weights of the task, beside training."""
+    task = build_task(resolved.run, tokenizer and tokenizer.to(device)).to(device)
+    scorer, scores = Scorer(resolved, val, task, Share(0, 1), device), []
     for network in networks:
-        task.load_state_dict(networks[0] | network)  # frozen weights have no average
+        task.load_state_dict({**networks[0], **network})  # frozen weights have no average
         scores.append(scorer.score())
     return scores
 
@@ -121,11 +124,10 @@ def score_networks(context: WorkerContext, networks: list[Tensors], _previous: A
 class Scorer:
     """Scores a task on the val split, together with all workers of `share`."""
 
-    def __init__(self, context: WorkerContext, task: Task, share: Share, device: torch.device) -> None:
-        self._run, self._task, self._share, self._device = context.run, task, share, device
-        self._val = open_evaluation(context)
-        has_pictures = isinstance(task, Classification) and share.rank == 0 and context.run.evaluate.examples
-        self._examples = ExampleImages(context, device) if has_pictures else None
+    def __init__(self, resolved: ResolvedRun, val: "Stream", task: Task, share: Share, device: torch.device) -> None:
+        self._run, self._val, self._task, self._share, self._device = resolved.run, val, task, share, device
+        has_pictures = isinstance(task, Classification) and share.rank == 0 and self._run.evaluate.examples
+        self._examples = ExampleImages(resolved, device) if has_pictures else None
         network = task.vit if isinstance(task, Classification) else task
         # Compiled once, for one shape: every batch is padded to the same size.
         mode: Any = self._run.compute.evaluation_compile
@@ -152,24 +154,26 @@ def autocast(run: Run, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=run.compute.precision == "bf16")
 
 
-def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, client: DriverClient) -> None:
+def log_scores(finished: Iterator[tuple[int, list[Score]]], state: TrainState, host: Host) -> None:
     """Add finished evaluations to the state and send their metrics."""
     for step, scores in finished:
         corrupt = scores[-1].corrupt
         if corrupt and (state.latest is None or state.latest.corrupt != corrupt):
             few = ", ".join(corrupt[:5]) + (f" and {len(corrupt) - 5} more" if len(corrupt) > 5 else "")
-            client.note(f"{len(corrupt)} evaluated images could not be decoded and are not scored: {few}")
+            host.send(Note(f"{len(corrupt)} evaluated images could not be decoded and are not scored: {few}"))
         state.add_scores(step, scores)
         best = {"best/val_top1": state.best_top1, "best/val_loss": state.best_loss}
         values = {name: value for name, value in best.items() if value is not None}
         for score, suffix in zip(scores, ("", "_ema"), strict=False):
             values |= score.metrics(suffix)
-        client.metrics(step, state, values)
+        host.send(state.recorded(step, values))
         if scores[-1].pictures is not None:
-            client.send(Pictures(step, scores[-1].pictures))
+            host.send(Pictures(step, scores[-1].pictures))
         if scores[-1].examples is not None:
-            client.send(ExamplePictures(step, scores[-1].examples))
+            host.send(ExamplePictures(step, scores[-1].examples))
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+def evaluation_message(score: Score) -> Evaluation:
+    """Return the parts of a score that are plotted, as types that import no torch."""
+    mistakes = [(each.probability, each.row, each.label, each.predicted) for each in score.mistakes]
+    return Evaluation(score.confusion, mistakes)

@@ -17,14 +17,14 @@ from vitray.inspection.rollout import attention_maps
 from vitray.models.network import AnyNetwork
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.models.vit import ViT
-from vitray.training.context import WorkerContext
+from vitray.training.resolved import ResolvedRun
 
 
 class ExampleImages:
     """The images, read at the first evaluation."""
 
-    def __init__(self, context: WorkerContext, device: torch.device) -> None:
-        self._context, self._device = context, device
+    def __init__(self, resolved: ResolvedRun, device: torch.device) -> None:
+        self._resolved, self._device = resolved, device
         self._images: np.ndarray | None = None
         self._labels = np.zeros(0, np.int64)
 
@@ -32,12 +32,12 @@ class ExampleImages:
     def look(self, vit: AnyNetwork) -> Examples | None:
         """Return the predictions of a network with a head; None if no image can be decoded."""
         if self._images is None:
-            self._images, self._labels = read_examples(self._context)
+            self._images, self._labels = read_examples(self._resolved)
         if not len(self._images):
             return None
         was_training = vit.training
         vit.eval()
-        images_BCHW = normalized(torch.from_numpy(self._images).to(self._device), self._context.run.data.normalize)
+        images_BCHW = normalized(torch.from_numpy(self._images).to(self._device), self._resolved.run.data.normalize)
         attention_BRQ = None
         if isinstance(vit, ViT):
             maps = attention_maps(vit, images_BCHW)
@@ -45,17 +45,17 @@ class ExampleImages:
         else:
             logits_BK = vit(images_BCHW)
         vit.train(was_training)
-        probability_B, predicted_B = probabilities_of(logits_BK, probability_of(self._context.run)).max(1)
+        probability_B, predicted_B = probabilities_of(logits_BK, probability_of(self._resolved.run)).max(1)
         arrays = (predicted_B.cpu().numpy(), probability_B.cpu().numpy(), attention_BRQ)
         return Examples(self._images, self._labels, *arrays)
 
 
-def read_examples(context: WorkerContext) -> tuple[np.ndarray, np.ndarray]:
+def read_examples(resolved: ResolvedRun) -> tuple[np.ndarray, np.ndarray]:
     """Return the evaluation's views of a few images (BHWC, uint8) and their labels, without corrupt images."""
-    run, dataset, split = context.run, context.dataset, context.run.data.evaluated
+    run, dataset, split = resolved.run, resolved.dataset, resolved.run.data.evaluated
     assert split is not None
     rows = locate_rows(dataset, split)
-    chosen, _ = choose_examples(run, dataset, context.holdout_mask)
+    chosen, _ = choose_examples(run, dataset, resolved.holdout_mask)
     views, labels = [], []
     for content, label, _ in read_rows(chosen, rows).values():
         with suppress(UndecodableImage):

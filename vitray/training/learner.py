@@ -1,31 +1,29 @@
 """The trained objects of a worker, and how they are saved to and loaded from a checkpoint."""
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import ray
-import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vitray.config import Run
-from vitray.data.stream import Share
+from vitray.data.stream.batches import Share
 from vitray.errors import ConfigError
 from vitray.models.stems import synchronize_norms
-from vitray.tasks.build import Task
+from vitray.tasks.build import Task, build_task
 from vitray.tasks.recompute import recompute_activations
 from vitray.tracking import system_info
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Checkpoint
-from vitray.training.context import WorkerContext
-from vitray.training.driver_client import DriverClient
+from vitray.training.host import Host
 from vitray.training.messages import Metrics, Resumed
 from vitray.training.optim import Average, build_optimizer, match_layout
 from vitray.training.state import TrainState
 
 # Gradients are views of the all-reduce buckets, which saves one copy of them.
-DDP = {"gradient_as_bucket_view": True}
+DDP: dict[str, Any] = {"gradient_as_bucket_view": True}
 STRIDES_WARNING = "Grad strides do not match bucket view strides"
 
 
@@ -39,13 +37,13 @@ class Learner(NamedTuple):
     average: Average | None
 
 
-def build_learner(context: WorkerContext, device: torch.device) -> Learner:
+def build_learner(run: Run, host: Host) -> Learner:
     """Return the task with its initial weights and its optimizer; the model is not wrapped yet."""
-    run = context.run
+    device, tokenizer, teacher = host.device, host.load("tokenizer"), host.load("teacher")
     torch.manual_seed(run.seed)  # equal initial weights on every worker
-    task = context.build(device, trains=True)
-    if context.initial_weights is not None:
-        task.load_state_dict(ray.get(context.initial_weights))
+    task = build_task(run, tokenizer and tokenizer.to(device), teacher and teacher.to(device)).to(device)
+    if (initial := host.load("initial")) is not None:
+        task.load_state_dict(initial)
     recompute_activations(task, run.compute.activation_checkpointing)
     if run.compute.channels_last:
         task.to(memory_format=torch.channels_last)
@@ -55,11 +53,14 @@ def build_learner(context: WorkerContext, device: torch.device) -> Learner:
 
 def wrap_model(learner: Learner, run: Run) -> Learner:
     """Return the learner with its model wrapped by DDP, if there are several workers, and compiled."""
-    if dist.is_initialized():
-        synchronize_norms(learner.task, next(learner.task.parameters()).device)
+    model: nn.Module = learner.task
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        device = next(learner.task.parameters()).device
+        synchronize_norms(learner.task, device)
         # Of channels-last images, kernels of 1 x 1 get gradients with other strides, which DDP copies: a few megabytes.
         warnings.filterwarnings("ignore", STRIDES_WARNING)
-    model: nn.Module = ray.train.torch.prepare_model(learner.task, parallel_strategy_kwargs=DDP)
+        devices = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
+        model = DistributedDataParallel(model, **devices, **DDP)
     return learner._replace(model=compile_model(model, run))
 
 
@@ -92,9 +93,9 @@ def checkpoint_of(run: Run, learner: Learner, state: TrainState, share: Share) -
     return Checkpoint(state.step, parts, content)
 
 
-def resume(context: WorkerContext, learner: Learner, client: DriverClient) -> TrainState:
+def resume(run_dir: str, learner: Learner, host: Host) -> TrainState:
     """Load the last complete checkpoint, if any, and return its state."""
-    checkpoint = checkpoints.read_latest(context.run_dir, next(learner.task.parameters()).device)
+    checkpoint = checkpoints.read_latest(run_dir, next(learner.task.parameters()).device)
     if checkpoint is None:
         return TrainState()
     # Each part is freed when it is loaded.
@@ -104,18 +105,16 @@ def resume(context: WorkerContext, learner: Learner, client: DriverClient) -> Tr
     match_layout(learner.optimizer)
     if learner.average is not None:
         learner.average.load(checkpoint.parts.pop("average"))
-    client.send(Resumed(checkpoint.step, checkpoint.state["workers"]))
+    host.send(Resumed(checkpoint.step, checkpoint.state["workers"]))
     state = TrainState(**checkpoint.state["train_state"])
     for record in state.records:
-        client.send(Metrics(record["step"], record["values"], is_repeated=True))
+        host.send(Metrics(record["step"], record["values"], is_repeated=True))
     return state
 
 
-def rewind(
-    context: WorkerContext, learner: Learner, client: DriverClient, state: TrainState, broken: int
-) -> TrainState:
+def rewind(run_dir: str, learner: Learner, host: Host, state: TrainState, broken: int) -> TrainState:
     """Return to the last checkpoint and skip the broken step from now on."""
-    earlier = resume(context, learner, client)
+    earlier = resume(run_dir, learner, host)
     if earlier.step == 0:
         raise ConfigError(
             f"the loss was not finite or spiked at step {broken}, and no checkpoint exists to rewind to; expected a"

@@ -4,17 +4,14 @@ Images, augmentation, mixing, dropout and learning rate are functions of (seed, 
 random state, and a resumed run continues exactly.
 """
 
-import logging
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import ray
-import ray.train
-import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,241 +20,343 @@ from vitray.config import Run
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.augment.keyed_random import step_generator
-from vitray.data.stream import Share, Stream
+from vitray.data.stream.batches import Share
 from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
-from vitray.errors import ConfigError, OwnershipLost
 from vitray.evaluation.scores import gather_names
 from vitray.models.stems import use_patch
 from vitray.models.tokenizer import VisualTokenizer
-from vitray.system.lease import check_visible
-from vitray.tracking.system_info import SystemSampler
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
-from vitray.training.context import WorkerContext
-from vitray.training.data import batches_from, open_training, own_broadcast
-from vitray.training.driver_client import DriverClient
-from vitray.training.evaluator import Evaluator, autocast, log_scores
-from vitray.training.heartbeat import HeartbeatSender
+from vitray.training.data import own_broadcast, training_spec, with_masks
+from vitray.training.evaluator import Evaluator, autocast, evaluation_message, log_scores
+from vitray.training.host import Host, Notice
 from vitray.training.learner import Learner, build_learner, checkpoint_of, resume, rewind, wrap_model
-from vitray.training.messages import Ending, Metrics, WorkerResult, WorkersStarted
+from vitray.training.messages import CheckpointSaved, Ending, Note, WorkerResult, WorkersStarted
 from vitray.training.optim import clip_gradients, set_learning_rate
 from vitray.training.prober import Prober, log_probes
 from vitray.training.profiling import measure_costs
-from vitray.training.schedule import CheckTimer, Length, Triggers, learning_rate, length_of, micro_batches, num_passes
+from vitray.training.resolved import ResolvedRun
+from vitray.training.schedule import CheckTimer, Length, Triggers, learning_rate, micro_batches, num_passes
+from vitray.training.state import TrainState
 
-# A worker's environment on any node. Ray Data's usage statistics would start another process, and its counters, which
-# die with their node, would log errors.
-ENVIRONMENT = {"RAY_DATA_USAGE_DISABLED": "1", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+if TYPE_CHECKING:
+    from vitray.data.stream.stream import Stream
+
 # Seconds between two collectives of the workers while rank 0 waits at the end of a run.
 MEET_SECONDS = 5.0
 
 
-def worker(config: dict[str, WorkerContext]) -> WorkerResult:
-    """Train on this device, as one of all workers."""
-    os.environ.update(ENVIRONMENT)
-    logging.disable(logging.INFO)  # Ray Train logs every report; a worker's own messages go to the driver
-    context = config["context"]
-    session = ray.train.get_context()
-    share = Share(session.get_world_rank(), session.get_world_size(), own_broadcast())
-    heartbeat = HeartbeatSender(context.mailbox, share)
-    try:
-        return train_loop(context, share, heartbeat)
-    except (ConfigError, OwnershipLost) as error:
-        ray.get(context.mailbox.record_fatal_error.remote(error))
-        raise
-    except Exception:
-        heartbeat.send(has_failed=True)
-        raise
-    finally:
-        heartbeat.close()
-
-
-def train_loop(context: WorkerContext, share: Share, heartbeat: HeartbeatSender) -> WorkerResult:
+def train_loop(resolved: ResolvedRun, run_dir: str, host: Host) -> WorkerResult:
     """Take every step from the last checkpoint to the end."""
-    run, session, device = context.run, ray.train.get_context(), ray.train.torch.get_device()
-    client = DriverClient(context.mailbox, is_reporter=share.rank == 0)
-    check_visible(context.run_dir, context.owner)
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    client.send(WorkersStarted(device_name, share.workers))
-    if device.type == "cpu":
-        torch.set_num_threads(context.threads)
-    torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
-
-    # ---- model and optimizer, from the last checkpoint ---------------------------------------------------------------
-    learner = build_learner(context, device)
-    state = resume(context, learner, client)
-    learner = wrap_model(learner, run)
-
-    # ---- data --------------------------------------------------------------------------------------------------------
-    train = open_training(context, device)
-    evaluator = Evaluator(context, share, device, learner) if run.data.evaluated else None
-    if evaluator is not None and (lost := evaluator.restart_pending(state)):
-        client.note(f"the evaluation at step {lost} was lost when the run was interrupted")
-    prober = Prober(context, client, is_reporter=share.rank == 0)
-    prober.restart_pending(state)
-    length = length_of(run.optim, train.steps)
-    total, triggers = length.total, Triggers(run, length)
-
-    def open_pipeline() -> tuple[Saver | None, Prefetcher]:
-        saver = None
-        if share.rank == 0:
-            saver = Saver(context.run_dir, run.checkpoint.keep, client.saved, client.note, context.owner)
-        return saver, Prefetcher(batches_from(run, train, state.step, total, share), device, largest)
-
-    def has_collapsed() -> bool:
-        return run.guard.on_collapse == "stop" and state.collapse is not None
-
-    def close_pipeline() -> None:
-        prefetcher.close()
-        if saver:
-            saver.close()
-
-    # One worker per node samples its load. As in MLflow, nodes are numbered only if there are several.
-    node = None if session.get_local_world_size() == share.workers else session.get_node_rank()
-    sampler = SystemSampler(node) if session.get_local_rank() == 0 else None
-    saver, prefetcher = open_pipeline()
-    unread: dict[int, Tensor] = {}  # {step: loss and gradient norm}, still on the device
-    steps, seconds = 0, 0.0  # since the last record
-    next_check, timer = state.step + 1, CheckTimer(state.step)
-    is_preempted = False
-    ending: Ending = "finished"
-    since = time.perf_counter()
-
-    while state.step < total:
-        step = state.step
-        heartbeat.at(step, "images")
-        batch = next(prefetcher)
-        heartbeat.at(step, "computation")
-        if step not in state.skipped:
-            unread[step] = take_step(run, step, batch, share, learner, length)
-        state.step += 1
-        client.progress(state.step)
-        is_check = state.step == next_check
-        if state.step not in triggers and not is_check:
+    worker, state = start_worker(resolved, run_dir, host)
+    progress = Progress.starting(worker, state)
+    run, total, triggers, ending = resolved.run, resolved.length.total, worker.triggers, None
+    while progress.state.step < total and ending is None:
+        train_step(worker, progress)
+        step = progress.state.step
+        is_check = step == progress.next_check
+        if step not in triggers and not is_check:
             continue
-
-        # ---- metrics, and the check of the loss ----------------------------------------------------------------------
-        heartbeat.at(step, "metrics")
-        wanted = timer.steps_to_next(state.step) if is_check and share.rank == 0 else 0
-        is_stopping = client.is_stop_requested() or has_collapsed()
-        corrupt = train.new_corrupt()
-        metrics, (stops, interval, new) = all_reduce_metrics(unread, device, [is_stopping, wanted, len(corrupt)])
-        is_interrupted = stops > 0
-        if new:
-            train.merge_corrupt(gather_names(corrupt))
-        elapsed = time.perf_counter() - since
-        if is_check:
-            next_check = state.step + interval
-        steps, seconds, state.seconds = steps + len(unread), seconds + elapsed, state.seconds + elapsed
-        # A gradient that is not finite has corrupted the weights, even if the loss is finite.
-        losses = [loss if math.isfinite(norm) else norm for loss, norm in metrics]
-        broken = state.first_broken(losses, run.guard.spike)
+        meeting = meet(worker, progress, is_check)
+        broken = progress.state.first_broken(meeting.losses, run.guard.spike)
         if broken is not None:
-            close_pipeline()
-            bad_step = list(unread)[broken]
-            text = describe_broken_loss(context, train, bad_step, losses[broken])
-            if run.guard.on_nan == "stop" or state.rewinds >= run.guard.max_rewinds:
+            bad_step, loss = list(progress.unread)[broken], meeting.losses[broken]
+            progress.close()
+            text = describe_broken_loss(worker, bad_step, loss)
+            if run.guard.on_nan == "stop" or progress.state.rewinds >= run.guard.max_rewinds:
                 return WorkerResult("failed", bad_step, text)
-            state = rewind(context, learner, client, state, bad_step)
-            if evaluator is not None:
-                evaluator.discard_after(state.step)
-            prober.discard_after(state.step)
-            client.note(f"{text}; training continues from step {state.step} and skips step {bad_step}")
-            saver, prefetcher = open_pipeline()
-            unread, steps, seconds = {}, 0, 0.0
-            next_check, timer = state.step + 1, CheckTimer(state.step)
-            since = time.perf_counter()
+            progress = go_back(worker, progress.state, bad_step, text)
             continue
-        state.add_losses(losses)
-        if state.step in triggers.records and state.losses:
-            values = {
-                "train/loss": sum(state.losses) / len(state.losses),
-                "train/lr": learning_rate(run.optim, length, step),
-                "train/images_per_second": steps * run.optim.batch / seconds,
-                "train/data_wait_share": min(1.0, prefetcher.waited / seconds),
-                "train/grad_norm": metrics[-1][1] if metrics else 0.0,
-                "train/epoch": state.step / length.epoch,
-                "data/corrupt": float(len(train.corrupt)),
-            }
-            if isinstance(learner.task, VisualTokenizer):
-                values["train/perplexity"] = learner.task.read_perplexity(training=True)
-            client.metrics(state.step, state, values)
-            saved = saver and saver.latest
-            # For Ray's dashboard. Ray Train waits for all workers here, as the all-reduce of the metrics has just done.
-            ray.train.report(
-                {"step": state.step, **values}
-                | ({} if saved is None else {"checkpoint": checkpoints.folder_of(context.run_dir, saved)})
+        record(worker, progress, meeting)
+        notice = host.notice() if is_check else None
+        if step in triggers or meeting.is_interrupted or notice is not None:
+            evaluate(worker, progress)
+            progress.since = time.perf_counter()
+            save(worker, progress, meeting, notice)
+            ending = decide(worker, progress, meeting, notice)
+        else:
+            progress.since = time.perf_counter()
+    return finish(worker, progress, ending or "finished")
+
+
+# ---- what a worker works with ----------------------------------------------------------------------------------------
+
+
+class Worker(NamedTuple):
+    """The parts of a worker, the same from its start to its end."""
+
+    resolved: ResolvedRun
+    run_dir: str
+    host: Host
+    share: Share
+    learner: Learner
+    train: "Stream"
+    evaluator: Evaluator | None
+    prober: Prober
+    triggers: Triggers
+
+    def largest(self, number: int) -> int:
+        """Return the largest of all workers' numbers."""
+        return all_reduce_max(number, self.host.device)
+
+    def has_collapsed(self, state: TrainState) -> bool:
+        """Whether guard.on_collapse stops the run; only rank 0 has probes."""
+        return self.resolved.run.guard.on_collapse == "stop" and state.collapse is not None
+
+
+@dataclass
+class Progress:
+    """The variables of the loop between two steps, of which `state` is saved."""
+
+    state: TrainState
+    batches: Prefetcher
+    saver: Saver | None
+    """On rank 0."""
+    timer: CheckTimer
+    next_check: int
+    since: float
+    """The time after the last record or evaluation, on the performance counter."""
+    unread: dict[int, Tensor] = field(default_factory=dict)
+    """{step: loss and gradient norm}, still on the device."""
+    steps: int = 0
+    """Since the last record."""
+    seconds: float = 0.0
+    """Of training, since the last record."""
+
+    @staticmethod
+    def starting(worker: Worker, state: TrainState) -> "Progress":
+        """Return the loop's variables at a state, and start to read images and to save."""
+        resolved, host, share = worker.resolved, worker.host, worker.share
+        stream = worker.train.train(state.step, resolved.length.total, share)
+        batches = (with_masks(batch, resolved.run, batch.epoch) for batch in stream)
+        saver = None
+        if host.rank == 0:
+            saver = Saver(
+                worker.run_dir,
+                resolved.run.checkpoint.keep,
+                on_saved=lambda step: host.send(CheckpointSaved(step)),
+                on_delay=lambda text: host.send(Note(text)),
+                check=host.check_owner,
             )
-            state.losses = []
-            steps, seconds, prefetcher.waited = 0, 0.0, 0.0
-            if sampler is not None:
-                context.mailbox.put.remote(Metrics(state.step, sampler.sample()))
-        unread = {}
-        notice = None
-        if is_check and context.watches_preemption and not is_preempted:
-            notice = ray.train.get_preemption_info()  # waits for all workers
-            is_preempted = notice is not None
-        if state.step not in triggers and not is_interrupted and notice is None:
-            since = time.perf_counter()
-            continue
+        prefetcher = Prefetcher(batches, host.device, worker.largest)
+        return Progress(state, prefetcher, saver, CheckTimer(state.step), state.step + 1, time.perf_counter())
 
-        # ---- evaluation and checkpoint -------------------------------------------------------------------------------
-        heartbeat.at(step, "evaluation")
-        is_evaluated = evaluator is not None and state.step in triggers.evaluations
-        if evaluator is not None:
-            if is_evaluated:
-                evaluator.start(state.step)
-                prober.start(state.step, learner, is_last=state.step == total)
-            log_scores(evaluator.finished(), state, client)
-            log_probes(prober.finished(), context, state, client)
-            state.pending, state.pending_probes = evaluator.pending, prober.pending
-        heartbeat.at(step, "checkpoint")
-        since = time.perf_counter()
-        if notice is not None:
-            client.note(f"a node is about to be preempted: step {state.step:,} is saved")
-        if saver and (triggers.saves(state.step) or is_interrupted or notice is not None):
-            saver.save(checkpoint_of(run, learner, state, share), state.protected_steps)
-        if state.step < total:
-            if context.waits_for_decision and is_evaluated and client.should_stop(state.step):
-                ending = "stopped early"
-                break
-            if is_interrupted:
-                ending = "interrupted"
-                break
-            # Later steps would be lost, and the next workers can start while the node still runs. If it is the driver's
-            # own node, nothing can start again, so training goes on.
-            if notice is not None and context.driver_node not in notice.preempted_node_ids:
-                ending = "preempted"
-                break
+    def close(self) -> None:
+        """Stop to read ahead, and wait until all checkpoints are written."""
+        self.batches.close()
+        if self.saver:
+            self.saver.close()
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
-    heartbeat.at(state.step, "evaluation")
+
+def start_worker(resolved: ResolvedRun, run_dir: str, host: Host) -> tuple[Worker, TrainState]:
+    """Return the parts of this worker and the state of the last checkpoint; all workers call this together."""
+    run, device = resolved.run, host.device
+    share = Share(host.rank, host.workers, own_broadcast())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    host.send(WorkersStarted(name, host.workers))
+    if device.type == "cpu":
+        torch.set_num_threads(host.threads)
+    torch.set_float32_matmul_precision("high" if run.compute.tf32 else "highest")
+    learner = build_learner(run, host)
+    state = resume(run_dir, learner, host)
+    learner = wrap_model(learner, run)
+    train = host.open_stream(training_spec(resolved, device.type))
+    assert train.steps == resolved.length.epoch, f"{train.steps} steps an epoch, resolved to {resolved.length.epoch}"
+    evaluator = Evaluator(resolved, run_dir, host, learner) if run.data.evaluated else None
+    if evaluator is not None and (lost := evaluator.restart_pending(state)):
+        host.send(Note(f"the evaluation at step {lost} was lost when the run was interrupted"))
+    prober = Prober(run, run_dir, host)
+    prober.restart_pending(state)
+    triggers = Triggers(resolved.intervals, resolved.length.total)
+    return Worker(resolved, run_dir, host, share, learner, train, evaluator, prober, triggers), state
+
+
+# ---- the parts of the loop, in their order ---------------------------------------------------------------------------
+
+
+def train_step(worker: Worker, progress: Progress) -> None:
+    """Take the next step, unless it is one to skip."""
+    resolved, host, state = worker.resolved, worker.host, progress.state
+    step = state.step
+    host.at(step, "images")
+    batch = next(progress.batches)
+    host.at(step, "computation")
+    if step not in state.skipped:
+        loss_and_norm = take_step(resolved.run, step, batch, worker.share, worker.learner, resolved.length)
+        progress.unread[step] = loss_and_norm
+    state.step += 1
+    host.progress(state.step)
+
+
+class Meeting(NamedTuple):
+    """What all workers know after a check or at a record."""
+
+    losses: list[float]
+    """Of the steps since the last meeting; the norm of a gradient that is not finite, as it has corrupted the weights
+    even if the loss is finite."""
+    grad_norm: float
+    """Of the last step."""
+    is_interrupted: bool
+    """Whether a worker was asked to save and end."""
+
+
+def meet(worker: Worker, progress: Progress, is_check: bool) -> Meeting:
+    """Exchange losses, requests to stop, the next check and corrupt images with all workers."""
+    host, train, state = worker.host, worker.train, progress.state
+    host.at(state.step - 1, "metrics")
+    interval = progress.timer.steps_to_next(state.step) if is_check and host.rank == 0 else 0
+    is_stopping = host.stop_requested() or worker.has_collapsed(state)
+    corrupt = train.new_corrupt()
+    metrics, (stops, interval, new) = all_reduce_metrics(
+        progress.unread, host.device, [is_stopping, interval, len(corrupt)]
+    )
+    if new:
+        train.merge_corrupt(gather_names(corrupt))
+    elapsed = time.perf_counter() - progress.since
+    progress.steps, progress.seconds = progress.steps + len(progress.unread), progress.seconds + elapsed
+    state.seconds += elapsed
+    if is_check:
+        progress.next_check = state.step + interval
+    losses = [loss if math.isfinite(norm) else norm for loss, norm in metrics]
+    return Meeting(losses, metrics[-1][1] if metrics else 0.0, stops > 0)
+
+
+def go_back(worker: Worker, state: TrainState, bad_step: int, reason: str) -> Progress:
+    """Return to the last checkpoint, from which the broken step is skipped."""
+    earlier = rewind(worker.run_dir, worker.learner, worker.host, state, bad_step)
+    if worker.evaluator is not None:
+        worker.evaluator.discard_after(earlier.step)
+    worker.prober.discard_after(earlier.step)
+    text = f"{reason}; training continues from step {earlier.step} and skips step {bad_step}"
+    worker.host.send(Note(text))
+    return Progress.starting(worker, earlier)
+
+
+def record(worker: Worker, progress: Progress, meeting: Meeting) -> None:
+    """Keep the losses, and send the metrics of a step that records."""
+    resolved, host, state = worker.resolved, worker.host, progress.state
+    optim, length, task = resolved.run.optim, resolved.length, worker.learner.task
+    state.add_losses(meeting.losses)
+    progress.unread = {}
+    if not worker.triggers.records(state.step) or not state.losses:
+        return
+    values = {
+        "train/loss": sum(state.losses) / len(state.losses),
+        "train/lr": learning_rate(optim, length, state.step - 1),
+        "train/images_per_second": progress.steps * optim.batch / progress.seconds,
+        "train/data_wait_share": min(1.0, progress.batches.waited / progress.seconds),
+        "train/grad_norm": meeting.grad_norm,
+        "train/epoch": state.step / length.epoch,
+        "data/corrupt": float(len(worker.train.corrupt)),
+    }
+    if isinstance(task, VisualTokenizer):
+        values["train/perplexity"] = task.read_perplexity(training=True)
+    host.send(state.recorded(state.step, values))
+    saved = progress.saver and progress.saver.latest
+    host.report(state.step, values, None if saved is None else checkpoints.folder_of(worker.run_dir, saved))
+    host.sample(state.step)
+    state.losses, progress.steps, progress.seconds, progress.batches.waited = [], 0, 0.0, 0.0
+
+
+def evaluate(worker: Worker, progress: Progress) -> None:
+    """Start the evaluation and the probes of a step that has them, and send the results that have come in."""
+    evaluator, prober, host, state = worker.evaluator, worker.prober, worker.host, progress.state
+    host.at(state.step - 1, "evaluation")
+    if evaluator is None:
+        return
+    if worker.triggers.evaluates(state.step):
+        evaluator.start(state.step)
+        prober.start(state.step, worker.learner, is_last=state.step == worker.resolved.length.total)
+    log_scores(evaluator.finished(), state, host)
+    log_probes(prober.finished(), worker.resolved.run, state, host)
+    state.pending, state.pending_probes = evaluator.pending, prober.pending
+
+
+def save(worker: Worker, progress: Progress, meeting: Meeting, notice: Notice | None) -> None:
+    """Save a checkpoint if one is due, or if the workers may end."""
+    state = progress.state
+    worker.host.at(state.step - 1, "checkpoint")
+    if notice is not None:
+        worker.host.send(Note(f"a node is about to be preempted: step {state.step:,} is saved"))
+    if progress.saver and (worker.triggers.saves(state.step) or meeting.is_interrupted or notice is not None):
+        checkpoint = checkpoint_of(worker.resolved.run, worker.learner, state, worker.share)
+        progress.saver.save(checkpoint, state.protected_steps)
+
+
+def decide(worker: Worker, progress: Progress, meeting: Meeting, notice: Notice | None) -> Ending | None:
+    """Return why training ends before its last step; None if it goes on."""
+    step = progress.state.step
+    if step == worker.resolved.length.total:
+        return None
+    if worker.evaluator is not None and worker.triggers.evaluates(step) and worker.host.should_stop(step):
+        return "stopped early"
+    if meeting.is_interrupted:
+        return "interrupted"
+    if notice is not None and notice.restarts:
+        return "preempted"  # later steps would be lost, and the next workers can start while the node still runs
+    return None
+
+
+def finish(worker: Worker, progress: Progress, ending: Ending) -> WorkerResult:
+    """Wait for the evaluations of a finished run and for the last checkpoint, and return the result."""
+    run, host, total = worker.resolved.run, worker.host, worker.resolved.length.total
+    evaluator, prober, state = worker.evaluator, worker.prober, progress.state
+    host.at(state.step, "evaluation")
     if ending == "finished" and evaluator is not None:
         if evaluator.latest_step != total:  # interrupted before the last evaluation
             evaluator.start(total)
             if total not in prober.pending:
-                prober.start(total, learner, is_last=True)
-        await_results(evaluator, prober)
-        log_scores(evaluator.finished(wait=True), state, client)
-        log_probes(prober.finished(wait=True), context, state, client)
+                prober.start(total, worker.learner, is_last=True)
+        await_results(worker)
+        log_scores(evaluator.finished(wait=True), state, host)
+        log_probes(prober.finished(wait=True), run, state, host)
         if state.latest:
-            client.evaluation(state.latest)
-    close_pipeline()
-    if largest(int(has_collapsed())) and ending != "stopped early":  # only rank 0 has probes
+            host.send(evaluation_message(state.latest))
+    progress.close()
+    if worker.largest(int(worker.has_collapsed(state))) and ending != "stopped early":
         return WorkerResult("failed", state.step, f"stopped by guard.on_collapse: {state.collapse}")
+    is_over = ending not in ("interrupted", "preempted")
     return WorkerResult(
         ending,
         state.step,
         seconds=state.seconds,
-        workers=share.workers,
+        workers=host.workers,
         val_top1=state.latest.top1 if state.latest else None,
         val_loss=state.latest.loss if state.latest else None,
         best_step=state.best_step,
-        corrupt=list(train.corrupt),
+        corrupt=list(worker.train.corrupt),
         skipped=state.skipped,
-        costs={} if ending in ("interrupted", "preempted") else measure_costs(run, learner.task.vit, device),
+        costs=measure_costs(run, worker.learner.task.vit, host.device) if is_over else {},
     )
+
+
+def await_results(worker: Worker) -> None:
+    """Wait for rank 0's separate evaluations and probes.
+
+    The workers repeat a short collective meanwhile, because a single one would exceed its time limit. The wait for
+    probes has a limit, too.
+    """
+    assert worker.evaluator is not None
+    while worker.largest(int(not worker.evaluator.is_ready(MEET_SECONDS))):
+        continue
+    since = time.monotonic()
+    while worker.largest(int(not worker.prober.is_ready(MEET_SECONDS, time.monotonic() - since))):
+        continue
+
+
+def describe_broken_loss(worker: Worker, step: int, loss: float) -> str:
+    """Return the step, learning rate and images of a broken loss, and the last checkpoint."""
+    train, resolved = worker.train, worker.resolved
+    epoch, within = divmod(step, train.steps)
+    first = within * train.spec.batch
+    rows = train.order(epoch).at(np.arange(first, first + train.spec.batch))[0]
+    keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
+    saved = checkpoints.complete_steps(worker.run_dir)
+    last = checkpoints.folder_of(worker.run_dir, saved[-1]) if saved else "none"
+    lr = learning_rate(resolved.run.optim, resolved.length, step)
+    images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
+    return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -322,36 +421,10 @@ def all_reduce_metrics(
     return [sums[start : start + 2] for start in range(at, len(sums), 2)], [int(each) for each in sums[:at]]
 
 
-def largest(number: int) -> int:
+def all_reduce_max(number: int, device: torch.device) -> int:
     """Return the largest of all workers' numbers."""
     if not dist.is_initialized():
         return number
-    numbers = torch.tensor([number], device=ray.train.torch.get_device())
+    numbers = torch.tensor([number], device=device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return int(numbers)
-
-
-def await_results(evaluator: Evaluator, prober: Prober) -> None:
-    """Wait for rank 0's separate evaluations and probes.
-
-    The workers repeat a short collective meanwhile, because a single one would exceed its time limit. The wait for
-    probes has a limit, too.
-    """
-    while largest(int(not evaluator.is_ready(MEET_SECONDS))):
-        continue
-    since = time.monotonic()
-    while largest(int(not prober.is_ready(MEET_SECONDS, time.monotonic() - since))):
-        continue
-
-
-def describe_broken_loss(context: WorkerContext, train: Stream, step: int, loss: float) -> str:
-    """Return the step, learning rate and images of a broken loss, and the last checkpoint."""
-    epoch, within = divmod(step, train.steps)
-    first = within * train.spec.batch
-    rows = train.order(epoch).at(np.arange(first, first + train.spec.batch))[0]
-    keys = [key for _, _, key in read_rows(rows[:8], train.rows).values()]
-    saved = checkpoints.complete_steps(context.run_dir)
-    last = checkpoints.folder_of(context.run_dir, saved[-1]) if saved else "none"
-    lr = learning_rate(context.run.optim, length_of(context.run.optim, train.steps), step)
-    images = f"{', '.join(keys)} and {len(rows) - len(keys)} more" if len(rows) > len(keys) else ", ".join(keys)
-    return f"loss {loss:.4g} at step {step}, learning rate {lr:.3g}, images {images}; last good checkpoint: {last}"

@@ -23,8 +23,8 @@ class Resumed(NamedTuple):
     """Workers of the run that wrote it."""
 
 
-class Progress(NamedTuple):
-    """Steps done so far."""
+class StepDone(NamedTuple):
+    """A step is done, of which about one a second is reported."""
 
     step: int
 
@@ -99,7 +99,7 @@ class Heartbeat(NamedTuple):
 Message = (
     WorkersStarted
     | Resumed
-    | Progress
+    | StepDone
     | Metrics
     | Evaluation
     | Pictures

@@ -93,45 +93,62 @@ def learning_rate(optim: Optim, length: Length, step: int) -> float:
             assert_never(optim.schedule)
 
 
-@dataclass(frozen=True)
-class Regular:
-    """Every n-th step, and the last one."""
+class Intervals(NamedTuple):
+    """Steps between two records, evaluations and checkpoints; each also happens at the last step."""
 
-    interval: int
-    total: int
+    record: int
+    evaluate: int
+    save: int | None
+    """None: checkpoints are spaced by the clock."""
+    save_seconds: float | None
 
-    def __contains__(self, step: int) -> bool:
-        return step == self.total or (0 < step < self.total and step % self.interval == 0)
+
+def intervals_of(run: Run, length: Length) -> Intervals:
+    """Return the intervals of a run; refuse one that rounds to no step."""
+
+    def steps(setting: str, every: str) -> int:
+        return interval_steps(setting, every, length.epoch)
+
+    every = run.tracking.every
+    count, unit = parse_duration(run.checkpoint.every)
+    is_timed = unit == "minutes"
+    return Intervals(
+        record=steps("tracking.every", every) if every else min(50, max(1, length.total // 20)),
+        evaluate=steps("evaluate.every", run.evaluate.every),
+        save=None if is_timed else steps("checkpoint.every", run.checkpoint.every),
+        save_seconds=60 * count if is_timed else None,
+    )
 
 
 class Triggers:
-    """The steps, counted as steps done, that need more than training."""
+    """Whether a step, counted as steps done, needs more than training."""
 
-    def __init__(self, run: Run, length: Length) -> None:
-        total = length.total
-
-        def regular(setting: str, every: str) -> Regular:
-            return Regular(interval_steps(setting, every, length.epoch), total)
-
-        every = run.tracking.every
-        self.records = regular("tracking.every", every) if every else Regular(min(50, max(1, total // 20)), total)
-        self.evaluations = regular("evaluate.every", run.evaluate.every)
-        count, unit = parse_duration(run.checkpoint.every)
-        is_timed = unit == "minutes"
-        self._minutes = count if is_timed else None
-        self._checkpoints = Regular(total, total) if is_timed else regular("checkpoint.every", run.checkpoint.every)
+    def __init__(self, intervals: Intervals, total: int) -> None:
+        self._intervals, self._total = intervals, total
         self._saved = time.monotonic()
 
     def __contains__(self, step: int) -> bool:
-        return step in self.records or step in self.evaluations or step in self._checkpoints
+        return self.records(step) or self.evaluates(step) or self._is_multiple(step, self._intervals.save)
+
+    def records(self, step: int) -> bool:
+        """Return whether to record metrics."""
+        return self._is_multiple(step, self._intervals.record)
+
+    def evaluates(self, step: int) -> bool:
+        """Return whether to evaluate."""
+        return self._is_multiple(step, self._intervals.evaluate)
 
     def saves(self, step: int) -> bool:
         """Return whether to save a checkpoint; one that is due by the clock waits for the next record."""
-        is_late = self._minutes is not None and time.monotonic() - self._saved >= self._minutes * 60
-        if step in self._checkpoints or is_late:
+        seconds = self._intervals.save_seconds
+        is_late = seconds is not None and time.monotonic() - self._saved >= seconds
+        if is_late or self._is_multiple(step, self._intervals.save):
             self._saved = time.monotonic()
             return True
         return False
+
+    def _is_multiple(self, step: int, interval: int | None) -> bool:
+        return step == self._total or (interval is not None and 0 < step < self._total and step % interval == 0)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 from vitray.config.training import Guard
 from vitray.evaluation.scores import Score
+from vitray.training.messages import Metrics
 
 # Losses that a spike is compared with, and records that a checkpoint repeats.
 RECENT = 100
@@ -51,6 +52,11 @@ class TrainState:
     def protected_steps(self) -> set[int]:
         """Steps whose checkpoints are never pruned: the best one and those under evaluation."""
         return {*self.pending, *self.pending_probes, *([] if self.best_step is None else [self.best_step])}
+
+    def recorded(self, step: int, values: dict[str, float]) -> Metrics:
+        """Keep the metrics of a step for the next checkpoint, and return their message."""
+        self.records = [*self.records, {"step": step, "values": values}][-RECENT:]
+        return Metrics(step, values)
 
     def add_losses(self, losses: list[float]) -> None:
         """Add the losses of some steps."""

@@ -26,7 +26,7 @@ from vitray.evaluation.report.driver import DEFAULT_FOLDER, MAX_CORRUPT, Network
 from vitray.inference.models import describe_network
 from vitray.inference.outputs import Work, compute_outputs
 from vitray.runs.driver import train
-from vitray.runs.plan import check_storage
+from vitray.runs.resolve import check_storage
 from vitray.vtab.protocol import SWEEP, TRAIN, Setting, best_setting
 from vitray.vtab.report import write_vtab
 from vitray.vtab.results import NetworkResult, TaskResult, VtabEvaluation

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import ray
 
 from vitray import storage
 from vitray.config.augmentation import Augment, CenterCrop
@@ -25,6 +24,9 @@ from vitray.data.shards.checking import check_shard
 from vitray.data.shards.manifest import Columns, Dataset, shard_errors
 from vitray.data.stream.epoch_order import EpochOrder
 from vitray.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import ray
 
 # Concurrent reads from an object store: one by one, 16 row groups at 50 ms a request take longer than their decoding.
 READS_AT_ONCE = 8
@@ -68,7 +70,7 @@ class DecodedRows(NamedTuple):
     """A decoded split: rows `starts[i]` to `starts[i + 1]` are in one object of Ray."""
 
     starts: np.ndarray
-    blocks: list[ray.ObjectRef]
+    blocks: "list[ray.ObjectRef]"
     """References to decoded blocks."""
 
 
@@ -210,6 +212,8 @@ def _fetch_rows(numbers: np.ndarray, rows: SplitRows) -> StoredRows:
     """Return some rows, decoded where the split is cached."""
     if rows.decoded is None:
         return read_rows(numbers, rows)
+    import ray
+
     stored: dict[int, tuple[bytes | np.ndarray, int, str]] = {}
     blocks = np.searchsorted(rows.decoded.starts, numbers, side="right") - 1
     for index in np.unique(blocks).tolist():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitray.data.augment.batch import DeviceBatch
 from vitray.data.augment.draws import Draws
-from vitray.data.stream.stream import HostBatch
+from vitray.data.stream.batches import HostBatch
 
 # Batches that wait ready; more of them would only hide longer pauses in reading.
 AHEAD = 2

@@ -6,21 +6,21 @@ pieces are planned (pieces.py): Ray neither drops nor moves an image, it deals t
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 import ray.data
 from ray.data import DataIterator, ExecutionResources
 
-from vitray.config.augmentation import Augment, CenterCrop
-from vitray.data.augment.draws import Draws, read_draws
+from vitray.data.augment.draws import read_draws
 from vitray.data.shards.manifest import Dataset
+from vitray.data.stream.batches import HostBatch, Share, StreamSpec
 from vitray.data.stream.cache import decoded_split
 from vitray.data.stream.decoding import Images, ViewSettings, decode_positions, empty_images, locate_rows
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
@@ -49,60 +49,6 @@ for _name, _words in UNTRUE_WARNINGS.items():
 PIECES_AT_ONCE, PIECES_AHEAD = 8192, 1024
 # Blocks that Ray fetches for a worker ahead of its reading.
 BLOCKS_AHEAD = 2
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-class Share(NamedTuple):
-    """The part of one worker: its rank among all workers."""
-
-    rank: int
-    workers: int
-    broadcast: Callable[[Any], Any] = _unchanged
-    """Returns the first worker's value on every worker; all of them call it."""
-
-
-class HostBatch(NamedTuple):
-    """One worker's part of one step, on the host."""
-
-    images: np.ndarray
-    """uint8, BHWC."""
-    labels: np.ndarray
-    positions: np.ndarray
-    """In the epoch, or in the stored order of an evaluation; a step starts at step * global batch."""
-    rows: np.ndarray
-    """Row numbers of the images in the stored order of the split; padding of an evaluation's last step has none."""
-    epoch: int
-    draws: Draws | None = None
-    """The augmentation to apply on the device; None if the images have it."""
-
-
-class StreamSpec(NamedTuple):
-    """The settings of one stream."""
-
-    split: str
-    batch: int
-    """Images of a global batch, over all workers."""
-    size: tuple[int, int]
-    crop: Augment | CenterCrop
-    seed: int = 0
-    repeats: int = 1
-    """Views of each image per epoch (repeated augmentation)."""
-    max_corrupt: float = 0.001
-    memory: int | None = None
-    """Limit of the stream's blocks in the object store, in bytes; by default a quarter of the store."""
-    cpus: int | None = None
-    """Most CPUs of one execution that decodes its images; by default all."""
-    cache: Literal["none", "decoded"] = "none"
-    """`decoded` reads pixels that the cluster decodes once; it changes no image."""
-    in_bulk: bool = False
-    """Whether a single worker reads the blocks of an execution after its end, while the next one runs. Ray's scheduling
-    loop is a thread of that worker and spins while blocks wait for memory: on a CPU it costs more than half of the
-    training speed (LOG)."""
-    row_mask: np.ndarray | None = None
-    """True for each row of the split to use; the other rows are neither read nor counted."""
 
 
 class Stream:

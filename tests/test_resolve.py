@@ -10,7 +10,7 @@ import pytest
 from vitray.config import load_run
 from vitray.data.shards import holdout_mask, open_dataset, read_request, write_dataset
 from vitray.errors import ConfigError
-from vitray.runs.plan import check_storage, difference, make_plan
+from vitray.runs.resolve import check_storage, difference, plan_of, resolve
 
 ROOT = Path(__file__).parent.parent
 TINY = ["model.name=vit_u2x2_8", "model.image_size=32", "model.num_classes=10", "optim.batch=16"]
@@ -29,17 +29,20 @@ def run(dataset, *overrides):
 
 @pytest.mark.ray
 def test_a_plan_has_the_numbers_of_its_recipe_and_dataset(dataset):
-    plan = make_plan(run(dataset)).plan
-    assert (plan.images, plan.classes) == (100, 10)
-    assert plan.val_images == open_dataset(dataset).splits["val"].rows
-    assert (plan.steps_per_epoch, plan.steps, plan.warmup_steps) == (6, 18, 6)
-    assert plan.trainable_share == 1.0
+    resolved = resolve(run(dataset))
+    assert resolved.length == (6, 6, 18)
+    assert resolved.dataset.url == str(Path(dataset).absolute())
+    plan = plan_of(resolved)
+    assert (plan["images"], plan["classes"]) == (100, 10)
+    assert plan["val_images"] == open_dataset(dataset).splits["val"].rows
+    assert (plan["steps_per_epoch"], plan["steps"], plan["warmup_steps"]) == (6, 18, 6)
+    assert plan["trainable_share"] == 1.0
 
 
 @pytest.mark.ray
 def test_the_number_of_classes_comes_from_the_dataset(dataset):
     settings = ["model.name=vit_u2x2_8", "model.image_size=32", f"data.url={dataset}", "optim.batch=16"]
-    assert make_plan(load_run(None, [*settings, "optim.warmup=1 epoch"])).run.model.num_classes == 10
+    assert resolve(load_run(None, [*settings, "optim.warmup=1 epoch"])).run.model.num_classes == 10
 
 
 @pytest.mark.ray
@@ -72,7 +75,7 @@ def test_a_mismatch_of_recipe_and_dataset_is_one_error(dataset, overrides, phras
     base = [*TINY, f"data.url={dataset}", "optim.duration=3 epochs", "optim.warmup=1 epoch"]
     settings = [setting for setting in base if setting.partition("=")[0] not in changed]
     with pytest.raises(ConfigError) as error:
-        make_plan(load_run(None, [*settings, *overrides]))
+        resolve(load_run(None, [*settings, *overrides]))
     assert len(str(error.value).splitlines()) == 1
     for phrase in phrases:
         assert phrase in str(error.value)
@@ -85,13 +88,13 @@ def test_a_holdout_split_is_evaluated_and_not_trained_on(dataset):
     assert not masks[0.0].any()
     assert (masks[0.1] <= masks[0.4]).all()
     assert 0 < masks[0.1].sum() < masks[0.4].sum() < 70
-    planned = make_plan(run(dataset, "data.holdout=0.4"))
-    assert (planned.holdout_mask == masks[0.4]).all()
-    assert planned.plan.val_images == masks[0.4].sum()
-    assert planned.plan.images == 100 - masks[0.4].sum()
-    assert planned.plan.steps_per_epoch == planned.plan.images // 16
+    resolved = resolve(run(dataset, "data.holdout=0.4"))
+    assert (resolved.holdout_mask == masks[0.4]).all()
+    assert resolved.val_images == masks[0.4].sum()
+    assert resolved.images == 100 - masks[0.4].sum()
+    assert resolved.length.epoch == resolved.images // 16
     with pytest.raises(ConfigError, match="holds out none of 100 images"):
-        make_plan(run(dataset, "data.holdout=1e-9"))
+        resolve(run(dataset, "data.holdout=1e-9"))
 
 
 @pytest.mark.ray
@@ -101,13 +104,13 @@ def test_images_and_splits_that_are_no_dataset_come_with_the_command(dataset, tm
     (folder / "1.JPG").write_bytes(b"")
     message = f"it holds images: `vitray shard {tmp_path}/photos {tmp_path}/photos_shards` makes one"
     with pytest.raises(ConfigError, match=message):
-        make_plan(run(dataset).replace({"data.url": f"{tmp_path}/photos"}))
+        resolve(run(dataset).replace({"data.url": f"{tmp_path}/photos"}))
     (tmp_path / "only").mkdir()
     described = json.loads((Path(dataset) / "dataset.json").read_text())
     del described["splits"]["val"]
     (tmp_path / "only" / "dataset.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=r"data.val: got 'val', .*: train; without one, data.holdout=0"):
-        make_plan(run(dataset).replace({"data.url": f"{tmp_path}/only"}))
+        resolve(run(dataset).replace({"data.url": f"{tmp_path}/only"}))
 
 
 @pytest.mark.ray
@@ -122,10 +125,10 @@ def test_a_missing_or_truncated_shard_is_named(dataset, tmp_path):
     with pytest.raises(
         ConfigError, match=rf"{shard.name}: has {len(content) - 7} bytes, expected {len(content)} bytes"
     ):
-        make_plan(run(copy))
+        resolve(run(copy))
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"{shard.name}: is missing"):
-        make_plan(run(copy))
+        resolve(run(copy))
 
 
 @pytest.mark.ray

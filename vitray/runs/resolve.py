@@ -1,4 +1,4 @@
-"""The plan of a run, checked against its data, weights and storage before Ray starts."""
+"""`resolve`: all that follows from a run's settings, data and weights, checked before Ray starts."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -17,72 +17,15 @@ from vitray.data.shards.checking import check_sizes
 from vitray.data.shards.manifest import MANIFEST, Dataset
 from vitray.errors import ConfigError, nearest
 from vitray.models.sizes import Sizes, sizes_of
-from vitray.runs.placement import Placement
 from vitray.tracking.mlflow_client import tracking_uri
 from vitray.tracking.model_uri import check_model_name
-from vitray.training.schedule import Length, Triggers, check_shares, length_of
+from vitray.training.resolved import ResolvedRun
+from vitray.training.schedule import Intervals, Length, check_shares, intervals_of, length_of
 
 if TYPE_CHECKING:
     from vitray.tasks.costs import TaskCosts
     from vitray.weights.pretrained import InitialWeights, TokenizerSource
     from vitray.weights.teacher import TeacherSource
-
-
-class Plan(NamedTuple):
-    """The numbers that follow from a run's settings and its data."""
-
-    model: str
-    params: int
-    """Of the network, without what a task trains beside it: a decoder, a head of predictions."""
-    trainable_params: int
-    """Of the task."""
-    trainable_share: float
-    """Of the task's parameters."""
-    gflops: float
-    """Of one image's forward pass through the network; a multiply-add counts once."""
-    step_gflops: float
-    """Of one image's training step: the matrix products of the task, forward and backward, and of its teacher or
-    tokenizer."""
-    dataset: str
-    dataset_identity: str
-    images: int
-    val_images: int
-    classes: int
-    weights: str | None
-    """Address of the initial weights or of the tokenizer; None without either."""
-    weights_identity: str | None
-    global_batch: int
-    workers: int | str
-    steps_per_epoch: int
-    steps: int
-    warmup_steps: int
-    evaluate_every: int | None
-    """In steps; None without evaluations."""
-    record_every: int
-    few_shot_least: int | None
-    """Images of the smallest class that probe few_shot learns from; None without this probe."""
-    teacher: str | None = None
-    """Address of the teacher of a distillation."""
-    teacher_identity: str | None = None
-    teacher_gflops: float | None = None
-    """Of the teacher's forward pass of one image, part of `step_gflops`."""
-
-
-class PlannedRun(NamedTuple):
-    """A plan, its run and the data and weights that the run opens."""
-
-    run: Run
-    """Settings that a fine-tuning omits come from its weights."""
-    plan: Plan
-    dataset: Dataset
-    holdout_mask: np.ndarray | None
-    """For each row of train, whether data.holdout holds it out; None without a hold-out."""
-    start: "InitialWeights | None"
-    """The initial weights of a fine-tuning."""
-    tokenizer: "TokenizerSource | None"
-    """The tokenizer whose codes are predicted."""
-    teacher: "TeacherSource | None" = None
-    """The teacher of a distillation."""
 
 
 class TrialHook(NamedTuple):
@@ -104,26 +47,8 @@ class TrialHook(NamedTuple):
     """Set when the sweep is interrupted: the run then saves a checkpoint and ends."""
 
 
-class RunInfo(NamedTuple):
-    """A planned run with its name, folder and placement."""
-
-    name: str
-    run_dir: str
-    uid: str
-    starts: int
-    """How many times the run was started, this time included."""
-    owner: str
-    """The id of this process as the owner of the folder."""
-    planned: PlannedRun
-    placement: Placement
-    called: float
-    """When `train` was called, on the monotonic clock."""
-    fork: str | None
-    hook: TrialHook | None
-
-
-def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
-    """Return the plan of a run, checked against its data and weights.
+def resolve(run: Run, known: Dataset | None = None) -> ResolvedRun:
+    """Return a run with all that its data and weights decide, checked against both.
 
     `known` is an open dataset, used in place of the run's own if both have the same address.
     """
@@ -133,42 +58,60 @@ def make_plan(run: Run, known: Dataset | None = None) -> PlannedRun:
     if not is_known:
         check_readable(run.data.url, MANIFEST)
     dataset = known if known and is_known else open_dataset(run.data.url)
-    run, start, tokenizer = _open_weights(run, dataset)
+    run, initial, tokenizer = _open_weights(run, dataset)
     teacher = _open_teacher(run, dataset)
     images, val_images, mask = _split_images(run, dataset)
     _check_settings(run, dataset, images)
     if not is_known:
         check_sizes(dataset, dict.fromkeys([run.data.train, run.data.evaluated or run.data.train]))
-    length, triggers = check_schedule(run, images)
-    sizes, weights = _sizes(run), start or tokenizer
-    costs = _task_costs(run, tokenizer, teacher)
-    plan = Plan(
-        model=run.model.name,
-        params=sizes.params,
-        trainable_params=costs.trained_params,
-        trainable_share=costs.trained_params / costs.params,
-        gflops=sizes.gflops,
-        step_gflops=costs.step_gflops,
-        dataset=dataset.url,
-        dataset_identity=dataset.identity,
+    length, intervals = resolve_schedule(run, images)
+    return ResolvedRun(
+        run=run,
+        dataset=dataset.model_copy(update={"url": storage.absolute(dataset.url)}),
+        holdout_mask=mask,
         images=images,
         val_images=val_images,
-        classes=len(dataset.classes),
-        weights=weights.url if weights else None,
-        weights_identity=weights.identity if weights else None,
-        global_batch=run.optim.batch,
-        workers=run.compute.workers,
-        steps_per_epoch=length.epoch,
-        steps=length.total,
-        warmup_steps=length.warmup,
-        evaluate_every=triggers.evaluations.interval if run.data.evaluated else None,
-        record_every=triggers.records.interval,
         few_shot_least=_few_shot_least(run, dataset, mask) if "few_shot" in run.evaluate.probes else None,
-        teacher=teacher.url if teacher else None,
-        teacher_identity=teacher.identity if teacher else None,
-        teacher_gflops=teacher.gflops if teacher else None,
+        length=length,
+        intervals=intervals,
+        sizes=_sizes(run),
+        costs=_task_costs(run, tokenizer, teacher),
+        initial=initial,
+        tokenizer=tokenizer,
+        teacher=teacher,
     )
-    return PlannedRun(run, plan, dataset, mask, start, tokenizer, teacher)
+
+
+def plan_of(resolved: ResolvedRun) -> dict[str, int | float | str | None]:
+    """Return the numbers and identities of a run by name, for the dry run and for MLflow."""
+    run, dataset, length, costs = resolved.run, resolved.dataset, resolved.length, resolved.costs
+    weights, teacher = resolved.initial or resolved.tokenizer, resolved.teacher
+    return {
+        "model": run.model.name,
+        "params": resolved.sizes.params,
+        "trainable_params": costs.trained_params,
+        "trainable_share": costs.trained_params / costs.params,
+        "gflops": resolved.sizes.gflops,
+        "step_gflops": costs.step_gflops,
+        "dataset": run.data.url,
+        "dataset_identity": dataset.identity,
+        "images": resolved.images,
+        "val_images": resolved.val_images,
+        "classes": len(dataset.classes),
+        "weights": weights and weights.url,
+        "weights_identity": weights and weights.identity,
+        "global_batch": run.optim.batch,
+        "workers": run.compute.workers,
+        "steps_per_epoch": length.epoch,
+        "steps": length.total,
+        "warmup_steps": length.warmup,
+        "evaluate_every": resolved.intervals.evaluate if run.data.evaluated else None,
+        "record_every": resolved.intervals.record,
+        "few_shot_least": resolved.few_shot_least,
+        "teacher": teacher and teacher.url,
+        "teacher_identity": teacher and teacher.identity,
+        "teacher_gflops": teacher and teacher.gflops,
+    }
 
 
 def _sizes(run: Run) -> Sizes:
@@ -187,13 +130,13 @@ def _task_costs(run: Run, tokenizer: "TokenizerSource | None", teacher: "Teacher
     return task_costs(run, tokenizer and tokenizer.tokenizer, beside)
 
 
-def check_schedule(run: Run, images: int) -> tuple[Length, Triggers]:
+def resolve_schedule(run: Run, images: int) -> tuple[Length, Intervals]:
     """Return the length and the intervals of a run in steps; refuse a duration or an interval without a step."""
     batch = run.optim.batch
     if batch > images:
         raise ConfigError(f"optim.batch: got {batch}, expected at most the {images} images of {run.data.train}")
     length = length_of(run.optim, images // batch)
-    return length, Triggers(run, length)
+    return length, intervals_of(run, length)
 
 
 def _open_weights(run: Run, dataset: Dataset) -> "tuple[Run, InitialWeights | None, TokenizerSource | None]":
@@ -233,15 +176,15 @@ def _split_images(run: Run, dataset: Dataset) -> tuple[int, int, np.ndarray | No
     return images - held_out, held_out, mask
 
 
-def plan_text(planned: PlannedRun) -> str:
+def plan_text(resolved: ResolvedRun) -> str:
     """Return the plan as indented lines, with the trained parts of a fine-tuning."""
-    values = {key: value for key, value in planned.plan._asdict().items() if value is not None}
+    values = {key: value for key, value in plan_of(resolved).items() if value is not None}
     texts = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in values.items()}
     lines = [f"  {key:<18} {text}" for key, text in texts.items()]
-    if planned.start:
+    if resolved.initial:
         from vitray.weights.freezing import audit_table
 
-        lines += ["", *(f"  {line}" for line in audit_table(planned.start.audit).splitlines())]
+        lines += ["", *(f"  {line}" for line in audit_table(resolved.initial.audit).splitlines())]
     return "\n".join(lines)
 
 

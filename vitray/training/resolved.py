@@ -1,0 +1,41 @@
+"""A resolved run: the one value that travels from the driver to the step."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vitray.config import Run
+from vitray.data.shards.manifest import Dataset
+from vitray.models.sizes import Sizes
+from vitray.training.schedule import Intervals, Length
+
+if TYPE_CHECKING:
+    from vitray.tasks.costs import TaskCosts
+    from vitray.weights.pretrained import InitialWeights, TokenizerSource
+    from vitray.weights.teacher import TeacherSource
+
+
+class ResolvedRun(NamedTuple):
+    """The settings of a run with all that its data and weights decide."""
+
+    run: Run
+    """Complete: settings that a recipe omits come from the initial weights and from the classes of the data."""
+    dataset: Dataset
+    holdout_mask: np.ndarray | None
+    """For each row of train, whether data.holdout holds it out; None without a hold-out."""
+    images: int
+    """To train on."""
+    val_images: int
+    few_shot_least: int | None
+    """Images of the smallest class that probe few_shot learns from; None without this probe."""
+    length: Length
+    intervals: Intervals
+    sizes: Sizes
+    """Of the network, without what a task trains beside it: a decoder, a head of predictions."""
+    costs: "TaskCosts"
+    initial: "InitialWeights | None" = None
+    """The initial weights of a fine-tuning. The workers get this, the tokenizer and the teacher from their host."""
+    tokenizer: "TokenizerSource | None" = None
+    """The tokenizer whose codes are predicted."""
+    teacher: "TeacherSource | None" = None
+    """The teacher of a distillation."""
