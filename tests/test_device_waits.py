@@ -106,11 +106,12 @@ def learner_on(device: torch.device, run: Run) -> Learner:
 def take_steps(run: Run, learner: Learner, device: torch.device, first: int = 1) -> None:
     """Take some steps without waiting, after the first ones, which may copy constants."""
     places = np.arange(run.optim.batch)
-    labels = torch.from_numpy(places)
+    labels, masks = torch.from_numpy(places), None
     if run.task.kind == "masked":
-        labels = torch.from_numpy(draw_sources(run.task.mask, run.model.grid, run.seed, 0, places.tolist()))
+        sources = draw_sources(run.task.mask, run.model.grid, run.seed, 0, places.tolist())
+        masks = torch.from_numpy(sources).to(device)
     images = torch.zeros(len(places), 32, 32, 3, dtype=torch.uint8)
-    batch = DeviceBatch(images.to(device), labels.to(device), places, places)
+    batch = DeviceBatch(images.to(device), labels.to(device), places, places, masks)
     # Mixing needs more steps, to blend and to cut.
     for step in range(first + (2 if run.data.mix.is_mixing else 1)):
         with no_waits(device) if step >= first else nullcontext():

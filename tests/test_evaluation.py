@@ -32,8 +32,15 @@ CPU = torch.device("cpu")
 class PixelLoss(torch.nn.Module):
     """A task without labels: the mean of the first pixel."""
 
-    def forward(self, images_BCHW, _targets):
+    def forward(self, images_BCHW):
         return images_BCHW.flatten(1)[:, 0].mean()
+
+    def pictures(self, images_BCHW):
+        return images_BCHW[None]
+
+    def read_metrics(self, *, training):
+        assert not training
+        return {}
 
 
 def data(count):
@@ -69,7 +76,7 @@ def score_of(parts, count, vit=None, device=CPU):
 
 def loss_of(parts, count, forward=None, device=CPU):
     data = EvaluationSet(parts, count, PLAIN)
-    return evaluate_loss(PixelLoss(), lambda images, _: images[None], data, device, nullcontext(), forward)
+    return evaluate_loss(PixelLoss(), (), data, device, nullcontext(), forward)
 
 
 def check_slow_loop(scored, images, labels):
@@ -193,7 +200,7 @@ def test_a_corrupt_image_counts_in_no_score():
     assert scored.images == 45
     plain = score_of(parts, 45)
     assert (scored.loss, scored.top1, scored.top5) == (plain.loss, plain.top1, plain.top5)
-    lost = evaluate_loss(PixelLoss(), lambda images, _: images[None], corrupt, CPU, nullcontext())
+    lost = evaluate_loss(PixelLoss(), (), corrupt, CPU, nullcontext())
     assert (lost.images, lost.loss) == (45, loss_of(parts, 45).loss)
     with pytest.raises(AssertionError, match="49 images were counted"):
         evaluate(Reader(), corrupt._replace(corrupt=lambda: ["a"] * 4), 7, CPU, nullcontext())

@@ -125,8 +125,8 @@ def test_evaluations_always_use_the_same_masks(place):
     numbers = np.arange(5)
     batch = HostBatch(np.zeros((5, 32, 32, 3), np.uint8), numbers, numbers + 3, numbers, epoch=0)
     mask = run.task.mask
-    assert np.array_equal(with_masks(batch, run, None).labels, draw_sources(mask, (4, 4), run.seed, None, range(3, 8)))
-    assert not np.array_equal(with_masks(batch, run, 0).labels, with_masks(batch, run, 1).labels)
+    assert np.array_equal(with_masks(batch, run, None).masks, draw_sources(mask, (4, 4), run.seed, None, range(3, 8)))
+    assert not np.array_equal(with_masks(batch, run, 0).masks, with_masks(batch, run, 1).masks)
 
 
 def test_an_unusable_tokenizer_gets_one_message(place, tokenizer):

@@ -382,10 +382,11 @@ def test_a_step_changes_every_weight(path):
         run.seed,
         step,
     )
-    targets = targets_BK
+    beside = {"labels": targets_BK}
     if isinstance(run.task, Masked):
-        targets = torch.from_numpy(draw_sources(run.task.mask, run.model.grid, run.seed, 0, range(8)))
-    loss = task(images_BCHW, targets)
+        sources = draw_sources(run.task.mask, run.model.grid, run.seed, 0, range(8))
+        beside["masks"] = torch.from_numpy(sources)
+    loss = task(images_BCHW, *(beside[need] for need in run.task.traits.needs))
     loss.backward()
     norm = clip_gradients(task.parameters(), run.optim.clip)
     set_learning_rate(optimizer, learning_rate(run.optim, length, step))

@@ -65,7 +65,7 @@ def _step(run: Run, feed: Iterator[DeviceBatch], learner: Learner) -> None:
 
 def host_batches(run: Run) -> tuple[HostBatch, HostBatch]:
     """Return a batch of random crops with the draws of its augmentation, and the same without them."""
-    images, labels, positions, rows = random_batch(run, torch.device("cpu"))
+    images, labels, positions, rows, _ = random_batch(run, torch.device("cpu"))
     batch = HostBatch(images.numpy(), labels.numpy(), positions, rows, 0, draws_of(run))
     return batch, batch._replace(draws=None)
 

@@ -1,7 +1,7 @@
 """Settings of the tasks without labels: masks, objectives, masked training and the tokenizer."""
 
 import math
-from typing import Annotated, Any, Literal, Self, assert_never
+from typing import Annotated, Any, ClassVar, Literal, Self, assert_never
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
@@ -9,6 +9,7 @@ from vitray.config.augmentation import Ascending
 from vitray.config.model_names import MOST_PAIRS
 from vitray.config.sections import MOST_PARAMETERS, Fraction, Model, Positive, Section, Size, Text, one_of
 from vitray.config.training import Data
+from vitray.config.traits import TaskTraits
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -165,9 +166,31 @@ def _complete_mask(given: Any, validated: ValidationInfo) -> Any:
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
+def _check_label_free(task: "Masked | Tokenizer", model: Model, data: Data) -> None:
+    """Raise if the model or the data settings do not fit a task without labels."""
+    model.require_vit(f"task.kind: {task.kind}")
+    if model.num_classes is not None:
+        raise ValueError(
+            f"model.num_classes: got {model.num_classes}, expected null: task {task.kind} learns no classes"
+        )
+    if data.mix.is_mixing:
+        raise ValueError(
+            f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, expected 0: no labels to mix"
+        )
+    if data.augment.erase:
+        raise ValueError(
+            f"data.augment.erase: got {data.augment.erase:g}, expected 0: task {task.kind} would learn the noise"
+        )
+    if model.distillation_token:
+        raise ValueError(f"model.distillation_token: got true, expected false: task {task.kind} has no teacher")
+    if model.patches:
+        raise ValueError(f"model.patches does not apply to task {task.kind}, which predicts patches of one size")
+
+
 class Masked(Section):
     """Prediction of hidden patches, without labels. The network has no head; fine-tuning adds one."""
 
+    traits: ClassVar = TaskTraits(needs=("masks",), may_collapse=True)
     kind: Literal["masked"] = "masked"
     objective: Annotated[Objective, Field(discriminator="kind"), one_of("mae")] = Mae()
     """The prediction target."""
@@ -187,6 +210,46 @@ class Masked(Section):
             )
         return self
 
+    def check(self, model: Model, data: Data) -> None:
+        """Raise if the model or the data settings do not fit the task."""
+        _check_label_free(self, model, data)
+        shape, (rows, columns) = model.shape, model.grid
+        if shape.is_hybrid and not self.allow_leak:
+            raise ValueError(
+                f"model.name: got {shape}: the patches of a hybrid see each other through its ResNet, which so leaks"
+                " hidden pixels; expected a linear, hmlp or local stem, or task.allow_leak true"
+            )
+        if shape.mixes_patches and not self.allow_leak:
+            raise ValueError(
+                f"model.name: got {shape}, whose stem mixes neighboring patches and so leaks hidden pixels;"
+                " expected a linear, hmlp or local stem, or task.allow_leak true"
+            )
+        if self.objective.kind == "mae" and model.attention == "axial":
+            raise ValueError(
+                "task.objective mae and model.attention axial cannot be combined: its encoder sees some of the patches,"
+                " and axial attention needs whole rows and columns"
+            )
+        if self.objective.kind == "small_patch" and shape.patch % 4:
+            raise ValueError(
+                f"task.objective small_patch needs patches whose side divides by 4; those of {shape} have {shape.patch}"
+            )
+        if predicted_patches(self.mask, rows * columns) == rows * columns:
+            raise ValueError(
+                f"task.mask.ratio: got {self.mask.ratio:g}, expected one that leaves some of {rows} x {columns} patches"
+            )
+        if isinstance(self.mask, BlockMask):
+            largest = largest_least(self.mask, model.grid)
+            if self.mask.min_patches > largest:
+                raise ValueError(
+                    f"task.mask.min_patches: got {self.mask.min_patches}, expected at most {math.floor(largest)}:"
+                    f" the largest rectangle in {rows} x {columns} patches with an aspect of {self.mask.aspect[0]:.3g}"
+                    f" to {self.mask.aspect[1]:.3g}"
+                )
+
+    def describe(self) -> str:
+        """Return the loss in words."""
+        return f"{self.objective.kind} of {self.mask.ratio:.0%} of the patches, {self.mask.kind}"
+
 
 MOST_CODES = 2**20
 Level = Annotated[int, Field(ge=2, le=MOST_CODES)]
@@ -195,6 +258,7 @@ Level = Annotated[int, Field(ge=2, le=MOST_CODES)]
 class Tokenizer(Section):
     """A discrete autoencoder: each patch becomes a code of a few rounded numbers, from which it is reconstructed."""
 
+    traits: ClassVar = TaskTraits(needs=(), saves="tokenizer")
     kind: Literal["tokenizer"] = "tokenizer"
     levels: Annotated[tuple[Level, ...], Field(strict=False, min_length=1, max_length=20)] = (8, 8, 8, 4, 4)
     """Number of levels of each number; the product is the vocabulary size (BeiT: 8192)."""
@@ -209,62 +273,15 @@ class Tokenizer(Section):
             raise ValueError(f"levels: got {self.codes:,} codes, expected at most {MOST_CODES:,}")
         return self
 
+    def check(self, model: Model, data: Data) -> None:
+        """Raise if the model or the data settings do not fit the task."""
+        _check_label_free(self, model, data)
+
+    def describe(self) -> str:
+        """Return the loss in words."""
+        return f"pixels, from {self.codes} codes"
+
     @property
     def codes(self) -> int:
         """The size of the vocabulary."""
         return math.prod(self.levels)
-
-
-# ---- the task beside the other sections ------------------------------------------------------------------------------
-
-
-def check_task(task: Masked | Tokenizer, model: Model, data: Data) -> None:
-    """Raise if the model or the data settings do not fit a task without labels."""
-    if model.num_classes is not None:
-        raise ValueError(
-            f"model.num_classes: got {model.num_classes}, expected null: task {task.kind} learns no classes"
-        )
-    if data.mix.is_mixing:
-        raise ValueError(
-            f"data.mix: got mixup {data.mix.mixup:g}, cutmix {data.mix.cutmix:g}, expected 0: no labels to mix"
-        )
-    if data.augment.erase:
-        raise ValueError(
-            f"data.augment.erase: got {data.augment.erase:g}, expected 0: task {task.kind} would learn the noise"
-        )
-    if model.distillation_token:
-        raise ValueError(f"model.distillation_token: got true, expected false: task {task.kind} has no teacher")
-    if model.patches:
-        raise ValueError(f"model.patches does not apply to task {task.kind}, which predicts patches of one size")
-    if isinstance(task, Tokenizer):
-        return
-    shape, (rows, columns) = model.shape, model.grid
-    if shape.is_hybrid and not task.allow_leak:
-        raise ValueError(
-            f"model.name: got {shape}: the patches of a hybrid see each other through its ResNet, which so leaks hidden"
-            " pixels; expected a linear, hmlp or local stem, or task.allow_leak true"
-        )
-    if shape.mixes_patches and not task.allow_leak:
-        raise ValueError(
-            f"model.name: got {shape}, whose stem mixes neighboring patches and so leaks hidden pixels;"
-            " expected a linear, hmlp or local stem, or task.allow_leak true"
-        )
-    if task.objective.kind == "mae" and model.attention == "axial":
-        raise ValueError(
-            "task.objective mae and model.attention axial cannot be combined: its encoder sees some of the patches, and"
-            " axial attention needs whole rows and columns"
-        )
-    if task.objective.kind == "small_patch" and shape.patch % 4:
-        raise ValueError(
-            f"task.objective small_patch needs patches whose side divides by 4; those of {shape} have {shape.patch}"
-        )
-    if predicted_patches(task.mask, rows * columns) == rows * columns:
-        raise ValueError(
-            f"task.mask.ratio: got {task.mask.ratio:g}, expected one that leaves some of {rows} x {columns} patches"
-        )
-    if isinstance(task.mask, BlockMask) and task.mask.min_patches > (largest := largest_least(task.mask, model.grid)):
-        raise ValueError(
-            f"task.mask.min_patches: got {task.mask.min_patches}, expected at most {math.floor(largest)}:"
-            f" the largest rectangle in {rows} x {columns} patches with an aspect of {task.mask.aspect[0]:.3g} to"
-            f" {task.mask.aspect[1]:.3g}"
-        )

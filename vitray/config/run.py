@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from vitray.config.distillation import Distillation
 from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
-from vitray.config.pretraining import Masked, Tokenizer, check_task
+from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.sections import Model, Section, Seed, one_of
 from vitray.config.training import (
     Checkpointing,
@@ -45,12 +45,12 @@ class Run(Section):
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")
+    def _task_fits(self) -> Self:
+        self.task.check(self.model, self.data)
+        return self
+
+    @model_validator(mode="after")
     def _network_fits(self) -> Self:
-        task, modes = self.task, ("full", "head", "norm")
-        if isinstance(task, Masked | Tokenizer):
-            self.model.require_vit(f"task.kind: {task.kind}")
-        if isinstance(task, Finetune) and task.mode not in modes:
-            self.model.require_vit(f"task.mode: {task.mode} (not {', '.join(modes)})")
         if self.optim.layer_decay != 1:
             self.model.require_vit(f"optim.layer_decay: {self.optim.layer_decay:g}")
         if self.compute.activation_checkpointing != "none":
@@ -59,12 +59,6 @@ class Run(Section):
             self.model.require_vit("evaluate.probes: attention_distance")
         if self.evaluate.figures:
             self.model.require_vit("evaluate.figures")
-        return self
-
-    @model_validator(mode="after")
-    def _task_fits(self) -> Self:
-        if isinstance(self.task, Masked | Tokenizer):
-            check_task(self.task, self.model, self.data)
         return self
 
     @model_validator(mode="after")
@@ -92,16 +86,14 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _probes_fit(self) -> Self:
-        probes, kind = self.evaluate.probes, self.task.kind
-        if probes and kind == "tokenizer":
-            raise ValueError(
-                "evaluate.probes does not apply to task tokenizer: probes score features, and it has codes"
-            )
+        probes, kind, traits = self.evaluate.probes, self.task.kind, self.task.traits
+        if probes and traits.saves == "tokenizer":
+            raise ValueError(f"evaluate.probes does not apply to task {kind}: probes score features, and it has codes")
         if probes and self.data.evaluated is None:
             raise ValueError("evaluate.probes needs data.val or data.holdout, because it scores at each evaluation")
         if "calibration" in probes and self.model.num_classes is None:
             raise ValueError("evaluate.probes calibration needs a head, because it compares probabilities with labels")
-        if self.guard.on_collapse == "stop" and kind != "masked":
+        if self.guard.on_collapse == "stop" and not traits.may_collapse:
             raise ValueError(
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"
             )
@@ -115,9 +107,9 @@ class Run(Section):
         names, model, examples = self.evaluate.figures, self.model, self.evaluate.examples
         if not names:
             return self
-        if self.task.kind == "tokenizer":
+        if self.task.traits.saves == "tokenizer":
             raise ValueError(
-                "evaluate.figures does not apply to task tokenizer, which has codes and no attention to show"
+                f"evaluate.figures does not apply to task {self.task.kind}, which has codes and no attention to show"
             )
         if self.data.evaluated is None:
             raise ValueError("evaluate.figures needs data.val or data.holdout, because it draws at each evaluation")
@@ -139,14 +131,19 @@ class Run(Section):
         return self
 
     @property
+    def classification(self) -> Supervised | Finetune | None:
+        """The task, if it learns classes."""
+        return self.task if isinstance(self.task, Supervised | Finetune) else None
+
+    @property
     def distill(self) -> Distillation | None:
         """The distillation of a task with classes; None without a teacher."""
-        return self.task.distill if isinstance(self.task, Supervised | Finetune) else None
+        return self.classification and self.classification.distill
 
     @property
     def submodels(self) -> int:
         """How many submodels each image of a step passes through: 2 with task.cosub, otherwise 1."""
-        return 2 if isinstance(self.task, Supervised | Finetune) and self.task.cosub else 1
+        return 2 if self.classification and self.classification.cosub else 1
 
     def replace(self, changes: Mapping[str, Any]) -> "Run":
         """Return another run with these dotted settings changed; settings that were omitted stay omitted."""

@@ -1,7 +1,7 @@
 """Settings of a training run: data, supervised tasks, optimizer, devices, evaluation, checkpoints and tracking."""
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -10,7 +10,8 @@ from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
-from vitray.config.sections import MOST_NUMBER, Fraction, NotNegative, Positive, Section, Size, Text, one_of
+from vitray.config.sections import MOST_NUMBER, Fraction, Model, NotNegative, Positive, Section, Size, Text, one_of
+from vitray.config.traits import TaskTraits
 
 
 def _check_workers(workers: int | str) -> int | str:
@@ -79,16 +80,32 @@ Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied afte
 class Supervised(Section):
     """Classification, trained from random weights."""
 
+    traits: ClassVar = TaskTraits(needs=("labels",))
     kind: Literal["supervised"] = "supervised"
     loss: Loss = "softmax"
     smoothing: Smoothing = 0.0
     distill: Distill = None
     cosub: CoTraining = None
 
+    def check(self, model: Model, data: "Data") -> None:
+        """Raise if the model or the data settings do not fit the task."""
+
+    def describe(self) -> str:
+        """Return the loss in words."""
+        return describe_classification(self)
+
+
+def describe_classification(task: "Supervised | Finetune") -> str:
+    """Return the loss of a task with labels in words."""
+    taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
+    cotrained = task.cosub and f", {task.cosub.weight:.0%} co-training of two submodels"
+    return f"{task.loss}, smoothing {task.smoothing:g}{taught or cotrained or ''}"
+
 
 class Finetune(Section):
     """Classification, trained from given weights, some of which may stay frozen."""
 
+    traits: ClassVar = TaskTraits(needs=("labels",))
     kind: Literal["finetune"] = "finetune"
     weights: Text
     """A vitray model folder (a path, s3://, runs:/, models:/name@alias) or a weights file of another library."""
@@ -130,6 +147,16 @@ class Finetune(Section):
             if self.mode != mode and not is_default:
                 raise ValueError(f"{text} is about mode {mode} alone; expected {wanted} in mode {self.mode}")
         return self
+
+    def check(self, model: Model, data: "Data") -> None:
+        """Raise if the model or the data settings do not fit the task."""
+        del data
+        if self.mode not in (modes := ("full", "head", "norm")):
+            model.require_vit(f"task.mode: {self.mode} (not {', '.join(modes)})")
+
+    def describe(self) -> str:
+        """Return the loss in words."""
+        return describe_classification(self)
 
     @property
     def trained(self) -> frozenset[Part]:

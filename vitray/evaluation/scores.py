@@ -3,7 +3,7 @@
 Shapes: B images, K classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.augmentation import Normalize
+from vitray.config.traits import Need
 from vitray.data.augment.batch import DeviceBatch, normalized, to_device
 from vitray.evaluation.arrays import Examples
 from vitray.models.probabilities import Probability, probabilities_of
-from vitray.models.tokenizer import VisualTokenizer
 
 MAX_MISTAKES = 16
 MAX_PICTURES = 8
@@ -44,8 +44,8 @@ class Score(NamedTuple):
     """K x K: labels in rows, predictions in columns."""
     mistakes: Sequence[Mistake] = ()
     """The most confident ones, on rank 0."""
-    perplexity: float | None = None
-    """Of a tokenizer: the number of equally frequent codes with the same entropy."""
+    others: Mapping[str, float] = {}
+    """Further numbers of the task, such as the perplexity of a tokenizer."""
     pictures: np.ndarray | None = None
     """A few images on rank 0: original, masked, reconstructed (RBCHW, normalized)."""
     examples: Examples | None = None
@@ -55,7 +55,7 @@ class Score(NamedTuple):
 
     def metrics(self, suffix: str = "") -> dict[str, float]:
         """Return the numbers under their metric names."""
-        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
+        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, **self.others}
         return {f"val/{name}{suffix}": value for name, value in values.items() if value is not None}
 
 
@@ -103,35 +103,34 @@ def evaluate(
 
 @torch.no_grad()
 def evaluate_loss(
-    task: nn.Module,
-    draw: Callable[[Tensor, Tensor], Tensor],
+    task: Any,
+    needs: Sequence[Need],
     data: EvaluationSet,
     device: torch.device,
     autocast: AbstractContextManager[object],
-    forward: Callable[[Tensor, Tensor], Tensor] | None = None,
+    forward: Callable[..., Tensor] | None = None,
 ) -> Score:
-    """Return the loss of a task without labels over the batches of all workers, and the pictures that `draw` makes.
+    """Return the loss of a task without labels over the batches of all workers, with its pictures and other numbers.
 
-    `forward` is the compiled task. It sees whole batches only, because another batch size would be compiled anew.
+    `needs` is what the task takes beside the images. `forward` is the compiled task. It sees whole batches only,
+    because another batch size would be compiled anew.
     """
-    if isinstance(task, VisualTokenizer):
-        task.read_perplexity(training=False)  # resets the counts
+    task.read_metrics(training=False)  # resets counts
     total, images, pictures = torch.zeros(1, dtype=torch.float64, device=device), 0, None
     for batch, padded_BCHW in _normalized_batches(task, data):
         real = len(batch.rows)
         if not real:
             continue
-        images_BCHW, targets = padded_BCHW[:real], batch.labels[:real]
+        inputs = [padded_BCHW[:real], *batch.extras(needs, slice(real))]
         network = task if forward is None or real < len(padded_BCHW) else forward
         with autocast:
-            total += network(images_BCHW, targets).double() * real
+            total += network(*inputs).double() * real
             if pictures is None:
-                pictures = draw(images_BCHW[:MAX_PICTURES], targets[:MAX_PICTURES])
+                pictures = task.pictures(*(each[:MAX_PICTURES] for each in inputs))
         images += real
     counted, corrupt, [loss] = _means(images, total, data)
-    perplexity = task.read_perplexity(training=False) if isinstance(task, VisualTokenizer) else None
     drawn = None if pictures is None else pictures.float().cpu().numpy()
-    return Score(counted, loss, perplexity=perplexity, pictures=drawn, corrupt=corrupt)
+    return Score(counted, loss, others=task.read_metrics(training=False), pictures=drawn, corrupt=corrupt)
 
 
 def broadcast_buffers(module: nn.Module) -> None:

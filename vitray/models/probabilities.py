@@ -6,7 +6,6 @@ Shapes: B images, K classes.
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from vitray.config import Run
-from vitray.config.training import Finetune, Supervised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +16,7 @@ Probability = Literal["softmax", "sigmoid"]
 
 def probability_of(run: Run) -> Probability:
     """Return how the logits of a run's network become probabilities: a sigmoid for each class after loss bce."""
-    is_binary = isinstance(run.task, Supervised | Finetune) and run.task.loss == "bce"
-    return "sigmoid" if is_binary else "softmax"
+    return "sigmoid" if run.classification and run.classification.loss == "bce" else "softmax"
 
 
 def probabilities_of(logits_BK: "Tensor", probability: Probability) -> "Tensor":

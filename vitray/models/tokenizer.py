@@ -47,7 +47,7 @@ class VisualTokenizer(nn.Module):
         # Not a buffer: DDP would overwrite it with the first worker's counts.
         self._count_2V = torch.zeros(2, self.codes, dtype=torch.int64)  # of evaluation, and of training
 
-    def forward(self, images_BCHW: Tensor, _targets: Tensor | None = None) -> Tensor:
+    def forward(self, images_BCHW: Tensor) -> Tensor:
         """Return the mean squared error of the reconstructed pixels."""
         numbers_BNL = self._numbers(images_BCHW)
         level_BNL = self._round(numbers_BNL)
@@ -82,13 +82,17 @@ class VisualTokenizer(nn.Module):
         level_BNL = codes_BN[..., None] // self.strides % self.levels
         return unpatchify(self._decode_patches(self._centers(level_BNL)), self.grid, self.patch)
 
-    def reconstruct(self, images_BCHW: Tensor, _targets: Tensor | None = None) -> Tensor:
+    def reconstruct(self, images_BCHW: Tensor) -> Tensor:
         """Return the images decoded from their codes."""
         return self.decode(self.encode(images_BCHW))
 
-    def pictures(self, images_BCHW: Tensor, _targets: Tensor) -> Tensor:
+    def pictures(self, images_BCHW: Tensor) -> Tensor:
         """Return rows of images for the log: originals and reconstructions (RBCHW)."""
         return torch.stack([images_BCHW, self.reconstruct(images_BCHW)])
+
+    def read_metrics(self, *, training: bool) -> dict[str, float]:
+        """Return further numbers since the last call, in one mode."""
+        return {"perplexity": self.read_perplexity(training=training)}
 
     def read_perplexity(self, *, training: bool) -> float:
         """Return the perplexity of all workers' codes since the last call, in one mode, and reset its counts.

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from vitray import storage
 from vitray.config import Run
-from vitray.config.pretraining import Tokenizer
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.models.network import build_network
@@ -95,7 +94,7 @@ def _weights_at(run_dir: str, step: int) -> dict[str, Tensor]:
 def _save(
     url: str, run: Run, weights: dict[str, Tensor], classes: Sequence[str], base: str | None = None
 ) -> SavedModel:
-    if isinstance(run.task, Tokenizer):
+    if run.task.traits.saves == "tokenizer":
         tokenizer = VisualTokenizer(run)
         tokenizer.load_state_dict(weights)
         return save_tokenizer(url, tokenizer)

@@ -3,7 +3,6 @@
 import numpy as np
 
 from vitray.config import Run
-from vitray.config.pretraining import Tokenizer
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.errors import one_line
 from vitray.inference.models import describe_network
@@ -25,7 +24,7 @@ def log_registered_figures(tracker: Tracker, model: str) -> str | None:
     """Log figures of the model folder of a finished run; return the reason if they cannot be made."""
     try:
         run = stored_run(model.rpartition("/")[0])
-        if not isinstance(run.task, Tokenizer) and run.model.is_vit:
+        if run.task.traits.saves == "network" and run.model.is_vit:
             log_files(tracker, draw_files(inspect_model(run, model)))
     except Exception as error:  # the model is complete, and registered without them
         return f"the registered model has no figures: {one_line(error)}"

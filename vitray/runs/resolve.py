@@ -246,8 +246,7 @@ def _images(dataset: Dataset, setting: str, split: str) -> int:
 
 def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     classes, batch = run.model.num_classes, run.optim.batch
-    is_label_free = classes is None and run.task.kind in ("masked", "tokenizer")
-    if not is_label_free and classes != len(dataset.classes):
+    if run.classification and classes != len(dataset.classes):
         raise ConfigError(
             f"model.num_classes: got {classes}, expected the {len(dataset.classes)} classes of {dataset.url}, or none:"
             " they then come from it; see docs/faq.md#wrong-head"
@@ -259,7 +258,7 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
     if run.data.mix.is_mixing and batch % 2:
         raise ConfigError(f"optim.batch: got {batch}, expected an even number, as mixup and cutmix pair images")
     check_model_name(run.tracking.register_as)
-    if run.tracking.promote and run.task.kind in ("masked", "tokenizer"):
+    if run.tracking.promote and not run.classification:
         raise ConfigError(f"tracking.promote: got a rule, expected null: a task of kind {run.task.kind} has no top-1")
     if run.tracking.promote and (run.data.val is None or run.data.holdout):
         got = f"data.holdout {run.data.holdout:g}" if run.data.holdout else "data.val null"

@@ -3,11 +3,9 @@
 import platform
 import shlex
 from collections.abc import Collection
-from typing import assert_never
 
 from vitray.config import Run
-from vitray.config.pretraining import Masked, Tokenizer
-from vitray.config.training import Data, Finetune, Supervised
+from vitray.config.training import Data
 from vitray.data.shards import Dataset
 from vitray.data.shares import share_sizes
 from vitray.errors import redact_uri
@@ -165,7 +163,7 @@ def describe_run(resolved: ResolvedRun, placement: Placement) -> str:
         f" {resolved.val_images:,} to validate",
         "Views": f"{_describe_augmentation(run, placement)}, {mixing}, at {size} px",
         **_earlier_run(resolved),
-        "Loss": _describe_loss(run.task),
+        "Loss": run.task.describe(),
         **({"Teacher": f"`{teacher.url}`, {teacher.gflops:.3g} GFLOPs an image"} if teacher else {}),
         "Optimizer": f"{optim.rule.kind}, lr {optim.lr:g} {optim.schedule.kind}, weight decay {optim.weight_decay:g}",
         "Length": f"{optim.duration} = {resolved.length.total:,} steps of {optim.batch} images, warm-up {optim.warmup}",
@@ -182,17 +180,3 @@ def _earlier_run(resolved: ResolvedRun) -> dict[str, str]:
         share = resolved.costs.trained_params / resolved.costs.params
         return {"Start": f"`{resolved.initial.url}`, {share:.1%} of it trained"}
     return {}
-
-
-def _describe_loss(task: Supervised | Finetune | Masked | Tokenizer) -> str:
-    match task:
-        case Supervised() | Finetune():
-            taught = task.distill and f", {task.distill.weight:.0%} {task.distill.target} distillation"
-            cotrained = task.cosub and f", {task.cosub.weight:.0%} co-training of two submodels"
-            return f"{task.loss}, smoothing {task.smoothing:g}{taught or cotrained or ''}"
-        case Masked(objective=objective, mask=mask):
-            return f"{objective.kind} of {mask.ratio:.0%} of the patches, {mask.kind}"
-        case Tokenizer():
-            return f"pixels, from {task.codes} codes"
-        case _:
-            assert_never(task)

@@ -71,6 +71,11 @@ class MaskedPrediction(nn.Module):
         masked_BCHW = mask_pixels(images_BCHW, mask_BN, self.patch)
         return torch.stack([images_BCHW, masked_BCHW, self.reconstruct(images_BCHW, mask_BN).to(images_BCHW)])
 
+    def read_metrics(self, *, training: bool) -> dict[str, float]:
+        """Return further numbers since the last call, in one mode: none."""
+        del training
+        return {}
+
     def predict(self, images_BCHW: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the predicted patches (BM) and their predictions (BMP) in float32."""
         # Every image has the same number of predicted patches, so no device synchronization is needed.

@@ -44,6 +44,11 @@ class Classification(nn.Module):
         )
         return (1 - distill.weight) * label_loss + distill.weight * taught_loss
 
+    def read_metrics(self, *, training: bool) -> dict[str, float]:
+        """Return further numbers since the last call, in one mode: none."""
+        del training
+        return {}
+
     def count(self, products: Products) -> None:
         """Count the products of a training step for an image, with those of its second submodel or of its teacher."""
         self.vit.count(products)

@@ -116,7 +116,7 @@ def _copy_model(folder: str, copy: Path) -> tuple[Run, Delta | None]:
     for name in (WEIGHTS, CLASSES, RUN, *([] if delta is None else [DELTA])):
         with storage.local_copy(storage.join(folder, name)) as path:
             shutil.copyfile(path, copy / name)
-    is_tokenizer = load_run(copy / RUN).task.kind == "tokenizer"
+    is_tokenizer = load_run(copy / RUN).task.traits.saves == "tokenizer"
     return (load_tokenizer if is_tokenizer else load_model)(str(copy)).run, delta
 
 

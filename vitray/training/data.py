@@ -51,11 +51,12 @@ def own_broadcast() -> Callable[[Any], Any]:
 
 
 def with_masks(batch: HostBatch, run: Run, epoch: int | None) -> HostBatch:
-    """Return the batch, for masked training with each image's mask as its label; epoch None is for evaluations.
+    """Return the batch, with the mask of each image if the task needs one; epoch None is for evaluations.
 
     Masks are drawn here because this code runs in the prefetch thread.
     """
-    if not isinstance(run.task, Masked):
+    if "masks" not in run.task.traits.needs:
         return batch
+    assert isinstance(run.task, Masked)
     sources_BN = draw_sources(run.task.mask, run.model.grid, run.seed, epoch, batch.positions.tolist())
-    return batch._replace(labels=sources_BN)
+    return batch._replace(masks=sources_BN)

@@ -14,7 +14,6 @@ from vitray.evaluation.scores import EvaluationSet, Score, broadcast_buffers, ev
 from vitray.models.probabilities import probability_of
 from vitray.models.tokenizer import VisualTokenizer
 from vitray.tasks.build import Task, build_task
-from vitray.tasks.supervised import Classification
 from vitray.training import checkpoints
 from vitray.training.data import evaluation_spec, own_broadcast, with_masks
 from vitray.training.examples import ExampleImages
@@ -126,9 +125,9 @@ class Scorer:
 
     def __init__(self, resolved: ResolvedRun, val: "Stream", task: Task, share: Share, device: torch.device) -> None:
         self._run, self._val, self._task, self._share, self._device = resolved.run, val, task, share, device
-        has_pictures = isinstance(task, Classification) and share.rank == 0 and self._run.evaluate.examples
+        has_pictures = self._run.classification and share.rank == 0 and self._run.evaluate.examples
         self._examples = ExampleImages(resolved, device) if has_pictures else None
-        network = task.vit if isinstance(task, Classification) else task
+        network = task.vit if self._run.classification else task
         # Compiled once, for one shape: every batch is padded to the same size.
         mode: Any = self._run.compute.evaluation_compile
         self._forward: Any = torch.compile(network, dynamic=False, mode=mode) if mode else network
@@ -139,12 +138,12 @@ class Scorer:
         batches = Prefetcher((with_masks(batch, run, None) for batch in self._val.evaluate(self._share)), device)
         val, precision = self._val, autocast(run, device)
         data = EvaluationSet(batches, val.images, run.data.normalize, lambda: list(val.corrupt))
-        if isinstance(task, Classification):
+        if run.classification:
             classes = run.model.num_classes or 0
             score = evaluate(self._forward, data, classes, device, precision, probability_of(run))
             score = score._replace(examples=self._examples and self._examples.look(task.vit))
         else:
-            score = evaluate_loss(task, task.pictures, data, device, precision, self._forward)
+            score = evaluate_loss(task, run.task.traits.needs, data, device, precision, self._forward)
         val.check_corrupt(score.corrupt)
         return score
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.pretraining import Masked, Tokenizer
 from vitray.data.augment.batch import BatchRows, BatchSettings, DeviceBatch, normalized, prepare_batch
 from vitray.data.augment.keyed_random import step_generator
 from vitray.data.stream.batches import Share
@@ -25,7 +24,6 @@ from vitray.data.stream.decoding import read_rows
 from vitray.data.stream.prefetch import Prefetcher
 from vitray.evaluation.scores import gather_names
 from vitray.models.stems import use_patch
-from vitray.models.tokenizer import VisualTokenizer
 from vitray.training import checkpoints
 from vitray.training.checkpoints import Saver
 from vitray.training.data import own_broadcast, training_spec, with_masks
@@ -250,8 +248,7 @@ def record(worker: Worker, progress: Progress, meeting: Meeting) -> None:
         "train/epoch": state.step / length.epoch,
         "data/corrupt": float(len(worker.train.corrupt)),
     }
-    if isinstance(task, VisualTokenizer):
-        values["train/perplexity"] = task.read_perplexity(training=True)
+    values |= {f"train/{name}": value for name, value in task.read_metrics(training=True).items()}
     host.send(state.recorded(state.step, values))
     saved = progress.saver and progress.saver.latest
     host.report(state.step, values, None if saved is None else checkpoints.folder_of(worker.run_dir, saved))
@@ -370,15 +367,15 @@ def take_step(run: Run, step: int, batch: DeviceBatch, share: Share, learner: Le
     use_patch(learner.task, drawn_patch(run, step))
     parts = micro_batches(len(batch.images), num_passes(run, share.workers), run)
     for part in parts:
-        images, targets = prepare_micro_batch(batch, part, run, step)
+        inputs = prepare_micro_batch(batch, part, run, step)
         # DDP averages the workers' gradients, so each worker is weighted by its share of the global batch.
-        weight = len(images) * share.workers / run.optim.batch
+        weight = len(inputs[0]) * share.workers / run.optim.batch
         is_last = part is parts[-1]
         with nullcontext() if is_last or share.workers == 1 else learner.model.no_sync():  # pyright: ignore[reportCallIssue]
             if run.compute.has_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # may overwrite the previous loss, which `loss` holds
-            with autocast(run, images.device):
-                part_loss = learner.model(images, targets) * weight
+            with autocast(run, batch.images.device):
+                part_loss = learner.model(*inputs) * weight
             part_loss.backward()
         loss += part_loss.detach() / share.workers
     use_patch(learner.task, None)
@@ -396,10 +393,10 @@ def drawn_patch(run: Run, step: int) -> int | None:
     return patches[int(step_generator(run.seed, step, "patch").integers(len(patches)))] if patches else None
 
 
-def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """Return a slice of the batch as the task's inputs and targets."""
-    if isinstance(run.task, Masked | Tokenizer):  # without mixing or erasing
-        return normalized(batch.images[part], run.data.normalize), batch.labels[part]
+def prepare_micro_batch(batch: DeviceBatch, part: slice, run: Run, step: int) -> Sequence[Tensor]:
+    """Return a slice of the batch as the inputs of the task: images, and what else it needs."""
+    if not run.classification:  # without mixing or erasing
+        return [normalized(batch.images[part], run.data.normalize), *batch.extras(run.task.traits.needs, part)]
     data = run.data
     settings = BatchSettings(data.augment, data.mix, data.normalize, run.model.num_classes or 0)
     rows = BatchRows(batch.positions[part] % run.optim.batch, run.optim.batch)

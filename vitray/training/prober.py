@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.pretraining import Masked
 from vitray.errors import ConfigError, cut_middle, one_line
 from vitray.inspection.report.subjects import ChosenImages
 from vitray.training import checkpoints
@@ -161,7 +160,7 @@ def log_probes(finished: Iterator[tuple[int, Probed]], run: Run, state: TrainSta
         if not values:
             continue
         host.send(state.recorded(step, {f"probe/{name}": float(value) for name, value in values.items()}))
-        if not isinstance(run.task, Masked):
+        if not run.task.traits.may_collapse:
             continue
         before, found = state.collapse, state.check_collapse(step, values, run.guard)
         # A later probe does not take back a stop that all workers may have decided on.

@@ -119,7 +119,7 @@ def load_tokenizer(url: str) -> VisualTokenizer:
     """Return the tokenizer of a model folder, frozen and in evaluation mode."""
     location = _folder_at(url)
     run = _run_at(location)
-    if run.task.kind != "tokenizer":
+    if run.task.traits.saves != "tokenizer":
         raise ConfigError(f"{url}: got the network of a run of task {run.task.kind}, expected that of task tokenizer")
     tokenizer = VisualTokenizer(run)
     _fill(tokenizer, location, run, read_state(location))
@@ -212,7 +212,7 @@ def describe_weights(url: str) -> tuple[str, dict[str, Any]]:
 
 def _content_of(location: str) -> tuple[str, State]:
     """Return the name and all tensors of a network or tokenizer."""
-    if has_settings(location) and _run_at(location).task.kind == "tokenizer":
+    if has_settings(location) and _run_at(location).task.traits.saves == "tokenizer":
         tokenizer = load_tokenizer(location)
         return f"tokenizer of {tokenizer.run.model.name}", tokenizer.state_dict()
     loaded = open_weights(location)
@@ -250,7 +250,7 @@ def _build(location: str, state: State) -> LoadedModel:
 def _network_run(location: str, state: State) -> Run:
     """The run of a folder; refuse a tokenizer, and tensors that do not fit."""
     run = _run_at(location)
-    if run.task.kind == "tokenizer":
+    if run.task.traits.saves == "tokenizer":
         raise ConfigError(f"{location}: got a tokenizer, expected the network of a run of another task")
     with torch.device("meta"):  # initial values of a large network take a minute
         _check_fit(build_network(run.model), location, run, state)

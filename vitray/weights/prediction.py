@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
-from vitray.config.training import Finetune, Supervised
 from vitray.data.augment.batch import normalized
 from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError
@@ -21,7 +20,7 @@ from vitray.weights.family import Family, Member
 
 def is_classifier(run: Run) -> bool:
     """Whether the network of a run has classes."""
-    return run.model.num_classes is not None and isinstance(run.task, Supervised | Finetune)
+    return run.model.num_classes is not None and run.classification is not None
 
 
 def check_classifier(run: Run, url: str) -> None:

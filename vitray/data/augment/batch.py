@@ -11,6 +11,7 @@ Shapes: B rows, H x W pixels, C colors, K classes, G rows of the global batch, D
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vitray.config.augmentation import Augment, Mix, Normalize
+from vitray.config.traits import Need
 from vitray.data.augment.keyed_random import step_generator
 
 # The defaults of timm: share of the area, and height / width, of an erased rectangle.
@@ -26,13 +28,19 @@ ERASED_RATIO = (0.3, 1 / 0.3)
 
 
 class DeviceBatch(NamedTuple):
-    """One worker's part of one step; images and labels are on the device."""
+    """One worker's part of one step; its tensors are on the device."""
 
     images: Tensor
     """uint8, BHWC."""
     labels: Tensor
     positions: np.ndarray
     rows: np.ndarray
+    masks: Tensor | None = None
+    """The mask of each image (BN), for tasks that need one."""
+
+    def extras(self, needs: Sequence[Need], part: slice = slice(None)) -> list[Tensor]:
+        """Return what a task needs beside the images, of a part of them."""
+        return [getattr(self, need)[part] for need in needs]
 
 
 class BatchSettings(NamedTuple):

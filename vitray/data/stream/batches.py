@@ -35,6 +35,8 @@ class HostBatch(NamedTuple):
     epoch: int
     draws: Draws | None = None
     """The augmentation to apply on the device; None if the images have it."""
+    masks: np.ndarray | None = None
+    """The mask of each image (BN), for tasks that need one."""
 
 
 class StreamSpec(NamedTuple):

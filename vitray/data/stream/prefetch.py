@@ -56,7 +56,7 @@ class Prefetcher:
             # The computing stream waits for the copy, not this thread; until then the memory is not reused.
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in (batch.images, batch.labels):
+            for tensor in (batch.images, batch.labels, *([] if batch.masks is None else [batch.masks])):
                 tensor.record_stream(current)
         return batch
 
@@ -89,14 +89,18 @@ class Prefetcher:
     def _to_device(self, batch: HostBatch) -> tuple[DeviceBatch, Any]:
         # torch keeps freed pinned memory until its copies are done, then reuses it for later batches.
         with torch.cuda.stream(self._copies):  # does nothing for None
-            images, labels = (
-                _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
-                for array in (batch.images, batch.labels)
+            images, labels, masks = (
+                None
+                if array is None
+                else _own_tensor(array, self._copies is not None).to(self._device, non_blocking=True)
+                for array in (batch.images, batch.labels, batch.masks)
             )
+            assert images is not None
+            assert labels is not None
             if batch.draws is not None:
                 _augment(images, batch.draws)
         copied = self._copies.record_event() if self._copies else None
-        return DeviceBatch(images, labels, batch.positions, batch.rows), copied
+        return DeviceBatch(images, labels, batch.positions, batch.rows, masks), copied
 
 
 def _augment(images_BHWC: Tensor, draws: Draws) -> None:
