@@ -30,13 +30,14 @@ from pipelines.__main__ import main
 from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_center
+from vitray.data.augment.views import decode_views
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
 from vitray.inference.models import describe_network
+from vitray.inference.networks import views_of
 from vitray.prediction.driver import Request, predict
 from vitray.prediction.images import ImageList, check_some_decode, decoded, list_images, read_encoded
-from vitray.prediction.networks import Networks, decode_views, views_of
-from vitray.prediction.parts import count_images, print_part, write_part
+from vitray.prediction.parts import count_images, load_networks, predict_batch, print_part, write_part
 from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
 from vitray.tracking.mlflow_client import open_client
 from vitray.weights import load_model, save_model
@@ -70,14 +71,14 @@ def plan_of(images, out, *models, options=ALL):
 
 def tables_of(plan, networks=None):
     """The outputs of each part, computed in this process without Ray: (tables of batches, reasons)."""
-    networks = networks or Networks(plan)
+    networks = networks or load_networks(plan)
     for part in range(plan.parts):
         tables, reasons = [], []
         for batch in range(plan.batches):
             encoded = read_encoded(plan.images, *plan.span(part, batch))
-            views, missing = decode_views(encoded, views_of(plan.networks), plan.options.batch)
+            views, missing = decode_views(encoded, views_of(plan.networks), rows=plan.options.batch)
             reasons += missing
-            tables.append(networks.outputs(views, np.array([reason is None for reason in missing], bool)))
+            tables.append(predict_batch(plan, networks, views, missing))
         yield part, tables, reasons
 
 
@@ -371,7 +372,7 @@ def test_the_outputs_are_those_of_the_network_for_each_image_alone(place, tmp_pa
 def test_half_precision_computes_in_bfloat16(place, tmp_path):
     plan = plan_of(place / "photos", tmp_path / "out", place / "model")
     half = plan._replace(networks=(plan.networks[0]._replace(precision="bf16"),))
-    networks, kinds = Networks(half), set()
+    networks, kinds = load_networks(half), set()
     networks._members[0].vit.blocks[0].ffn1.up.register_forward_hook(lambda *args: kinds.add(args[2].dtype))
     for (_, tables, _), (_, others, _) in zip(tables_of(plan), tables_of(half, networks), strict=True):
         for one, other in zip(tables, others, strict=True):
@@ -391,7 +392,7 @@ def test_networks_of_one_base_share_the_levels_that_are_equal(place, tmp_path):
     save_model(str(tmp_path / "attn"), run, vit, classes, relative_to=str(place / "model"))
     addresses = [place / "model", tmp_path / "head", tmp_path / "attn"]
     together = plan_of(place / "photos", tmp_path / "out", *addresses)
-    networks, calls = Networks(together), []
+    networks, calls = load_networks(together), []
     for member in networks._members:
         for number, block in enumerate(member.vit.blocks):
             block.register_forward_hook(lambda *_, number=number: calls.append(number))
@@ -426,7 +427,7 @@ def test_networks_of_other_views_get_their_own(place, tmp_path):
 def test_compiled_blocks_give_the_same_outputs_and_the_last_batch_is_padded(place, tmp_path):
     plan = plan_of(place / "photos", tmp_path, place / "model")
     compiled = plan._replace(options=plan.options._replace(compile=True))
-    networks, shapes = Networks(compiled), set()
+    networks, shapes = load_networks(compiled), set()
     networks._members[0].vit.stem.register_forward_hook(lambda _, images, __: shapes.add(images[0].shape[0]))
     for (_, tables, _), (_, others, _) in zip(tables_of(plan), tables_of(compiled, networks), strict=True):
         for one, other in zip(tables, others, strict=True):

@@ -12,11 +12,13 @@ from vitray import Run, load_model, save_model
 from vitray.data.augment.batch import normalized
 from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_center
+from vitray.data.augment.views import decode_views
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.inference.models import describe_network
+from vitray.inference.networks import views_of
 from vitray.models.probabilities import probabilities_of, probability_of
 from vitray.prediction.images import list_images, read_encoded
-from vitray.prediction.networks import Networks, decode_views, views_of
+from vitray.prediction.parts import arrays_of, load_networks, predict_batch
 from vitray.prediction.plan import Options, Plan, check_options
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import load_deltas
@@ -55,8 +57,8 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
 
     spec = describe_network(url)[0]
     plan = Plan((spec,), plan_images, check_options([spec], Options(top_k=len(SHAPES), batch=12)), "")
-    tables, _ = decode_views(read_encoded(plan_images, 0, 12), views_of([spec]), 12)
-    rows = Networks(plan).outputs(tables, np.ones(12, bool)).to_pylist()
+    batches, reasons = decode_views(read_encoded(plan_images, 0, 12), views_of([spec]))
+    rows = predict_batch(plan, load_networks(plan), batches, reasons).to_pylist()
     predicted = np.array([[row["probabilities"][row["classes"].index(name)] for name in SHAPES] for row in rows])
     np.testing.assert_allclose(predicted, expected, atol=1e-5)
 
@@ -86,10 +88,9 @@ def test_every_door_gives_the_same_probabilities(tmp_path, changes):
 def test_large_sigmoids_keep_the_order_of_their_logits(tmp_path):
     url = str(write_network(tmp_path / "model"))
     spec = describe_network(url)[0]._replace(probability="sigmoid")
-    networks = Networks(Plan((spec,), SimpleNamespace(), Options(top_k=3), ""))
     logits = torch.zeros(1, len(SHAPES)).index_fill(1, torch.tensor([0]), 40.0).index_fill(1, torch.tensor([2]), 60.0)
     assert len(set(probabilities_of(logits, "sigmoid")[0, [0, 2]].tolist())) == 1
-    arrays = networks._arrays(spec, {"logits": logits})
+    arrays = arrays_of(Options(top_k=3), spec, {"logits": logits})
     assert arrays["classes"].to_pylist() == [SHAPES[2], SHAPES[0], SHAPES[1]]
 
 

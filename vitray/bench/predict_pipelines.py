@@ -22,9 +22,11 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from vitray.bench.loaders import MEAN, STD
+from vitray.data.augment.views import decode_views
 from vitray.inference.models import describe_network, open_network
+from vitray.inference.networks import views_of
 from vitray.prediction.images import decoded, list_images, read_encoded
-from vitray.prediction.networks import Networks, decode_views, views_of
+from vitray.prediction.parts import load_networks, predict_batch
 from vitray.prediction.pipeline import Bounds, compute_parts
 from vitray.prediction.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
 
@@ -126,7 +128,7 @@ def _decode_rate(plan: Plan, first: int, step: int) -> float:
     spans = [plan.span(part, 0) for part in range(first, plan.parts, step)]
 
     def decode(start: int, stop: int) -> None:
-        decode_views(read_encoded(plan.images, start, stop), views_of(plan.networks), plan.options.batch)
+        decode_views(read_encoded(plan.images, start, stop), views_of(plan.networks), rows=plan.options.batch)
 
     decode(*spans[0])
     began = time.perf_counter()
@@ -137,13 +139,13 @@ def _decode_rate(plan: Plan, first: int, step: int) -> float:
 
 def _network_rate(plan: Plan, batches: int) -> float:
     torch.set_num_threads(1)
-    networks, size = Networks(plan), plan.networks[0].size
+    networks, size = load_networks(plan), plan.networks[0].size
     views = [np.random.default_rng(0).integers(0, 256, (plan.options.batch, *size, 3), np.uint8)]
-    usable = np.ones(plan.options.batch, bool)
-    networks.outputs(views, usable)
+    reasons = [None] * plan.options.batch
+    predict_batch(plan, networks, views, reasons)
     began = time.perf_counter()
     for _ in range(batches):
-        networks.outputs(views, usable)
+        predict_batch(plan, networks, views, reasons)
     return batches * plan.options.batch / (time.perf_counter() - began)
 
 

@@ -1,6 +1,6 @@
 """A network on one device: the outputs of a chunk of images, as a table for each kind of output.
 
-Shapes: B images of a batch, H x W pixels, C colors, D features, K classes.
+Shapes: N images, D numbers of an image.
 """
 
 import os
@@ -12,14 +12,11 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from vitray.data.augment.batch import normalized, to_device
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_center
-from vitray.inference.images import EncodedImage, ImageSet, read_encoded
-from vitray.inference.models import open_network
-from vitray.inference.network_spec import NetworkSpec
+from vitray.data.augment.views import decode_views, usable
+from vitray.inference.images import ImageSet, read_encoded
+from vitray.inference.network_spec import NetworkSpec, Wanted
+from vitray.inference.networks import Networks
 from vitray.models.network import AnyNetwork
 
 Output = Literal["logits", "features"]
@@ -47,27 +44,37 @@ class Extractor:
         decoders: int | None = None,
     ) -> None:
         """`decoders` is the number of threads that decode; None is the share of a device of this process."""
-        self._spec, self._images, self._alter, self._vit = spec, images, alter, vit
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._spec, self._images, self._alter = spec, images, alter
+        self._loaded = {} if vit is None else {spec.name: vit}
+        self._networks: Networks | None = None
         self._decoders = ThreadPoolExecutor(decoders or decoding_threads())
         self._lock = threading.Lock()
 
     def load(self) -> None:
         """Load the network, before the first call of `extract`: an actor's constructor would hide the error."""
-        self._vit = (self._vit or open_network(self._spec)).to(self._device).eval()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._networks = Networks([self._spec], Wanted(logits=True, features=True), device, loaded=self._loaded)
 
     def extract(self, start: int, stop: int, outputs: Sequence[Output]) -> dict[str, pa.Table]:
         """Return a table of each kind of output for the images from `start` to `stop`."""
+        assert self._networks is not None, "load comes first"
         encoded = read_encoded(self._images, range(start, stop))
         reasons: list[str | None] = []
         parts: dict[str, list[np.ndarray]] = {output: [] for output in outputs}
-        blank_HWC = np.zeros((*self._spec.size, 3), np.uint8)
         for first in range(0, len(encoded), BATCH):
-            views = list(self._decoders.map(self._view, encoded[first : first + BATCH]))
-            reasons += [view if isinstance(view, str) else None for view in views]
-            images_BHWC = np.stack([blank_HWC if isinstance(view, str) else view for view in views])
-            for output, values in self._forward(torch.from_numpy(images_BHWC), outputs).items():
-                parts[output].append(values.float().cpu().numpy())
+            batch = encoded[first : first + BATCH]
+            contents = [each.content for each in batch]
+            [views_BHWC], why = decode_views(contents, [self._spec.view], run=self._decoders.map)
+            if self._alter is not None:
+                places = np.flatnonzero(usable(why)).tolist()
+                altered = self._decoders.map(self._alter, views_BHWC[places], [batch[place].key for place in places])
+                for place, view_HWC in zip(places, altered, strict=True):
+                    views_BHWC[place] = view_HWC
+            reasons += why
+            with self._lock:
+                values = self._networks.outputs([views_BHWC])[self._spec.name]
+            for output, arrays in parts.items():
+                arrays.append(values[output].float().cpu().numpy())
         columns = {
             "row": pa.array(range(start, stop), pa.int64()),
             "key": pa.array([image.key for image in encoded], pa.string()),
@@ -75,25 +82,6 @@ class Extractor:
             "corrupt": pa.array(reasons, pa.string()),
         }
         return {output: pa.table({**columns, output: _vectors(np.concatenate(parts[output]))}) for output in outputs}
-
-    def _view(self, image: EncodedImage) -> np.ndarray | str:
-        """The pixels as the network sees them, or the reason why there are none."""
-        try:
-            pixels_HWC = decode_image(image.content)
-        except UndecodableImage as error:
-            return str(error)
-        view_HWC = crop_center(pixels_HWC, self._spec.crop, self._spec.size)
-        return view_HWC if self._alter is None else self._alter(view_HWC, image.key)
-
-    @torch.inference_mode()
-    def _forward(self, images_BHWC: Tensor, outputs: Sequence[Output]) -> dict[str, Tensor]:
-        assert self._vit is not None, "load comes first"
-        autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._spec.precision == "bf16")
-        with self._lock, autocast:
-            images_BCHW = normalized(to_device(images_BHWC, self._device), self._spec.normalize)
-            features_BD, logits_BK = self._vit.features_and_logits(images_BCHW)
-            values = {"features": features_BD, "logits": logits_BK}
-        return {output: values[output] for output in outputs}
 
 
 def _vectors(values_ND: np.ndarray) -> pa.FixedSizeListArray:

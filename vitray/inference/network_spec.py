@@ -5,6 +5,7 @@ import json
 from typing import Any, Literal, NamedTuple
 
 from vitray.config.augmentation import CenterCrop, Normalize
+from vitray.data.augment.views import View
 from vitray.models.probabilities import Probability
 
 
@@ -37,8 +38,24 @@ class NetworkSpec(NamedTuple):
     """The MLflow at which the address is valid; None for other addresses."""
 
     @property
+    def view(self) -> View:
+        """How an image becomes the input of the network."""
+        return View(self.crop, self.size)
+
+    @property
     def key(self) -> str:
         """A hash of everything that decides the outputs for an image."""
         settings: list[Any] = [self.settings, self.identity, self.size, self.precision]
         settings += [self.normalize.model_dump(mode="json"), self.crop.model_dump(mode="json")]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+
+class Wanted(NamedTuple):
+    """The outputs of each network for an image."""
+
+    logits: bool = False
+    """Of those that have classes."""
+    features: bool = False
+    """The pooled vector before the head."""
+    levels: tuple[str, ...] = ()
+    """Levels whose features are kept, such as block07."""

@@ -1,22 +1,33 @@
-"""Parts of a prediction as Parquet files: each row is an image, in the order of the plan."""
+"""Parts of a prediction as Parquet files: each row is an image, in the order of the plan.
+
+Shapes: B images, K classes, T top classes.
+"""
 
 import io
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitray import storage
+from vitray.data.augment.views import usable
 from vitray.data.shards.manifest import shard_errors
 from vitray.errors import ConfigError, RunError
+from vitray.inference.network_spec import NetworkSpec
+from vitray.models.probabilities import probabilities_of
 from vitray.pages.files import csv_text
-from vitray.prediction.plan import Plan, column_widths
+from vitray.prediction.plan import Options, Plan, column_widths
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitray.inference.networks import Networks
 
 Lines = Literal["csv", "jsonl"]
 # In the metadata of a part: the hash of the plan that it belongs to.
@@ -34,6 +45,60 @@ class Counts(NamedTuple):
     reasons: dict[str, int]
     named: list[tuple[str, str]]
     """The first skipped images, each with its reason."""
+
+
+def load_networks(plan: Plan) -> "Networks":
+    """Return the networks of a plan on its device."""
+    import torch
+
+    from vitray.inference.networks import Networks
+
+    return Networks(plan.networks, plan.wanted, torch.device(plan.device), compile_them=plan.options.compile)
+
+
+def predict_batch(
+    plan: Plan, networks: "Networks", views: Sequence[np.ndarray], reasons: Sequence[str | None]
+) -> pa.Table:
+    """Return the columns of all networks for a batch of each view, null where an image has no pixels.
+
+    Compiled networks see the whole batch with its padding, of one shape. The last part has fewer batches than the
+    others.
+    """
+    if not reasons:
+        return pa.table({})
+    rows = slice(None) if plan.options.compile else slice(len(reasons))
+    outputs, has_pixels = networks.outputs([view_BHWC[rows] for view_BHWC in views]), usable(reasons)
+    columns: dict[str, pa.Array] = {}
+    for spec in plan.networks:
+        values = {name: value[: len(reasons)].float().cpu()[has_pixels] for name, value in outputs[spec.name].items()}
+        prefix = f"{spec.name}/" if len(plan.networks) > 1 else ""
+        for name, array in arrays_of(plan.options, spec, values).items():
+            columns[prefix + name] = _lists(array, has_pixels)
+    return pa.table(columns)
+
+
+def arrays_of(options: Options, spec: NetworkSpec, values: "Mapping[str, Tensor]") -> dict[str, pa.Array]:
+    """Return the values of each column for the usable images, one after another."""
+    arrays = {}
+    if spec.num_classes is not None and options.top_k:
+        logits_BK = values["logits"]
+        # Sorted by logits, as large ones have equal sigmoids; stable: of equal logits the lower class is first.
+        classes_BT = logits_BK.sort(dim=-1, descending=True, stable=True).indices[:, : options.top_k]
+        probabilities_BT = probabilities_of(logits_BK, spec.probability).gather(1, classes_BT)
+        names = spec.classes or [str(number) for number in range(spec.num_classes)]
+        arrays["classes"] = pa.array([names[number] for number in classes_BT.flatten().tolist()], pa.string())
+        arrays["probabilities"] = pa.array(probabilities_BT.flatten().numpy())
+    columns = {"logits": "logits"} if options.logits else {}
+    columns |= {level: level for level in options.levels} | ({"embedding": "features"} if options.embedding else {})
+    return arrays | {name: pa.array(values[of].flatten().numpy()) for name, of in columns.items() if of in values}
+
+
+def _lists(values: pa.Array, has_pixels: np.ndarray) -> pa.ListArray:
+    """Return the values as a list of equal length for each usable image, and null for the others."""
+    # Not of a fixed size: pyarrow 25 cannot read those with nulls from Parquet.
+    size = len(values) // max(1, int(has_pixels.sum()))
+    offsets = np.concatenate([[0], np.cumsum(has_pixels * size)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(~has_pixels))
 
 
 def write_part(plan: Plan, part: int, tables: Sequence[pa.Table], reasons: Sequence[str | None]) -> None:

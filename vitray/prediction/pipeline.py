@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 import vitray.data.stream.stream  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
 from vitray.prediction.images import SCHEMA, ImageList, read_encoded
-from vitray.prediction.parts import write_part
+from vitray.prediction.parts import load_networks, predict_batch, write_part
 from vitray.prediction.plan import Plan
 
 # Batches of a decoding task, and tasks of one execution: Ray lists them before it starts the first.
@@ -111,7 +111,8 @@ def _decode_batches(task: Row, shared: ray.ObjectRef) -> Iterator[Row]:
     """Yield the batches of a task: their views, and the reasons for images without pixels."""
     import torch
 
-    from vitray.prediction.networks import decode_views, views_of
+    from vitray.data.augment.views import decode_views
+    from vitray.inference.networks import views_of
 
     torch.set_num_threads(1)
     plan: Plan = ray.get(shared)
@@ -120,7 +121,7 @@ def _decode_batches(task: Row, shared: ray.ObjectRef) -> Iterator[Row]:
     with ThreadPoolExecutor(1) as reader:  # reads a batch ahead
         reads = [reader.submit(read_encoded, plan.images, *span) for span in spans]
         for batch, read in zip(range(first, stop), reads, strict=True):
-            views, reasons = decode_views(read.result(), views_of(plan.networks), plan.options.batch)
+            views, reasons = decode_views(read.result(), views_of(plan.networks), rows=plan.options.batch)
             row: dict[str, Any] = {"part": part, "batch": batch, "reasons": json.dumps(reasons)}
             row |= {f"view{number}": view_BHWC for number, view_BHWC in enumerate(views)}
             yield {name: np.asarray(value)[np.newaxis] for name, value in row.items()}
@@ -132,15 +133,13 @@ class _Predictor:
     def __init__(self, plan: Plan) -> None:
         import torch
 
-        from vitray.prediction.networks import Networks
-
         torch.set_num_threads(1)  # actors share the CPUs, and the last bits of outputs depend on the number
-        self._networks = Networks(plan)
+        self._plan, self._networks = plan, load_networks(plan)
 
     def __call__(self, row: Row) -> Row:
         reasons = json.loads(str(row["reasons"][0]))
         views = [row[f"view{number}"][0] for number in range(sum(name.startswith("view") for name in row))]
-        table = self._networks.outputs(views, np.array([reason is None for reason in reasons], bool))
+        table = predict_batch(self._plan, self._networks, views, reasons)
         with pa.ipc.new_stream(content := io.BytesIO(), table.schema) as stream:
             stream.write_table(table)
         outputs = np.array([content.getvalue()], object)

@@ -14,7 +14,7 @@ from vitray.config import Model
 from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, RunError, nearest
-from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.network_spec import NetworkSpec, Wanted
 from vitray.prediction.images import ImageList
 
 FORMAT = 1
@@ -51,6 +51,12 @@ class Plan(NamedTuple):
     options: Options
     out: str
     device: Literal["cpu", "cuda"] = "cpu"
+
+    @property
+    def wanted(self) -> Wanted:
+        """The outputs of the networks that the columns need."""
+        options = self.options
+        return Wanted(bool(options.top_k or options.logits), options.embedding, options.levels)
 
     @property
     def batches(self) -> int:

@@ -168,7 +168,7 @@ class Uploader:
             case "begin":
                 self._send_begin(run_id, body)
             case "params" if not self._is_stale:
-                if changed := self._send_params(run_id, body["params"]):
+                if changed := self._send_params(self.client.get_run(run_id), body["params"]):
                     self._send_tags(run_id, {"vitray.changed": changed})
             case "tags" if not self._is_stale:
                 self._send_tags(run_id, body["tags"])
@@ -220,7 +220,7 @@ class Uploader:
         run = self.client.get_run(run_id)
         self._starts = body["starts"]
         self._read_state(run)
-        changed = self._send_params(run_id, body["params"])
+        changed = self._send_params(run, body["params"])
         if self._is_stale:
             return
         tags = (
@@ -232,17 +232,17 @@ class Uploader:
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
 
-    def _send_params(self, run_id: str, values: dict[str, str]) -> str:
+    def _send_params(self, run: Any, values: dict[str, str]) -> str:
         """Send the parameters that the run lacks; return how the others differ from those of an earlier start.
 
         MLflow's parameters are immutable, so a tag lists these changes.
         """
         from mlflow.entities import Param
 
-        known = self.client.get_run(run_id).data.params
+        known = run.data.params
         params = [Param(key, value[:MAX_PARAM_VALUE]) for key, value in values.items()]
         missing = [param for param in params if param.key not in known]
-        self.client.log_batch(run_id, params=missing, synchronous=True)
+        self.client.log_batch(run.info.run_id, params=missing, synchronous=True)
         changed = [param for param in params if known.get(param.key, param.value) != param.value]
         return "; ".join(f"{param.key}: {known[param.key]} -> {param.value}" for param in changed)
 

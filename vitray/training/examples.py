@@ -1,14 +1,11 @@
 """A few images of the evaluated split, the same at every evaluation: predictions, and the patches attended to."""
 
-from contextlib import suppress
-
 import numpy as np
 import torch
 
 from vitray.config import Run
 from vitray.data.augment.batch import normalized
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.evaluation.arrays import Examples
@@ -56,12 +53,10 @@ def read_examples(resolved: ResolvedRun) -> tuple[np.ndarray, np.ndarray]:
     assert split is not None
     rows = locate_rows(dataset, split)
     chosen, _ = choose_examples(run, dataset, resolved.holdout_mask)
-    views, labels = [], []
-    for content, label, _ in read_rows(chosen, rows).values():
-        with suppress(UndecodableImage):
-            views.append(crop_center(decode_image(content), run.data.eval_crop, run.model.image_shape))
-            labels.append(label)
-    return np.array(views, np.uint8), np.array(labels, np.int64)
+    contents, labels, _ = zip(*read_rows(chosen, rows).values(), strict=True)
+    [views_BHWC], reasons = decode_views(contents, [View(run.data.eval_crop, run.model.image_shape)])
+    has_pixels = usable(reasons)
+    return views_BHWC[has_pixels], np.array(labels, np.int64)[has_pixels]
 
 
 def choose_examples(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> tuple[np.ndarray, int]:

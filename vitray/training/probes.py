@@ -4,7 +4,6 @@ The network computes in float32, whatever the precision of the run. Shapes: N im
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from vitray.config import Run
 from vitray.data.augment.batch import normalized
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_center
 from vitray.data.augment.keyed_random import raw_draws
+from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
@@ -121,15 +119,15 @@ def _choose_images(run: Run, dataset: Dataset, split: str, mask: np.ndarray | No
 
 def _read_split(run: Run, dataset: Dataset, split: str, mask: np.ndarray | None) -> ProbedSplit:
     rows, chosen = _choose_images(run, dataset, split, mask)
-    views, labels = [], []
+    view, parts, labels = View(run.data.eval_crop, run.model.image_shape), [], []
     for at in range(0, len(chosen), ROWS_AT_ONCE):
-        for content, label, _ in read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values():
-            with suppress(UndecodableImage):
-                views.append(crop_center(decode_image(content), run.data.eval_crop, run.model.image_shape))
-                labels.append(label)
-    if not views:
+        contents, part_labels, _ = zip(*read_rows(chosen[at : at + ROWS_AT_ONCE], rows).values(), strict=True)
+        [views_BHWC], reasons = decode_views(contents, [view])
+        parts.append(views_BHWC[usable(reasons)])
+        labels.append(np.array(part_labels, np.int64)[usable(reasons)])
+    if not sum(map(len, parts)):
         raise ConfigError(f"{dataset.url}: {split}: none of {len(chosen)} images for the probes can be decoded")
-    return ProbedSplit(np.stack(views), np.array(labels, np.int64))
+    return ProbedSplit(np.concatenate(parts), np.concatenate(labels))
 
 
 def _run_network(vit: AnyNetwork, run: Run, split: ProbedSplit, device: torch.device) -> NetworkOutputs:

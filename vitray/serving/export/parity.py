@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vitray.bench.rounds import interleave, ratio_of, spread_of
 from vitray.config.augmentation import CenterCrop
-from vitray.data.augment.decode import UndecodableImage, decode_image
-from vitray.data.augment.image import crop_center
+from vitray.data.augment.views import View, decode_views, usable
 from vitray.errors import ConfigError, RunError
 from vitray.inference.images import ImageSet, read_with_or_without_labels
 from vitray.weights.files import few
@@ -64,13 +63,10 @@ def views(
     at_once = max(1, min(BATCH, -(-len(numbers) // len(sizes))))  # so that few images see each size too
     for place, first in enumerate(range(0, len(numbers), at_once)):
         size = sizes[place % len(sizes)]
-        rows, left_out = [np.zeros((0, *size, 3), np.uint8)], []
-        for image in read_with_or_without_labels(images, numbers[first : first + at_once].tolist()):
-            try:
-                rows.append(crop_center(decode_image(image.content), crop, size)[None])
-            except UndecodableImage as error:
-                left_out.append(f"{image.key} ({error})")
-        yield torch.from_numpy(np.concatenate(rows)).permute(0, 3, 1, 2).contiguous(), left_out
+        encoded = read_with_or_without_labels(images, numbers[first : first + at_once].tolist())
+        [views_BHWC], reasons = decode_views([image.content for image in encoded], [View(crop, size)])
+        left_out = [f"{image.key} ({reason})" for image, reason in zip(encoded, reasons, strict=True) if reason]
+        yield torch.from_numpy(views_BHWC[usable(reasons)]).permute(0, 3, 1, 2).contiguous(), left_out
 
 
 def compare_logits(before: Runner, after: Runner, batches: Iterable[tuple[Tensor, list[str]]]) -> Parity:
