@@ -40,8 +40,8 @@ def main(args: list[str]) -> dict[str, Any]:
     *models, images, out = options.words
     storage.check_there(*models)
     # Imported late, because torch takes a second.
-    from vitray.prediction.driver import Request, predict
-    from vitray.prediction.plan import Options
+    from vitray.inference.plan import Options
+    from vitray.inference.predict import Request, predict
 
     levels = tuple(name for name in options.features.split(",") if name)
     wanted = Options(options.top_k, options.logits, options.embedding, levels, options.batch, options.part)

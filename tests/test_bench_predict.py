@@ -11,7 +11,7 @@ from image_sets import write_dataset, write_network
 from vitray.bench import predict_pipelines
 from vitray.bench.predict import OURS, PredictSettings, measure_predict
 from vitray.bench.predict_pipelines import Job, decode_alone, loader, make_plan, write_images
-from vitray.prediction.images import list_images, read_encoded
+from vitray.inference.listing import list_images, read_encoded
 
 
 def test_the_images_are_the_first_ones_and_a_loader_predicts_each(tmp_path):

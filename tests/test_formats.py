@@ -19,10 +19,10 @@ from vitray.config import Model, Run, load_run
 from vitray.data.shards import open_dataset, read_request
 from vitray.data.shards import write_dataset as write_shards
 from vitray.data.stream.batches import Share
+from vitray.inference.plan import Options, check_options
+from vitray.inference.predict import Request, predict
 from vitray.models.adapters import add_lora
 from vitray.models.network import build_network
-from vitray.prediction.driver import Request, predict
-from vitray.prediction.plan import Options, check_options
 from vitray.sweep.trial_store import TrialRecord
 from vitray.tasks.build import build_task
 from vitray.training import checkpoints

@@ -46,6 +46,8 @@ def faults(module: str, tree: ast.Module, ours: set[str]) -> list[str]:
             safe = any(each.arg == "weights_only" and ast.unparse(each.value) == "True" for each in node.keywords)
             if not safe:
                 broken.append((node.lineno, f"{ast.unparse(node.func)} can run code from the file"))
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("pq.read_table(io.BytesIO"):
+            broken.append((node.lineno, "a thread of Arrow frees these bytes, and may abort an ending process"))
     return [f"{module}:{line}: {fault}" for line, fault in broken]
 
 
@@ -67,6 +69,7 @@ def test_rules_hold():
         ("vitray.x", '"""Doc."""\ndef f(**rest) -> None: pass', "passes **rest through"),
         ("vitray.x", '"""Doc."""\ntry: pass\nexcept: pass', "bare except"),
         ("vitray.x", '"""Doc."""\nimport torch\ntorch.load("f")', "can run code"),
+        ("vitray.x", '"""Doc."""\npq.read_table(io.BytesIO(b""))', "may abort an ending process"),
     ],
 )
 def test_a_planted_violation_is_found(module, planted, fault):

@@ -25,7 +25,7 @@ FLOORS = (
     {"vitray.weights", "vitray.cluster"},
     {"vitray.data", "vitray.tasks", "vitray.evaluation", "vitray.inspection", "vitray.tracking"},
     {"vitray.inference", "vitray.serving"},
-    {"vitray.evaluation.report", "vitray.inspection.report", "vitray.prediction"},
+    {"vitray.evaluation.report", "vitray.inspection.report"},
     {"vitray.training"},
     {"vitray.runs"},
     {"vitray.bench"},
@@ -40,7 +40,7 @@ DOORS = {
     # The benchmarks compare with Ray Data's own pipelines.
     "ray.data": {
         "vitray.data",
-        "vitray.prediction",
+        "vitray.inference.pipeline",
         "vitray.bench.scaling_pipelines",
         "vitray.bench.predict_pipelines",
     },
@@ -195,7 +195,7 @@ def test_the_training_loop_loads_no_platform():
 
 def test_the_process_that_writes_predictions_leaves_torch_out():
     """It starts beside the networks, whose first batch would wait for the CPU."""
-    code = "import sys, vitray.prediction.pipeline; print({'torch', 'mlflow'} & set(sys.modules))"
+    code = "import sys, vitray.inference.pipeline; print({'torch', 'mlflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -33,12 +33,12 @@ from vitray.data.augment.image import crop_center
 from vitray.data.augment.views import decode_views
 from vitray.data.shards.demo import demo_item
 from vitray.errors import ConfigError, RunError
+from vitray.inference.listing import ImageList, check_some_decode, decoded, list_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
-from vitray.prediction.driver import Request, predict
-from vitray.prediction.images import ImageList, check_some_decode, decoded, list_images, read_encoded
-from vitray.prediction.parts import count_images, load_networks, predict_batch, print_part, write_part
-from vitray.prediction.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
+from vitray.inference.parts import count_images, load_networks, predict_batch, print_part, write_part
+from vitray.inference.plan import Options, Plan, check_options, missing_parts, open_plan, write_plan
+from vitray.inference.predict import Request, predict
 from vitray.tracking.mlflow_client import open_client
 from vitray.weights import load_model, save_model
 

@@ -14,12 +14,12 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_center
 from vitray.data.augment.views import decode_views
 from vitray.evaluation.report.driver import Request, compute_evaluation
+from vitray.inference.listing import list_images, read_encoded
 from vitray.inference.models import describe_network
 from vitray.inference.networks import views_of
+from vitray.inference.parts import arrays_of, load_networks, predict_batch
+from vitray.inference.plan import Options, Plan, check_options
 from vitray.models.probabilities import probabilities_of, probability_of
-from vitray.prediction.images import list_images, read_encoded
-from vitray.prediction.parts import arrays_of, load_networks, predict_batch
-from vitray.prediction.plan import Options, Plan, check_options
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import load_deltas
 from vitray.weights.prediction import probabilities

@@ -23,8 +23,8 @@ from vitray.data.augment.decode import decode_image
 from vitray.data.augment.image import crop_center
 from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
+from vitray.inference.plan import Options, check_options, column_widths
 from vitray.models.torchvision_networks import TorchvisionNetwork, stage_widths
-from vitray.prediction.plan import Options, check_options, column_widths
 from vitray.serving.hosted import Hosted, check_tasks
 from vitray.tracking.pyfunc import ImageClassifier
 from vitray.weights import load_model, save_model

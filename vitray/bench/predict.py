@@ -30,8 +30,8 @@ from vitray.bench.predict_pipelines import (
 from vitray.bench.rounds import circumstances, progress, ratio_of, rotated, spread_of, write_record
 from vitray.config import load_run
 from vitray.errors import ConfigError
+from vitray.inference.pipeline import pool_bounds
 from vitray.models.vit import ViT
-from vitray.prediction.pipeline import pool_bounds
 from vitray.scratch import temporary_folder
 from vitray.weights import save_model
 

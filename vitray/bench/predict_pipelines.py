@@ -23,12 +23,12 @@ from torchvision import transforms
 
 from vitray.bench.loaders import MEAN, STD
 from vitray.data.augment.views import decode_views
+from vitray.inference.listing import decoded, list_images, read_encoded
 from vitray.inference.models import describe_network, open_network
 from vitray.inference.networks import views_of
-from vitray.prediction.images import decoded, list_images, read_encoded
-from vitray.prediction.parts import load_networks, predict_batch
-from vitray.prediction.pipeline import Bounds, compute_parts
-from vitray.prediction.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
+from vitray.inference.parts import load_networks, predict_batch
+from vitray.inference.pipeline import Bounds, compute_parts
+from vitray.inference.plan import TOP_K, Options, Plan, check_options, missing_parts, write_plan
 
 
 class Job(NamedTuple):

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from vitray import storage
 from vitray.data.shards.ray_tasks import ProgressLine
+from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError
 from vitray.inference.actors import AT_A_TIME, Span, actor_session, chunks_on_actors, needs_actors
 from vitray.inference.extractor import Alter, Extractor, Output
@@ -151,7 +152,7 @@ def _read(work: Work, output: Output) -> tuple[pa.Table, np.ndarray]:
     """Return the other columns of all images, and the outputs of those that can be decoded."""
 
     def one(span: Span) -> pa.Table:
-        return pq.read_table(io.BytesIO(storage.read_bytes(storage.join(work.place, _file_name(output, span)))))
+        return read_table(storage.join(work.place, _file_name(output, span)))
 
     tables, values_ND, filled = [], np.empty((0, 0), np.float32), 0
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:

@@ -22,6 +22,7 @@ from vitray.data.augment.decode import UndecodableImage, decode_with_pillow
 from vitray.data.shards.options import Kind, ShardRequest
 from vitray.data.shards.ray_tasks import run_with_progress
 from vitray.data.shards.sources import REJECTS, Listing, Reject, SourceEntry, read_items
+from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError, cut_middle, printable
 
 WORK = ".work"
@@ -173,8 +174,7 @@ def reject_lines(rejects: Sequence[Reject], number: int) -> list[str]:
 
 def read_rejects(dest: str) -> list[Reject]:
     """Return the rejected images of a dataset."""
-    table = pq.read_table(io.BytesIO(storage.read_bytes(storage.join(dest, REJECTS))))
-    return [Reject(**row) for row in table.to_pylist()]
+    return [Reject(**row) for row in read_table(storage.join(dest, REJECTS)).to_pylist()]
 
 
 def write_rejects(request: ShardRequest, rejects: Sequence[Reject]) -> None:

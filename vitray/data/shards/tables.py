@@ -59,6 +59,15 @@ def _opened(url: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
         raise ConfigError(f"{url}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
 
 
+def read_table(url: str) -> pa.Table:
+    """Return a Parquet file that vitray wrote.
+
+    `pq.read_table` would free the file's bytes in a thread of Arrow, which aborts an interpreter that ends meanwhile.
+    """
+    with pq.ParquetFile(io.BytesIO(storage.read_bytes(url))) as file:
+        return file.read()
+
+
 def find_column(names: Sequence[str], asked: str | None, usual: Sequence[str], where: str, setting: str) -> str:
     """Return the column that a setting asks for, or the first one with a usual name."""
     for name in [asked] if asked else usual:

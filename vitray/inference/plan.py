@@ -14,8 +14,8 @@ from vitray.config import Model
 from vitray.config.model_names import is_vit, parse_name
 from vitray.config.parsing import short
 from vitray.errors import ConfigError, RunError, nearest
+from vitray.inference.listing import ImageList
 from vitray.inference.network_spec import NetworkSpec, Wanted
-from vitray.prediction.images import ImageList
 
 FORMAT = 1
 PLAN, RESULT, PARTS = "plan.json", "predictions.json", "parts"

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 from vitray import storage
 from vitray.data.augment.views import usable
 from vitray.data.shards.manifest import shard_errors
+from vitray.data.shards.tables import read_table
 from vitray.errors import ConfigError, RunError
 from vitray.inference.network_spec import NetworkSpec
+from vitray.inference.plan import Options, Plan, column_widths
 from vitray.models.probabilities import probabilities_of
 from vitray.pages.files import csv_text
-from vitray.prediction.plan import Options, Plan, column_widths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +155,7 @@ def count_images(plan: Plan) -> Counts:
 
 def print_part(plan: Plan, part: int, lines: Lines, to: TextIO) -> None:
     """Print the rows of a part: as JSON objects, or as CSV with a column for each number of a list."""
-    table = pq.read_table(io.BytesIO(storage.read_bytes(plan.address(part))))
+    table = read_table(plan.address(part))
     if lines == "jsonl":
         to.writelines(f"{json.dumps(row)}\n" for row in table.to_pylist())
     else:

@@ -19,9 +19,9 @@ from ray.exceptions import RayError
 
 import vitray.data.stream.stream  # quiets the log of Ray Data  # noqa: F401
 from vitray.errors import ConfigError, RunError, one_line
-from vitray.prediction.images import SCHEMA, ImageList, read_encoded
-from vitray.prediction.parts import load_networks, predict_batch, write_part
-from vitray.prediction.plan import Plan
+from vitray.inference.listing import SCHEMA, ImageList, read_encoded
+from vitray.inference.parts import load_networks, predict_batch, write_part
+from vitray.inference.plan import Plan
 
 # Batches of a decoding task, and tasks of one execution: Ray lists them before it starts the first.
 BATCHES_OF_A_TASK, TASKS_AT_ONCE = 4, 8192

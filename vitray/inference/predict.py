@@ -11,11 +11,11 @@ from vitray.cluster import session
 from vitray.cluster.storage_check import check_writable
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.errors import ConfigError
+from vitray.inference.listing import ImageList, check_some_decode, list_images
 from vitray.inference.models import describe_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.prediction.images import ImageList, check_some_decode, list_images
-from vitray.prediction.parts import Counts, Lines, count_images, print_part
-from vitray.prediction.plan import (
+from vitray.inference.parts import Counts, Lines, count_images, print_part
+from vitray.inference.plan import (
     PLAN,
     RESULT,
     Options,
@@ -136,7 +136,7 @@ def _placed(plan: Plan) -> Plan:
 
 def _compute(plan: Plan, missing: Sequence[int], request: Request, to: TextIO) -> int:
     """Compute the missing parts, and print all in order if asked; return the number of images computed."""
-    from vitray.prediction.pipeline import Bounds, compute_parts, pool_bounds
+    from vitray.inference.pipeline import Bounds, compute_parts, pool_bounds
 
     bounds = pool_bounds(Bounds(*request.workers) if request.workers else None, plan.device)
     sizes = {part: plan.span(part, plan.batches - 1)[1] - plan.span(part, 0)[0] for part in missing}
