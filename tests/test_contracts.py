@@ -23,7 +23,7 @@ from vitray import plotting
 from vitray.cluster import doctor, jobs, session
 from vitray.data.stream import stream
 from vitray.errors import ConfigError
-from vitray.runs import failures, oom_backoff
+from vitray.runs import failures
 from vitray.sweep import driver
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +42,8 @@ TEXTS = {
     "ray/core/src/ray/raylet/raylet": {failures.LOW_MEMORY, "connection error code ", "Worker exit detail: "},
     "ray/core/src/ray/gcs/gcs_server": {"its node has died"},
     "ray/train/v2/_internal/exceptions.py": {
-        f"class {oom_backoff.START_ERRORS}TimeoutError",
-        f"class {oom_backoff.START_ERRORS}FailedError",
+        f"class {failures.START_ERRORS}TimeoutError",
+        f"class {failures.START_ERRORS}FailedError",
         "self.health_check_failure = failure",
     },
     "ray/train/v2/_internal/execution/worker_group/worker.py": {f"class {session.TRAIN_WORKER}:"},
@@ -59,7 +59,7 @@ RECORDS = {
     "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client": ("warning", "resource request"),
     "ray.tune.tune": ("error", "Trials did not complete"),
 }
-QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | oom_backoff.QUIET_LOGGERS | driver.QUIET_LOGGERS
+QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | failures.QUIET_LOGGERS | driver.QUIET_LOGGERS
 # {file of a platform: the environment variables that it reads, and that vitray, its deployment or its tests set}
 VARIABLES = {
     "ray/_common/usage/usage_constants.py": {"RAY_USAGE_STATS_ENABLED"},
@@ -210,7 +210,7 @@ def test_ray_data_logs_a_lack_of_resources_only():
 
 
 def test_the_controller_logs_each_failed_attempt_to_start_workers():
-    module = Path(importlib.util.find_spec(oom_backoff.CONTROLLER).origin).read_text()
+    module = Path(importlib.util.find_spec(failures.CONTROLLER).origin).read_text()
     assert "logger = logging.getLogger(__name__)" in module
     assert re.search(r"logger\.exception\(\"[^\"]*%s\", e\)\n\s*training_error = ControllerError", module)
 

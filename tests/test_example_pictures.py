@@ -18,8 +18,8 @@ from vitray.data.shards import holdout_mask, open_dataset
 from vitray.inference.images import open_images, read_encoded
 from vitray.inspection import attention_maps
 from vitray.models.vit import ViT
-from vitray.runs.best_checkpoint import BestCheckpoint
 from vitray.runs.resolve import resolve
+from vitray.runs.run_logger import BestCheckpoint
 from vitray.runs.run_summary import run_datasets
 from vitray.training import messages
 from vitray.training.examples import ExampleImages

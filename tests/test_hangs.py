@@ -4,7 +4,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from vitray.runs import hangs
+from vitray.runs import failures
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.training.messages import Heartbeat
 
@@ -66,30 +66,30 @@ def at(step, activity="computation", seconds=600, failed=False, age=2):
     ],
 )
 def test_the_worker_that_did_not_arrive_is_named(workers, failed, expected):
-    assert hangs.describe_hang(beats(*workers), failed, timeout=600) == expected
+    assert failures.describe_hang(beats(*workers), failed, timeout=600) == expected
 
 
 def test_a_failure_without_a_long_wait_is_no_hang():
-    assert hangs.describe_hang([], [0], timeout=600) is None
-    assert hangs.describe_hang(beats(at(415, seconds=20, failed=True), at(415)), [0], timeout=600) is None
+    assert failures.describe_hang([], [0], timeout=600) is None
+    assert failures.describe_hang(beats(at(415, seconds=20, failed=True), at(415)), [0], timeout=600) is None
     # A node that is lost, with all of its heartbeats.
-    assert hangs.describe_hang(beats(at(415, seconds=1), at(415, seconds=1, age=40)), [1], timeout=600) is None
+    assert failures.describe_hang(beats(at(415, seconds=1), at(415, seconds=1, age=40)), [1], timeout=600) is None
     # A slow worker alone, and an error of another one that did not wait.
-    assert hangs.describe_hang(beats(at(415), at(415, seconds=1)), [1], timeout=600) is None
+    assert failures.describe_hang(beats(at(415), at(415, seconds=1)), [1], timeout=600) is None
 
 
 def test_workers_of_an_earlier_larger_group_are_not_named():
     old = [(Heartbeat(2, 3, "host-2", 3, "images", 1, False), 5000.0)]
-    text = hangs.describe_hang([*old, *beats(at(415, failed=True), at(415))], [0], timeout=600)
+    text = failures.describe_hang([*old, *beats(at(415, failed=True), at(415))], [0], timeout=600)
     assert text.startswith("worker 1 (node host-1)")
     assert "host-2" not in text
 
 
 @pytest.mark.ray
 def test_only_a_time_out_is_reported(ray_cluster, monkeypatch):
-    monkeypatch.setattr(hangs, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(failures, "SETTLE_SECONDS", 0)
     mailbox = Mailbox.remote()
-    report = hangs.HangReport(mailbox, timeout=600)
+    report = failures.HangReport(mailbox, timeout=600)
     for heartbeat, _ in [*beats(at(415), at(2)), *beats(at(415, failed=True), at(412))]:  # the last ones count
         ray.get(mailbox.beat.remote(heartbeat))
     for error, is_hang in [

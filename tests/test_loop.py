@@ -26,7 +26,7 @@ from vitray.config import load_run
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.evaluation.scores import Mistake, Score
-from vitray.runs import hangs, worker_mailbox
+from vitray.runs import failures, worker_mailbox
 from vitray.runs.driver import train
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.system.lease import own_folder
@@ -253,7 +253,7 @@ def scores(run_id, key):
 
 @pytest.mark.slow
 def test_a_worker_that_the_others_wait_for_is_named(place, monkeypatch):
-    monkeypatch.setattr(hangs, "COLLECTIVE_SECONDS", 15)
+    monkeypatch.setattr(failures, "COLLECTIVE_SECONDS", 15)
     stopped = []
 
     def stop_one(run_dir):

@@ -11,8 +11,8 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from vitray.errors import ConfigError, OwnershipLost, RunError
-from vitray.runs import oom_backoff
-from vitray.runs.oom_backoff import CONTROLLER
+from vitray.runs import failures
+from vitray.runs.failures import CONTROLLER
 from vitray.runs.worker_mailbox import Mailbox, MailboxLost
 
 # The beginning of the message of Ray 2.60.
@@ -31,7 +31,7 @@ def mailbox(ray_cluster):
 def slept(monkeypatch):
     """The seconds of each wait; nothing sleeps."""
     slept = []
-    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(failures, "time", SimpleNamespace(sleep=slept.append))
     return slept
 
 
@@ -63,7 +63,7 @@ ANOTHER = WorkerGroupError("", {0: ValueError("another")})
 )
 def test_kills_in_a_start_and_in_a_step_share_one_growing_backoff(mailbox, slept, errors, waits):
     fit, starts = attempts(*errors)
-    assert oom_backoff.fit_with_restarts(fit, mailbox, restarts=len(errors)) == "trained"
+    assert failures.fit_with_restarts(fit, mailbox, restarts=len(errors)) == "trained"
     assert slept == waits
     assert len(starts) == len(errors) + 1
     notes = [note.text for note in ray.get(mailbox.take.remote())]
@@ -75,7 +75,7 @@ def test_kills_in_a_start_and_in_a_step_share_one_growing_backoff(mailbox, slept
 def test_nothing_waits_after_the_last_failure(mailbox, slept):
     fit, starts = attempts(*[IN_A_STEP, IN_A_START] * 9)
     with pytest.raises(RunError) as error:
-        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+        failures.fit_with_restarts(fit, mailbox, restarts=3)
     assert slept == [15, 60, 240]
     assert len(starts) == 4
     assert "4 times, the last time: node 192.0.2.2 ran out of memory, 4.69GB of 23.54GB taken; " in str(error.value)
@@ -96,7 +96,7 @@ def test_an_error_that_no_restart_mends_ends_the_run_at_once(mailbox, slept, err
         ray.get(mailbox.record_fatal_error.remote(error))
     fit, starts = attempts(ANOTHER if fatal else error)
     with pytest.raises(type(raised), match=f"^{raised}$"):
-        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+        failures.fit_with_restarts(fit, mailbox, restarts=3)
     assert (slept, len(starts)) == ([], 1)
 
 
@@ -105,7 +105,7 @@ def test_training_without_its_mailbox_does_not_start_again(mailbox, slept):
     ray.kill(mailbox)
     fit, starts = attempts(ANOTHER)
     with pytest.raises(MailboxLost):
-        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+        failures.fit_with_restarts(fit, mailbox, restarts=3)
     assert (slept, len(starts)) == ([], 1)
 
 
@@ -114,7 +114,7 @@ def test_workers_do_not_start_again_once_ray_has_ended(monkeypatch, slept):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     fit, starts = attempts(IN_A_STEP)
     with pytest.raises(type(IN_A_STEP)):
-        oom_backoff.fit_with_restarts(fit, mailbox=None, restarts=3)
+        failures.fit_with_restarts(fit, mailbox=None, restarts=3)
     assert (slept, len(starts)) == ([], 1)
 
 
@@ -123,18 +123,18 @@ def test_workers_do_not_start_again_if_ray_ends_in_a_wait(mailbox, monkeypatch):
     fit, starts = attempts(IN_A_STEP)
     is_running = [True]
     monkeypatch.setattr(ray, "is_initialized", lambda: is_running[0])
-    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(sleep=lambda _: is_running.__setitem__(0, False)))
+    monkeypatch.setattr(failures, "time", SimpleNamespace(sleep=lambda _: is_running.__setitem__(0, False)))
     with pytest.raises(type(IN_A_STEP)):
-        oom_backoff.fit_with_restarts(fit, mailbox, restarts=3)
+        failures.fit_with_restarts(fit, mailbox, restarts=3)
     assert len(starts) == 1
 
 
 def test_repeated_start_attempts_log_one_line_a_minute_and_other_errors_all_lines(monkeypatch, caplog):
     now = [1000.0]
-    monkeypatch.setattr(oom_backoff, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    logger = logging.getLogger(f"{oom_backoff.RAY_TRAIN}.execution.controller.controller")
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    logger = logging.getLogger(f"{failures.RAY_TRAIN}.execution.controller.controller")
     caplog.set_level(logging.WARNING, "ray")
-    monkeypatch.setattr(logger, "filters", [oom_backoff.StartupRetryFilter()])
+    monkeypatch.setattr(logger, "filters", [failures.StartupRetryFilter()])
     for _ in range(7):
         try:
             raise WorkerGroupStartupTimeoutError(2)
@@ -151,8 +151,8 @@ def test_repeated_start_attempts_log_one_line_a_minute_and_other_errors_all_line
 def test_ray_train_keeps_the_filters_of_its_loggers(caplog):
     """Ray Train configures its loggers in each of its processes, which resets their levels."""
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "loggers": {"ray.train": {}}})
-    for name in oom_backoff.QUIET_LOGGERS:
+    for name in failures.QUIET_LOGGERS:
         logging.getLogger(name).warning("harmless")
         logging.getLogger(name).error("an error")
-    assert [record.getMessage() for record in caplog.records] == ["an error"] * len(oom_backoff.QUIET_LOGGERS)
-    assert any(isinstance(each, oom_backoff.StartupRetryFilter) for each in logging.getLogger(CONTROLLER).filters)
+    assert [record.getMessage() for record in caplog.records] == ["an error"] * len(failures.QUIET_LOGGERS)
+    assert any(isinstance(each, failures.StartupRetryFilter) for each in logging.getLogger(CONTROLLER).filters)

@@ -8,9 +8,8 @@ from image_sets import write_dataset
 from vitray.config import load_run
 from vitray.runs.placement import Placement
 from vitray.runs.resolve import resolve
-from vitray.runs.run_logger import RunLogger
+from vitray.runs.run_logger import RunLogger, WaitWarning, best_remedy
 from vitray.runs.run_summary import placement_block
-from vitray.runs.wait_warning import WaitWarning, best_remedy
 from vitray.training.messages import Metrics, Note, Resumed
 
 

@@ -156,8 +156,7 @@ def _fit(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from vitray.runs import ray_host
-    from vitray.runs.hangs import COLLECTIVE_SECONDS, HangReport
-    from vitray.runs.oom_backoff import fit_with_restarts
+    from vitray.runs.failures import COLLECTIVE_SECONDS, HangReport, fit_with_restarts
     from vitray.tasks.distillation import Teacher
 
     compute, teacher = resolved.run.compute, resolved.teacher

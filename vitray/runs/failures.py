@@ -1,16 +1,27 @@
-"""Failures of the workers, as one message: the dead workers, or the first error that follows from no other."""
+"""Failures of the workers: which one came first, whom the others waited for, when they start again, and what is logged.
+
+The process of Ray Train's controller and the workers import this module for its filters of Ray Train's loggers.
+"""
 
 import logging
 import re
 import sys
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, get_args
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.train import WorkerGroupError
+import ray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.train import ControllerError, TrainingFailedError, UserCallback, WorkerGroupError
+from ray.util.annotations import RayDeprecationWarning
 from torch.distributed import DistError
 
-from vitray.errors import ConfigError, OwnershipLost, cut_middle, one_line
-from vitray.training.messages import Heartbeat
+from vitray.errors import ConfigError, OwnershipLost, RunError, cut_middle, one_line
+from vitray.runs.worker_mailbox import MailboxLost
+from vitray.training.messages import Activity, Heartbeat, Note
+
+# ---- the first cause -------------------------------------------------------------------------------------------------
 
 # Parts of Ray's message about a dead actor, and their meaning. Ray does not report the signal that ended a process.
 DEATHS = {
@@ -88,3 +99,165 @@ def _death(failure: BaseException) -> str | None:
     detail = EXIT_DETAIL.search(text)
     reason = cut_middle(detail[1] if detail else one_line(cause), LONGEST_ERROR)
     return next((meaning for part, meaning in DEATHS.items() if part in text), reason)
+
+
+# ---- hangs: workers that the others waited for until a collective operation timed out --------------------------------
+
+# Seconds that a worker waits for the others in a collective operation. Rank 0 may wait 17 minutes for a storage that is
+# away before it gives up: six tries to write a checkpoint, of 140 seconds each, and the pauses between them.
+COLLECTIVE_SECONDS = 1800
+# Seconds after the first worker's time-out in which the others report theirs.
+SETTLE_SECONDS = 3.0
+# Seconds without a heartbeat after which a worker counts as silent: several heartbeats are missing.
+SILENT_SECONDS = 30.0
+
+
+class HangReport(UserCallback):
+    """Names the workers behind a time-out, for the driver."""
+
+    def __init__(self, mailbox: Any, timeout: float) -> None:
+        self._mailbox, self._timeout = mailbox, timeout
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Record a hang before Ray Train ends the workers, or that there is none."""
+        del run_context
+        hang = self._describe(worker_exceptions) if is_timeout(worker_exceptions.values()) else None
+        if hang is not None:
+            time.sleep(SETTLE_SECONDS)
+            hang = self._describe(worker_exceptions) or hang
+        ray.get(self._mailbox.record_hang.remote(hang))
+
+    def _describe(self, worker_exceptions: dict[int, Exception]) -> str | None:
+        return describe_hang(ray.get(self._mailbox.heartbeats.remote()), worker_exceptions, self._timeout)
+
+
+def is_timeout(errors: Iterable[BaseException]) -> bool:
+    """Return whether an error may be a collective operation's time-out, on which NCCL ends the process."""
+    return any(re.search(r"timed? ?out|died", str(error), re.IGNORECASE) for error in errors)
+
+
+def describe_hang(beats: Sequence[tuple[Heartbeat, float]], failed: Collection[int], timeout: float) -> str | None:
+    """Return the workers that the failed ones waited for; None if no failed one waited for about `timeout` seconds.
+
+    Each heartbeat comes with its age in seconds.
+    """
+    if not beats:
+        return None
+    latest, _ = min(beats, key=lambda beat: beat[1])
+    if latest.workers == 1:
+        return None
+    group = [(beat, age) for beat, age in beats if beat.rank < latest.workers]  # without those of a larger group before
+    has_failed = {beat.rank for beat, _ in group if beat.has_failed or beat.rank in failed}
+    silent = [(beat, age) for beat, age in group if age > SILENT_SECONDS]
+    waited = [(beat, age) for beat, age in group if beat.rank in has_failed and age <= SILENT_SECONDS]
+    # A position may be some seconds younger than the operation. Ray itself ends a silent worker, before the time-out.
+    has_waited = any(beat.seconds + age >= 0.9 * timeout for beat, age in waited)
+    if not has_waited and not any(beat.rank in has_failed and age >= timeout / 4 for beat, age in silent):
+        return None
+    others = [(beat, age) for beat, age in group if beat.rank not in has_failed] or group
+    last = min(_progress(beat) for beat, _ in others)
+    behind = sorted(silent or [(beat, age) for beat, age in others if _progress(beat) == last])
+    first = max((beat for beat, _ in group), key=_progress)
+    names = [_worker_text(beat, age) for beat, age in behind[:NAMED]]
+    names += [f"and {len(behind) - NAMED} more workers"] if len(behind) > NAMED else []
+    return f"{', '.join(names)}; the others waited at the {_place(first)}"
+
+
+def _progress(beat: Heartbeat) -> tuple[int, int]:
+    return beat.step, get_args(Activity).index(beat.activity)
+
+
+def _place(beat: Heartbeat) -> str:
+    return f"{beat.activity} of step {beat.step:,}"
+
+
+def _worker_text(beat: Heartbeat, age: float) -> str:
+    worker = f"worker {beat.rank} (node {beat.node})"
+    if age > SILENT_SECONDS:
+        return f"{worker} has been silent for {age:.0f} s, last at the {_place(beat)}"
+    return f"{worker} has been at the {_place(beat)} for {beat.seconds + age:.0f} s"
+
+
+# ---- restarts --------------------------------------------------------------------------------------------------------
+
+# Seconds before the first restart, the second, and each later one.
+WAITS = 15, 60, 240
+# Seconds between two log lines about workers that wait for room.
+LOG_INTERVAL = 60.0
+# Parent of Ray Train's loggers.
+RAY_TRAIN = "ray.train.v2._internal"
+# Loggers of harmless warnings, thirty lines each: a repeated autoscaling request, and cleanup on dead workers.
+QUIET_LOGGERS = {
+    f"{RAY_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client": logging.ERROR,
+    f"{RAY_TRAIN}.callbacks.backend_setup": logging.ERROR,
+}
+# The logger of each failed attempt to start the workers, and how the names of its errors begin.
+CONTROLLER, START_ERRORS = f"{RAY_TRAIN}.execution.controller.controller", "WorkerGroupStartup"
+
+
+class StartupRetryFilter(logging.Filter):
+    """Shortens the log of repeated start attempts: one line per interval instead of thirty per attempt."""
+
+    _next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is logged."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not type(error).__name__.startswith(START_ERRORS):
+            return True
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + LOG_INTERVAL
+        reason = str(error).partition(". ")[0]
+        record.msg, record.args, record.exc_info = f"{reason}; tried again until there is room for them", None, None
+        return True
+
+
+# Ray Train resets the levels of its loggers in its processes, but not their filters.
+for _name, _level in QUIET_LOGGERS.items():
+    logging.getLogger(_name).addFilter(lambda record, level=_level: record.levelno >= level)
+logging.getLogger(CONTROLLER).addFilter(StartupRetryFilter())
+# Ray Train itself sets this option, in each run.
+warnings.filterwarnings("ignore", "`ExecutionOptions.exclude_resources` is deprecated", RayDeprecationWarning)
+
+
+def fit_with_restarts(fit: Callable[[], Any], mailbox: Any, restarts: int) -> Any:
+    """Call `fit`, and again after each failure of the workers, `restarts` times at most; raise a RunError at last.
+
+    A worker's OwnershipLost is raised as such: the run has not failed. Without its mailbox, training cannot start again
+    here: a MailboxLost is raised.
+    """
+    kills = 0
+    for left in reversed(range(restarts + 1)):
+        try:
+            return fit()
+        except (TrainingFailedError, RayActorError, OutOfMemoryError) as error:
+            if not ray.is_initialized():  # a second Ctrl-C ended it; the next line would start another Ray
+                raise
+            try:
+                fatal, hang, heartbeats = ray.get(
+                    [mailbox.fatal_error.remote(), mailbox.hang.remote(), mailbox.heartbeats.remote()]
+                )
+            except RayActorError as lost:
+                raise MailboxLost from lost
+            if isinstance(fatal, OwnershipLost):
+                raise fatal from error
+            if fatal:
+                raise RunError(str(fatal)) from error
+            cause, is_kill = describe_failure(error, heartbeats), out_of_memory_reason(error) is not None
+            if isinstance(error, ControllerError) and not is_kill:
+                raise RunError(f"the workers failed: {cause}") from error
+            if hang and isinstance(error, WorkerGroupError):
+                cause = hang
+            if not left:
+                remedy = "; give the node more memory, or run less on it: docs/faq.md#out-of-memory" if is_kill else ""
+                times = "once" if not restarts else f"{restarts + 1} times, the last time"
+                raise RunError(f"the workers failed {times}: {cause}{remedy}") from error
+            seconds = WAITS[min(kills, len(WAITS) - 1)] if is_kill else 0
+            kills += is_kill
+            wait = f"start again in {seconds} s" if is_kill else "start again"
+            mailbox.put.remote(Note(f"{cause}; the workers {wait}"))
+            time.sleep(seconds)
+            if not ray.is_initialized():
+                raise
+    raise AssertionError("no attempt is left")

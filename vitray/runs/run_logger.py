@@ -4,11 +4,11 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from statistics import median
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import ray
@@ -17,13 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vitray import storage
 from vitray.cluster import local_ray
+from vitray.config.training import Data
 from vitray.data.augment.contact_sheets import Prediction, prediction_sheet
 from vitray.data.augment.decode import decode_image
 from vitray.data.stream.decoding import locate_rows, read_rows
 from vitray.data.stream.preview import sample_sheet
 from vitray.errors import cut_middle, one_line
 from vitray.evaluation.arrays import Examples
-from vitray.runs.best_checkpoint import Best, BestCheckpoint
 from vitray.runs.console import Console, RunConsole
 from vitray.runs.placement import Placement
 from vitray.runs.resolve import TrialHook, plan_of
@@ -37,7 +37,6 @@ from vitray.runs.run_summary import (
     placement_block,
     run_datasets,
 )
-from vitray.runs.wait_warning import WaitWarning
 from vitray.runs.worker_mailbox import Mailbox
 from vitray.tracking import system_info
 from vitray.tracking.lineage import ModelScores
@@ -49,9 +48,81 @@ from vitray.training.resolved import ResolvedRun
 from vitray.weights import SavedModel
 from vitray.weights.freezing import audit_table
 
+# Share of the time above which the warning appears.
+WARNING_SHARE = 0.05
 # Notes kept in the run's tag, which holds 8000 characters.
 MAX_NOTES = 20
 LONGEST_NOTE = 400
+
+
+class Best(NamedTuple):
+    """A step and its scores."""
+
+    step: int
+    scores: Mapping[str, float]
+
+
+class BestCheckpoint:
+    """Pairs the best scores so far with the checkpoint of their step."""
+
+    def __init__(self) -> None:
+        self._saved: set[int] = set()
+        self._best: Best | None = None
+        self._best_value: float | None = None
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> Best | None:
+        """Note the metrics of a step; return its scores if they are the best and its checkpoint is complete."""
+        score = "top1" if "best/val_top1" in values else "loss"
+        best = values.get(f"best/val_{score}")
+        # Those of the averaged weights count, if there are any.
+        own = values.get(f"val/{score}_ema", values.get(f"val/{score}"))
+        if best is None or own != best or best == self._best_value:
+            return None
+        scores = {name: value for name, value in values.items() if name.startswith("val/")}
+        self._best, self._best_value = Best(step, scores), best
+        return self._best if step in self._saved else None
+
+    @property
+    def without_checkpoint(self) -> Best | None:
+        """The best scores so far, if no checkpoint has their weights."""
+        return self._best if self._best and self._best.step not in self._saved else None
+
+    def saved(self, step: int) -> Best | None:
+        """Note a complete checkpoint; return its scores if they are the best."""
+        self._saved.add(step)
+        return self._best if self._best and self._best.step == step else None
+
+
+class WaitWarning:
+    """Whether to warn: once in a run, at its first large data-wait share."""
+
+    def __init__(self, data: Data, has_gpu: bool) -> None:
+        self._data, self._has_gpu = data, has_gpu
+        self._is_warm, self._is_done = False, False
+
+    def restart(self) -> None:
+        """Ignore the next report: it includes the start of the tasks that decode."""
+        self._is_warm = False
+
+    def report(self, share: float) -> str | None:
+        """Return the warning at the first share above 5 % that does not include a start, else None."""
+        is_warm, self._is_warm = self._is_warm, True
+        if not is_warm or self._is_done or share <= WARNING_SHARE:
+            return None
+        self._is_done = True
+        remedy = best_remedy(self._data, self._has_gpu)
+        return f"training waits for images {share:.0%} of the time: {remedy}; docs/faq.md#data-wait"
+
+
+def best_remedy(data: Data, has_gpu: bool) -> str:
+    """Return the setting that lowers the CPU time of an image most, of those that change no pixel."""
+    augment = data.augment
+    is_costly = augment.policy.kind != "none" or augment.jitter > 0
+    if has_gpu and is_costly and augment.resolved(has_gpu).on == "tasks":
+        return "set data.augment.on=device"
+    if data.cache == "none":
+        return "set data.cache=decoded, if the pixels fit into Ray's object store"
+    return "add CPUs to the cluster"
 
 
 class RunLogger:
