@@ -5,6 +5,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray import storage
+from vitray.config.figures import NEEDS
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def main(args: list[str]) -> dict[str, Any]:
     )
     parser.add_argument("model", metavar="MODEL", help="the network")
     parser.add_argument("words", nargs="*", metavar="DATA | IMAGES", help="a dataset, or image files")
-    parser.add_argument("--figures", default="", metavar="NAMES", help="as in rollout,distance (default: all)")
+    text = f"some of {', '.join(NEEDS)}, as in rollout,distance (default: all)"
+    parser.add_argument("--figures", default="", metavar="NAMES", help=text)
     parser.add_argument("--compare", metavar="MODEL", help="another network, shown beside the first")
     parser.add_argument("--split", default="val", help="the images of DATA (default: %(default)s)")
     text = "images of DATA, evenly spaced (default: %(default)s)"

@@ -15,9 +15,9 @@ from torchvision.models.swin_transformer import SwinTransformer
 from transformers import ViTImageProcessor
 
 from pipelines.__main__ import main
+from vitray.config.figures import NEEDS
 from vitray.inspection import attention_distances, attention_maps
 from vitray.inspection.report.driver import Request, make_figures
-from vitray.inspection.report.figures import FIGURES
 from vitray.weights import import_weights, save_model
 
 LAYOUTS = ("timm", "timm_parallel", "torchvision", "hugging_face", "deit", "deit_parallel", "google", "big_vision")
@@ -103,9 +103,7 @@ def test_every_figure_is_made_of_an_imported_network(tmp_path, layout):
         address = str(tmp_path / "model")
         save_model(address, run, vit, None)
     inspection, _ = make_figures(Request(address, ["demo"], images=6, out=str(tmp_path / "out")))
-    assert [result.name for result in inspection.results] == [
-        n for n, figure in FIGURES.items() if not figure.needs_two
-    ]
+    assert [result.name for result in inspection.results] == [name for name, needs in NEEDS.items() if not needs.two]
     without = {result.name for result in inspection.results if not result.drawings}
     assert without == ({"branches"} if vit.model.shape.branches == 1 else set()) | (
         {"layerscale"} if vit.model.layerscale is None else set()

@@ -12,12 +12,13 @@ from vitray.data.augment.decode import decode_image
 from vitray.inference.images import open_images, read_encoded
 from vitray.inspection.report import driver, measuring
 from vitray.inspection.report.driver import Request, make_figures
-from vitray.inspection.report.measuring import CHUNK, MEASURES, spans_of
+from vitray.inspection.report.figures import FIGURES
+from vitray.inspection.report.measuring import CHUNK, spans_of
 from vitray.inspection.report.subjects import MOST_SHOWN, at_even_distances, prepared, view_of
 from vitray.models.vit import ViT
 from vitray.weights import save_model
 
-NAMES = list(MEASURES)
+NAMES = [name for name, figure in FIGURES.items() if figure.measure]
 
 
 @pytest.fixture(scope="module")

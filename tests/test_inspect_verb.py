@@ -1,6 +1,7 @@
 """`vitray inspect`: the page, pictures and tables of a network's inside, and bad input. Nothing here needs Ray."""
 
 import csv
+import importlib
 import io
 import json
 import re
@@ -12,17 +13,20 @@ import pytest
 import torch
 from networks import scrambled
 from PIL import Image
+from test_layers import ROOT
 from test_report import measured_page
 
 from pipelines.__main__ import main
 from vitray import Model, Run, ViT, inspect, save_model
+from vitray.config.figures import NEEDS, FigureNeeds
 from vitray.data.augment.batch import normalized
 from vitray.errors import ConfigError
-from vitray.inspection.report import driver
+from vitray.inspection.report import driver, figures
 from vitray.inspection.report.drawings import Rendered
 from vitray.inspection.report.driver import Request, make_figures
-from vitray.inspection.report.figures import FIGURES, choose_figures
+from vitray.inspection.report.figures import FIGURES, Figure, choose_figures
 from vitray.inspection.report.page import file_names, render
+from vitray.plotting import new_figure
 
 MADE = ["rollout", "distance", "branches"]
 CLASSES = ["cat & <dog>", "owl", "猫"]
@@ -205,7 +209,45 @@ def test_bad_input_is_one_message_and_writes_nothing(folder, words, message, cap
 def test_figures_are_those_that_the_inputs_allow():
     assert choose_figures(["distance", "rollout"], has_images=True, has_two=False) == ["rollout", "distance"]
     without = choose_figures([], has_images=False, has_two=False)
-    assert all(not FIGURES[name].needs_images and not FIGURES[name].needs_two for name in without)
-    assert choose_figures([], has_images=True, has_two=True) == list(FIGURES)
+    assert all(not NEEDS[name].images and not NEEDS[name].two for name in without)
+    assert choose_figures([], has_images=True, has_two=True) == list(NEEDS)
     with pytest.raises(ConfigError, match="did you mean rollout"):
         choose_figures(["rolout"], has_images=True, has_two=False)
+
+
+def test_every_figure_has_all_parts():
+    """What it needs, its row, its module, and its definition in the documentation."""
+    assert list(FIGURES) == list(NEEDS)
+    files = {path.stem for path in Path(figures.__file__).parent.glob("*.py")}
+    assert files == {"__init__", *FIGURES}
+    documentation = (ROOT / "docs/inspection.md").read_text()
+    for name, figure in FIGURES.items():
+        module = importlib.import_module(f"{figures.__name__}.{name}")
+        assert figure[1:] == (module.PROSE, module.make, getattr(module, "measure", None))
+        assert figure.title
+        assert figure.measure is None or NEEDS[name].images
+        assert f"`{name}`" in documentation
+
+
+def test_a_new_row_is_in_the_help_on_the_page_and_a_file(folder, tmp_path, monkeypatch, capsys):
+    def make(subjects, result):
+        for subject in subjects:
+            rows = [["images"], [sum(subject.measured["count"])]]
+            result.add(subject.name, "Images", "counted.", lambda theme, title: new_figure(theme, 2, 2), rows)
+        return result
+
+    monkeypatch.setitem(NEEDS, "count", FigureNeeds(vit_only="only these can count."))
+    monkeypatch.setitem(FIGURES, "count", Figure("Count", "Counts images.", make, lambda view: len(view.images)))
+    assert choose_figures([], has_images=True, has_two=False)[-1] == "count"
+    with pytest.raises(SystemExit):
+        main(["inspect", "-h"])
+    assert "spectra, changes, features, count, as in" in " ".join(capsys.readouterr().out.split())
+    words = [str(folder / name) for name in ("headless", "a.png", "b <i>.jpg")]
+    assert main(["inspect", *words, "--figures", "count", "--out", str(tmp_path)]) == 0
+    names = {f"count-headless.{ending}" for ending in ("png", "svg", "csv")}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"index.html"}
+    assert (tmp_path / "count-headless.csv").read_text().split() == ["images", "2"]
+    page = (tmp_path / "index.html").read_text()
+    assert '<section id="count"' in page
+    assert "Counts images." in page
+    assert all(f'href="{name}"' in page for name in names)

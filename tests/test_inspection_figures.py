@@ -12,14 +12,11 @@ from vitray.config import Model
 from vitray.config.augmentation import Normalize
 from vitray.inspection import cka, level_grams, position_similarity, stem_filters, tensor_changes, token_norms
 from vitray.inspection.positions import relative_terms
-from vitray.inspection.report.change_figures import changes_figure, features_figure
-from vitray.inspection.report.feature_figures import norms_figure, similarity_figure
-from vitray.inspection.report.heat_maps import tiled
-from vitray.inspection.report.measuring import MEASURES, View, joined_values, measure_views
-from vitray.inspection.report.stem_figures import filters_figure, positions_figure
-from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.inspection.report.weight_charts import relative_by_kind
-from vitray.inspection.report.weight_figures import layerscale_figure, spectra_figure
+from vitray.inspection.report.drawings import tiled
+from vitray.inspection.report.figures import FIGURES, make_figure
+from vitray.inspection.report.figures.changes import relative_by_kind
+from vitray.inspection.report.measuring import joined_values, measure_views
+from vitray.inspection.report.subjects import ChosenImages, Subject, View
 from vitray.models.vit import ViT
 from vitray.plotting import DARK, LIGHT, to_png
 
@@ -38,7 +35,7 @@ def measured(*subjects: Subject) -> list[Subject]:
     """Subjects with the values of all their images as one chunk."""
     views = [View(each.vit, each.batch(), None) for each in subjects]
     views = [views[0], *(view._replace(base=views[0]) for view in views[1:])]
-    values = measure_views(views, list(MEASURES))
+    values = measure_views(views, [name for name, figure in FIGURES.items() if figure.measure])
     return [
         each._replace(measured={name: joined_values([parts], place) for name, parts in values.items()})
         for place, each in enumerate(subjects)
@@ -68,7 +65,7 @@ def check_pictures(result, number: int) -> None:
 
 
 def test_filters_are_drawn_and_listed():
-    result = filters_figure([subject(), subject("other", name="vit_u2x1_16_hmlp_bn", image_size=32)])
+    result = make_figure("filters", [subject(), subject("other", name="vit_u2x1_16_hmlp_bn", image_size=32)])
     check_pictures(result, 2)
     assert "28 components of 8 x 8 pixels" in result.drawings[0].caption
     assert "not linear" not in result.drawings[0].caption
@@ -78,22 +75,22 @@ def test_filters_are_drawn_and_listed():
     wanted = stem_filters(subject().vit).components
     assert float(rows[3][2 + 64 + 8 * 2 + 5]) == pytest.approx(float(wanted.components[2, 1, 2, 5]), rel=1e-5)
     assert rows[0][2 + 64 + 8 * 2 + 5] == "1_2_5"
-    without_images = filters_figure([subject(name="vit_u2x1_16_conv", image_size=32)._replace(images=None)])
+    without_images = make_figure("filters", [subject(name="vit_u2x1_16_conv", image_size=32)._replace(images=None)])
     assert without_images.drawings[0].caption.endswith("the mean of the normalization.")
 
 
 def test_positions_are_drawn_where_there_are_any():
-    result = positions_figure([subject(), subject("none", positions="none")])
+    result = make_figure("positions", [subject(), subject("none", positions="none")])
     check_pictures(result, 1)
     assert result.prose.endswith("none has no position embedding.")
     wanted = position_similarity(subject().vit)
     assert float(cells(result)[1 + 3 + 1][3 + 2]) == pytest.approx(float(wanted[1, 1, 0, 2]), abs=1e-6)
-    check_pictures(positions_figure([subject(image_size=(160, 240))]), 1)
+    check_pictures(make_figure("positions", [subject(image_size=(160, 240))]), 1)
 
 
 def test_positions_of_every_level_are_drawn():
     each = subject("each", positions={"kind": "learned", "where": "levels"})
-    result = positions_figure([each])
+    result = make_figure("positions", [each])
     check_pictures(result, 1)
     assert "learned positions, those of each level, on a grid" in result.drawings[0].caption
     rows, wanted = cells(result), position_similarity(each.vit, level=1)
@@ -102,38 +99,38 @@ def test_positions_of_every_level_are_drawn():
     assert [float(cell) for cell in rows[1 + patches + 1][3:]] == pytest.approx(
         wanted[0, 1].flatten().tolist(), abs=1e-6
     )
-    shared = positions_figure([subject("shared", positions={"kind": "learned", "where": "shared"})])
+    shared = make_figure("positions", [subject("shared", positions={"kind": "learned", "where": "shared"})])
     assert "added before every level" in shared.drawings[0].caption
 
 
 def test_positions_inside_attention_are_drawn_too():
     rotary = subject("rotary", positions="rope")
-    result = positions_figure([rotary])
+    result = make_figure("positions", [rotary])
     check_pictures(result, 1)
     assert "a query and a key whose channels are all 1, after their rotation" in result.drawings[0].caption
     assert float(cells(result)[1][3]) == pytest.approx(1)
     relative = subject("relative", positions="relative", class_token=False, pool="mean")
-    result = positions_figure([relative])
+    result = make_figure("positions", [relative])
     check_pictures(result, 1)
     assert "over noise" not in result.drawings[0].caption
     assert "adds to the logit, as the mean over images and all pairs of patches" in result.drawings[0].caption
     rows, terms = cells(result), relative_terms(relative.vit, relative.batch())
     assert (len(rows), rows[0][3], rows[0][-1]) == (1 + 2 * 2 * terms.shape[2], "offset_-5", "offset_5")
     assert rows[1][3:] == pytest.approx(terms[0, 0, 0].tolist())
-    without = positions_figure([relative._replace(images=None)])
+    without = make_figure("positions", [relative._replace(images=None)])
     check_pictures(without, 1)
     assert "the length of the learned key of each offset" in without.drawings[0].caption
 
 
 def test_similarity_is_drawn_for_each_network_and_the_pair():
     both = [subject(), subject("other", seed=1, name="vit_u3x1_8")]
-    result = similarity_figure(measured(*both))
+    result = make_figure("similarity", measured(*both))
     check_pictures(result, 3)
     wanted = cka(*(level_grams(each.vit, each.batch()) for each in both))
     rows = cells(result, 2)
     assert [len(rows), len(rows[0])] == [1 + 3, 1 + 4]
     assert float(rows[2][3]) == pytest.approx(float(wanted[1, 2]), abs=1e-6)
-    few = similarity_figure(measured(subject(count=3)))
+    few = make_figure("similarity", measured(subject(count=3)))
     assert few.drawings == []
     assert few.prose.endswith("It needs at least 4 images.")
 
@@ -143,23 +140,23 @@ def test_token_lengths_are_drawn_with_the_patches_that_stand_out():
     only.vit.stem.proj[0].weight.data[:] = 0.2
     only.images[2, :8, 8:16], only.images[only.images > 140] = 255, 140
     only.images[2, :8, 8:16] = 255
-    result = norms_figure(measured(only))
+    result = make_figure("norms", measured(only))
     check_pictures(result, 1)
     norms = token_norms(only.vit, only.batch())
     assert [int(row[6]) for row in cells(result)[1:]] == norms.is_outlier.sum(dim=(1, 2)).tolist()
     assert norms.is_outlier[0].nonzero().tolist() == [[2, 1]]
     assert float(cells(result)[1][2]) == pytest.approx(float(np.median(norms.patches[0])), rel=1e-6)
-    check_pictures(norms_figure(measured(subject())), 1)
+    check_pictures(make_figure("norms", measured(subject())), 1)
 
 
 def test_weights_are_drawn_and_listed():
-    result = layerscale_figure([subject(), subject("plain", layerscale=None)])
+    result = make_figure("layerscale", [subject(), subject("plain", layerscale=None)])
     check_pictures(result, 1)
     assert result.prose.endswith("plain has no LayerScale.")
     scale = np.abs(subject().vit.blocks[1].attn2.scale.detach().numpy())
     found = {tuple(row[:2]): row for row in cells(result)}
     assert float(found[1, "attn2"][3]) == pytest.approx(np.median(scale), rel=1e-5)
-    result = spectra_figure([subject()])
+    result = make_figure("spectra", [subject()])
     check_pictures(result, 1)
     values = np.linalg.svd(subject().vit.blocks[0].ffn2.up.weight.detach().numpy(), compute_uv=False)
     found = {row[0]: row for row in cells(result)}
@@ -170,7 +167,7 @@ def test_changes_of_fine_tuned_attention_are_drawn_and_listed():
     base, tuned = subject(), subject("tuned")
     for block in tuned.vit.blocks:
         block.attn1.qkv.weight.data += 0.1
-    result = changes_figure([base, tuned])
+    result = make_figure("changes", [base, tuned])
     check_pictures(result, 2)
     assert "6 tensors changed" in result.drawings[0].caption
     found = {row[0]: row for row in cells(result)}
@@ -178,18 +175,20 @@ def test_changes_of_fine_tuned_attention_are_drawn_and_listed():
     wanted = 0.1 * 64 / float(base.vit.blocks[1].attn1.qkv.weight.detach()[128:].norm())
     assert row[4] == "changed"
     assert float(row[7]) == pytest.approx(wanted, rel=1e-4)
-    features = features_figure(measured(base, tuned))
+    features = make_figure("features", measured(base, tuned))
     check_pictures(features, 1)
     assert [float(cell) for cell in cells(features)[1][1:]] == pytest.approx([0, 0, 0, 1, 1, 1])
 
 
 def test_changes_of_equal_networks_and_of_other_shapes():
-    result = changes_figure([subject(), subject("same")])
+    result = make_figure("changes", [subject(), subject("same")])
     check_pictures(result, 1)
     assert {row[4] for row in cells(result)[1:]} == {"equal"}
     other = subject("other", name="vit_ti1x1_8")
-    assert changes_figure([subject(), other]).prose.endswith("The levels of the two networks have no tensor in common.")
-    assert "other has 1 levels with a class token" in features_figure(measured(subject(), other)).prose
+    assert make_figure("changes", [subject(), other]).prose.endswith(
+        "The levels of the two networks have no tensor in common."
+    )
+    assert "other has 1 levels with a class token" in make_figure("features", measured(subject(), other)).prose
 
 
 def test_changes_of_a_kind_join_the_branches_of_a_level():

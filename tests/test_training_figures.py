@@ -11,12 +11,10 @@ from PIL import Image
 
 from vitray import storage
 from vitray.config import load_run
-from vitray.config.run import FEWEST_COMPARED
-from vitray.config.training import Figure
+from vitray.config.figures import FEWEST_COMPARED, NEEDS
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
 from vitray.inspection.report.driver import Request, make_figures
-from vitray.inspection.report.figures import FIGURES
 from vitray.inspection.similarity import FEWEST_IMAGES
 from vitray.models.vit import ViT
 from vitray.runs.placement import place_workers
@@ -48,7 +46,12 @@ def size(png) -> tuple[int, int]:
 
 
 def test_the_setting_takes_the_figures_of_one_network():
-    assert set(Figure.__args__) == {name for name, figure in FIGURES.items() if not figure.needs_two}
+    names = [name for name, needs in NEEDS.items() if not needs.two]
+    overrides = [MODEL, "data.url=data", f"evaluate.figures=[{','.join(names)}]"]
+    assert load_run(None, overrides).evaluate.figures == tuple(names)
+    for name in NEEDS.keys() - set(names):
+        with pytest.raises(ConfigError, match=rf"evaluate.figures\S* got '{name}', expected 'rollout', .*'spectra'"):
+            load_run(None, [f"evaluate.figures=[{name}]"])
     assert FEWEST_COMPARED == FEWEST_IMAGES
     assert load_run(None, []).evaluate.figures == ()
 

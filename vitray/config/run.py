@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from vitray.config.distillation import Distillation
+from vitray.config.figures import NEEDS
 from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer
 from vitray.config.sections import Model, Section, Seed, one_of
@@ -24,8 +25,6 @@ from vitray.config.training import (
 from vitray.config.validation import explain_error
 
 Task = Supervised | Finetune | Masked | Tokenizer
-# Images from which unbiased CKA can be estimated, as the figures of inspection need them.
-FEWEST_COMPARED = 4
 
 
 class Run(Section):
@@ -115,18 +114,12 @@ class Run(Section):
             raise ValueError("evaluate.figures needs data.val or data.holdout, because it draws at each evaluation")
         if not examples:
             raise ValueError("evaluate.examples: got 0, expected 1 to 64 images, which evaluate.figures are of")
-        few = [name for name in ("branches", "similarity") if name in names and examples < FEWEST_COMPARED]
-        if few:
-            raise ValueError(
-                f"evaluate.examples: got {examples}, expected at least {FEWEST_COMPARED}: evaluate.figures has {few[0]}"
-            )
-        lacking = {
-            "branches": model.shape.branches == 1 and "one branch a level, and none to compare",
-            "positions": model.positions.kind == "none" and "no position embedding",
-            "layerscale": model.layerscale is None and "no LayerScale",
-        }
-        for name, reason in lacking.items():
-            if reason and name in names:
+        for name in names:
+            fewest, reason = NEEDS[name].fewest_images, NEEDS[name].obstacle(model)
+            if examples < fewest:
+                got = f"got {examples}, expected at least {fewest}"
+                raise ValueError(f"evaluate.examples: {got}: evaluate.figures has {name}")
+            if reason:
                 raise ValueError(f"evaluate.figures {name} does not apply to {model.name}, which has {reason}")
         return self
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize, PositiveFraction
 from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
+from vitray.config.figures import TrainingFigure
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
 from vitray.config.sections import MOST_NUMBER, Fraction, Model, NotNegative, Positive, Section, Size, Text, one_of
@@ -317,10 +318,6 @@ class Compute(Section):
 
 
 Probe = Literal["knn", "few_shot", "calibration", "rank", "attention_distance"]
-# Those of `vitray inspect` that show one network.
-Figure = Literal[
-    "rollout", "distance", "branches", "filters", "positions", "similarity", "norms", "layerscale", "spectra"
-]
 # Decoded views of both splits stay in the memory of one process: 16,384 of 224 px take 2.5 GB.
 MOST_PROBED = 16_384
 
@@ -344,7 +341,7 @@ class Evaluate(Section):
     probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
     """Images of train that probes learn from, and of the evaluated split that they are scored on: the same at every
     evaluation. A smaller split gives all that it has."""
-    figures: Annotated[tuple[Figure, ...], Field(strict=False)] = ()
+    figures: Annotated[tuple[TrainingFigure, ...], Field(strict=False)] = ()
     """Figures of `vitray inspect` over the images of examples at each evaluation, computed where probes are."""
 
     @property

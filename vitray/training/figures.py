@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
+from vitray.config.figures import NEEDS
 from vitray.data.shards.manifest import Dataset
 from vitray.inference.images import open_images
 from vitray.inference.models import spec_of
 from vitray.inspection.report.drawings import FigureResult, file_name
-from vitray.inspection.report.figures import FIGURES
+from vitray.inspection.report.figures import make_figure
 from vitray.inspection.report.measuring import measure
 from vitray.inspection.report.subjects import ChosenImages, Subject, images_of, view_of
 from vitray.models.vit import ViT
@@ -37,7 +38,7 @@ def make_results(subject: Subject, names: Sequence[str]) -> list[FigureResult]:
     """Return figures of one network, without lines of progress."""
     with redirect_stderr(io.StringIO()):
         [measured], _ = measure([subject], names)
-        return [FIGURES[name].make([measured]) for name in FIGURES if name in names]
+        return [make_figure(name, [measured]) for name in NEEDS if name in names]
 
 
 def draw_figures(

@@ -14,8 +14,8 @@ from vitray.errors import ConfigError
 from vitray.inference.models import describe_network
 from vitray.inspection.levels import check_levels
 from vitray.inspection.report.drawings import file_name
-from vitray.inspection.report.figures import choose_figures, make_figure
-from vitray.inspection.report.measuring import MEASURES, measure
+from vitray.inspection.report.figures import FIGURES, choose_figures, make_figure
+from vitray.inspection.report.measuring import measure
 from vitray.inspection.report.page import PAGE, Inspection, render
 from vitray.inspection.report.subjects import MOST_SHOWN, ChosenImages, Subject, choose_images, view_of
 from vitray.inspection.report.tracking import track_inspection
@@ -96,7 +96,7 @@ def make_figures(request: Request) -> tuple[Inspection, str]:
     if len(set(titles)) < len(titles):
         titles = urls
     # Without a figure that measures, no image is used but those that are shown.
-    most = request.images if any(name in MEASURES for name in names) else min(request.images, MOST_SHOWN)
+    most = request.images if any(FIGURES[name].measure for name in names) else min(request.images, MOST_SHOWN)
     images = choose_images(request.words, request.split, most)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     subjects = []

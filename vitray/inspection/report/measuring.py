@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from vitray.config.figures import NEEDS
 from vitray.data.augment.decode import UndecodableImage
 from vitray.data.shards.ray_tasks import ProgressLine
 from vitray.inference.actors import Span, actor_session, chunks_on_actors, needs_actors
@@ -20,14 +20,9 @@ from vitray.inference.extractor import decoding_threads
 from vitray.inference.images import EncodedImage
 from vitray.inference.models import open_network
 from vitray.inference.network_spec import NetworkSpec
-from vitray.inspection.attention_distance import AttentionSpread, attention_distances
-from vitray.inspection.branches import BranchSums, branch_sums
-from vitray.inspection.changes import FeatureChange, feature_changes, tokens_of
-from vitray.inspection.report.subjects import ChosenImages, Subject, prepared, view_of
-from vitray.inspection.similarity import FEWEST_IMAGES, level_grams
-from vitray.inspection.states import has_levels
-from vitray.inspection.tokens import TokenNorms, token_norms
-from vitray.models.network import AnyNetwork, vit_of
+from vitray.inspection.report.figures import FIGURES
+from vitray.inspection.report.subjects import ChosenImages, Subject, View, prepared, view_of
+from vitray.models.network import AnyNetwork
 from vitray.models.vit import ViT
 
 # The most images of a chunk.
@@ -36,68 +31,11 @@ CHUNK = 32
 MOST_IN_PROCESS = 64
 
 
-class View(NamedTuple):
-    """A network and a chunk of images as it takes them, BCHW."""
-
-    network: AnyNetwork
-    images: Tensor
-    levels: Sequence[int] | None = None
-    base: "View | None" = None
-    """The first of two networks, for the second."""
-
-    @property
-    def vit(self) -> ViT:
-        """The network of a value that only Vision Transformers have."""
-        return vit_of(self.network, "the figure")
-
-
 class Chunk(NamedTuple):
     """The measurements of a chunk by figure, one of each network or None where it has none; and the images left out."""
 
     values: dict[str, list[Any]]
     left_out: tuple[str, ...]
-
-
-def _distance(view: View) -> AttentionSpread:
-    return AttentionSpread(*(each.cpu() for each in attention_distances(view.vit, view.images, view.levels)))
-
-
-def _branches(view: View) -> BranchSums | None:
-    if view.vit.model.shape.branches < 2 or len(view.images) < FEWEST_IMAGES:
-        return None
-    return branch_sums(view.vit, view.images)
-
-
-def _similarity(view: View) -> Tensor | None:
-    if len(view.images) < FEWEST_IMAGES or not has_levels(view.network):
-        return None
-    return level_grams(view.network, view.images, batch=len(view.images))[0].cpu()
-
-
-def _norms(view: View) -> TokenNorms:
-    norms = token_norms(view.vit, view.images)
-    token_SB = None if norms.class_token is None else norms.class_token.cpu()
-    return TokenNorms(norms.patches.cpu(), token_SB, norms.median.cpu(), norms.is_outlier.cpu())
-
-
-def _features(view: View) -> FeatureChange | None:
-    base = view.base
-    if base is None or tokens_of(base.network, base.images) != tokens_of(view.network, view.images):
-        return None
-    if not has_levels(view.network):
-        return None
-    changes = feature_changes(base.network, view.network, base.images, view.images)
-    return FeatureChange(changes.relative.cpu(), changes.cosine.cpu())
-
-
-VIT_ONLY = ("distance", "branches", "norms")
-MEASURES: dict[str, Callable[[View], Any]] = {
-    "distance": _distance,
-    "branches": _branches,
-    "similarity": _similarity,
-    "norms": _norms,
-    "features": _features,
-}
 
 
 class Inspector:
@@ -152,9 +90,14 @@ def measure_views(
     """Return the values of a chunk: for each figure, that of each network."""
     values: dict[str, list[Any]] = {name: [] for name in names}
     for name in names:
+        needs, own_measure = NEEDS[name], FIGURES[name].measure
+        assert own_measure is not None, f"figure {name} measures nothing"
         for view in views:
-            applies = isinstance(view.network, ViT) or name not in VIT_ONLY
-            values[name].append(MEASURES[name](view) if applies else None)
+            is_vit = isinstance(view.network, ViT)
+            applies = len(view.images) >= needs.fewest_images and (is_vit or not needs.vit_only)
+            if is_vit and needs.obstacle(view.network.model):
+                applies = False
+            values[name].append(own_measure(view) if applies else None)
             on_passed(len(view.images))
     return values
 
@@ -163,7 +106,7 @@ def measure(
     subjects: Sequence[Subject], names: Sequence[str], workers: int | None = None
 ) -> tuple[list[Subject], tuple[str, ...]]:
     """Return the subjects with what these figures need of all chosen images, and the images left out."""
-    names, images = [name for name in names if name in MEASURES], subjects[0].chosen
+    names, images = [name for name in names if FIGURES[name].measure], subjects[0].chosen
     if images is None or not names:
         return list(subjects), ()
     chunks = list(_chunks(subjects, images, names, workers))

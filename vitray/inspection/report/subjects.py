@@ -111,6 +111,21 @@ class Subject(NamedTuple):
         return f"class {number}" if self.spec.classes is None else self.spec.classes[number]
 
 
+class View(NamedTuple):
+    """A network and a chunk of images as it takes them, BCHW."""
+
+    network: AnyNetwork
+    images: Tensor
+    levels: Sequence[int] | None = None
+    base: "View | None" = None
+    """The first of two networks, for the second."""
+
+    @property
+    def vit(self) -> ViT:
+        """The network of a value that only Vision Transformers have."""
+        return vit_of(self.network, "the figure")
+
+
 def prepared(images_BHWC: np.ndarray, spec: NetworkSpec, network: AnyNetwork) -> Tensor:
     """Return images as a network takes them: normalized, BCHW, on its device."""
     device = next(network.parameters()).device

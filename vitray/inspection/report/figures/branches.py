@@ -1,4 +1,4 @@
-"""The figure of parallel branches: their likeness against chance, and the share of each in the updates."""
+"""Parallel branches: their likeness against chance, and the share of each in the updates."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,10 +6,9 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitray.inspection.branches import PERMUTATIONS, BranchReport, Half, Likeness, branch_report
-from vitray.inspection.report.drawings import DPI, Drawing, FigureResult, Rows, Table, file_name
-from vitray.inspection.report.heat_maps import add_legend, number_levels, prepare
-from vitray.inspection.report.subjects import Subject
+from vitray.inspection.branches import PERMUTATIONS, BranchReport, BranchSums, Half, branch_report, branch_sums
+from vitray.inspection.report.drawings import DPI, FigureResult, Rows, Table, add_legend, number_levels, prepare
+from vitray.inspection.report.subjects import Subject, View
 from vitray.inspection.similarity import FEWEST_IMAGES
 from vitray.plotting import Theme, new_figure
 
@@ -23,36 +22,33 @@ PROSE = (
 )
 
 
-def branches_figure(subjects: Sequence[Subject]) -> FigureResult:
-    """Return the likeness and the shares of the branches of parallel levels."""
-    drawings: list[Drawing] = []
-    result = FigureResult("branches", "Parallel branches", PROSE, drawings, [])
+def measure(view: View) -> BranchSums:
+    """Return the sums of a chunk, by level and half."""
+    return branch_sums(view.vit, view.images)
+
+
+def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
+    """Return the result with a drawing of each network with parallel levels, and two tables of all."""
     pairs: Rows = [["model", "level", "half", "first", "second", "measure", "value", "chance", "p"]]
     shares: Rows = [["model", "level", "half", "branch", "share", "sd_over_images"]]
     for subject in subjects:
-        if reason := why_not(subject):
-            result = result.without(reason)
-            continue
         sums = subject.measured["branches"]
-        report = branch_report(sums)
-        caption = f"{subject.name}: {subject.over(sum(each[0][0].shares.shape[1] for each in sums))}."
-        draw = partial(_draw, report, title=subject.name)
-        drawings.append(Drawing(file_name("branches", subject.name), f"Branches of {subject.name}", caption, draw))
-        for pair in report.pairs:
-            place = [subject.name, pair.level, pair.half, pair.first, pair.second]
-            pairs += [[*place, "cka", *pair.cka], [*place, "cosine", *pair.cosine]]
-        shares += [[subject.name, *each] for each in report.shares]
-    tables = [Table("branch_likeness", pairs), Table("branch_shares", shares)] if drawings else []
-    return result._replace(tables=tables)
-
-
-def why_not(subject: Subject) -> str | None:
-    """Return the reason why the branches of a network cannot be compared, or None."""
-    if subject.vit.model.shape.branches < 2:
-        return f"The levels of {subject.name} have one branch each, so there is nothing to compare."
-    if not subject.measured["branches"]:
-        return f"Likeness needs at least {FEWEST_IMAGES} images."
-    return None
+        if subject.vit.model.shape.branches < 2:
+            reason = f"The levels of {subject.name} have one branch each, so there is nothing to compare."
+            result = result.without(reason)
+        elif not sums:
+            result = result.without(f"Likeness needs at least {FEWEST_IMAGES} images.")
+        else:
+            report = branch_report(sums)
+            caption = f"{subject.over(sum(each[0][0].shares.shape[1] for each in sums))}."
+            result.add(subject.name, "Branches", caption, partial(_draw, report))
+            for pair in report.pairs:
+                place = [subject.name, pair.level, pair.half, pair.first, pair.second]
+                pairs += [[*place, "cka", *pair.cka], [*place, "cosine", *pair.cosine]]
+            shares += [[subject.name, *each] for each in report.shares]
+    if result.drawings:
+        result.tables.extend((Table("branch_likeness", pairs), Table("branch_shares", shares)))
+    return result
 
 
 def _draw(report: BranchReport, theme: Theme, title: str) -> Figure:
@@ -72,18 +68,15 @@ def _draw(report: BranchReport, theme: Theme, title: str) -> Figure:
 
 def _draw_likeness(axis: Axes, report: BranchReport, half: Half, theme: Theme) -> None:
     pairs = [pair for pair in report.pairs if pair.half == half]
-    measures: dict[str, list[tuple[int, Likeness]]] = {
-        "CKA": [(pair.level, pair.cka) for pair in pairs],
-        "cosine": [(pair.level, pair.cosine) for pair in pairs],
-    }
+    measures = {"CKA": [pair.cka for pair in pairs], "cosine": [pair.cosine for pair in pairs]}
     for (name, values), color, marker, shift in zip(
         measures.items(), theme.series, ("o", "s"), (-0.12, 0.12), strict=False
     ):
-        places = [level + shift for level, _ in values]
-        axis.plot(places, [each.chance for _, each in values], "_", color=color, alpha=0.7, markersize=8)
-        faces = [color if each.p_value <= ALPHA else theme.paper for _, each in values]
+        places = [pair.level + shift for pair in pairs]
+        axis.plot(places, [each.chance for each in values], "_", color=color, alpha=0.7, markersize=8)
+        faces = [color if each.p_value <= ALPHA else theme.paper for each in values]
         axis.scatter(
-            places, [each.value for _, each in values], 16, faces, marker=marker, edgecolors=color, linewidths=0.9
+            places, [each.value for each in values], 16, faces, marker=marker, edgecolors=color, linewidths=0.9
         )
         axis.plot([], [], marker, color=color, markersize=4, label=name)
     axis.axhline(0, color=theme.rest, linewidth=0.8, zorder=0.9)
@@ -94,13 +87,11 @@ def _draw_shares(axis: Axes, report: BranchReport, half: Half, theme: Theme) -> 
     branches = sorted({each.branch for each in of_half})
     for branch in branches:
         own = [each for each in of_half if each.branch == branch]
-        color = theme.series[(branch - 1) % len(theme.series)]
-        places = [each.level + (branch - (len(branches) + 1) / 2) * 0.15 for each in own]
         axis.errorbar(
-            places,
+            [each.level + (branch - (len(branches) + 1) / 2) * 0.15 for each in own],
             [each.share for each in own],
             [each.deviation for each in own],
-            color=color,
+            color=theme.series[(branch - 1) % len(theme.series)],
             linewidth=1.2,
             elinewidth=0.7,
             marker="o",
