@@ -151,7 +151,7 @@ def test_an_interrupted_continuation_that_has_replaced_no_trial_yet_is_given_up(
 
 def test_a_continuation_without_a_checkpoint_never_trains_from_the_start(tmp_path):
     trial = TrialTrainable.__new__(TrialTrainable)  # without Tune's folders and loggers
-    context = TrialContext(None, None, str(tmp_path), "", "", "val/loss", True, True, 1, None, True, {})
+    context = TrialContext(None, None, str(tmp_path), "", "", space_of(tmp_path, SPACE), 1, None, True, {})
     trial.setup({"name": "b", CONTINUES: "a", "optim.lr": 0.1}, context)
     with pytest.raises(RuntimeError, match="b: it has no checkpoint of a to continue from"):
         trial.step()

@@ -7,6 +7,7 @@ import math
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import get_args
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +19,8 @@ from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
 from vitray.config.parsing import dump_yaml, parse_yaml
-from vitray.config.sweep import Goal
+from vitray.config.sweep import Asha, Goal, Scheduler, Search
+from vitray.config.traits import SchedulerTraits, SearchTraits
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
@@ -28,9 +30,10 @@ from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
 from vitray.sweep.interruption import interruptible, is_interrupted
 from vitray.sweep.plan import plan_sweep
-from vitray.sweep.schedulers import build_scheduler, progress
+from vitray.sweep.sampler import SAMPLERS, ask
+from vitray.sweep.schedulers import BUILDERS, build_scheduler, progress
 from vitray.sweep.searcher import TrialSearcher
-from vitray.sweep.space import SweepPoint, extend_space, read_space
+from vitray.sweep.space import Space, SweepPoint, check_space, extend_space, read_space
 from vitray.sweep.sweep_logger import SweepLogger
 from vitray.sweep.trial import TrialContext, TrialTrainable
 from vitray.sweep.trial_store import (
@@ -61,7 +64,7 @@ def open_sweep(folder, base, text, *additions, places=lambda: 1000):
     (folder / "space.yaml").write_text(text)
     space = extend_space(read_space(folder / "space.yaml"), additions)
     plan = plan_sweep(base, space, [Node(cpus=4)])
-    store = TrialStore(str(folder / "home"), plan.base, plan.points, space.learns)
+    store = TrialStore(str(folder / "home"), plan.base, plan.points, space.search.traits.learns)
     return plan, store, TrialSearcher(plan, store, space, places)
 
 
@@ -347,9 +350,7 @@ def open_trial(store, base, name="lr=0.1", owner=""):
         sweep_dir=store.sweep_dir,
         owner=owner,
         parent_uid="parent",
-        metric="val/top1",
-        has_scheduler=True,
-        is_population=False,
+        space=Space(space={}, scheduler=Asha()),
         trials=1,
         resources=None,
         has_cpus=True,
@@ -604,11 +605,35 @@ def test_a_file_gets_a_line():
     assert stream.getvalue() == "  1/3 over; running 9x4; best 18x2 0.75; - left\n"
 
 
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_scheduler_and_of_search_has_its_rows():
+    assert set(BUILDERS) == set(get_args(Scheduler))
+    assert set(SAMPLERS) == {kind for kind in get_args(Search) if kind.traits.learns}
+    assert {type(kind.traits) for kind in get_args(Scheduler)} == {SchedulerTraits}
+    assert {type(kind.traits) for kind in get_args(Search)} == {SearchTraits}
+
+
+def test_a_planted_kind_without_a_row_is_refused(tmp_path, base):
+    """It never runs as another kind."""
+    plan, store, _ = open_sweep(tmp_path, base, GRID)
+    space = read_space(tmp_path / "space.yaml")
+    scheduler = SimpleNamespace(kind="hyperband", traits=SchedulerTraits(decides=True))
+    with pytest.raises(AssertionError, match=r"scheduler hyperband has no builder in vitray.sweep.schedulers"):
+        build_scheduler(plan.first.length, space.model_copy(update={"scheduler": scheduler}), store)
+    search = SimpleNamespace(kind="sobol", traits=SearchTraits(learns=True), seed=0)
+    with pytest.raises(AssertionError, match=r"search sobol has no sampler in vitray.sweep.sampler"):
+        ask(space.model_copy(update={"search": search}), [], 0)
+    with pytest.raises(AssertionError, match="sobol"):
+        check_space(space.model_copy(update={"search": search}), base)
+
+
 def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     """Tune's own rule pauses a trial while others wait; a training run cannot pause."""
     text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
-    plan, _, _ = open_sweep(tmp_path, base, text)
-    scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
+    plan, store, _ = open_sweep(tmp_path, base, text)
+    scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"), store)
     scheduler.set_search_properties("goal", "max")
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
 
@@ -626,10 +651,10 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
 
 def test_asha_compares_trials_of_different_lengths_at_the_same_share_of_their_steps(tmp_path, base):
     """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
-    plan, _, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
+    plan, store, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
     steps = plan.first.length.total
     for length in (steps, 2 * steps, 3 * steps + 1):
-        scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
+        scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"), store)
         scheduler.set_search_properties("goal", "max")
         trials = [Trial("stub", stub=True) for _ in range(2)]
         stopped = []

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from vitray import storage
 from vitray.cluster import session
 from vitray.config import Run, load_run
-from vitray.config.sweep import Population
 from vitray.errors import ConfigError, one_line
 from vitray.runs.placement import await_nodes
 from vitray.runs.resolve import check_storage, difference
@@ -65,7 +64,7 @@ def sweep(
         from vitray.sweep.sweep_logger import SweepLogger  # imports torch, MLflow and Tune, which takes seconds
         from vitray.sweep.trial_store import TrialStore
 
-        store = TrialStore(sweep_dir, plan.base, plan.points, space.learns, ownership.id)
+        store = TrialStore(sweep_dir, plan.base, plan.points, space.search.traits.learns, ownership.id)
         with SweepLogger(plan, store, SweepInfo(name, recipe, space, command, uid, starts, began)) as logger:
             if any(not record.is_over for record in store.records().values()) or len(store.entries) < plan.trials:
                 _tune(plan, store, logger.info, ownership)
@@ -76,7 +75,7 @@ def retry_failed(space: Space, name: str, out: str) -> None:
     """Make the failed trials of an ended sweep and of its stages wait for another start."""
     from vitray.sweep.trial_store import reset_failed
 
-    if space.is_population:
+    if space.scheduler.traits.is_population:
         raise ConfigError("--retry-failed: got a population, expected a sweep whose trials do not continue each other")
     sweep_dir = storage.join(storage.absolute(out), name)
     if not storage.exists(storage.join(sweep_dir, SWEEP_META)):
@@ -142,7 +141,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
 
     from vitray.sweep.interruption import interruptible
     from vitray.sweep.listener import InterruptionStopper, TrialListener
-    from vitray.sweep.population import build_population, param_space, restore_population
+    from vitray.sweep.population import param_space, restore_population
     from vitray.sweep.schedulers import build_scheduler
     from vitray.sweep.searcher import TrialSearcher
     from vitray.sweep.trial import TrialContext, TrialTrainable
@@ -157,9 +156,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
         sweep_dir=store.sweep_dir,
         owner=ownership.id,
         parent_uid=info.uid,
-        metric=space.goal.metric,
-        has_scheduler=space.scheduler.kind != "none",
-        is_population=space.is_population,
+        space=space,
         trials=plan.trials,
         resources=resources,
         has_cpus=plan.has_cpus,
@@ -167,14 +164,12 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
     )
     trainable = tune.with_resources(tune.with_parameters(TrialTrainable, context=context), {"CPU": DRIVER_CPUS})
     listener, searcher = TrialListener(store), None
-    if isinstance(space.scheduler, Population):  # it accepts no searcher
+    if is_population := space.scheduler.traits.is_population:
         restore_population(store, plan.trials)
-        scheduler = build_population(space.scheduler, plan.first.length, space, store)
-    else:
-        scheduler = build_scheduler(plan.first.length, space)
+    else:  # Tune's scheduler of populations accepts no searcher
         searcher = TrialSearcher(plan, store, space, lambda: trials_that_fit(plan.base, resources, plan.trials))
     with (
-        _tune_folder(store.sweep_dir, is_shared=space.is_population) as (files, folder),
+        _tune_folder(store.sweep_dir, is_shared=is_population) as (files, folder),
         interruptible(store.sweep_dir) as interruption,
     ):
         tuner = tune.Tuner(
@@ -185,7 +180,7 @@ def _tune(plan: SweepPlan, store: "TrialStore", info: SweepInfo, ownership: Owne
                 mode=space.goal.mode,
                 search_alg=searcher,
                 num_samples=-1 if searcher else 1,
-                scheduler=scheduler,
+                scheduler=build_scheduler(plan.first.length, space, store),
                 max_concurrent_trials=plan.trials,  # a searcher follows the cluster
                 reuse_actors=True,
                 trial_dirname_creator=lambda trial: trial.trial_id,

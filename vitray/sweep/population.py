@@ -4,24 +4,18 @@ Ray Tune's scheduler decides; each continuation is a new trial of the store, wit
 """
 
 import json
-import random
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 from vitray import storage
-from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
 from vitray.sweep.plan import with_absolute_addresses
-from vitray.sweep.schedulers import PROGRESS_KEY, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
-from vitray.training.schedule import Length
 
 # The key of a trial's configuration for the trial that it continues.
 CONTINUES = "continues"
@@ -48,34 +42,6 @@ class Continuations:
         name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
         self._store.add(name, TrialEntry(with_absolute_addresses(point), continues=source))
         return {"name": name, CONTINUES: source} | self._store.settings(name)
-
-
-class _Scheduler(PopulationBasedTraining):
-    """Tune's scheduler without pauses, which would end a training run."""
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        decision = super().on_trial_result(tune_controller, trial, result)
-        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
-
-
-def build_population(settings: Population, length: Length, space: Space, store: TrialStore) -> TrialScheduler:
-    """Return the scheduler of a population."""
-    return _Scheduler(
-        time_attr=PROGRESS_KEY,
-        perturbation_interval=share_of(settings.every, length),
-        hyperparam_mutations={name: _draws(space.space[name]) for name in space.changeable},
-        quantile_fraction=settings.share,
-        resample_probability=settings.resample,
-        custom_explore_fn=Continuations(space, store),
-        log_config=False,
-    )
-
-
-def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
-    """Return the listed values, of which Tune takes neighbors, or a function that draws from a range."""
-    if distribution.values is not None:
-        return list(distribution.values)
-    return lambda: distribution.snap(distribution.sample(random.Random()))
 
 
 def param_space(store: TrialStore) -> dict[str, Any]:

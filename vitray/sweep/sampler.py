@@ -5,7 +5,7 @@ exactly.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
@@ -13,13 +13,20 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from vitray.config.sweep import Distribution, Nsga2, Tpe
+from vitray.config.sweep import Distribution, Grid, Nsga2, Tpe
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space import Space
 from vitray.sweep.trial_store import TrialRecord
 
 # Attempts to draw a new point before the search ends.
 TRIES = 200
+# One row for each kind of search that learns: its sampler with a seed.
+SAMPLERS: dict[type, Callable[[Any, int], optuna.samplers.BaseSampler]] = {
+    Tpe: lambda search, seed: optuna.samplers.TPESampler(
+        seed=seed, n_startup_trials=search.first, multivariate=True, constant_liar=True
+    ),
+    Nsga2: lambda search, seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=search.population),
+}
 
 
 class Observation(NamedTuple):
@@ -45,21 +52,15 @@ class Suggestion(NamedTuple):
 def ask(space: Space, observations: Sequence[Observation], attempt: int) -> Suggestion:
     """Return the next point after these; each attempt gives another one."""
     search = space.search
-    assert isinstance(search, Tpe | Nsga2)
+    assert type(search) in SAMPLERS, f"search {search.kind} has no sampler in {__name__}"
+    assert not isinstance(search, Grid), "it has no seed"
     optuna.logging.set_verbosity(logging.WARNING)
     # Any change of the three gives an unrelated seed.
     seed = int(np.random.SeedSequence((search.seed, len(observations), attempt)).generate_state(1)[0])
+    sampler = SAMPLERS[type(search)](search, seed)
     goals: list[Literal["maximize", "minimize"]] = ["maximize" if space.goal.mode == "max" else "minimize"]
-    match search:
-        case Tpe(first=first):
-            sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=first, multivariate=True, constant_liar=True
-            )
-        case Nsga2(population=population):
-            sampler = optuna.samplers.NSGAIISampler(seed=seed, population_size=population)
-            goals.append("minimize")
-        case _:
-            assert_never(search)
+    if search.second_goal:
+        goals.append("minimize")
     study = optuna.create_study(sampler=sampler, directions=goals)
     distributions = _distributions(space)
     for observation in observations:
@@ -75,7 +76,7 @@ def _optuna_trial(
 ) -> FrozenTrial:
     """Return an observation, of a point with these parameters, as a trial of Optuna."""
     record = observation.record
-    goal, has_cost = record.score, isinstance(space.search, Nsga2)
+    goal, has_cost = record.score, space.search.second_goal is not None
     values = None
     match record.state:
         case "finished" if goal is not None and (observation.cost is not None or not has_cost):

@@ -31,7 +31,7 @@ class TrialSearcher(Searcher):
         """{Tune's id: name} of all trials so far."""
         self._live: set[str] = set()
         self._started = time.monotonic()
-        replays = space.scheduler.kind != "none"
+        replays = space.scheduler.traits.decides
         waiting = [name for name, record in store.records().items() if replays or not record.is_over]
         if replays:
             # In the order of their values each trial might be the best so far, and the scheduler would stop none.
@@ -70,7 +70,7 @@ class TrialSearcher(Searcher):
         """Return the name of the next trial; None where no further one starts."""
         if self._waiting and (self._store.record(self._waiting[0]).is_over or not self.is_spent()):
             return self._waiting.pop(0)
-        if self._waiting or not self._space.learns or len(self._store.entries) >= self._plan.trials:
+        if self._waiting or not self._space.search.traits.learns or len(self._store.entries) >= self._plan.trials:
             return None
         return None if self.is_spent() else self._draw()
 
@@ -91,7 +91,7 @@ class TrialSearcher(Searcher):
         """Store a new point and return its name; None where no new point is left."""
         from vitray.sweep.sampler import TRIES, Observation, ask  # imports Optuna
 
-        cost = getattr(self._space.search, "second_goal", None)
+        cost = self._space.search.second_goal
         observations = [
             Observation(entry.asked, entry.point.drawn, self._store.record(name), cost and self._store.cost(name, cost))
             for name, entry in self._store.entries.items()

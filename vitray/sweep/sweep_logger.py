@@ -126,7 +126,7 @@ class SweepLogger:
             report=storage.join(self.store.sweep_dir, "report", "index.html"),
             mlflow_run=self._tracker.run_id,
         )
-        is_population = self.info.space.is_population
+        is_population = self.info.space.scheduler.traits.is_population
         not_started = "not started: the budget is spent, too many failed, or no new point is left"
         counts[not_started] = max(0, self.plan.trials - sum(counts.values()))  # a population has more trials
         self._console.end(

@@ -26,6 +26,7 @@ from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
 from vitray.sweep.schedulers import PROGRESS_KEY, progress
+from vitray.sweep.space import Space
 from vitray.sweep.trial_store import (
     TrialOutcome,
     TrialRecord,
@@ -53,11 +54,7 @@ class TrialContext(NamedTuple):
     """The id of the driver as the owner of this folder."""
     parent_uid: str
     """The sweep's run in MLflow."""
-    metric: str
-    has_scheduler: bool
-    """Whether a scheduler may stop a trial early."""
-    is_population: bool
-    """Whether trials continue from each other's checkpoints."""
+    space: Space
     trials: int
     resources: TrialResources
     """Of one trial."""
@@ -146,7 +143,7 @@ class TrialTrainable(tune.Trainable):
             self._results.put(_score(0, None, float("nan")) | {"state": "failed", "done": True, "reason": str(error)})
             return
         record = read_record(run_dir)
-        for step, value in () if self._context.is_population else record.scores:
+        for step, value in () if self._context.space.scheduler.traits.is_population else record.scores:
             if self._should_stop(step, record.steps, value):
                 if not record.is_over:
                     self._write(run_dir, record._replace(state="stopped early"))
@@ -162,13 +159,14 @@ class TrialTrainable(tune.Trainable):
     def _train(self, name: str, settings: Mapping[str, Any], record: TrialRecord) -> tuple[TrialRecord, dict[str, Any]]:
         """Run the training; return the trial's last record, and the results of its run for Tune."""
         context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
+        metric = context.space.goal.metric
         self._write(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
         def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
             nonlocal record
-            if context.metric not in values or any(step <= known for known, _ in record.scores):
+            if metric not in values or any(step <= known for known, _ in record.scores):
                 return False
-            record = record._replace(scores=(*record.scores, (step, values[context.metric])), steps=steps)
+            record = record._replace(scores=(*record.scores, (step, values[metric])), steps=steps)
             try:
                 self._write(run_dir, record)
             except ConfigError:  # unreachable storage costs a restart this score, not the trial
@@ -176,14 +174,14 @@ class TrialTrainable(tune.Trainable):
             except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
                 self._stop_requested.set()
                 return False
-            return self._should_stop(step, steps, values[context.metric])
+            return self._should_stop(step, steps, values[metric])
 
         try:
             run = context.base.replace(settings)
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
-                waits_for_decision=context.has_scheduler,
+                waits_for_decision=context.space.scheduler.traits.decides,
                 dataset=context.dataset,
                 concurrent_trials=max(1, trials_that_fit(context.base, context.resources, context.trials)),
                 has_cpus=context.has_cpus,
