@@ -73,7 +73,7 @@ def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_
     entry = read_entries(store.sweep_dir)[continued["name"]]
     assert (entry.continues, entry.point.settings["optim.lr"]) == (source, 0.01)
     # A resumed sweep has it again.
-    assert list(TrialStore(store.sweep_dir, base, points, learns=False).entries) == [*points, continued["name"]]
+    assert list(TrialStore(store.sweep_dir, base, points, learns=False).trials) == [*points, continued["name"]]
 
 
 def write(run_dir, step, seconds=5.0):

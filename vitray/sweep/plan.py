@@ -42,6 +42,7 @@ class SweepPlan(NamedTuple):
 
     base: Run
     """The settings that all trials share."""
+    space: Space
     has_cpus: bool
     """Whether compute.cpus is the user's, not this plan's."""
     points: dict[str, SweepPoint]
@@ -134,6 +135,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
             _check_schedule(name, run, first)
     return SweepPlan(
         base=base,
+        space=space,
         has_cpus=has_cpus,
         points=points,
         trials=trials,

@@ -36,10 +36,10 @@ class Continuations:
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the name and settings of the new trial; `config` is the perturbed one of the trial to continue."""
         space, source = self._space, config["name"]
-        point = self._store.entries[source].point
+        point = self._store.trials[source].entry.point
         drawn = point.drawn | {name: config[name] for name in space.changeable}
         point = draw_point(space, drawn) or point  # where a constraint forbids the change
-        name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
+        name = f"{name_of(point, space)} continuation={len(self._store.trials)}"
         self._store.add(name, TrialEntry(with_absolute_addresses(point), continues=source))
         return {"name": name, CONTINUES: source} | self._store.settings(name)
 
@@ -48,7 +48,7 @@ def param_space(store: TrialStore) -> dict[str, Any]:
     """Return the trials that are not over as Tune's `param_space`: its scheduler of populations accepts no searcher."""
     configs = {name: store.settings(name) for name, record in store.records().items() if not record.is_over}
     for name, config in configs.items():
-        config[CONTINUES] = store.entries[name].continues
+        config[CONTINUES] = store.trials[name].entry.continues
     paths = dict.fromkeys(path for settings in configs.values() for path in settings)
 
     def setting(path: str) -> Any:
@@ -61,12 +61,12 @@ def restore_population(store: TrialStore, size: int) -> None:
     """Complete interrupted continuations: replaced trials end, and new ones get their checkpoints."""
     from vitray.training.checkpoints import complete_steps
 
-    for entry in store.entries.values():
-        if entry.replaces:
-            store.write_end(entry.replaces, "stopped early", "another trial's continuation took its place")
+    for trial in store.trials.values():
+        if replaced := trial.entry.replaces:
+            store.write_end(replaced, "stopped early", "another trial's continuation took its place")
     begun = [name for name, record in store.records().items() if not record.is_over]
     for name in reversed(begun):
-        entry = store.entries[name]
+        entry = store.trials[name].entry
         if entry.continues and not complete_steps(store.run_dir(name)):
             source = store.run_dir(entry.continues)
             steps = complete_steps(source)

@@ -18,17 +18,14 @@ from vitray import storage
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
-from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
 from vitray.runs.resolve import TrialHook
 from vitray.sweep.capacity import TrialResources
-from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
 from vitray.sweep.schedulers import PROGRESS_KEY, progress
 from vitray.sweep.space import Space
 from vitray.sweep.trial_store import (
-    TrialOutcome,
     TrialRecord,
     costs_of,
     read_outcome,
@@ -39,6 +36,8 @@ from vitray.sweep.trial_store import (
 from vitray.system.lease import check_owner, check_visible
 from vitray.training.checkpoints import complete_steps
 
+# The marker file of an interrupted sweep, which its driver writes.
+INTERRUPTED = "interrupted"
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0
 
@@ -99,7 +98,7 @@ class TrialTrainable(tune.Trainable):
 
         In an interrupted sweep the run resumes later from this checkpoint, in another process.
         """
-        resumes = is_interrupted(self._context.sweep_dir)
+        resumes = storage.exists(storage.join(self._context.sweep_dir, INTERRUPTED))
         if resumes:
             self._stop_requested.set()
         self._decisions.put(not resumes)
@@ -148,16 +147,18 @@ class TrialTrainable(tune.Trainable):
                 if not record.is_over:
                     self._write(run_dir, record._replace(state="stopped early"))
                 return
-        results: dict[str, Any] = {}
+        costs: dict[str, float] = {}
         if not record.is_over:
-            record, results = self._train(name, settings, record)
+            record, costs = self._train(name, settings, record)
         # A failed run is no error here: Tune would restart it, as it restarts a trial whose process dies.
         step, value = record.scores[-1] if record.scores and record.state != "failed" else (0, float("nan"))
         end = {"state": record.state, "done": True} | ({"reason": record.reason} if record.reason else {})
-        self._results.put(_score(step, record.steps, value) | end | results)
+        self._results.put(_score(step, record.steps, value) | end | costs)
 
-    def _train(self, name: str, settings: Mapping[str, Any], record: TrialRecord) -> tuple[TrialRecord, dict[str, Any]]:
-        """Run the training; return the trial's last record, and the results of its run for Tune."""
+    def _train(
+        self, name: str, settings: Mapping[str, Any], record: TrialRecord
+    ) -> tuple[TrialRecord, dict[str, float]]:
+        """Run the training; return the trial's last record, and the costs of its run."""
         context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
         metric = context.space.goal.metric
         self._write(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
@@ -193,13 +194,12 @@ class TrialTrainable(tune.Trainable):
             self._write(run_dir, record)
             return record, {}
         self._write(run_dir, record := record._replace(state=state, ended=time.time()))
-        outcome = None
+        outcome = sizes = None
         with contextlib.suppress(ConfigError):  # the driver reads it later
             outcome = read_outcome(run_dir)
-        sizes = None
         with contextlib.suppress(ConfigError):
             sizes = read_sizes(run, run_dir)
-        return record, _results(outcome, sizes)
+        return record, costs_of(outcome, sizes)
 
     def _write(self, run_dir: str, record: TrialRecord) -> None:
         """Write a record, unless another sweep has taken over the folder."""
@@ -220,9 +220,3 @@ class TrialTrainable(tune.Trainable):
 
 def _score(step: int, steps: int | None, value: float) -> dict[str, Any]:
     return {"step": step, "steps": steps, PROGRESS_KEY: progress(step, steps), "goal": value}
-
-
-def _results(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, Any]:
-    """Return the costs and the model of an ended run; its curves would be much for Tune."""
-    values = {"model": outcome and outcome.model, "val_top1": outcome and outcome.val_top1}
-    return costs_of(outcome, sizes) | {name: value for name, value in values.items() if value is not None}
