@@ -46,15 +46,15 @@ def sweep(
         plan = plan_sweep(base, space, cluster_nodes(), sweep_dir)
         uid, starts, began = open_sweep(sweep_dir, name, base, space)
         print(f"\n  {name}: {plan.summary}\n", file=sys.stderr, flush=True)
-        # Imported late: torch, MLflow and Tune take seconds.
-        from vitray.sweep.sweep_logger import SweepLogger
+        from vitray.sweep.sweep_logger import SweepLogger  # imports torch and MLflow, which takes seconds
         from vitray.sweep.trial_store import TrialStore
-        from vitray.sweep.tuning import run_trials
 
         store = TrialStore(sweep_dir, plan.base, plan.points, space.search.traits.learns, ownership.id)
         logger = SweepLogger(plan, store, recipe, name=name, command=command, uid=uid, starts=starts, began=began)
         with logger:
             if len(store.trials) < plan.trials or not all(record.is_over for record in store.records().values()):
+                from vitray.sweep.tuning import run_trials  # imports Tune, which takes seconds
+
                 run_trials(plan, store, uid, ownership)
             return logger.finish()
 
