@@ -24,7 +24,7 @@ from vitray.cluster import doctor, jobs, session
 from vitray.data.stream import stream
 from vitray.errors import ConfigError
 from vitray.runs import failures
-from vitray.sweep import driver
+from vitray.sweep import tuning
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -59,7 +59,7 @@ RECORDS = {
     "ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client": ("warning", "resource request"),
     "ray.tune.tune": ("error", "Trials did not complete"),
 }
-QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | failures.QUIET_LOGGERS | driver.QUIET_LOGGERS
+QUIET_LOGGERS = stream.QUIET_LOGGERS | jobs.QUIET_LOGGERS | failures.QUIET_LOGGERS | tuning.QUIET_LOGGERS
 # {file of a platform: the environment variables that it reads, and that vitray, its deployment or its tests set}
 VARIABLES = {
     "ray/_common/usage/usage_constants.py": {"RAY_USAGE_STATS_ENABLED"},

@@ -19,7 +19,7 @@ from vitray.config import Run
 from vitray.errors import ConfigError, OwnershipLost
 from vitray.runs.run_dir import RUN_META, open_run_dir
 from vitray.runs.shutdown import GracefulShutdown
-from vitray.sweep.listener import InterruptionStopper
+from vitray.sweep.tuning import InterruptionStopper
 from vitray.system import lease
 from vitray.system.lease import FOLDER, Watch, check_owner, check_visible, own_folder
 from vitray.training.checkpoints import Checkpoint, Saver, complete_steps

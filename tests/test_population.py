@@ -73,7 +73,7 @@ def test_a_continuation_is_a_new_trial_with_the_network_of_its_source_and_other_
     entry = read_entries(store.sweep_dir)[continued["name"]]
     assert (entry.continues, entry.point.settings["optim.lr"]) == (source, 0.01)
     # A resumed sweep has it again.
-    assert list(TrialStore(store.sweep_dir, base, points, learns=False).entries) == [*points, continued["name"]]
+    assert list(TrialStore(store.sweep_dir, base, points, learns=False).trials) == [*points, continued["name"]]
 
 
 def write(run_dir, step, seconds=5.0):
@@ -151,7 +151,7 @@ def test_an_interrupted_continuation_that_has_replaced_no_trial_yet_is_given_up(
 
 def test_a_continuation_without_a_checkpoint_never_trains_from_the_start(tmp_path):
     trial = TrialTrainable.__new__(TrialTrainable)  # without Tune's folders and loggers
-    context = TrialContext(None, None, str(tmp_path), "", "", "val/loss", True, True, 1, None, True, {})
+    context = TrialContext(None, None, str(tmp_path), "", "", space_of(tmp_path, SPACE), 1, None, True, {})
     trial.setup({"name": "b", CONTINUES: "a", "optim.lr": 0.1}, context)
     with pytest.raises(RuntimeError, match="b: it has no checkpoint of a to continue from"):
         trial.step()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from vitray.errors import ConfigError
 from vitray.sweep import sampler
 from vitray.sweep.report.groups import pareto_front
-from vitray.sweep.sampler import Observation, _optuna_trial, ask
+from vitray.sweep.sampler import _optuna_trial, ask
 from vitray.sweep.space import draw_point, name_of, random_points, read_space
-from vitray.sweep.trial_store import TrialRecord
+from vitray.sweep.trial_store import Trial, TrialEntry, TrialRecord
 
 SPACE = """
 space:
@@ -39,7 +39,8 @@ def finished(score):
 
 
 def observed(space, suggestion, record, cost=None):
-    return Observation(suggestion.asked, draw_point(space, suggestion.values).drawn, record, cost)
+    costs = {} if cost is None else {space.search.second_goal: cost}
+    return Trial(TrialEntry(draw_point(space, suggestion.values), suggestion.asked), record, costs)
 
 
 def searched(space, number, score, cost=None):
@@ -116,9 +117,9 @@ def test_a_changed_space_forgets_only_the_points_that_it_has_lost(tmp_path, monk
     known.clear()
     space = space_of(tmp_path, TPE, SPACE.replace(old, new))
     ask(space, observations, 0)
-    assert [args[1] for args in known] == [each for each in observations if not lost(each.drawn)]
+    assert [args[1] for args in known] == [each for each in observations if not lost(each.entry.point.drawn)]
     for _, observation, params, _ in known:
-        assert draw_point(space, sampler._values(space, params)).drawn == observation.drawn
+        assert draw_point(space, sampler._values(space, params)).drawn == observation.entry.point.drawn
 
 
 def test_tpe_learns(tmp_path):

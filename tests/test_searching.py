@@ -7,6 +7,7 @@ import math
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import get_args
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +19,8 @@ from pipelines import recipes
 from vitray import storage
 from vitray.config import load_run
 from vitray.config.parsing import dump_yaml, parse_yaml
-from vitray.config.sweep import Goal
+from vitray.config.sweep import Asha, Goal, Scheduler, Search
+from vitray.config.traits import SchedulerTraits, SearchTraits
 from vitray.data.shards import read_request, write_dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
 from vitray.models.sizes import sizes_of
@@ -26,13 +28,13 @@ from vitray.runs.run_dir import RUN_META, SETTINGS
 from vitray.sweep import driver
 from vitray.sweep.capacity import Node
 from vitray.sweep.console import SweepConsole
-from vitray.sweep.interruption import interruptible, is_interrupted
 from vitray.sweep.plan import plan_sweep
-from vitray.sweep.schedulers import build_scheduler, progress
+from vitray.sweep.sampler import SAMPLERS, ask
+from vitray.sweep.schedulers import BUILDERS, build_scheduler, progress
 from vitray.sweep.searcher import TrialSearcher
-from vitray.sweep.space import SweepPoint, extend_space, read_space
+from vitray.sweep.space import Space, SweepPoint, check_space, extend_space, read_space
 from vitray.sweep.sweep_logger import SweepLogger
-from vitray.sweep.trial import TrialContext, TrialTrainable
+from vitray.sweep.trial import INTERRUPTED, TrialContext, TrialTrainable
 from vitray.sweep.trial_store import (
     TrialEntry,
     TrialRecord,
@@ -41,6 +43,7 @@ from vitray.sweep.trial_store import (
     read_record,
     write_record,
 )
+from vitray.sweep.tuning import TrialListener, interruptible, trial_environment
 from vitray.system.lease import FOLDER, own_folder
 
 GRID = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1, 0.2]}}\n"
@@ -61,8 +64,8 @@ def open_sweep(folder, base, text, *additions, places=lambda: 1000):
     (folder / "space.yaml").write_text(text)
     space = extend_space(read_space(folder / "space.yaml"), additions)
     plan = plan_sweep(base, space, [Node(cpus=4)])
-    store = TrialStore(str(folder / "home"), plan.base, plan.points, space.learns)
-    return plan, store, TrialSearcher(plan, store, space, places)
+    store = TrialStore(str(folder / "home"), plan.base, plan.points, space.search.traits.learns)
+    return plan, store, TrialSearcher(plan, store, places)
 
 
 def test_a_plan_knows_whose_cpus_a_trial_has(tmp_path, base):
@@ -110,7 +113,7 @@ def test_a_scheduler_gets_ended_trials_first(tmp_path, base):
     searcher = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 1 step}}\n")[2]
     names = suggest_all(searcher)
     assert names[0] == "lr=0.1"
-    assert sorted(names) == sorted(store.entries)
+    assert sorted(names) == sorted(store.trials)
 
 
 def test_a_scheduler_gets_trials_in_the_same_shuffled_order(tmp_path, base):
@@ -122,7 +125,7 @@ def test_a_scheduler_gets_trials_in_the_same_shuffled_order(tmp_path, base):
 
 def test_an_added_value_is_one_more_trial(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
-    for name in store.entries:
+    for name in store.trials:
         end(store, name)
     plan, _, searcher = open_sweep(tmp_path, base, GRID, "optim.lr=0.5")
     assert suggest_all(searcher) == ["lr=0.5"]
@@ -132,11 +135,11 @@ def test_an_added_value_is_one_more_trial(tmp_path, base):
 def test_trials_keep_their_names_when_an_added_value_renames_all_points(tmp_path, base):
     text = "space: {model.name: {grid: [vit_u2x1_8, vit_u1x2_8]}}\n"
     _, store, _ = open_sweep(tmp_path, base, text)
-    assert list(store.entries) == ["2x1", "1x2"]
+    assert list(store.trials) == ["2x1", "1x2"]
     end(store, "2x1")
     for _ in range(2):
         _, wider, searcher = open_sweep(tmp_path, base, text, "model.name=vit_ti1x1_8")
-        assert list(wider.entries) == ["2x1", "1x2", "vit_ti1x1_8"]
+        assert list(wider.trials) == ["2x1", "1x2", "vit_ti1x1_8"]
         assert suggest_all(searcher) == ["1x2", "vit_ti1x1_8"]
         assert wider.settings("2x1") == {"model.name": "vit_u2x1_8"}
         wider.close()
@@ -145,7 +148,7 @@ def test_trials_keep_their_names_when_an_added_value_renames_all_points(tmp_path
 def test_a_changed_trial_of_the_same_name_is_refused(tmp_path, base):
     text = "space:\n  rate: {grid: [1, 2]}\n  optim.lr: '{rate}.0e-3'\n"
     _, store, _ = open_sweep(tmp_path, base, text)
-    assert list(store.entries) == ["rate=1", "rate=2"]
+    assert list(store.trials) == ["rate=1", "rate=2"]
     end(store, "rate=1")
     with pytest.raises(ConfigError, match=r"gives trial rate=1 .*0.01.*, it started with .*0.001"):
         open_sweep(tmp_path, base, text.replace("e-3", "e-2"))
@@ -239,7 +242,7 @@ def test_a_trial_gets_the_absolute_addresses_of_the_store_and_of_the_users_files
     if uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     embedded = f"sqlite:///{tmp_path}/mlruns.db"
-    assert driver.trial_environment() == {
+    assert trial_environment() == {
         "MLFLOW_TRACKING_URI": uri if uri and "http" in uri else embedded,
         "VITRAY_HOME": f"{tmp_path}/home",
     }
@@ -274,30 +277,46 @@ def test_a_trial_counts_with_its_last_score(scores, score):
 
 def test_the_trials_follow_the_results_that_tune_receives(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
-    names = list(store.entries)
+    names = list(store.trials)
     for name in names:
         store.start(name)
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})  # repeated by a trial whose process had died
     store.update(names[0], {"step": 4, "steps": 4, "goal": 0.5, "state": "finished", "device_seconds": 9.0})
     for name in names[:3]:
-        store.mark_stopped(name)  # called at every end
-    store.mark_failed(names[3])
+        store.end(name, "stopped early")  # called at every end
+    store.end(names[3], "failed", "its process failed")
     states = [record.state for record in store.records().values()]
     assert states == ["finished", "stopped early", "stopped early", "failed"]
-    assert store.record(names[0]).scores == ((2, 0.25), (4, 0.5))  # the last score comes with the end
-    assert store.record(names[0]).steps == 4
-    assert store.cost(names[0], "device_seconds") == 9.0
+    assert store.trials[names[0]].record.scores == ((2, 0.25), (4, 0.5))  # the last score comes with the end
+    assert store.trials[names[0]].record.steps == 4
+    assert store.trials[names[0]].cost("device_seconds") == 9.0
     store.read_ends()
-    assert store.cost(names[1], "device_seconds") is None  # its run is still ending
+    assert store.trials[names[1]].cost("device_seconds") is None  # its run is still ending
     end_on_disk(store, names[1], "stopped early", seconds=3)
     store.read_ends()
-    assert store.cost(names[1], "device_seconds") == 3.0
+    assert store.trials[names[1]].cost("device_seconds") == 3.0
     assert store.outcome(names[1]).device_seconds == 3.0
     end_on_disk(store, names[2])  # finished between the last look and the end of the sweep
     store.close()
-    assert store.record(names[2]).score == 0.5
+    assert store.trials[names[2]].record.score == 0.5
     assert [record.state for record in store.records().values()] == ["finished", "stopped early", "finished", "waiting"]
+
+
+def test_a_trial_that_tune_gives_another_name_takes_the_place_of_the_earlier_one(tmp_path, base):
+    _, store, searcher = open_sweep(tmp_path, base, GRID)
+    trial = SimpleNamespace(trial_id="t", config=searcher.suggest("t"))
+    first, second = list(store.trials)[:2]
+    listener = TrialListener(store)
+    listener.on_trial_start(0, [], trial)
+    listener.on_trial_start(1, [], trial)  # its process has died
+    assert (store.names, store.trials[first].record.state) == ({"t": first}, "running")
+    trial.config = {"name": second}
+    listener.on_trial_start(2, [], trial)
+    assert (store.names, store.trials[second].entry.replaces) == ({"t": second}, first)
+    assert [store.trials[name].record.state for name in (first, second)] == ["stopped early", "running"]
+    store.close()
+    assert read_entries(store.sweep_dir)[second].replaces == first
 
 
 def test_a_trial_that_is_killed_while_it_stops_has_an_end(tmp_path, base):
@@ -305,11 +324,11 @@ def test_a_trial_that_is_killed_while_it_stops_has_an_end(tmp_path, base):
     _, store, _ = open_sweep(tmp_path, base, GRID)
     for name in ("lr=0.1", "lr=0.2"):
         store.update(name, {"step": 2, "steps": 4, "goal": 0.25})
-        store.mark_stopped(name)
+        store.end(name, "stopped early")
     end_on_disk(store, "lr=0.1", "failed")  # by itself, in the same seconds
     write_record(store.run_dir("lr=0.2"), TrialRecord("running", ((2, 0.25),)))
     store.close()
-    assert [store.record(name).state for name in ("lr=0.1", "lr=0.2")] == ["failed", "stopped early"]
+    assert [store.trials[name].record.state for name in ("lr=0.1", "lr=0.2")] == ["failed", "stopped early"]
     record = read_record(store.run_dir("lr=0.2"))
     assert (record.state, record.scores) == ("stopped early", ((2, 0.25),))
 
@@ -347,9 +366,7 @@ def open_trial(store, base, name="lr=0.1", owner=""):
         sweep_dir=store.sweep_dir,
         owner=owner,
         parent_uid="parent",
-        metric="val/top1",
-        has_scheduler=True,
-        is_population=False,
+        space=Space(space={}, scheduler=Asha()),
         trials=1,
         resources=None,
         has_cpus=True,
@@ -384,16 +401,16 @@ def test_a_trial_reports_its_last_score_with_its_end(tmp_path, base, training, s
     assert read_record(store.run_dir("lr=0.1")).state == "finished"
     for result in results:
         store.update("lr=0.1", result)
-    assert store.record("lr=0.1").scores == ((2, 0.2), (4, 0.4))
-    assert store.record("lr=0.1").state == "finished"
+    assert store.trials["lr=0.1"].record.scores == ((2, 0.2), (4, 0.4))
+    assert store.trials["lr=0.1"].record.state == "finished"
 
 
 def test_a_trial_fails_on_a_node_that_does_not_see_the_sweep(tmp_path, base, training):
     _, store, _ = open_sweep(tmp_path, base, GRID)
     result = open_trial(store, base, owner="of another node").step()
     store.update("lr=0.1", result)
-    assert store.record("lr=0.1").state == "failed"
-    assert "is not visible on node" in store.record("lr=0.1").reason
+    assert store.trials["lr=0.1"].record.state == "failed"
+    assert "is not visible on node" in store.trials["lr=0.1"].record.reason
     assert not (tmp_path / "home" / "lr=0.1").exists()
 
 
@@ -442,7 +459,7 @@ def test_a_lost_sweep_replaces_no_points_and_leaves_the_marker_of_an_interruptio
             with contextlib.suppress(OwnershipLost), interruptible(home) as interruption:
                 interruption.mark()
                 raise OwnershipLost("lost")
-            assert is_interrupted(home)
+            assert storage.exists(f"{home}/{INTERRUPTED}")
 
 
 @pytest.mark.parametrize(("error", "is_printed"), [(RunError("no room"), True), (OwnershipLost("taken over"), False)])
@@ -451,7 +468,7 @@ def test_only_a_sweep_that_keeps_its_folder_says_how_to_resume_it(capsys, error,
     logger._stopped, logger._thread = threading.Event(), threading.Thread(target=int)
     logger._thread.start()
     logger._console = SimpleNamespace(line=print)
-    logger._tracker, logger.info = contextlib.nullcontext(), SimpleNamespace(command="vitray sweep")
+    logger._tracker, logger.command = contextlib.nullcontext(), "vitray sweep"
     logger.__exit__(type(error), error, None)
     assert ("the same command resumes it" in capsys.readouterr().out) is is_printed
 
@@ -466,11 +483,12 @@ def test_the_best_trial_is_a_finished_one_with_a_model_to_register(tmp_path, bas
     logger = SweepLogger.__new__(SweepLogger)  # without MLflow
     logger._stopped, logger._thread, logger._tracker = threading.Event(), MagicMock(), MagicMock(run_id="1")
     logger._console, logger._on_imagenet, logger.store = MagicMock(), False, store
-    recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
-    logger.info = SimpleNamespace(name="sweep", recipe=recipe, space=read_space(tmp_path / "space.yaml"))
+    logger.recipe = SimpleNamespace(run=base.replace({"tracking.register_as": "vit"}), args=["tiny"])
+    logger.name, space = "sweep", read_space(tmp_path / "space.yaml")
     dataset = SimpleNamespace(part_identity=lambda *part: f"hash of {part}")
-    logger.plan, logger._kill_children = SimpleNamespace(trials=4, first=SimpleNamespace(dataset=dataset)), MagicMock()
-    logger.report = lambda: [logger._trial_result(name) for name in store.entries]
+    logger.plan = SimpleNamespace(trials=4, space=space, first=SimpleNamespace(dataset=dataset))
+    logger._kill_children = MagicMock()
+    logger.report = lambda: [logger._trial_result(name) for name in store.trials]
     outcome = logger.finish()
     assert (outcome.best, outcome.best_goal) == ("lr=0.01", 0.5)
     logger._tracker.model.assert_called_once_with("home/lr=0.01/model", "vit", None, "hash of ('val',)")
@@ -502,7 +520,7 @@ def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
     text = "space: {optim.lr: {grid: [1.0e-3, 0.01, 0.1]}}\nsearch: {kind: tpe, trials: 9, first: 2}\n"
     _, store, searcher = open_sweep(tmp_path, base, text)
     assert sorted(suggest_all(searcher)) == ["lr=0.01", "lr=0.1", "lr=1e-3"]
-    assert len(store.entries) == 3
+    assert len(store.trials) == 3
 
 
 @pytest.mark.parametrize(
@@ -518,7 +536,7 @@ def test_a_search_ends_when_no_new_point_is_left(tmp_path, base):
 )
 def test_no_trial_starts_after_the_budget_is_spent(tmp_path, base, budget, ended, remaining):
     _, store, _ = open_sweep(tmp_path, base, GRID + budget)
-    for name, (state, seconds) in zip(store.entries, ended, strict=False):
+    for name, (state, seconds) in zip(store.trials, ended, strict=False):
         end(store, name, state, seconds=seconds)
     assert len(suggest_all(open_sweep(tmp_path, base, GRID + budget)[2])) == remaining
 
@@ -527,27 +545,27 @@ def test_a_trial_gets_its_settings_and_its_point_is_written(tmp_path, base):
     _, store, searcher = open_sweep(tmp_path, base, TPE)
     config = searcher.suggest("")
     name = config["name"]
-    assert config == {"name": name, "optim.lr": store.entries[name].point.settings["optim.lr"]}
+    assert config == {"name": name, "optim.lr": store.trials[name].entry.point.settings["optim.lr"]}
     assert json.loads(json.dumps(config)) == config
     assert store.run(name).optim.lr == config["optim.lr"]
     store.add("more", TrialEntry(SweepPoint({"optim.lr": 0.5}, {}, {"optim.lr": 0.5}, {})))
     store.close()
     assert list(read_entries(store.sweep_dir)) == [name, "more"]
-    assert read_entries(store.sweep_dir)[name].point == store.entries[name].point
+    assert read_entries(store.sweep_dir)[name].point == store.trials[name].entry.point
 
 
 def test_the_sizes_of_a_fine_tuning_come_from_its_weights(tmp_path, base):
     name, point = "a", SweepPoint({}, {}, {}, {})
     task = {"kind": "finetune", "weights": "elsewhere"}
     store = TrialStore(str(tmp_path), base.replace({"task": task}), {name: point}, False)
-    assert store.sizes(name) is store.cost(name, "params") is None
+    assert store.sizes(name) is store.trials[name].cost("params") is None
     started = base.replace({"task": task, "model.name": "vit_u3x2_8"})  # settings of a started fine-tuning
     storage.write_bytes(f"{store.run_dir(name)}/{SETTINGS}", started.to_yaml().encode())
     storage.write_bytes(f"{store.run_dir(name)}/{RUN_META}", b"{}")
     assert store.sizes(name) == sizes_of(started.model)
     end(store, name)
     ended = TrialStore(str(tmp_path), store.base, {name: point}, False)
-    assert ended.cost(name, "params") == sizes_of(started.model).params
+    assert ended.trials[name].cost("params") == sizes_of(started.model).params
     assert TrialStore(str(tmp_path / "plain"), base, {name: point}, False).sizes(name) == sizes_of(base.model)
 
 
@@ -604,11 +622,35 @@ def test_a_file_gets_a_line():
     assert stream.getvalue() == "  1/3 over; running 9x4; best 18x2 0.75; - left\n"
 
 
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_scheduler_and_of_search_has_its_rows():
+    assert set(BUILDERS) == set(get_args(Scheduler))
+    assert set(SAMPLERS) == {kind for kind in get_args(Search) if kind.traits.learns}
+    assert {type(kind.traits) for kind in get_args(Scheduler)} == {SchedulerTraits}
+    assert {type(kind.traits) for kind in get_args(Search)} == {SearchTraits}
+
+
+def test_a_planted_kind_without_a_row_is_refused(tmp_path, base):
+    """It never runs as another kind."""
+    plan, store, _ = open_sweep(tmp_path, base, GRID)
+    space = read_space(tmp_path / "space.yaml")
+    scheduler = SimpleNamespace(kind="hyperband", traits=SchedulerTraits(decides=True))
+    with pytest.raises(AssertionError, match=r"scheduler hyperband has no builder in vitray.sweep.schedulers"):
+        build_scheduler(plan.first.length, space.model_copy(update={"scheduler": scheduler}), store)
+    search = SimpleNamespace(kind="sobol", traits=SearchTraits(learns=True), seed=0)
+    with pytest.raises(AssertionError, match=r"search sobol has no sampler in vitray.sweep.sampler"):
+        ask(space.model_copy(update={"search": search}), [], 0)
+    with pytest.raises(AssertionError, match="sobol"):
+        check_space(space.model_copy(update={"search": search}), base)
+
+
 def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
     """Tune's own rule pauses a trial while others wait; a training run cannot pause."""
     text = f"{GRID}scheduler: {{kind: median, grace: 2 steps}}\n"
-    plan, _, _ = open_sweep(tmp_path, base, text)
-    scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
+    plan, store, _ = open_sweep(tmp_path, base, text)
+    scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"), store)
     scheduler.set_search_properties("goal", "max")
     tune = SimpleNamespace(get_live_trials=lambda: [SimpleNamespace(status="PENDING")])
 
@@ -626,10 +668,10 @@ def test_the_median_rule_stops_but_never_pauses(tmp_path, base):
 
 def test_asha_compares_trials_of_different_lengths_at_the_same_share_of_their_steps(tmp_path, base):
     """With batches of half the size, a trial takes twice the steps: no rung may end it halfway."""
-    plan, _, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
+    plan, store, _ = open_sweep(tmp_path, base, f"{GRID}scheduler: {{kind: asha, grace: 2 steps, reduction: 2}}\n")
     steps = plan.first.length.total
     for length in (steps, 2 * steps, 3 * steps + 1):
-        scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"))
+        scheduler = build_scheduler(plan.first.length, read_space(tmp_path / "space.yaml"), store)
         scheduler.set_search_properties("goal", "max")
         trials = [Trial("stub", stub=True) for _ in range(2)]
         stopped = []

@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from vitray.config.durations import duration_in
 from vitray.config.parsing import short
 from vitray.config.sections import LONGEST_TEXT, MOST_NUMBER, Fraction, Positive, Section, Seed, Size, Text
+from vitray.config.traits import SchedulerTraits, SearchTraits
 
 # Each point is drawn, named and checked as a run before a sweep starts, in about a millisecond.
 MOST_POINTS = 10_000
@@ -219,12 +220,17 @@ class Goal(Section):
 class Grid(Section):
     """Every point."""
 
+    traits: ClassVar = SearchTraits(is_exhaustive=True)
+    trials: ClassVar[int | None] = None
+    second_goal: ClassVar[Cost | None] = None
     kind: Literal["grid"] = "grid"
 
 
 class Random(Section):
     """Independent random points."""
 
+    traits: ClassVar = SearchTraits()
+    second_goal: ClassVar[Cost | None] = None
     kind: Literal["random"] = "random"
     trials: Trials
     seed: Seed = 0
@@ -233,6 +239,8 @@ class Random(Section):
 class Tpe(Section):
     """Points near the best so far: Optuna's tree-structured Parzen estimator."""
 
+    traits: ClassVar = SearchTraits(learns=True)
+    second_goal: ClassVar[Cost | None] = None
     kind: Literal["tpe"] = "tpe"
     trials: Trials
     first: Size = 10
@@ -243,6 +251,7 @@ class Tpe(Section):
 class Nsga2(Section):
     """Crossovers of the best trade-offs between goal and cost: Optuna's NSGA-II."""
 
+    traits: ClassVar = SearchTraits(learns=True)
     kind: Literal["nsga2"] = "nsga2"
     trials: Trials
     population: Annotated[int, Field(ge=2, le=MOST_POINTS)] = 20
@@ -261,12 +270,14 @@ Grace = Annotated[str, duration_in("epochs", "steps", least=0), Field(descriptio
 class NoScheduler(Section):
     """Every trial runs to its end."""
 
+    traits: ClassVar = SchedulerTraits(decides=False)
     kind: Literal["none"] = "none"
 
 
 class Asha(Section):
     """Stops trials outside the best 1 / reduction at grace, grace x reduction, ...; trials are shuffled."""
 
+    traits: ClassVar = SchedulerTraits(decides=True)
     kind: Literal["asha"] = "asha"
     grace: Grace = "1 epoch"
     reduction: Annotated[int, Field(ge=2, le=1000)] = 4
@@ -275,6 +286,7 @@ class Asha(Section):
 class Median(Section):
     """Stops trials worse than the median of the others at the same share of their runs; trials are shuffled."""
 
+    traits: ClassVar = SchedulerTraits(decides=True)
     kind: Literal["median"] = "median"
     grace: Grace = "1 epoch"
 
@@ -282,6 +294,7 @@ class Median(Section):
 class Population(Section):
     """Population-based training: the worst trials continue from checkpoints of the best, with other settings."""
 
+    traits: ClassVar = SchedulerTraits(decides=True, is_population=True)
     kind: Literal["population"] = "population"
     every: Annotated[str, duration_in("epochs", "steps")] = "1 epoch"
     """Training between two comparisons of a trial; the next evaluation after it decides."""
@@ -289,6 +302,9 @@ class Population(Section):
     """Share of the trials that count as the worst, and as the best."""
     resample: Fraction = 0.25
     """Probability that a changed setting is drawn anew, not multiplied by 0.8 or 1.2."""
+
+
+Scheduler = NoScheduler | Asha | Median | Population
 
 
 class Budget(Section):

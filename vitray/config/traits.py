@@ -1,4 +1,4 @@
-"""What the rest of vitray needs to know of a kind of task; each kind states it beside its settings."""
+"""What the rest of vitray needs to know of a kind of task, search or scheduler; each states it beside its settings."""
 
 from typing import Literal, NamedTuple
 
@@ -15,3 +15,21 @@ class TaskTraits(NamedTuple):
     """What its model folder holds: a network, whose features can be probed, or a tokenizer, which has codes."""
     may_collapse: bool = False
     """Whether features may become equal for all images, which guard.on_collapse watches."""
+
+
+class SearchTraits(NamedTuple):
+    """The nature of a kind of search."""
+
+    is_exhaustive: bool = False
+    """Whether it tries every combination of listed values; any other search draws its points."""
+    learns: bool = False
+    """Whether a point depends on the scores of earlier ones."""
+
+
+class SchedulerTraits(NamedTuple):
+    """The nature of a kind of scheduler."""
+
+    decides: bool
+    """Whether it decides after each score; the trial waits for it."""
+    is_population: bool = False
+    """Whether trials continue from each other's checkpoints."""

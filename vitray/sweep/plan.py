@@ -42,6 +42,7 @@ class SweepPlan(NamedTuple):
 
     base: Run
     """The settings that all trials share."""
+    space: Space
     has_cpus: bool
     """Whether compute.cpus is the user's, not this plan's."""
     points: dict[str, SweepPoint]
@@ -108,15 +109,15 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
     base, has_cpus = _with_absolute_urls(base), base.compute.cpus is not None
     checked = check_space(space, base)[: space.budget.trials]
     points = {name_of(point, space): with_absolute_addresses(point) for point in checked}
-    limits = [number for number in (getattr(space.search, "trials", None), space.budget.trials) if number]
-    trials = min(limits) if space.learns else len(points)
+    limits = [number for number in (space.search.trials, space.budget.trials) if number]
+    trials = min(limits) if space.search.traits.learns else len(points)
     resources = trial_resources(base, nodes)
     capacity = fit_trials(nodes_of_workers(base, nodes), resources, trials)
     if not capacity.concurrent:
         besides = ", besides the one for evaluations" if evaluation_gpus(base) else ""
         raise ConfigError(f"compute.workers: {capacity.limit}{besides}")
     reserved = {} if resources.gpus else {"compute.cpus": resources.cpus}
-    if space.is_population and capacity.concurrent < trials:
+    if space.scheduler.traits.is_population and capacity.concurrent < trials:
         wanted = "whose trials run at the same time; give them fewer CPUs or workers, or the cluster more"
         raise ConfigError(f"scheduler: got a population of {trials}, expected at most {capacity.concurrent}, {wanted}")
     base = base.replace({"compute.workers": resources.workers, "tracking.register_as": None} | reserved)
@@ -134,6 +135,7 @@ def plan_sweep(base: Run, space: Space, nodes: Sequence[Node], sweep_dir: str = 
             _check_schedule(name, run, first)
     return SweepPlan(
         base=base,
+        space=space,
         has_cpus=has_cpus,
         points=points,
         trials=trials,
@@ -157,12 +159,12 @@ def _check_goal(run: Run, space: Space) -> None:
         raise ConfigError(f"goal.metric: got {metric!r}, expected one of {', '.join(known)}{nearest(metric, known)}")
     if run.data.evaluated is None:
         raise ConfigError("data.val: got null, expected a split to score the trials on")
-    if space.is_population and run.checkpoint.every != run.evaluate.every:
+    if space.scheduler.traits.is_population and run.checkpoint.every != run.evaluate.every:
         raise ConfigError(
             f"checkpoint.every: got {run.checkpoint.every}, expected {run.evaluate.every} as in evaluate.every: a trial"
             " of a population continues from the checkpoint of an evaluation"
         )
-    if space.scheduler.kind != "none" and run.evaluate.where != "workers":
+    if space.scheduler.traits.decides and run.evaluate.where != "workers":
         raise ConfigError(
             f"evaluate.where: got {run.evaluate.where}, expected workers: scheduler {space.scheduler.kind} decides"
             " after each score"
@@ -252,7 +254,7 @@ def dry_run(base: Run, space: Space, stage_recipes: Mapping[str, Recipe]) -> dic
 
         here = Node(cpus=session.local_cpus(), gpus=torch.cuda.device_count())
         plan = plan_sweep(base, space, [here], ready=False)
-    points = {} if space.learns else plan.points
+    points = {} if space.search.traits.learns else plan.points
     names = [f"  {name}" for name in points] or [f"  {space.search.kind} draws each point from earlier results"]
     lines = [f"  before: {stage.name} {', '.join(stage.cases)}" for stage in stages]
     print("\n".join([f"  {plan.summary}", *lines, "", *names]), file=sys.stderr)

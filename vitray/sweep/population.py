@@ -4,24 +4,18 @@ Ray Tune's scheduler decides; each continuation is a new trial of the store, wit
 """
 
 import json
-import random
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 from vitray import storage
-from vitray.config.sweep import Distribution, Population
 from vitray.errors import RunError
 from vitray.sweep.plan import with_absolute_addresses
-from vitray.sweep.schedulers import PROGRESS_KEY, share_of
 from vitray.sweep.space import Space, draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
-from vitray.training.schedule import Length
 
 # The key of a trial's configuration for the trial that it continues.
 CONTINUES = "continues"
@@ -42,47 +36,19 @@ class Continuations:
     def __call__(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the name and settings of the new trial; `config` is the perturbed one of the trial to continue."""
         space, source = self._space, config["name"]
-        point = self._store.entries[source].point
+        point = self._store.trials[source].entry.point
         drawn = point.drawn | {name: config[name] for name in space.changeable}
         point = draw_point(space, drawn) or point  # where a constraint forbids the change
-        name = f"{name_of(point, space)} continuation={len(self._store.entries)}"
+        name = f"{name_of(point, space)} continuation={len(self._store.trials)}"
         self._store.add(name, TrialEntry(with_absolute_addresses(point), continues=source))
         return {"name": name, CONTINUES: source} | self._store.settings(name)
-
-
-class _Scheduler(PopulationBasedTraining):
-    """Tune's scheduler without pauses, which would end a training run."""
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        decision = super().on_trial_result(tune_controller, trial, result)
-        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
-
-
-def build_population(settings: Population, length: Length, space: Space, store: TrialStore) -> TrialScheduler:
-    """Return the scheduler of a population."""
-    return _Scheduler(
-        time_attr=PROGRESS_KEY,
-        perturbation_interval=share_of(settings.every, length),
-        hyperparam_mutations={name: _draws(space.space[name]) for name in space.changeable},
-        quantile_fraction=settings.share,
-        resample_probability=settings.resample,
-        custom_explore_fn=Continuations(space, store),
-        log_config=False,
-    )
-
-
-def _draws(distribution: Distribution) -> list[Any] | Callable[[], Any]:
-    """Return the listed values, of which Tune takes neighbors, or a function that draws from a range."""
-    if distribution.values is not None:
-        return list(distribution.values)
-    return lambda: distribution.snap(distribution.sample(random.Random()))
 
 
 def param_space(store: TrialStore) -> dict[str, Any]:
     """Return the trials that are not over as Tune's `param_space`: its scheduler of populations accepts no searcher."""
     configs = {name: store.settings(name) for name, record in store.records().items() if not record.is_over}
     for name, config in configs.items():
-        config[CONTINUES] = store.entries[name].continues
+        config[CONTINUES] = store.trials[name].entry.continues
     paths = dict.fromkeys(path for settings in configs.values() for path in settings)
 
     def setting(path: str) -> Any:
@@ -95,12 +61,12 @@ def restore_population(store: TrialStore, size: int) -> None:
     """Complete interrupted continuations: replaced trials end, and new ones get their checkpoints."""
     from vitray.training.checkpoints import complete_steps
 
-    for entry in store.entries.values():
-        if entry.replaces:
-            store.write_end(entry.replaces, "stopped early", "another trial's continuation took its place")
+    for trial in store.trials.values():
+        if replaced := trial.entry.replaces:
+            store.write_end(replaced, "stopped early", "another trial's continuation took its place")
     begun = [name for name, record in store.records().items() if not record.is_over]
     for name in reversed(begun):
-        entry = store.entries[name]
+        entry = store.trials[name].entry
         if entry.continues and not complete_steps(store.run_dir(name)):
             source = store.run_dir(entry.continues)
             steps = complete_steps(source)

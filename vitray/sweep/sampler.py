@@ -5,7 +5,7 @@ exactly.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
@@ -13,25 +13,20 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from vitray.config.sweep import Distribution, Nsga2, Tpe
+from vitray.config.sweep import Distribution, Grid, Nsga2, Tpe
 from vitray.sweep.expressions import names_in
 from vitray.sweep.space import Space
-from vitray.sweep.trial_store import TrialRecord
+from vitray.sweep.trial_store import Trial, TrialEntry
 
 # Attempts to draw a new point before the search ends.
 TRIES = 200
-
-
-class Observation(NamedTuple):
-    """The result of a point that the sampler drew."""
-
-    asked: dict[str, Any]
-    """The sampler's own parameters and notes of the point, as in `Suggestion`."""
-    drawn: dict[str, Any]
-    """{setting or variable: value} of the point."""
-    record: TrialRecord
-    cost: float | None
-    """The cost that NSGA-II minimizes; None while unknown."""
+# One row for each kind of search that learns: its sampler with a seed.
+SAMPLERS: dict[type, Callable[[Any, int], optuna.samplers.BaseSampler]] = {
+    Tpe: lambda search, seed: optuna.samplers.TPESampler(
+        seed=seed, n_startup_trials=search.first, multivariate=True, constant_liar=True
+    ),
+    Nsga2: lambda search, seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=search.population),
+}
 
 
 class Suggestion(NamedTuple):
@@ -40,46 +35,40 @@ class Suggestion(NamedTuple):
     values: dict[str, Any]
     """{setting or variable: value}."""
     asked: dict[str, Any]
+    """The sampler's own parameters and notes."""
 
 
-def ask(space: Space, observations: Sequence[Observation], attempt: int) -> Suggestion:
-    """Return the next point after these; each attempt gives another one."""
+def ask(space: Space, trials: Sequence[Trial], attempt: int) -> Suggestion:
+    """Return the next point after these trials, whose points it drew; each attempt gives another one."""
     search = space.search
-    assert isinstance(search, Tpe | Nsga2)
+    assert type(search) in SAMPLERS, f"search {search.kind} has no sampler in {__name__}"
+    assert not isinstance(search, Grid), "it has no seed"
     optuna.logging.set_verbosity(logging.WARNING)
     # Any change of the three gives an unrelated seed.
-    seed = int(np.random.SeedSequence((search.seed, len(observations), attempt)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence((search.seed, len(trials), attempt)).generate_state(1)[0])
+    sampler = SAMPLERS[type(search)](search, seed)
     goals: list[Literal["maximize", "minimize"]] = ["maximize" if space.goal.mode == "max" else "minimize"]
-    match search:
-        case Tpe(first=first):
-            sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=first, multivariate=True, constant_liar=True
-            )
-        case Nsga2(population=population):
-            sampler = optuna.samplers.NSGAIISampler(seed=seed, population_size=population)
-            goals.append("minimize")
-        case _:
-            assert_never(search)
+    if search.second_goal:
+        goals.append("minimize")
     study = optuna.create_study(sampler=sampler, directions=goals)
     distributions = _distributions(space)
-    for observation in observations:
-        if params := _params(space, observation):  # without points that the space has lost
-            study.add_trial(_optuna_trial(space, observation, params, distributions))
-    trial = study.ask(dict(distributions))
-    asked = {"params": trial.params, "notes": study.trials[-1].system_attrs}
-    return Suggestion(_values(space, trial.params), asked)
+    for trial in trials:
+        if params := _params(space, trial.entry):  # without points that the space has lost
+            study.add_trial(_optuna_trial(space, trial, params, distributions))
+    params = study.ask(dict(distributions)).params
+    return Suggestion(_values(space, params), {"params": params, "notes": study.trials[-1].system_attrs})
 
 
 def _optuna_trial(
-    space: Space, observation: Observation, params: dict[str, Any], distributions: dict[str, BaseDistribution]
+    space: Space, trial: Trial, params: dict[str, Any], distributions: dict[str, BaseDistribution]
 ) -> FrozenTrial:
-    """Return an observation, of a point with these parameters, as a trial of Optuna."""
-    record = observation.record
-    goal, has_cost = record.score, isinstance(space.search, Nsga2)
-    values = None
+    """Return a trial, of a point with these parameters, as a trial of Optuna."""
+    assert trial.entry.asked is not None, "the sampler drew its point"
+    record, goal, second = trial.record, trial.record.score, space.search.second_goal
+    cost, values = second and trial.cost(second), None
     match record.state:
-        case "finished" if goal is not None and (observation.cost is not None or not has_cost):
-            state, values = TrialState.COMPLETE, [goal, observation.cost] if has_cost else [goal]
+        case "finished" if goal is not None and (cost is not None or not second):
+            state, values = TrialState.COMPLETE, [goal, cost] if second else [goal]
         case "finished" | "failed":
             state = TrialState.FAIL
         case "stopped early":
@@ -93,8 +82,8 @@ def _optuna_trial(
         values=values,
         params=params,
         distributions=distributions,
-        system_attrs=observation.asked["notes"],
-        intermediate_values=None if has_cost else dict(record.scores),
+        system_attrs=trial.entry.asked["notes"],
+        intermediate_values=None if second else dict(record.scores),
     )
 
 
@@ -135,12 +124,13 @@ def _values(space: Space, params: dict[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-def _params(space: Space, observation: Observation) -> dict[str, Any] | None:
+def _params(space: Space, entry: TrialEntry) -> dict[str, Any] | None:
     """Return the sampler's parameters of a point in this space; None if the space no longer has the point.
 
     Stored parameters are indices of the listed values, which may have changed since; in a range, unrounded values.
     """
-    tied, drawn, params = _tied(space), observation.drawn, dict[str, Any]()
+    tied, drawn, params = _tied(space), entry.point.drawn, dict[str, Any]()
+    asked = entry.asked["params"] if entry.asked else {}
     try:
         if tied:
             params[" ".join(tied)] = list(space.combinations(tied)).index({name: drawn[name] for name in tied})
@@ -150,7 +140,7 @@ def _params(space: Space, observation: Observation) -> dict[str, Any] | None:
             if each.values is not None:
                 params[name] = each.values.index(drawn[name])
                 continue
-            exact = observation.asked["params"].get(name, drawn[name])
+            exact = asked.get(name, drawn[name])
             params[name] = value = exact if each.snap(exact) == drawn[name] else drawn[name]
             low, high = each.extremes
             if not low <= value <= high or (each.quniform and each.snap(value) != drawn[name]):

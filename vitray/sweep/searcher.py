@@ -9,7 +9,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from vitray.sweep.plan import SweepPlan, with_absolute_addresses
-from vitray.sweep.space import Space, draw_point, name_of
+from vitray.sweep.space import draw_point, name_of
 from vitray.sweep.trial_store import TrialEntry, TrialStore
 
 # Seconds between two looks at the nodes of the cluster.
@@ -19,25 +19,23 @@ NODES_INTERVAL = 5.0
 class TrialSearcher(Searcher):
     """Suggests the stored trials that are not over, then the new points of a search that learns."""
 
-    def __init__(self, plan: SweepPlan, store: TrialStore, space: Space, count_places: Callable[[], int]) -> None:
+    def __init__(self, plan: SweepPlan, store: TrialStore, count_places: Callable[[], int]) -> None:
         """Queue the stored trials; under a scheduler also the ended ones, which it replays after a restart.
 
         `count_places` returns the number of trials that fit the cluster as it is now.
         """
         super().__init__()
-        self._plan, self._store, self._space = plan, store, space
+        self._plan, self._store, self._space = plan, store, plan.space
         self._count_places, self._places, self._counted = count_places, 0, -math.inf
-        self.names: dict[str, str] = {}
-        """{Tune's id: name} of all trials so far."""
         self._live: set[str] = set()
         self._started = time.monotonic()
-        replays = space.scheduler.kind != "none"
+        replays = plan.space.scheduler.traits.decides
         waiting = [name for name, record in store.records().items() if replays or not record.is_over]
         if replays:
             # In the order of their values each trial might be the best so far, and the scheduler would stop none.
             random.Random(0).shuffle(waiting)
         # Ended trials come first, so that running ones are compared with them.
-        self._waiting = sorted(waiting, key=lambda name: not store.record(name).is_over)
+        self._waiting = sorted(waiting, key=lambda name: not store.trials[name].record.is_over)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tune pickles its arguments to resume by itself, which is not used.
@@ -50,7 +48,7 @@ class TrialSearcher(Searcher):
         if (name := self._next()) is None:
             return Searcher.FINISHED
         self._live.add(trial_id)
-        self.names[trial_id] = name
+        self._store.names[trial_id] = name
         return {"name": name} | self._store.settings(name)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:  # noqa: ARG002
@@ -68,39 +66,34 @@ class TrialSearcher(Searcher):
 
     def _next(self) -> str | None:
         """Return the name of the next trial; None where no further one starts."""
-        if self._waiting and (self._store.record(self._waiting[0]).is_over or not self.is_spent()):
+        if self._waiting and (self._store.trials[self._waiting[0]].record.is_over or not self.is_spent()):
             return self._waiting.pop(0)
-        if self._waiting or not self._space.learns or len(self._store.entries) >= self._plan.trials:
+        if self._waiting or not self._space.search.traits.learns or len(self._store.trials) >= self._plan.trials:
             return None
         return None if self.is_spent() else self._draw()
 
     def is_spent(self) -> bool:
         """Whether the budget is spent or too many trials have failed."""
-        budget, records = self._space.budget, self._store.records()
-        failed = sum(record.state == "failed" for record in records.values())
+        budget, trials = self._space.budget, self._store.trials.values()
+        failed = sum(trial.record.state == "failed" for trial in trials)
         if failed > self._space.failures * self._plan.trials:
             return True
         if budget.minutes is not None and time.monotonic() - self._started > 60 * budget.minutes:
             return True
         if budget.device_hours is None:
             return False
-        spent = sum(self._store.cost(name, "device_seconds") or 0.0 for name in records)
+        spent = sum(trial.cost("device_seconds") or 0.0 for trial in trials)
         return spent >= 3600 * budget.device_hours
 
     def _draw(self) -> str | None:
         """Store a new point and return its name; None where no new point is left."""
-        from vitray.sweep.sampler import TRIES, Observation, ask  # imports Optuna
+        from vitray.sweep.sampler import TRIES, ask  # imports Optuna
 
-        cost = getattr(self._space.search, "second_goal", None)
-        observations = [
-            Observation(entry.asked, entry.point.drawn, self._store.record(name), cost and self._store.cost(name, cost))
-            for name, entry in self._store.entries.items()
-            if entry.asked is not None
-        ]
+        drawn = [trial for trial in self._store.trials.values() if trial.entry.asked is not None]
         for attempt in range(TRIES):
-            suggestion = ask(self._space, observations, attempt)
+            suggestion = ask(self._space, drawn, attempt)
             point = draw_point(self._space, suggestion.values)
-            if point and (name := name_of(point, self._space)) not in self._store.entries:
+            if point and (name := name_of(point, self._space)) not in self._store.trials:
                 self._store.add(name, TrialEntry(with_absolute_addresses(point), suggestion.asked))
                 return name
         return None

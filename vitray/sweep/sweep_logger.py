@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitray import storage
 from vitray.errors import OwnershipLost, one_line
@@ -14,7 +14,7 @@ from vitray.runs.run_dir import RUN_META
 from vitray.runs.run_summary import evaluated_identity
 from vitray.storage import scratch_folder
 from vitray.sweep.console import SweepConsole
-from vitray.sweep.plan import SweepPlan
+from vitray.sweep.plan import Recipe, SweepPlan
 from vitray.sweep.report import (
     Measure,
     SweepResult,
@@ -24,8 +24,6 @@ from vitray.sweep.report import (
     paper_result,
     write_report,
 )
-from vitray.sweep.space import resolve_stages
-from vitray.sweep.sweep_info import SweepInfo, SweepOutcome
 from vitray.sweep.trial_store import TrialStore
 from vitray.tracking import system_info
 from vitray.tracking.mlflow_client import import_mlflow
@@ -41,12 +39,42 @@ REPORT_INTERVAL = 30.0
 MOST_DESCRIBED = 40
 
 
+class SweepOutcome(NamedTuple):
+    """How a sweep ended."""
+
+    name: str
+    home: str
+    """The sweep folder."""
+    trials: int
+    finished: int
+    stopped_early: int
+    failed: int
+    best: str | None
+    best_goal: float | None
+    report: str
+    mlflow_run: str | None
+    """None while the tracking server is unreachable."""
+
+
 class SweepLogger:
     """Writes the progress and the results of a sweep."""
 
-    def __init__(self, plan: SweepPlan, store: TrialStore, info: SweepInfo) -> None:
-        self.plan, self.store, self.info, base = plan, store, info, info.recipe.run
-        self._console = SweepConsole(plan.trials, info.space.goal, store.records())
+    def __init__(
+        self,
+        plan: SweepPlan,
+        store: TrialStore,
+        recipe: Recipe,
+        *,
+        name: str,
+        command: str,
+        uid: str,
+        starts: int,
+        began: float,
+    ) -> None:
+        """`command` repeats or resumes the sweep, which started this many times, first at `began` since 1970."""
+        self.plan, self.store, self.recipe, base = plan, store, recipe, recipe.run
+        self.name, self.command, self.began = name, command, began
+        self._console = SweepConsole(plan.trials, plan.space.goal, store.records())
         self._reported, self._reported_over = 0.0, -1
         self._stopped, self._fault = threading.Event(), ""
         self._thread = threading.Thread(target=self._watch, name="sweep-logger", daemon=True)
@@ -54,14 +82,14 @@ class SweepLogger:
         self._on_imagenet = first and is_imagenet(first.images, first.val_images, len(first.dataset.classes))
         with suppress(Exception):  # the tracker reports it
             import_mlflow()  # before Optuna, which imports some of the same modules
-        space_params = {f"space.{key}": value for key, value in info.space.model_dump(mode="json").items()}
+        space_params = {f"space.{key}": value for key, value in plan.space.model_dump(mode="json").items()}
         self._tracker = Tracker(
-            TrackedRun(info.uid, info.name, base.tracking.experiment, starts=info.starts),
+            TrackedRun(uid, name, base.tracking.experiment, starts=starts),
             params=base.dotted() | space_params,
             tags={"vitray.kind": "sweep", "vitray.home": store.sweep_dir} | system_info.facts(),
             description=self._description([]),
         )
-        self._tracker.text("space.yaml", info.space.to_yaml())
+        self._tracker.text("space.yaml", plan.space.to_yaml())
         self._tracker.text("run.yaml", base.to_yaml())
 
     def __enter__(self) -> "SweepLogger":
@@ -74,7 +102,7 @@ class SweepLogger:
         self._stopped.set()
         self._thread.join(STOP_TIMEOUT)
         if error[0] is not None and not isinstance(error[1], OwnershipLost):
-            self._console.line(f"  stopped; the same command resumes it: {self.info.command}")
+            self._console.line(f"  stopped; the same command resumes it: {self.command}")
         if isinstance(error[1], KeyboardInterrupt | SystemExit):
             self._kill_children(
                 {
@@ -89,7 +117,7 @@ class SweepLogger:
         """Write the last report, register the best trial's model, print the end block and return the outcome."""
         self._stopped.set()
         self._thread.join()
-        trials, goal = self.report(), self.info.space.goal
+        trials, goal = self.report(), self.plan.space.goal
         self._kill_children(  # those whose own process could not
             {
                 trial.name: trial.reason or "stopped early, by the scheduler of its sweep"
@@ -101,7 +129,7 @@ class SweepLogger:
         if best:
             from vitray.runs.registered_figures import log_registered_figures  # Matplotlib takes a second to import
 
-            result, registered = self.store.outcome(best.name), self.info.recipe.run.tracking.register_as
+            result, registered = self.store.outcome(best.name), self.recipe.run.tracking.register_as
             if result.model and registered:
                 assert self.plan.first is not None, "finished before its stages were ready"
                 scored_on = evaluated_identity(self.store.run(best.name).data, self.plan.first.dataset)
@@ -115,7 +143,7 @@ class SweepLogger:
         states = [trial.state for trial in trials]
         counts = {state: states.count(state) for state in ("finished", "stopped early", "failed")}
         outcome = SweepOutcome(
-            name=self.info.name,
+            name=self.name,
             home=self.store.sweep_dir,
             trials=len(trials),
             finished=counts["finished"],
@@ -126,14 +154,14 @@ class SweepLogger:
             report=storage.join(self.store.sweep_dir, "report", "index.html"),
             mlflow_run=self._tracker.run_id,
         )
-        is_population = self.info.space.is_population
+        is_population = self.plan.space.scheduler.traits.is_population
         not_started = "not started: the budget is spent, too many failed, or no new point is left"
         counts[not_started] = max(0, self.plan.trials - sum(counts.values()))  # a population has more trials
         self._console.end(
             {
                 "best": f"{outcome.best}: {goal.metric} {outcome.best_goal}" if best else "none",
                 "trials": ", ".join(f"{count} {state}" for state, count in counts.items() if count),
-                **({"retry": f"{self.info.command} --retry-failed"} if outcome.failed and not is_population else {}),
+                **({"retry": f"{self.command} --retry-failed"} if outcome.failed and not is_population else {}),
                 "report": outcome.report,
                 "tracking": self._tracker.run_url(),
             }
@@ -163,18 +191,18 @@ class SweepLogger:
 
     def report(self) -> list[TrialResult]:
         """Write the report to the sweep's folder and to MLflow, and return the trials."""
-        records, space = self.store.records(), self.info.space
+        records, space = self.store.records(), self.plan.space
         self._reported_over = sum(record.is_over for record in records.values())
         trials = [self._trial_result(name) for name in records]
         result = SweepResult(
-            name=self.info.name,
+            name=self.name,
             goal=space.goal.metric,
             mode=space.goal.mode,
-            recipe=" ".join(self.info.recipe.args),
+            recipe=" ".join(self.recipe.args),
             space_text=space.to_yaml(),
             plan=self.plan.summary,
-            began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.info.began)),
-            command=self.info.command,
+            began=time.strftime("%Y-%m-%d %H:%M", time.localtime(self.began)),
+            command=self.command,
             circumstances=system_info.facts(),
             trials=trials,
         )
@@ -195,15 +223,13 @@ class SweepLogger:
         return trials
 
     def _trial_result(self, name: str) -> TrialResult:
-        store, goal = self.store, self.info.space.goal
-        record, result, run, point = store.record(name), store.outcome(name), store.run(name), store.entries[name].point
-        sizes = store.sizes(name)
+        store, goal = self.store, self.plan.space.goal
+        record, result, sizes = store.trials[name].record, store.outcome(name), store.sizes(name)
         curves = {key: [(int(step), value) for step, value in curve] for key, curve in (result.curves or {}).items()}
-        settings = resolve_stages(point.settings, point.before, store.sweep_dir)
-        overrides = [f"{key}={_spell(value)}" for key, value in settings.items()]
+        overrides = [f"{key}={_spell(value)}" for key, value in store.settings(name).items()]
         return TrialResult(
             name=name,
-            settings=dict(point.shown),
+            settings=dict(store.trials[name].entry.point.shown),
             state=record.state,
             reason=record.reason,
             goal=record.score,
@@ -211,19 +237,19 @@ class SweepLogger:
             device_seconds=result.device_seconds,
             params=sizes and sizes.params,
             gflops=sizes and sizes.gflops,
-            command=shlex.join(["vitray", "train", *self.info.recipe.args, *overrides]),
+            command=shlex.join(["vitray", "train", *self.recipe.args, *overrides]),
             run_url=self._tracker.url_of(result.mlflow_run) if result.mlflow_run else None,
-            paper=paper_result(run) if self._on_imagenet else None,
+            paper=paper_result(store.run(name)) if self._on_imagenet else None,
             latency_ms=result.latency_ms,
             peak_memory_bytes=result.peak_memory_bytes,
         )
 
     def _description(self, trials: Sequence[TrialResult]) -> str:
         """Return MLflow's description of the sweep: the plan, and a table of the trials by their varied settings."""
-        goal, sign = self.info.space.goal, -1 if self.info.space.goal.mode == "max" else 1
+        goal, sign = self.plan.space.goal, -1 if self.plan.space.goal.mode == "max" else 1
         ranked = sorted(trials, key=lambda trial: (trial.goal is None, sign * (trial.goal or 0)))
         varied = list(dict.fromkeys(path for trial in trials for path in trial.settings))
-        lines = [self.plan.summary, "", f"`{self.info.command}`", ""]
+        lines = [self.plan.summary, "", f"`{self.command}`", ""]
         if trials:
             lines += [_row("trial", goal.metric, "state", *varied), _row(*["---"] * (3 + len(varied)))]
         for trial in ranked[:MOST_DESCRIBED]:

@@ -18,16 +18,14 @@ from vitray import storage
 from vitray.config import Run
 from vitray.data.shards.manifest import Dataset
 from vitray.errors import ConfigError, OwnershipLost, RunError
-from vitray.models.sizes import Sizes
 from vitray.runs.driver import train
 from vitray.runs.resolve import TrialHook
 from vitray.sweep.capacity import TrialResources
-from vitray.sweep.interruption import is_interrupted
 from vitray.sweep.plan import trials_that_fit
 from vitray.sweep.population import CONTINUES, continue_from, copy_checkpoint_to
 from vitray.sweep.schedulers import PROGRESS_KEY, progress
+from vitray.sweep.space import Space
 from vitray.sweep.trial_store import (
-    TrialOutcome,
     TrialRecord,
     costs_of,
     read_outcome,
@@ -38,6 +36,8 @@ from vitray.sweep.trial_store import (
 from vitray.system.lease import check_owner, check_visible
 from vitray.training.checkpoints import complete_steps
 
+# The marker file of an interrupted sweep, which its driver writes.
+INTERRUPTED = "interrupted"
 # Seconds in which a stopped trial saves its checkpoint and releases its workers.
 STOP_SECONDS = 300.0
 
@@ -53,11 +53,7 @@ class TrialContext(NamedTuple):
     """The id of the driver as the owner of this folder."""
     parent_uid: str
     """The sweep's run in MLflow."""
-    metric: str
-    has_scheduler: bool
-    """Whether a scheduler may stop a trial early."""
-    is_population: bool
-    """Whether trials continue from each other's checkpoints."""
+    space: Space
     trials: int
     resources: TrialResources
     """Of one trial."""
@@ -102,7 +98,7 @@ class TrialTrainable(tune.Trainable):
 
         In an interrupted sweep the run resumes later from this checkpoint, in another process.
         """
-        resumes = is_interrupted(self._context.sweep_dir)
+        resumes = storage.exists(storage.join(self._context.sweep_dir, INTERRUPTED))
         if resumes:
             self._stop_requested.set()
         self._decisions.put(not resumes)
@@ -146,29 +142,32 @@ class TrialTrainable(tune.Trainable):
             self._results.put(_score(0, None, float("nan")) | {"state": "failed", "done": True, "reason": str(error)})
             return
         record = read_record(run_dir)
-        for step, value in () if self._context.is_population else record.scores:
+        for step, value in () if self._context.space.scheduler.traits.is_population else record.scores:
             if self._should_stop(step, record.steps, value):
                 if not record.is_over:
                     self._write(run_dir, record._replace(state="stopped early"))
                 return
-        results: dict[str, Any] = {}
+        costs: dict[str, float] = {}
         if not record.is_over:
-            record, results = self._train(name, settings, record)
+            record, costs = self._train(name, settings, record)
         # A failed run is no error here: Tune would restart it, as it restarts a trial whose process dies.
         step, value = record.scores[-1] if record.scores and record.state != "failed" else (0, float("nan"))
         end = {"state": record.state, "done": True} | ({"reason": record.reason} if record.reason else {})
-        self._results.put(_score(step, record.steps, value) | end | results)
+        self._results.put(_score(step, record.steps, value) | end | costs)
 
-    def _train(self, name: str, settings: Mapping[str, Any], record: TrialRecord) -> tuple[TrialRecord, dict[str, Any]]:
-        """Run the training; return the trial's last record, and the results of its run for Tune."""
+    def _train(
+        self, name: str, settings: Mapping[str, Any], record: TrialRecord
+    ) -> tuple[TrialRecord, dict[str, float]]:
+        """Run the training; return the trial's last record, and the costs of its run."""
         context, run_dir = self._context, storage.join(self._context.sweep_dir, name)
+        metric = context.space.goal.metric
         self._write(run_dir, record := record._replace(state="running", began=time.time(), ended=None))
 
         def should_stop(step: int, steps: int, values: Mapping[str, float]) -> bool:
             nonlocal record
-            if context.metric not in values or any(step <= known for known, _ in record.scores):
+            if metric not in values or any(step <= known for known, _ in record.scores):
                 return False
-            record = record._replace(scores=(*record.scores, (step, values[context.metric])), steps=steps)
+            record = record._replace(scores=(*record.scores, (step, values[metric])), steps=steps)
             try:
                 self._write(run_dir, record)
             except ConfigError:  # unreachable storage costs a restart this score, not the trial
@@ -176,14 +175,14 @@ class TrialTrainable(tune.Trainable):
             except OwnershipLost:  # the workers wait for an answer, and the thread that asks has to live
                 self._stop_requested.set()
                 return False
-            return self._should_stop(step, steps, values[context.metric])
+            return self._should_stop(step, steps, values[metric])
 
         try:
             run = context.base.replace(settings)
             hook = TrialHook(
                 parent_uid=context.parent_uid,
                 should_stop=should_stop,
-                waits_for_decision=context.has_scheduler,
+                waits_for_decision=context.space.scheduler.traits.decides,
                 dataset=context.dataset,
                 concurrent_trials=max(1, trials_that_fit(context.base, context.resources, context.trials)),
                 has_cpus=context.has_cpus,
@@ -195,13 +194,12 @@ class TrialTrainable(tune.Trainable):
             self._write(run_dir, record)
             return record, {}
         self._write(run_dir, record := record._replace(state=state, ended=time.time()))
-        outcome = None
+        outcome = sizes = None
         with contextlib.suppress(ConfigError):  # the driver reads it later
             outcome = read_outcome(run_dir)
-        sizes = None
         with contextlib.suppress(ConfigError):
             sizes = read_sizes(run, run_dir)
-        return record, _results(outcome, sizes)
+        return record, costs_of(outcome, sizes)
 
     def _write(self, run_dir: str, record: TrialRecord) -> None:
         """Write a record, unless another sweep has taken over the folder."""
@@ -222,9 +220,3 @@ class TrialTrainable(tune.Trainable):
 
 def _score(step: int, steps: int | None, value: float) -> dict[str, Any]:
     return {"step": step, "steps": steps, PROGRESS_KEY: progress(step, steps), "goal": value}
-
-
-def _results(outcome: TrialOutcome | None, sizes: Sizes | None) -> dict[str, Any]:
-    """Return the costs and the model of an ended run; its curves would be much for Tune."""
-    values = {"model": outcome and outcome.model, "val_top1": outcome and outcome.val_top1}
-    return costs_of(outcome, sizes) | {name: value for name, value in values.items() if value is not None}

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from vitray import storage
@@ -139,8 +140,26 @@ def read_entries(sweep_dir: str) -> dict[str, TrialEntry]:
     }
 
 
+@dataclass(eq=False)
+class Trial:
+    """A trial in the driver's memory: its entry, and what is known of its run so far."""
+
+    entry: TrialEntry
+    record: TrialRecord = field(default_factory=TrialRecord)
+    costs: Mapping[str, float] | None = None
+    """None until its own process has reported its end: a stopped trial ends later than Tune's decision."""
+    outcome: TrialOutcome | None = None
+    """None until it is read, after the end."""
+    run: Run | None = None
+    sizes: Sizes | None = None
+
+    def cost(self, name: str) -> float | None:
+        """Return a cost, by its name in the space; None before the end."""
+        return (self.costs or {}).get(name)
+
+
 class TrialStore:
-    """The trials of a sweep in the driver's memory, and their points on disk.
+    """The state of a sweep: its trials in the driver's memory, and their points on disk.
 
     Each trial's process writes its own record. The driver reads the records at its start; then it follows the results
     that Tune receives, so that Tune's loop never waits for storage.
@@ -155,12 +174,8 @@ class TrialStore:
         written after another process has taken over the folder.
         """
         self.sweep_dir, self.base, self._owner = sweep_dir, base, owner
-        self._runs: dict[str, Run] = {}
-        self._sizes: dict[str, Sizes] = {}
-        self._records: dict[str, TrialRecord] = {}
-        self._outcomes: dict[str, TrialOutcome] = {}
-        # Costs of the trials whose own process has reported its end: a stopped trial ends later than Tune's decision.
-        self._costs: dict[str, dict[str, float]] = {}
+        self.names: dict[str, str] = {}
+        """{Tune's id: name} of the trials that Tune has had so far."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="trial-store")
         self._written: Future[None] | None = None
         self._submitting = threading.Lock()
@@ -180,16 +195,98 @@ class TrialStore:
                 )
             given[name] = entry
         continuations = {name: entry for name, entry in stored.items() if entry.continues}
-        self.entries = stored if learns else given | continuations
+        kept = stored if learns else given | continuations
+        self.trials = {name: Trial(entry) for name, entry in kept.items()}
         # Points that the space has lost stay on disk: the space may get them back.
-        self._lost = {name: entry for name, entry in stored.items() if name not in self.entries}
+        self._lost = {name: entry for name, entry in stored.items() if name not in kept}
         self._write(self._content())
-        self._read([name for name in self.entries if name in stored])
+        _for_each(self._read, [name for name in kept if name in stored])
+
+    def run_dir(self, name: str) -> str:
+        """Return the run folder of a trial."""
+        return storage.join(self.sweep_dir, name)
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return {dotted setting: value} of a trial, with the model folders of its stages."""
+        point = self.trials[name].entry.point
+        return resolve_stages(point.settings, point.before, self.sweep_dir)
+
+    def run(self, name: str) -> Run:
+        """Return the run of a trial."""
+        trial = self.trials[name]
+        trial.run = trial.run or run_of(self.base, trial.entry.point, self.sweep_dir)
+        return trial.run
+
+    def records(self) -> dict[str, TrialRecord]:
+        """Return the records of all trials, in order."""
+        return {name: trial.record for name, trial in list(self.trials.items())}
+
+    # ---- the events of Tune's loop -----------------------------------------------------------------------------------
 
     def add(self, name: str, entry: TrialEntry) -> None:
         """Add a trial; a thread writes its point."""
-        self.entries[name] = entry
+        self.trials[name] = Trial(entry)
         self._submit_points()
+
+    def start(self, name: str) -> None:
+        """Record that a trial has started, unless it only repeats its scores."""
+        trial = self.trials[name]
+        if not trial.record.is_over:
+            trial.record = trial.record._replace(state="running", began=time.time())
+
+    def update(self, name: str, result: Mapping[str, Any]) -> None:
+        """Record a result of a trial: a score, or its end, which has a state."""
+        trial = self.trials[name]
+        if trial.record.is_over:
+            return
+        record = trial.record._replace(steps=result["steps"])
+        if result["step"] and all(step < result["step"] for step, _ in record.scores):
+            record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
+        if "state" in result:
+            record = record._replace(state=result["state"], reason=result.get("reason"), ended=time.time())
+            trial.costs = {cost: result[cost] for cost in get_args(Cost) if cost in result}
+        trial.record = record
+
+    def end(self, name: str, state: RecordState, reason: str | None = None) -> None:
+        """Record that Tune has ended a trial, unless it has ended by itself."""
+        trial = self.trials[name]
+        if not trial.record.is_over:
+            trial.record = trial.record._replace(state=state, reason=reason, ended=time.time())
+
+    def replace(self, name: str, earlier: str) -> None:
+        """Record that a trial has taken the place of an earlier one; a thread writes it."""
+        trial = self.trials[name]
+        trial.entry = trial.entry._replace(replaces=earlier)
+        self.end(earlier, "stopped early")
+        self._submit_points()
+
+    # ---- reads and writes of storage ---------------------------------------------------------------------------------
+
+    def outcome(self, name: str) -> TrialOutcome:
+        """Return the outcome of a trial; an empty one before its end."""
+        trial = self.trials[name]
+        if trial.outcome is None and trial.record.is_over:
+            self._read_end(name)
+        return trial.outcome or TrialOutcome()
+
+    def sizes(self, name: str) -> Sizes | None:
+        """Return the sizes of a trial's network; None before a fine-tuning has read its weights."""
+        trial = self.trials[name]
+        trial.sizes = trial.sizes or read_sizes(self.run(name), self.run_dir(name))
+        return trial.sizes
+
+    def read_ends(self) -> None:
+        """Read the rest of the trials that have ended; the run of a trial that Tune stops ends some seconds later."""
+        trials = list(self.trials.items())
+        _for_each(self._read_end, [name for name, trial in trials if trial.record.is_over and trial.outcome is None])
+
+    def write_end(self, name: str, state: RecordState, reason: str) -> None:
+        """Write the end of a trial, unless its process has written one."""
+        record = read_record(self.run_dir(name))
+        if not record.is_over:
+            record = record._replace(state=state, reason=reason, ended=time.time())
+            write_record(self.run_dir(name), record)
+        self.trials[name].record = record
 
     def retry_points(self) -> None:
         """Write the points again if the last try has failed."""
@@ -209,141 +306,49 @@ class TrialStore:
         here.
         """
         self.finish_points()
-        known = {name: record for name, record in self.records().items() if name not in self._costs}
-        self._read(known)
+        known = {name: trial.record for name, trial in self.trials.items() if trial.costs is None}
+        _for_each(self._read, known)
         for name, record in known.items():
-            if record.state == "stopped early" and not self.record(name).is_over:
-                self._records[name] = record
+            trial = self.trials[name]
+            if record.state == "stopped early" and not trial.record.is_over:
+                trial.record = record
                 write_record(self.run_dir(name), record)
 
-    # ---- the events of Tune's loop -----------------------------------------------------------------------------------
-
-    def settings(self, name: str) -> dict[str, Any]:
-        """Return {dotted setting: value} of a trial, with the model folders of its stages."""
-        point = self.entries[name].point
-        return resolve_stages(point.settings, point.before, self.sweep_dir)
-
-    def start(self, name: str) -> None:
-        """Record that a trial has started, unless it only repeats its scores."""
-        if not (record := self.record(name)).is_over:
-            self._records[name] = record._replace(state="running", began=time.time())
-
-    def update(self, name: str, result: Mapping[str, Any]) -> None:
-        """Record a result of a trial: a score, or its end, which has a state."""
-        record = self.record(name)
-        if record.is_over:
-            return
-        record = record._replace(steps=result["steps"])
-        if result["step"] and all(step < result["step"] for step, _ in record.scores):
-            record = record._replace(scores=(*record.scores, (result["step"], result["goal"])))
-        if "state" in result:
-            record = record._replace(state=result["state"], reason=result.get("reason"), ended=time.time())
-            self._costs[name] = {cost: result[cost] for cost in get_args(Cost) if cost in result}
-        self._records[name] = record
-
-    def mark_stopped(self, name: str) -> None:
-        """Record that Tune has stopped a trial, unless it has ended by itself."""
-        self._end(name, "stopped early")
-
-    def replace(self, name: str, earlier: str) -> None:
-        """Record that a trial has taken the place of an earlier one; a thread writes it."""
-        self.entries[name] = self.entries[name]._replace(replaces=earlier)
-        self.mark_stopped(earlier)
-        self._submit_points()
-
-    def mark_failed(self, name: str) -> None:
-        """Record that the process of a trial has failed for the last time."""
-        self._end(name, "failed", "its process failed")
-
-    def record(self, name: str) -> TrialRecord:
-        """Return the record of a trial."""
-        return self._records.get(name, TrialRecord())
-
-    def records(self) -> dict[str, TrialRecord]:
-        """Return the records of all trials, in order."""
-        return {name: self.record(name) for name in list(self.entries)}
-
-    def cost(self, name: str, field: str) -> float | None:
-        """Return a cost of a trial, by its name in the space; None before its end."""
-        return self._costs.get(name, {}).get(field)
-
-    def run(self, name: str) -> Run:
-        """Return the run of a trial."""
-        if name not in self._runs:
-            self._runs[name] = run_of(self.base, self.entries[name].point, self.sweep_dir)
-        return self._runs[name]
-
-    # ---- reads and writes of storage ---------------------------------------------------------------------------------
-
-    def run_dir(self, name: str) -> str:
-        """Return the run folder of a trial."""
-        return storage.join(self.sweep_dir, name)
-
-    def outcome(self, name: str) -> TrialOutcome:
-        """Return the outcome of a trial; an empty one before its end."""
-        if name not in self._outcomes and self.record(name).is_over:
-            self._read_end(name)
-        return self._outcomes.get(name, TrialOutcome())
-
-    def sizes(self, name: str) -> Sizes | None:
-        """Return the sizes of a trial's network; None before a fine-tuning has read its weights."""
-        if name not in self._sizes and (sizes := read_sizes(self.run(name), self.run_dir(name))):
-            self._sizes[name] = sizes
-        return self._sizes.get(name)
-
-    def read_ends(self) -> None:
-        """Read the rest of the trials that have ended; the run of a trial that Tune stops ends some seconds later."""
-        records = self.records()
-        _for_each(self._read_end, [name for name in records if records[name].is_over and name not in self._outcomes])
-
-    def write_end(self, name: str, state: RecordState, reason: str) -> None:
-        """Write the end of a trial, unless its process has written one."""
-        record = read_record(self.run_dir(name))
-        if not record.is_over:
-            record = record._replace(state=state, reason=reason, ended=time.time())
-            write_record(self.run_dir(name), record)
-        self._records[name] = record
-
-    def _read(self, names: Collection[str]) -> None:
-        """Read the records of these trials, and the outcomes of the ended ones."""
-
-        def read(name: str) -> None:
-            self._records[name] = record = read_record(self.run_dir(name))
-            if record.is_over:
-                self._outcomes[name] = read_outcome(self.run_dir(name)) or TrialOutcome()
-                self._costs[name] = costs_of(self._outcomes[name], self.sizes(name))
-
-        _for_each(read, names)
+    def _read(self, name: str) -> None:
+        """Read the record of a trial, and the outcome of an ended one."""
+        trial = self.trials[name]
+        trial.record = read_record(self.run_dir(name))
+        if trial.record.is_over:
+            self._read_outcome(name, has_reported=True)
 
     def _read_end(self, name: str) -> None:
         """Read the outcome of an ended trial, after its record if Tune has stopped it."""
-        known = self.record(name)
-        if name not in self._costs:
+        trial = self.trials[name]
+        has_reported = trial.costs is not None
+        if not has_reported:
             record = read_record(self.run_dir(name))
-            if record.is_over:
-                self._records[name] = record
-            elif known.state != "failed" and time.time() - (known.ended or 0.0) < ENDING_SECONDS:
+            if has_reported := record.is_over:
+                trial.record = record
+            elif trial.record.state != "failed" and time.time() - (trial.record.ended or 0.0) < ENDING_SECONDS:
                 return
-        outcome = read_outcome(self.run_dir(name)) or TrialOutcome()
-        was_incomplete = "device_seconds" not in self._costs.get(name, {"device_seconds": 0.0})
-        if self.record(name) is not known or was_incomplete:
-            self._costs[name] = costs_of(outcome, self.sizes(name))
-        self._outcomes[name] = outcome
+        self._read_outcome(name, has_reported=has_reported)
 
-    def _end(self, name: str, state: RecordState, reason: str | None = None) -> None:
-        if not (record := self.record(name)).is_over:
-            self._records[name] = record._replace(state=state, reason=reason, ended=time.time())
+    def _read_outcome(self, name: str, *, has_reported: bool) -> None:
+        """Read the outcome of an ended trial, and its costs if its own process has reported its end."""
+        trial = self.trials[name]
+        outcome = read_outcome(self.run_dir(name)) or TrialOutcome()
+        if has_reported:
+            trial.costs = {**(trial.costs or {}), **costs_of(outcome, self.sizes(name))}
+        trial.outcome = outcome
 
     def _submit_points(self) -> None:
         with self._submitting:  # the newest points are written last
             self._written = self._writer.submit(self._write, self._content())
 
     def _content(self) -> bytes:
-        entries = {
-            name: entry._asdict() | {"point": entry.point._asdict()}
-            for name, entry in (self._lost | self.entries).items()
-        }
-        return json.dumps(entries).encode()
+        entries = self._lost | {name: trial.entry for name, trial in list(self.trials.items())}
+        content = {name: entry._asdict() | {"point": entry.point._asdict()} for name, entry in entries.items()}
+        return json.dumps(content).encode()
 
     def _write(self, content: bytes) -> None:
         if self._owner:

@@ -5,13 +5,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from pydantic import ValidationError
 
 from vitray.config import Run
 from vitray.config.parsing import parse_overrides, read_tree, short
-from vitray.config.sweep import MOST_POINTS, Distribution, slug
+from vitray.config.sweep import MOST_POINTS, Distribution, Grid, Nsga2, Random, Tpe, slug
 from vitray.config.validation import explain_error
 from vitray.errors import ConfigError, nearest
 from vitray.sweep.expressions import names_in
@@ -71,7 +71,7 @@ def extend_space(space: Space, additions: Sequence[str]) -> Space:
         except ValidationError as invalid:
             raise explain_error(invalid, Space, {}, where) from None
         _check(wider, {}, where)
-        if space.search.kind == "grid" and len(grid_points(wider)) == len(grid_points(space)):
+        if space.search.traits.is_exhaustive and len(grid_points(wider)) == len(grid_points(space)):
             raise ConfigError(f"{where}: adds no point that `where` allows")
         space = wider
     return space
@@ -105,13 +105,16 @@ def check_space(space: Space, base: Run) -> list[SweepPoint]:
     A space with random draws is also checked at its corners and at 100 random points.
     """
     examples: list[SweepPoint] = []
-    if space.search.kind == "grid":
-        points = grid_points(space)
-    else:
-        points = random_points(space, space.search.trials, space.search.seed)
-        extremes = itertools.product(*(distribution.extremes for distribution in space.drawn.values()))
-        corners = (dict(zip(space.drawn, values, strict=True)) for values in itertools.islice(extremes, 1024))
-        examples = [*filter(None, (draw_point(space, corner) for corner in corners)), *random_points(space, 100)]
+    match space.search:
+        case Grid():
+            points = grid_points(space)
+        case Random(trials=trials, seed=seed) | Tpe(trials=trials, seed=seed) | Nsga2(trials=trials, seed=seed):
+            points = random_points(space, trials, seed)
+            extremes = itertools.product(*(distribution.extremes for distribution in space.drawn.values()))
+            corners = (dict(zip(space.drawn, values, strict=True)) for values in itertools.islice(extremes, 1024))
+            examples = [*filter(None, (draw_point(space, corner) for corner in corners)), *random_points(space, 100)]
+        case _:
+            assert_never(space.search)
     runs: dict[Run, str] = {}
     for point in [*examples, *points]:
         name = name_of(point, space)
@@ -184,7 +187,7 @@ def _name_faults(space: Space) -> Iterator[tuple[str, str]]:
             meant = min((setting for setting in SETTINGS if setting.endswith(f".{name}")), default=None)
             close = f"; did you mean {meant}" if meant else nearest(name, Run.model_fields)
             yield f"space.{name}", f"no setting, and no text uses it as the variable {{{name}}}{close}"
-        elif space.search.kind == "grid" and distribution.is_drawn and distribution.values is None:
+        elif space.search.traits.is_exhaustive and distribution.is_drawn and distribution.values is None:
             fault = f"got {distribution.kind}, which a grid search cannot list; expected grid, or search: random"
             yield f"space.{name}", fault
 
@@ -225,7 +228,7 @@ def _case_faults(space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _stage_faults(space: Space) -> Iterator[tuple[str, str]]:
-    if space.before and space.learns:
+    if space.before and space.search.traits.learns:
         yield "before", f"got search {space.search.kind}, expected grid or random, whose points are known in advance"
     for name in space.before:
         if name in space.space or name in SETTINGS or not re.fullmatch(r"\w+", name):
@@ -267,9 +270,9 @@ def _where_faults(space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _population_faults(space: Space) -> Iterator[tuple[str, str]]:
-    if not space.is_population:
+    if not space.scheduler.traits.is_population:
         return
-    if space.learns:
+    if space.search.traits.learns:
         yield "scheduler", f"got a population with search {space.search.kind}, expected search grid or random"
     if not space.changeable:
         known = ", ".join(f"{name}*" if name.endswith(".") else name for name in CHANGEABLE)
@@ -282,9 +285,10 @@ def _population_faults(space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _point_faults(space: Space) -> Iterator[tuple[str, str]]:
-    is_grid = space.search.kind == "grid"
-    if space.search.kind == "nsga2" and space.scheduler.kind != "none":
-        yield "scheduler", f"got {space.scheduler.kind}, expected none: search nsga2 compares trials that have ended"
+    is_grid = space.search.traits.is_exhaustive
+    if space.search.second_goal and space.scheduler.traits.decides:
+        fault = f"got {space.scheduler.kind}, expected none: search {space.search.kind} compares trials that have ended"
+        yield "scheduler", fault
     listed = [each.values for name, each in space.drawn.items() if each.values and (is_grid or is_variable(name))]
     if (combinations := math.prod(map(len, listed))) > MOST_POINTS:
         yield "space", f"got {combinations:,} combinations, expected at most {MOST_POINTS:,}"

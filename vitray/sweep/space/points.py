@@ -18,15 +18,13 @@ from vitray.config.model_names import Name, parse_name
 from vitray.config.parsing import dump_yaml, parse_yaml
 from vitray.config.sections import Section, one_of
 from vitray.config.sweep import (
-    Asha,
     Budget,
     Distribution,
     EarlierStage,
     Goal,
     Grid,
-    Median,
     NoScheduler,
-    Population,
+    Scheduler,
     Search,
     slug,
 )
@@ -36,7 +34,6 @@ from vitray.sweep.expressions import evaluate, names_in
 
 STAGES_DIR = "before"  # the folder of the stages in a sweep's folder
 LONGEST_NAME = 180  # bytes; storage allows 200, and a population adds ` continuation=12`
-Scheduler = NoScheduler | Asha | Median | Population
 # Settings that a checkpoint of a run does not depend on; with a final dot, all settings of a section.
 CHANGEABLE = ("optim.lr", "data.augment.", "data.mix.")
 PLACEHOLDER = re.compile(r"{(\w+)}")
@@ -61,16 +58,6 @@ class Space(Section):
     def to_yaml(self) -> str:
         """Return the space as a YAML file that reads as the same value."""
         return dump_yaml(self.model_dump(mode="json"))
-
-    @property
-    def learns(self) -> bool:
-        """Whether a point depends on the scores of earlier ones."""
-        return self.search.kind in ("tpe", "nsga2")
-
-    @property
-    def is_population(self) -> bool:
-        """Whether trials continue from each other's checkpoints."""
-        return self.scheduler.kind == "population"
 
     @property
     def changeable(self) -> list[str]:
