@@ -76,14 +76,14 @@ BUILDERS: dict[type, Callable[[Any, Length, Space, TrialStore], TrialScheduler]]
 def _without_pauses(rule: Any) -> Any:
     """Return a class of Tune's schedulers without pauses."""
 
-    class Unpaused(rule):
+    class _Scheduler(rule):
         """Continues a trial where the rule would pause it, which would end the process of a training run."""
 
         def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
             decision = super().on_trial_result(tune_controller, trial, result)
             return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
-    return Unpaused
+    return _Scheduler
 
 
 def _share_of(duration: str, length: Length) -> int:
