@@ -26,7 +26,6 @@ METRIC = re.compile(r"(train|val|best|cost|model|start|data|probe|system|\{[\w.]
 # The modules that name metrics, and the methods of a tracker that write artifacts and images.
 LOGGING = (
     "runs/run_logger",
-    "runs/ray_host",
     "training/loop",
     "training/evaluator",
     "training/prober",
