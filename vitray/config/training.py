@@ -10,7 +10,19 @@ from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
 from vitray.config.parsing import short
-from vitray.config.sections import MOST_NUMBER, Fraction, Model, NotNegative, Positive, Section, Size, Text, one_of
+from vitray.config.probes import training_probes
+from vitray.config.sections import (
+    MOST_NUMBER,
+    Fraction,
+    Model,
+    NameOf,
+    NotNegative,
+    Positive,
+    Section,
+    Size,
+    Text,
+    one_of,
+)
 from vitray.config.traits import TaskTraits
 
 
@@ -316,7 +328,6 @@ class Compute(Section):
         return int(lowest), int(highest or lowest)
 
 
-Probe = Literal["knn", "few_shot", "calibration", "rank", "attention_distance"]
 # Those of `vitray inspect` that show one network.
 Figure = Literal[
     "rollout", "distance", "branches", "filters", "positions", "similarity", "norms", "layerscale", "spectra"
@@ -338,7 +349,7 @@ class Evaluate(Section):
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
     examples: Annotated[int, Field(ge=0, le=64)] = 8
     """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
-    probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
+    probes: Annotated[tuple[Annotated[str, NameOf(training_probes)], ...], Field(strict=False)] = ()
     """Scores of features, logits and attention at each evaluation, computed on one extra CPU or a spare GPU while
     training continues. With optim.ema they score the averaged weights."""
     probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024
