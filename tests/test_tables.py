@@ -8,12 +8,17 @@ import torch
 from image_sets import write_dataset, write_network
 from test_layers import ROOT
 
-from vitray.config import load_run
+from vitray.config import Model, load_run
+from vitray.config.model_names import parse_name
 from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
+from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
 from vitray.evaluation.probes import PROBES, Probe
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.evaluation.report.options import read_options
 from vitray.evaluation.report.page import render
+from vitray.models.counts import count, diagram
+from vitray.models.sizes import sizes_of
+from vitray.models.stems import LAYERS
 from vitray.models.vit import ViT
 from vitray.training.probes import probe_weights, read_probe_images
 
@@ -60,3 +65,41 @@ def test_the_docs_list_the_probes():
     rows = re.findall(r"^\| `(\w+)`(, while training)? \|", text, re.MULTILINE)
     assert {name: not tail for name, tail in rows} == {name: name in feature_probes() for name in PROBE_TRAITS}
     assert f"`evaluate.probes=[{','.join(training_probes())}]`" in text
+
+
+# ---- stems -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_stem_with_a_cost_of_its_own_has_layers_of_its_own():
+    assert {stem for stem, traits in (STEMS | RESNETS).items() if traits.cost} == set(LAYERS)
+
+
+@pytest.mark.parametrize("stem", [*STEMS, *RESNETS])
+def test_each_stem_has_a_name_a_cost_layers_and_a_diagram(stem):
+    model = Model(name=f"vit_u1x1_{32 if stem == 'r' else 16}_{stem}", image_size=32)
+    assert model.shape.stem == stem
+    with torch.device("meta"):
+        vit = ViT(model)
+    assert sum(each.numel() for each in vit.stem.parameters()) == sizes_of(model).parts["stem"]
+    assert f"stem {stem}: " in diagram(model, count(model))
+    for spelling in model.shape.traits.spellings:
+        assert parse_name(f"vit_u1x1_16_{spelling}".rstrip("_")).stem == stem
+
+
+def test_a_planted_stem_is_named_built_counted_and_offered(monkeypatch):
+    traits = StemTraits(lambda width, patch: [Convolution(1, 1, 0, 5), Convolution(patch, patch, 0, width)], norm="ln")
+    monkeypatch.setitem(STEMS, "colors", traits._replace(spellings=("dots",)))
+    with pytest.raises(ValueError, match=r"stem 'colrs' is not one of linear, .*, colors, .* did you mean colors"):
+        parse_name("vit_u1x1_8_colrs")
+    assert str(parse_name("vit_u1x1_8_dots")) == "vit_u1x1_8_colors"
+    model = Model(name="vit_u1x1_8_colors", image_size=16, num_classes=3)
+    vit = ViT(model)
+    assert vit(torch.zeros(1, 3, 16, 16)).shape == (1, 3)
+    assert sum(each.numel() for each in vit.stem.parameters()) == sizes_of(model).parts["stem"]
+    assert "stem colors: 1x1/1 conv 5 > ln > gelu > 8x8/8 conv 64 > ln" in diagram(model, count(model))
+    with pytest.raises(ValueError, match="expected a linear, hmlp, local or colors stem"):
+        load_run(None, ["model={name: vit_u1x1_16_conv, image_size: 32, num_classes: null}", "task=masked"])
+
+
+def test_the_docs_list_the_stems():
+    assert f"stems `{' '.join(STEMS)}`" in " ".join((DOCS / "networks.md").read_text().split())

@@ -300,11 +300,11 @@ class Model(Section):
         return self
 
     def _check_stem_norms(self) -> None:
-        if self.stem_norm_eps is not None and self.shape.stem_norm is None:
+        if self.stem_norm_eps is not None and self.shape.traits.norm is None:
             raise ValueError(
                 f"stem_norm_eps does not apply: the stem of {self.name} has no norms after its convolutions"
             )
-        if self.batch_momentum != 0.1 and self.shape.stem_norm != "bn":
+        if self.batch_momentum != 0.1 and self.shape.traits.norm != "bn":
             raise ValueError(f"batch_momentum does not apply: the stem of {self.name} has no batch norms")
 
     def _check_axial(self) -> None:
@@ -354,7 +354,7 @@ class Model(Section):
             raise ValueError(f"patches: got {repeated[0]} more than once, expected each size once")
         if wrong := [patch for patch in self.patches if height % patch or width % patch]:
             raise ValueError(f"patches: got {wrong[0]}, expected sizes that divide the image, {height} x {width}")
-        if self.patches and not self.shape.has_linear_stem:
+        if self.patches and not self.shape.traits.is_resizable:
             raise ValueError(f"patches needs a linear stem, whose kernel can be resized; {self.name} has none")
         if self.patches and self.positions.kind == "relative":
             raise ValueError("patches and relative positions cannot be combined: these are those of one grid")

@@ -45,7 +45,7 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
     exported: State = {}
     unmapped = []
     for key, tensor in vit.state_dict().items():
-        if layout == "timm" and key.startswith("stem.proj.") and model.shape.stem != "linear":
+        if layout == "timm" and key.startswith("stem.proj.") and not model.shape.traits.is_single_layer:
             exported[key.replace("stem.proj.", "patch_embed.backbone.")] = tensor.detach()
             continue
         names = tensor_names(target, key, model)
@@ -75,13 +75,12 @@ def _fault(model: Model, layout: str) -> str | None:
         return f"an export for {layout} has no adapters"
     if model.num_classes and model.head.kind == "mlp" and (layout == "timm" or model.distillation_token):
         return f"{layout} has no head of two layers"
+    has_stem = layout in model.shape.traits.libraries
     if layout == "timm":
-        if model.shape.stem == "local" or model.shape.is_hybrid:
-            return f"an export for timm has no stem {model.shape.stem}"
-        return None
+        return None if has_stem else f"an export for timm has no stem {model.shape.stem}"
     if model.pool != "token":
         return f"{layout} reads the class token, and this model's pool is {model.pool}"
-    if model.shape.stem != "linear":
+    if not has_stem:
         return f"{layout} has no stem {model.shape.stem}"
     if model.shape.branches > 1:
         return f"{layout} has no parallel branches, and this model has {model.shape.branches}"
@@ -175,7 +174,7 @@ def _timm_code(vit: ViT) -> str:
     code["norm_layer"] = f"functools.partial(timm.layers.LayerNorm, eps={model.norm_eps!r})"
     if shape.branches > 1:
         code["block_fn"] = f"functools.partial({block}, num_parallel={shape.branches})"
-    if shape.stem != "linear":
+    if not shape.traits.is_single_layer:
         layers = ", ".join(_layer_code(layer) for layer in vit.stem.proj)
         code["patch_size"] = "1"
         code["embed_layer"] = f"functools.partial(timm.layers.HybridEmbed, torch.nn.Sequential({layers}), proj=False)"
