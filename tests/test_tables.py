@@ -8,10 +8,12 @@ import torch
 from image_sets import write_dataset, write_network
 from test_layers import ROOT
 
+from pipelines.__main__ import main
 from vitray.config import Model, load_run
 from vitray.config.model_names import parse_name
 from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
+from vitray.errors import ConfigError
 from vitray.evaluation.probes import PROBES, Probe
 from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.evaluation.report.options import read_options
@@ -20,7 +22,12 @@ from vitray.models.counts import count, diagram
 from vitray.models.sizes import sizes_of
 from vitray.models.stems import LAYERS
 from vitray.models.vit import ViT
+from vitray.serving.export.driver import export_network
+from vitray.serving.export.graphs import GRAPHS, write_torch_export
+from vitray.serving.export.libraries import COMPLETED
+from vitray.serving.export.options import TARGETS, ExportRequest, TargetTraits, check_request
 from vitray.training.probes import probe_weights, read_probe_images
+from vitray.weights.export import LIBRARIES, WEIGHTS
 
 DOCS = ROOT / "docs"
 
@@ -103,3 +110,36 @@ def test_a_planted_stem_is_named_built_counted_and_offered(monkeypatch):
 
 def test_the_docs_list_the_stems():
     assert f"stems `{' '.join(STEMS)}`" in " ".join((DOCS / "networks.md").read_text().split())
+
+
+# ---- targets of an export --------------------------------------------------------------------------------------------
+
+
+def test_each_target_of_an_export_has_its_writer():
+    assert {name for name, traits in TARGETS.items() if traits.file} == set(GRAPHS)
+    assert {name for name, traits in TARGETS.items() if not traits.file} == set(LIBRARIES)
+    assert COMPLETED.keys() <= LIBRARIES.keys()
+    assert {library for traits in STEMS.values() for library in traits.libraries} == set(LIBRARIES)
+
+
+def test_a_planted_target_is_offered_written_and_proven(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TARGETS, "second", TargetTraits("second.pt2", about="planted", int8=("weights",)))
+    monkeypatch.setitem(GRAPHS, "second", write_torch_export)
+    with pytest.raises(SystemExit):
+        main(["export", "-h"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "hf (Hugging Face) or second (planted)" in text
+    assert "onnx, torch_export, second: images of any multiple of a patch" in text
+    model = str(write_network(tmp_path / "network"))
+    request = ExportRequest(model, "second", out=str(tmp_path / "out"), images=4, rounds=1, seconds=0.001)
+    assert export_network(request).parity.changed_top1 == 0
+    assert (tmp_path / "out/second.pt2").exists()
+    with pytest.raises(ConfigError, match=r"--to secnd: expected one of onnx, .*, second; did you mean second"):
+        check_request(request._replace(target="secnd"), str(tmp_path / "other"))
+
+
+def test_the_docs_list_the_targets():
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)`", (DOCS / "export.md").read_text(), re.MULTILINE)
+    assert dict(rows) == {name: traits.file or WEIGHTS for name, traits in TARGETS.items()}
+    *first, last = (f"`{name}`" for name in TARGETS)
+    assert f"| `target` | {', '.join(first)} or {last} |" in (DOCS / "formats.md").read_text()
