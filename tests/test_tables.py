@@ -10,6 +10,7 @@ from test_layers import ROOT
 
 from pipelines.__main__ import main
 from vitray.config import Model, load_run
+from vitray.config.losses import LOSS_TRAITS, LossTraits
 from vitray.config.model_names import parse_name
 from vitray.config.probes import PROBE_TRAITS, ProbeTraits, feature_probes, training_probes
 from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits
@@ -19,6 +20,7 @@ from vitray.evaluation.report.driver import Request, compute_evaluation
 from vitray.evaluation.report.options import read_options
 from vitray.evaluation.report.page import render
 from vitray.models.counts import count, diagram
+from vitray.models.probabilities import probability_of
 from vitray.models.sizes import sizes_of
 from vitray.models.stems import LAYERS
 from vitray.models.vit import ViT
@@ -26,6 +28,8 @@ from vitray.serving.export.driver import export_network
 from vitray.serving.export.graphs import GRAPHS, write_torch_export
 from vitray.serving.export.libraries import COMPLETED
 from vitray.serving.export.options import TARGETS, ExportRequest, TargetTraits, check_request
+from vitray.tasks.losses import LOSSES, Loss
+from vitray.tasks.supervised import Classification
 from vitray.training.probes import probe_weights, read_probe_images
 from vitray.weights.export import LIBRARIES, WEIGHTS
 
@@ -143,3 +147,26 @@ def test_the_docs_list_the_targets():
     assert dict(rows) == {name: traits.file or WEIGHTS for name, traits in TARGETS.items()}
     *first, last = (f"`{name}`" for name in TARGETS)
     assert f"| `target` | {', '.join(first)} or {last} |" in (DOCS / "formats.md").read_text()
+
+
+# ---- losses of labels ------------------------------------------------------------------------------------------------
+
+
+def test_each_loss_has_its_traits_and_its_functions():
+    assert list(LOSSES) == list(LOSS_TRAITS)
+
+
+def test_a_planted_loss_is_accepted_computed_and_decides_the_probabilities(monkeypatch):
+    def of_labels(logits_BK, targets_BK, smoothing):
+        return (logits_BK - targets_BK).square().mean() + smoothing
+
+    monkeypatch.setitem(LOSS_TRAITS, "squares", LossTraits("squared errors", "sigmoid"))
+    monkeypatch.setitem(LOSSES, "squares", Loss(of_labels, lambda logits_BK, peer_BK: (logits_BK - peer_BK).mean()))
+    network = "model={name: vit_u1x1_8, image_size: 16, num_classes: 3}"
+    run = load_run(None, [network, "task.loss=squares", "task.smoothing=0.5"])
+    assert probability_of(run) == "sigmoid"
+    module, images_BCHW, targets_BK = Classification(run), torch.rand(2, 3, 16, 16), torch.eye(3)[:2]
+    expected = of_labels(module.vit(images_BCHW), targets_BK, 0.5)
+    assert torch.equal(module(images_BCHW, targets_BK), expected)
+    with pytest.raises(ConfigError, match=r"task.loss: got 'square', expected 'softmax', 'bce' or 'squares'.*squares"):
+        load_run(None, ["task.loss=square"])

@@ -17,7 +17,7 @@ class ProbeTraits(NamedTuple):
 PROBE_TRAITS = {
     "knn": ProbeTraits(learns=True),
     "few_shot": ProbeTraits(learns=True),
-    "linear": ProbeTraits(learns=True, in_training=False),  # its fits take too long beside training
+    "linear": ProbeTraits(learns=True, in_training=False),
     "rank": ProbeTraits(),
     "calibration": ProbeTraits(reads="logits"),
     "attention_distance": ProbeTraits(reads="attention"),

@@ -9,6 +9,7 @@ from vitray.config.augmentation import Augment, CenterCrop, Mix, Normalize, Posi
 from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
+from vitray.config.losses import LOSS_TRAITS
 from vitray.config.parsing import short
 from vitray.config.probes import training_probes
 from vitray.config.sections import (
@@ -84,8 +85,8 @@ class Data(Section):
         return self.train if self.holdout else self.val
 
 
-LOSS = "softmax: cross-entropy with soft targets; bce: binary cross-entropy, with each class of a mixed image a target."
-Loss = Annotated[Literal["softmax", "bce"], Field(description=LOSS)]
+LOSS = f"{'; '.join(f'{name}: {traits.about}' for name, traits in LOSS_TRAITS.items())}."
+Loss = Annotated[str, NameOf(lambda: list(LOSS_TRAITS)), Field(description=LOSS)]
 Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
 
 
