@@ -5,6 +5,7 @@ from typing import Any
 
 from pipelines.__main__ import run_verb
 from vitray import storage
+from vitray.serving.export.options import ExportRequest, graph_targets, listed_targets, targets_with
 
 
 def main(args: list[str]) -> dict[str, Any]:
@@ -17,14 +18,15 @@ def main(args: list[str]) -> dict[str, Any]:
     )
     parser.add_argument("model", metavar="MODEL", help="a network with a head")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="what a weights file lacks: heads=12")
-    to_help = "onnx, torch_export (a .pt2 file), timm, torchvision or hf (Hugging Face)"
-    parser.add_argument("--to", required=True, metavar="TARGET", dest="target", help=to_help)
+    parser.add_argument("--to", required=True, metavar="TARGET", dest="target", help=listed_targets())
     parser.add_argument("--out", metavar="DIR", help="a new folder or s3:// (default: exports/MODEL-TARGET)")
     parser.add_argument("--data", default="demo", help="images to compare the logits on (default: synthetic ones)")
     parser.add_argument("--split", default="val", help="their split (default: %(default)s)")
     parser.add_argument("--images", type=int, default=1000, help="how many, at most (default: %(default)s)")
-    parser.add_argument("--any-size", action="store_true", help="onnx, torch_export: images of any multiple of a patch")
-    parser.add_argument("--int8", metavar="KIND", help="weights (stored as int8); onnx: or dynamic (computed in int8)")
+    any_help = f"{', '.join(graph_targets())}: images of any multiple of a patch"
+    parser.add_argument("--any-size", action="store_true", help=any_help)
+    int8_help = f"weights (stored as int8); {', '.join(targets_with('dynamic'))}: or dynamic (computed in int8)"
+    parser.add_argument("--int8", metavar="KIND", help=int8_help)
     bound_help = "largest share of images with another top-1 (default: %(default)s)"
     parser.add_argument("--bound", type=float, default=0.001, metavar="SHARE", help=bound_help)
     parser.add_argument("--allow", action="store_true", help="write the export even above the bound")
@@ -38,7 +40,6 @@ def main(args: list[str]) -> dict[str, Any]:
     storage.check_there(options.model)
     # Imported late, because torch takes a second.
     from vitray.serving.export.driver import export_network
-    from vitray.serving.export.options import ExportRequest
 
     values = vars(options)
     values.pop("json")

@@ -56,7 +56,7 @@ from vitray.data.augment.image import augment_image, crop_center, draw_box, resi
 from vitray.data.augment.keyed_random import generator, raw_draws, step_generator
 from vitray.data.stream.epoch_order import EpochOrder, positions_of
 from vitray.errors import ConfigError
-from vitray.tasks.supervised import binary_cross_entropy
+from vitray.tasks.losses import binary_cross_entropy
 
 PIL_MODES = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 POLICIES = {

@@ -21,7 +21,8 @@ from vitray.models.torchvision_networks import TorchvisionNetwork, torchvision_s
 from vitray.models.vit import ViT
 from vitray.tasks.build import build_task
 from vitray.tasks.distillation import Teacher, distillation_loss, renormalize
-from vitray.tasks.supervised import Classification, soft_cross_entropy
+from vitray.tasks.losses import soft_cross_entropy
+from vitray.tasks.supervised import Classification
 from vitray.training.optim import build_optimizer
 from vitray.weights import import_weights, save_model
 from vitray.weights.export import export_weights, library_program, write_library

@@ -146,7 +146,7 @@ def test_int8_takes_less_than_half_of_the_file_and_changes_logits_a_little(tmp_p
     network = fold(vit, NORMALIZE, any_size=False, int8_weights=False)
     program = trace_program(network, (32, 32))
     write_onnx(program, tmp_path / "float.onnx")
-    dynamic = write_onnx(program, tmp_path / "dynamic.onnx", int8_dynamic=True)
+    dynamic = write_onnx(program, tmp_path / "dynamic.onnx", "dynamic")
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     assert 0 < (dynamic(images) - network(images)).abs().max() < 0.1 * network(images).abs().max()
     assert 0 < graph_error(vit, write_onnx, tmp_path / "weights.onnx", int8=True) < 0.02

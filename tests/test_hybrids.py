@@ -14,12 +14,13 @@ from torch import nn
 
 from vitray.config import Model, load_run
 from vitray.config.model_names import parse_name
+from vitray.config.stems import RESNETS, resnet_layers
 from vitray.config.training import Finetune
 from vitray.errors import ConfigError
 from vitray.inspection.filters import effective_stem
 from vitray.models.counts import count, diagram
 from vitray.models.resnet import ResNet, StandardizedConv, standardize
-from vitray.models.sizes import resnet_layers, sizes_of
+from vitray.models.sizes import sizes_of
 from vitray.models.vit import ViT
 from vitray.weights import import_weights, load_model, save_model
 from vitray.weights.freezing import audit, freeze
@@ -112,7 +113,7 @@ def test_the_diagram_names_the_stages():
     described = Model(name="vit_u1x1_16_r50", image_size=32)
     text = diagram(described, count(described))
     assert "ResNet of 3, 4, 9 units" in text
-    assert resnet_layers(parse_name("vit_u1x1_32_r50")) == (3, 4, 6, 3)
+    assert resnet_layers(RESNETS["r50"].units, 32) == (3, 4, 6, 3)
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_its_tokens_have_no_filters():
 
 
 def test_a_new_unit_is_its_shortcut():
-    resnet = ResNet(parse_name("vit_u1x1_16_r26"), "vit")
+    resnet = ResNet((2, 2, 2, 2), 16, "vit")
     unit, x = resnet.stages[0][1], torch.randn(1, 256, 4, 4).relu()
     assert torch.equal(unit(x), x)
 

@@ -10,7 +10,7 @@ from test_few_shot import clusters
 
 from vitray.errors import ConfigError
 from vitray.evaluation import linear_probe
-from vitray.evaluation.arrays import Labeled, draw_part
+from vitray.evaluation.arrays import Labeled, ProbeInputs, draw_part
 from vitray.evaluation.linear_probe import (
     SgdOptions,
     chunks_of,
@@ -91,7 +91,7 @@ def test_absent_classes_one_class_and_constant_features():
 def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
     train, test = clusters(200), clusters(60, 1)
     keys = [f"image {row}" for row in range(200)]
-    values = probe_shares([0.1, 0.5], train, test, 5, keys)
+    values = probe_shares([0.1, 0.5], ProbeInputs(test, 5, train, keys))
     hashes = [hashlib.sha256(f"1\0{key}".encode()).digest() for key in keys]
     for share, count in ((0.1, 20), (0.5, 100)):
         rows = sorted(sorted(range(200), key=hashes.__getitem__)[:count])
@@ -102,7 +102,7 @@ def test_a_share_of_the_labels_is_that_of_the_smallest_hashes_in_any_order():
         assert values[f"linear_share{share}_low"] < wanted.score.top1 < values[f"linear_share{share}_high"]
     order = np.random.default_rng(0).permutation(200)
     moved = Labeled(train.features[order], train.labels[order])
-    shuffled = probe_shares([0.1, 0.5], moved, test, 5, [keys[row] for row in order])
+    shuffled = probe_shares([0.1, 0.5], ProbeInputs(test, 5, moved, [keys[row] for row in order]))
     assert {name: shuffled[name] for name in shuffled} == values
     assert values["linear_share0.5"] > values["linear_share0.1"]
 

@@ -6,7 +6,7 @@ runs: the seconds of a probe over those between two evaluations.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import ray
@@ -15,7 +15,7 @@ import torch
 from vitray.bench.rounds import circumstances, ratio_of, rotated, spread_of, write_csv, write_record
 from vitray.bench.train import TrainSettings, random_batch, recipe, training_step
 from vitray.cluster import session
-from vitray.config.training import Probe
+from vitray.config.probes import training_probes
 from vitray.data.shards import Dataset, read_request, write_dataset
 from vitray.errors import ConfigError, RunError
 from vitray.runs.ray_host import RayJob, RayStart, start_probe_actor, unfinished
@@ -118,7 +118,7 @@ def _measure(settings: TrainSettings, name: str, dataset: Dataset, threads: int)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(threads)
     changes = {"model.num_classes": len(dataset.classes), "data.url": dataset.url, "evaluate.probe_images": IMAGES}
-    run = recipe(settings, name).replace(changes | {"evaluate.probes": list(get_args(Probe))})
+    run = recipe(settings, name).replace(changes | {"evaluate.probes": training_probes()})
     learner, step = training_step(run, random_batch(run, device))
     # The probes use no batch of the run, which may be larger than the dataset.
     host: Any = ProbeHost(resolve(run.replace({"optim.batch": min(settings.batch, IMAGES)}), dataset))

@@ -5,8 +5,9 @@ A width is a letter of the papers, or any multiple of 64 channels: `vit_w832d12x
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from vitray.config.stems import RESNETS, STEMS, Convolution, StemTraits, feature_map, stem_traits
 from vitray.errors import cut_middle, nearest
 
 
@@ -28,12 +29,8 @@ WIDTHS = {
     "l": Width(1024, 16, 24),
     "h": Width(1280, 16, 32),
 }
-STEMS = ("linear", "linear_bn", "linear_gelu", "linear_bn_gelu", "hmlp_bn", "hmlp_ln", "conv", "conv_ln", "local")
-# ResNets before the transformer, and the units of their stages: R26 and the like; `r` is the root alone.
-RESNETS = {"r": (), "r26": (2, 2, 2, 2), "r50": (3, 4, 6, 3), "r101": (3, 4, 23, 3), "r152": (3, 8, 36, 3)}
 # AxialResNet-50 (Wang et al., 2020) by size, and its channels relative to those of l, whose stages have ResNet-50's.
 AXIAL_RESNETS = {"axial_resnet50_s": 0.5, "axial_resnet50_m": 0.75, "axial_resnet50_l": 1.0}
-STEM_SPELLINGS = {"": "linear", "hmlp": "hmlp_bn", "conv_bn": "conv"}
 # The papers' networks have at most 240 (S60x4). Each takes milliseconds to build.
 MOST_PAIRS = 1000
 GRAMMAR = "vit_<width><depth>x<branches>_<patch>[_<stem>], for example vit_b18x2_16 or vit_ti12x1_16_hmlp_bn"
@@ -104,25 +101,20 @@ class Name:
         return _known_width(self.width).heads
 
     @property
-    def mixes_patches(self) -> bool:
-        """Whether the stem reads pixels of neighboring patches."""
-        return self.stem.startswith("conv") or self.is_hybrid
+    def traits(self) -> StemTraits:
+        """The row of the stem."""
+        return stem_traits(self.stem)
 
     @property
     def is_hybrid(self) -> bool:
         """Whether a ResNet computes the feature map whose cells are the patches."""
-        return self.stem in RESNETS
+        return self.traits.units is not None
 
     @property
-    def has_linear_stem(self) -> bool:
-        """Whether the stem begins with one product for each patch, whose kernel can be resized to other patches."""
-        return self.stem.startswith("linear")
-
-    @property
-    def stem_norm(self) -> Literal["ln", "bn"] | None:
-        """The kind of norm after each convolution of the stem."""
-        kind, *extras = self.stem.split("_")
-        return "ln" if "ln" in extras else "bn" if "bn" in extras or kind == "conv" else None
+    def convolutions(self) -> list[Convolution]:
+        """The convolutions of a stem that is not a ResNet."""
+        assert self.traits.convolutions is not None, f"{self} is a hybrid"
+        return self.traits.convolutions(self.size, self.patch)
 
     @property
     def paper_spelling(self) -> str:
@@ -168,13 +160,14 @@ def parse_name(text: str) -> Name:
     if not patch.isdecimal():
         raise ValueError(f"model name {text!r}: patch {patch!r} is not a whole number of pixels, as in {GRAMMAR}")
     spelling = "_".join([*rest, *([resnet.removesuffix("x1")] if plus else [])])
-    stem = STEM_SPELLINGS.get(spelling, spelling)
-    if stem not in (*STEMS, *RESNETS):
-        known = (*STEMS, *RESNETS)
+    spellings = {other: stem for stem, traits in STEMS.items() for other in traits.spellings}
+    stem = spellings.get(spelling, spelling)
+    if stem not in (known := (*STEMS, *RESNETS)):
         listed = ", ".join(known)
         raise ValueError(f"model name {text!r}: stem {spelling!r} is not one of {listed}{nearest(spelling, known)}")
-    if stem in RESNETS and patch == "1":
-        patch = "4" if stem == "r" else "32"
+    traits = stem_traits(stem)
+    if traits.units is not None and patch == "1":
+        patch = str(feature_map(traits.units, 32)[1])
     if plus and stem == "r" and patch == "16":
         patch = "32"  # the papers' R+Ti/16 has patches of 8 x 8 cells of 4 pixels
     name = Name(width, int(depth or known_width.depth), int(branches or 1), int(patch), stem)
@@ -188,7 +181,8 @@ def parse_name(text: str) -> Name:
             f"model name {text!r}: depth x branches is {pairs:,}, expected at most {MOST_PAIRS:,} pairs of attention"
             f" and feedforward; it has {12.0 * pairs * name.size**2:.2g} parameters"
         )
-    _check_patch_suits_stem(text, name)
+    if traits.patch_rule and not traits.patch_rule.holds(name.patch):
+        raise ValueError(f"model name {text!r}: {traits.patch_rule.text}, not {name.patch}")
     return name
 
 
@@ -197,31 +191,3 @@ def _known_width(key: str) -> Width:
     if width is None:
         raise ValueError(f"width {key!r} is neither one of {', '.join(WIDTHS)} nor w<channels>d")
     return width
-
-
-def _check_patch_suits_stem(text: str, name: Name) -> None:
-    quarter = name.patch // 4
-    if name.stem.startswith("hmlp") and (name.patch % 4 or quarter & (quarter - 1)):
-        # The hMLP stem starts from 4-pixel patches and doubles them ("Three things", Algorithm 1).
-        raise ValueError(
-            f"model name {text!r}: the hMLP stem has patches of 4, 8, 16, 32, ... (4 x 2^k), not {name.patch}"
-        )
-    if name.stem == "r" and name.patch % 4:
-        raise ValueError(
-            f"model name {text!r}: the root of a ResNet has cells of 4 pixels, so its patch is a multiple of 4, not"
-            f" {name.patch}"
-        )
-    if name.is_hybrid and name.stem != "r" and name.patch != 16 and name.patch % 32:
-        raise ValueError(
-            f"model name {text!r}: the patches of a hybrid have 16 pixels (three stages) or a multiple of 32 (four"
-            f" stages), not {name.patch}"
-        )
-    if name.stem == "local" and (name.patch < 8 or name.patch % 4 or quarter & (quarter - 1)):
-        raise ValueError(
-            f"model name {text!r}: the local stem has patches of 8, 16, 32, ... (cells of 4 x 4, merged in pairs), not"
-            f" {name.patch}"
-        )
-    if name.stem.startswith("conv") and name.patch != 16:
-        raise ValueError(
-            f"model name {text!r}: the conv stem halves the image four times, so its patch is 16, not {name.patch}"
-        )

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from vitray.config.augmentation import Ascending
 from vitray.config.model_names import MOST_PAIRS
 from vitray.config.sections import MOST_PARAMETERS, Fraction, Model, Positive, Section, Size, Text, one_of
+from vitray.config.stems import STEMS
 from vitray.config.training import Data
 from vitray.config.traits import TaskTraits
 
@@ -214,15 +215,16 @@ class Masked(Section):
         """Raise if the model or the data settings do not fit the task."""
         _check_label_free(self, model, data)
         shape, (rows, columns) = model.shape, model.grid
+        *first, last = dict.fromkeys(stem.split("_")[0] for stem, row in STEMS.items() if not row.mixes_patches)
+        wanted = f"expected a {', '.join(first)} or {last} stem, or task.allow_leak true"
         if shape.is_hybrid and not self.allow_leak:
             raise ValueError(
                 f"model.name: got {shape}: the patches of a hybrid see each other through its ResNet, which so leaks"
-                " hidden pixels; expected a linear, hmlp or local stem, or task.allow_leak true"
+                f" hidden pixels; {wanted}"
             )
-        if shape.mixes_patches and not self.allow_leak:
+        if shape.traits.mixes_patches and not self.allow_leak:
             raise ValueError(
-                f"model.name: got {shape}, whose stem mixes neighboring patches and so leaks hidden pixels;"
-                " expected a linear, hmlp or local stem, or task.allow_leak true"
+                f"model.name: got {shape}, whose stem mixes neighboring patches and so leaks hidden pixels; {wanted}"
             )
         if self.objective.kind == "mae" and model.attention == "axial":
             raise ValueError(

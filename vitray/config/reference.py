@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from vitray.config.run import Run
-from vitray.config.sections import MOST_COUNT, MOST_NUMBER, Section
+from vitray.config.sections import MOST_COUNT, MOST_NUMBER, NameOf, Section
 from vitray.config.validation import sections_in
 
 HEAD = """# Settings
@@ -87,6 +87,8 @@ def _type_of(annotation: Any) -> str:
         return (", ".join(f"`{kind}`" for kind in sections) if len(sections) > 1 else "section") + optional
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
+        if isinstance(metadata[0], NameOf):
+            return ", ".join(f"`{name}`" for name in metadata[0].names())
         bounds = _bounds([part for each in metadata for part in (getattr(each, "metadata", None) or [each])])
         return f"{_type_of(inner)}, {bounds}" if bounds else _type_of(inner)
     if get_origin(annotation) is Literal:

@@ -10,6 +10,7 @@ from vitray.config.distillation import Distillation
 from vitray.config.figures import NEEDS
 from vitray.config.parsing import apply_changes, dump_yaml, flatten, parse_overrides, place_of, read_recipe
 from vitray.config.pretraining import Masked, Tokenizer
+from vitray.config.probes import PROBE_TRAITS
 from vitray.config.sections import Model, Section, Seed, one_of
 from vitray.config.training import (
     Checkpointing,
@@ -54,8 +55,9 @@ class Run(Section):
             self.model.require_vit(f"optim.layer_decay: {self.optim.layer_decay:g}")
         if self.compute.activation_checkpointing != "none":
             self.model.require_vit(f"compute.activation_checkpointing: {self.compute.activation_checkpointing}")
-        if "attention_distance" in self.evaluate.probes:
-            self.model.require_vit("evaluate.probes: attention_distance")
+        for name in self.evaluate.probes:
+            if PROBE_TRAITS[name].reads == "attention":
+                self.model.require_vit(f"evaluate.probes: {name}")
         if self.evaluate.figures:
             self.model.require_vit("evaluate.figures")
         return self
@@ -90,8 +92,9 @@ class Run(Section):
             raise ValueError(f"evaluate.probes does not apply to task {kind}: probes score features, and it has codes")
         if probes and self.data.evaluated is None:
             raise ValueError("evaluate.probes needs data.val or data.holdout, because it scores at each evaluation")
-        if "calibration" in probes and self.model.num_classes is None:
-            raise ValueError("evaluate.probes calibration needs a head, because it compares probabilities with labels")
+        by_logits = [name for name in probes if PROBE_TRAITS[name].reads == "logits"]
+        if by_logits and self.model.num_classes is None:
+            raise ValueError(f"evaluate.probes {by_logits[0]} needs a head, because it compares logits with labels")
         if self.guard.on_collapse == "stop" and not traits.may_collapse:
             raise ValueError(
                 f"guard.on_collapse: got stop with task {kind}, expected warn: stop is for task masked only"

@@ -5,10 +5,12 @@ Only settings that some code reads are listed. Their docstrings are the text of 
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vitray.config.model_names import Name, axial_resnet, is_vit, parse_name
 from vitray.config.parsing import short
@@ -33,6 +35,31 @@ def one_of(default: str) -> BeforeValidator:
         return {"kind": default, **value} if isinstance(value, dict) else value
 
     return BeforeValidator(spell_out)
+
+
+class NameOf:
+    """Restricts a text to the names of a table, as it is when the text is read: a row may come later than the field."""
+
+    def __init__(self, names: Callable[[], Sequence[str]]) -> None:
+        self.names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Return the check of the text."""
+        del source, handler
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        """Return the names for editors."""
+        del schema, handler
+        return {"type": "string", "enum": list(self.names())}
+
+    def _check(self, value: Any) -> str:
+        names = self.names()
+        if value in names:
+            return value
+        *first, last = map(repr, names)
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
 
 def _check_text(text: str) -> str:
@@ -273,11 +300,11 @@ class Model(Section):
         return self
 
     def _check_stem_norms(self) -> None:
-        if self.stem_norm_eps is not None and self.shape.stem_norm is None:
+        if self.stem_norm_eps is not None and self.shape.traits.norm is None:
             raise ValueError(
                 f"stem_norm_eps does not apply: the stem of {self.name} has no norms after its convolutions"
             )
-        if self.batch_momentum != 0.1 and self.shape.stem_norm != "bn":
+        if self.batch_momentum != 0.1 and self.shape.traits.norm != "bn":
             raise ValueError(f"batch_momentum does not apply: the stem of {self.name} has no batch norms")
 
     def _check_axial(self) -> None:
@@ -327,7 +354,7 @@ class Model(Section):
             raise ValueError(f"patches: got {repeated[0]} more than once, expected each size once")
         if wrong := [patch for patch in self.patches if height % patch or width % patch]:
             raise ValueError(f"patches: got {wrong[0]}, expected sizes that divide the image, {height} x {width}")
-        if self.patches and not self.shape.has_linear_stem:
+        if self.patches and not self.shape.traits.is_resizable:
             raise ValueError(f"patches needs a linear stem, whose kernel can be resized; {self.name} has none")
         if self.patches and self.positions.kind == "relative":
             raise ValueError("patches and relative positions cannot be combined: these are those of one grid")

@@ -10,8 +10,21 @@ from vitray.config.distillation import CoTraining, Distill
 from vitray.config.durations import duration_in
 from vitray.config.figures import TrainingFigure
 from vitray.config.finetuning import TRAINED, Lora, Mode, Part
+from vitray.config.losses import LOSS_TRAITS
 from vitray.config.parsing import short
-from vitray.config.sections import MOST_NUMBER, Fraction, Model, NotNegative, Positive, Section, Size, Text, one_of
+from vitray.config.probes import training_probes
+from vitray.config.sections import (
+    MOST_NUMBER,
+    Fraction,
+    Model,
+    NameOf,
+    NotNegative,
+    Positive,
+    Section,
+    Size,
+    Text,
+    one_of,
+)
 from vitray.config.traits import TaskTraits
 
 
@@ -73,8 +86,8 @@ class Data(Section):
         return self.train if self.holdout else self.val
 
 
-LOSS = "softmax: cross-entropy with soft targets; bce: binary cross-entropy, with each class of a mixed image a target."
-Loss = Annotated[Literal["softmax", "bce"], Field(description=LOSS)]
+LOSS = f"{'; '.join(f'{name}: {traits.about}' for name, traits in LOSS_TRAITS.items())}."
+Loss = Annotated[str, NameOf(lambda: list(LOSS_TRAITS)), Field(description=LOSS)]
 Smoothing = Annotated[Fraction, Field(description="Label smoothing, applied after mixing.")]
 
 
@@ -317,7 +330,6 @@ class Compute(Section):
         return int(lowest), int(highest or lowest)
 
 
-Probe = Literal["knn", "few_shot", "calibration", "rank", "attention_distance"]
 # Decoded views of both splits stay in the memory of one process: 16,384 of 224 px take 2.5 GB.
 MOST_PROBED = 16_384
 
@@ -335,7 +347,7 @@ class Evaluate(Section):
     """Fraction of a GPU reserved for an evaluation with where: gpu. Memory is not limited."""
     examples: Annotated[int, Field(ge=0, le=64)] = 8
     """Images, the same at every evaluation, that MLflow shows with prediction and attention; 0: none."""
-    probes: Annotated[tuple[Probe, ...], Field(strict=False)] = ()
+    probes: Annotated[tuple[Annotated[str, NameOf(training_probes)], ...], Field(strict=False)] = ()
     """Scores of features, logits and attention at each evaluation, computed on one extra CPU or a spare GPU while
     training continues. With optim.ema they score the averaged weights."""
     probe_images: Annotated[int, Field(ge=16, le=MOST_PROBED)] = 1024

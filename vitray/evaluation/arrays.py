@@ -3,13 +3,14 @@
 Shapes: N images, K classes, F features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitray.errors import ConfigError
+from vitray.models.probabilities import Probability
 
 # Rows that are checked or predicted at a time: a matrix in a file may be larger than the memory.
 CHECKED_ROWS = 2**16
@@ -22,6 +23,28 @@ class Labeled(NamedTuple):
     """N x F."""
     labels: np.ndarray
     """N classes, from 0."""
+
+
+class ProbeInputs(NamedTuple):
+    """What a probe computes its scores from: all outputs of the network that its traits name."""
+
+    scored: Labeled
+    num_classes: int
+    train: Labeled | None = None
+    """What probes that learn learn from."""
+    keys: Sequence[str] = ()
+    """The keys of the training images."""
+    logits: np.ndarray | None = None
+    """N x K, of the scored images."""
+    probability: Probability = "softmax"
+    attention_distances: Callable[[], np.ndarray] | None = None
+    """Computes the mean attention distances in pixels: levels x branches x heads x images."""
+
+    @property
+    def learned(self) -> Labeled:
+        """The training images of a probe that learns."""
+        assert self.train is not None, "a probe that learns is given training images"
+        return self.train
 
 
 class ProbeScore(NamedTuple):

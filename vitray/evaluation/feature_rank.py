@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labeled, check_features, check_matrix, unit_rows
+from vitray.evaluation.arrays import Labeled, ProbeInputs, check_features, check_matrix, unit_rows
 
 EPSILON = 1e-7
 CHUNK_ROWS = 8192
@@ -25,6 +25,18 @@ class Separation(NamedTuple):
     """1 - the mean cosine distance within classes / the mean between all images, classes weighted equally."""
     classes: int
     """The number of classes that have images."""
+
+
+def rank_scores(inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the scores of the probe `rank` by name."""
+    features_NF, labels_N = inputs.scored
+    separation = class_separation(features_NF, labels_N, inputs.num_classes)
+    return {
+        "rankme": rankme(features_NF),
+        "effective_rank": effective_rank(features_NF),
+        "separation_variance_share": separation.variance_share,
+        "separation_cosine": separation.cosine,
+    }
 
 
 def rankme(features_NF: Any) -> float:

@@ -7,12 +7,12 @@ Shapes: N images, F features, G = F + 1, K classes.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labeled, ProbeScore, check_probe, predict, score_predictions
+from vitray.evaluation.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, predict, score_predictions
 
 SHOTS = (1, 5, 10, 25)
 SEEDS = (0, 1, 2)
@@ -51,6 +51,17 @@ class LeastSquares(NamedTuple):
     def scores(self, features_NF: np.ndarray) -> np.ndarray:
         """Return the N x K regressed targets."""
         return _with_bias((features_NF - self.mean) / self.std) @ self.weights
+
+
+def few_shot_scores(inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the scores of the probe `few_shot` by name."""
+    # A smaller class would give fewer images than the name of the score says.
+    least = smallest_class(inputs.learned.labels)
+    values: dict[str, Any] = {"few_shot_least": least}
+    fitted = probe_few_shot(inputs.learned, inputs.scored, inputs.num_classes, shots_within(least))
+    for shots, mean in mean_of_seeds(fitted).items():
+        values |= {f"few_shot{shots}": mean.top1, f"few_shot{shots}_std": mean.std}
+    return values
 
 
 def probe_few_shot(

@@ -71,6 +71,12 @@ class Comparison(NamedTuple):
         )
 
 
+def proportion_values(name: str, hits: int, images: int) -> dict[str, float]:
+    """Return a proportion under a name, and the bounds of its Wilson interval under `_low` and `_high`."""
+    interval = wilson(hits, images)
+    return {name: hits / images, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
 def wilson(hits: float, n: int, level: float = 0.95) -> Interval:
     """Return Wilson's score interval of a proportion; hits may be a mean over repetitions."""
     from scipy.special import ndtri  # loads slowly

@@ -15,12 +15,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labeled, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.evaluation.arrays import Labeled, ProbeInputs, ProbeScore, check_probe, score_predictions, unit_rows
+from vitray.evaluation.intervals import proportion_values
 
 NEIGHBORS = (10, 20)
 TEMPERATURE = 0.07
 BLOCK = 4096
 """Images of a block, of training and of test images."""
+
+
+def knn_scores(inputs: ProbeInputs) -> dict[str, float]:
+    """Return the scores of the probe `knn` by name."""
+    images = len(inputs.learned.labels)
+    neighbors = [count for count in NEIGHBORS if count <= images] or [images]
+    values: dict[str, float] = {}
+    for count, score in probe_knn(inputs.learned, inputs.scored, inputs.num_classes, neighbors).items():
+        values |= proportion_values(f"knn{count}", score.hits, score.images)
+    return values
 
 
 def probe_knn(

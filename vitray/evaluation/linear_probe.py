@@ -8,13 +8,14 @@ Shapes: N images, F features, K classes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitray.errors import ConfigError
 from vitray.evaluation.arrays import (
     Labeled,
+    ProbeInputs,
     ProbeScore,
     check_features,
     check_probe,
@@ -22,6 +23,7 @@ from vitray.evaluation.arrays import (
     predict,
     score_predictions,
 )
+from vitray.evaluation.intervals import proportion_values
 
 L2_GRID = tuple(10.0**power for power in range(-6, 2))
 DEVELOPMENT = 0.1
@@ -91,6 +93,22 @@ class SgdProbe(NamedTuple):
     hits: dict[float, int]
     """{learning rate: hits on the development part}."""
     head: LinearHead
+
+
+def linear_scores(inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the score of the probe `linear`, and how it was fitted: by SGD where L-BFGS needs too much memory."""
+    train, scored, num_classes = inputs.learned, inputs.scored, inputs.num_classes
+    how: dict[str, Any]
+    if is_too_large(len(train.labels), train.features.shape[1], num_classes):
+        by_sgd = probe_linear_sgd(train, scored, num_classes, inputs.keys)
+        score, how = by_sgd.score, {"linear_fit": "sgd", "linear_lr": by_sgd.lr, "linear_epochs": by_sgd.epochs}
+    else:
+        fitted = probe_linear(train, scored, num_classes, keys=inputs.keys)
+        score, how = (
+            fitted.score,
+            {"linear_fit": "l-bfgs", "linear_l2": fitted.l2, "linear_converged": fitted.converged},
+        )
+    return proportion_values("linear", score.hits, score.images) | how
 
 
 def is_too_large(images: int, num_features: int, num_classes: int) -> bool:

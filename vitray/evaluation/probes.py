@@ -1,71 +1,47 @@
 """Probes of a network's features, logits and attention: what they learn from one split is scored on another.
 
-Shapes: N images, K classes, F features; of attention distance (LPHB), L levels, P branches, H heads, B images.
+A probe is a row of `PROBES` here, and of `PROBE_TRAITS` in `vitray/config/probes.py`.
+
+Shapes: N images; of attention distance (LPHB), L levels, P branches, H heads, B images.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitray.evaluation.arrays import Labeled, ProbeScore, draw_part
+from vitray.evaluation.arrays import Labeled, ProbeInputs, draw_part
 from vitray.evaluation.calibration import calibration_scores
-from vitray.evaluation.feature_rank import class_separation, effective_rank, rankme
-from vitray.evaluation.few_shot import mean_of_seeds, probe_few_shot, shots_within, smallest_class
-from vitray.evaluation.intervals import wilson
-from vitray.evaluation.knn import NEIGHBORS, probe_knn
-from vitray.evaluation.linear_probe import is_too_large, probe_linear, probe_linear_sgd
-from vitray.models.probabilities import Probability
+from vitray.evaluation.feature_rank import rank_scores
+from vitray.evaluation.few_shot import SHOTS, few_shot_scores
+from vitray.evaluation.knn import NEIGHBORS, knn_scores
+from vitray.evaluation.linear_probe import linear_scores
 
 # Another one than that of the linear probe's development part, which a hash of the keys chooses too.
 SHARE_SEED = 1
 
 
-def probe_features(
-    names: Sequence[str], train: Labeled | None, test: Labeled, num_classes: int, keys: Sequence[str]
-) -> dict[str, Any]:
-    """Return the scores of the probes by name; `keys` are those of the training images."""
-    values: dict[str, Any] = {}
-    if train is not None and "knn" in names:
-        neighbors = [count for count in NEIGHBORS if count <= len(train.labels)] or [len(train.labels)]
-        for count, each in probe_knn(train, test, num_classes, neighbors).items():
-            values |= _with_interval(f"knn{count}", each)
-    if train is not None and "few_shot" in names:
-        # A smaller class would give fewer images than the name of the score says.
-        values["few_shot_least"] = smallest_class(train.labels)
-        fitted = probe_few_shot(train, test, num_classes, shots_within(values["few_shot_least"]))
-        for shots, mean in mean_of_seeds(fitted).items():
-            values |= {f"few_shot{shots}": mean.top1, f"few_shot{shots}_std": mean.std}
-    if train is not None and "linear" in names:
-        values |= _linear(train, test, num_classes, keys)
-    if "rank" in names:
-        separation = class_separation(*test, num_classes)
-        values |= {"rankme": rankme(test.features), "effective_rank": effective_rank(test.features)}
-        values |= {"separation_variance_share": separation.variance_share, "separation_cosine": separation.cosine}
-    return values
+class Probe(NamedTuple):
+    """The computation of a probe, and how its scores are shown."""
+
+    compute: Callable[[ProbeInputs], dict[str, Any]]
+    """Returns scores by name. `_low` and `_high` after a name are the bounds of its interval, `_std` its deviation."""
+    headline: str
+    """The score that stands for the probe in a single line."""
+    titles: Mapping[str, str] = {}
+    """Titles of the scores that the page of `vitray evaluate` shows; results.json has all."""
+    in_percent: bool = False
+    """Whether they are shown in percent."""
 
 
-def probe_shares(
-    shares: Sequence[float], train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]
-) -> dict[str, Any]:
-    """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
-
-    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
-    """
-    values: dict[str, Any] = {}
-    for share in shares:
-        count = max(1, round(share * len(train.labels)))
-        chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
-        part = Labeled(train.features[chosen_N], train.labels[chosen_N])
-        fitted = _linear(part, test, num_classes, [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in])
-        values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
-    return values
-
-
-def probe_calibration(logits_NK: Any, labels_N: Any, probability: Probability) -> dict[str, float]:
-    """Return the scores of calibration by name."""
-    scores = calibration_scores(logits_NK, labels_N, probability=probability)._asdict()
+def _calibration(inputs: ProbeInputs) -> dict[str, float]:
+    scores = calibration_scores(inputs.logits, inputs.scored.labels, probability=inputs.probability)._asdict()
     return {name: value for name, value in scores.items() if name != "images"}
+
+
+def _attention_distance(inputs: ProbeInputs) -> dict[str, float]:
+    assert inputs.attention_distances is not None, "settings refuse a network without attention"
+    return mean_distances(inputs.attention_distances())
 
 
 def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
@@ -75,17 +51,55 @@ def mean_distances(distance_LPHB: np.ndarray) -> dict[str, float]:
     return {"attention_distance": float(np.mean(levels))} | by_level
 
 
-def _linear(train: Labeled, test: Labeled, num_classes: int, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the score of a linear probe, and how it was fitted: by SGD where L-BFGS needs too much memory."""
-    if is_too_large(len(train.labels), train.features.shape[1], num_classes):
-        by_sgd = probe_linear_sgd(train, test, num_classes, keys)
-        how = {"linear_fit": "sgd", "linear_lr": by_sgd.lr, "linear_epochs": by_sgd.epochs}
-        return _with_interval("linear", by_sgd.score) | how
-    fitted = probe_linear(train, test, num_classes, keys=keys)
-    how = {"linear_fit": "l-bfgs", "linear_l2": fitted.l2, "linear_converged": fitted.converged}
-    return _with_interval("linear", fitted.score) | how
+# In the order of the page.
+PROBES = {
+    "knn": Probe(
+        knn_scores, "knn10", {f"knn{count}": f"kNN, {count} neighbors" for count in NEIGHBORS}, in_percent=True
+    ),
+    "few_shot": Probe(
+        few_shot_scores,
+        "few_shot5",
+        {f"few_shot{shots}": f"few-shot, {shots} image{'s' * (shots > 1)} a class" for shots in SHOTS}
+        | {"few_shot_least": "few-shot, images of the smallest class"},
+        in_percent=True,
+    ),
+    "linear": Probe(linear_scores, "linear", {"linear": "linear probe"}, in_percent=True),
+    "rank": Probe(
+        rank_scores,
+        "rankme",
+        {
+            "rankme": "RankMe",
+            "effective_rank": "effective rank",
+            "separation_variance_share": "variance between classes",
+            "separation_cosine": "cosine separation",
+        },
+    ),
+    "calibration": Probe(_calibration, "ece"),
+    "attention_distance": Probe(_attention_distance, "attention_distance"),
+}
 
 
-def _with_interval(name: str, score: ProbeScore) -> dict[str, float]:
-    interval = wilson(score.hits, score.images)
-    return {name: score.top1, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def probe_scores(names: Collection[str], inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the scores of the named probes by name."""
+    values: dict[str, Any] = {}
+    for name, probe in PROBES.items():
+        if name in names:
+            values |= probe.compute(inputs)
+    return values
+
+
+def probe_shares(shares: Sequence[float], inputs: ProbeInputs) -> dict[str, Any]:
+    """Return the scores of linear probes that learn from a share of the training images, as `linear_share0.1`.
+
+    A hash of the keys chooses the images, so a larger share has those of a smaller one, for every network.
+    """
+    values: dict[str, Any] = {}
+    for share in shares:
+        train, keys = inputs.learned, inputs.keys
+        count = max(1, round(share * len(train.labels)))
+        chosen_N = draw_part(len(train.labels), count, SHARE_SEED, keys)
+        part = Labeled(train.features[chosen_N], train.labels[chosen_N])
+        part_keys = [key for key, is_in in zip(keys, chosen_N, strict=True) if is_in]
+        fitted = linear_scores(inputs._replace(train=part, keys=part_keys))
+        values |= {name.replace("linear", f"linear_share{share:g}", 1): value for name, value in fitted.items()}
+    return values

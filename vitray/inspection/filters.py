@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from vitray.errors import ConfigError
 from vitray.inspection.levels import check_network
 from vitray.inspection.states import chunks
-from vitray.models.sizes import convolutions
 from vitray.models.torchvision_networks import TorchvisionNetwork
 from vitray.models.vit import ViT
 
@@ -77,7 +76,7 @@ def stem_filters(vit: ViT, images_BCHW: Tensor | None = None, number: int = 28) 
 def receptive_field(vit: ViT) -> ReceptiveField:
     """Return the pixels that a token reads."""
     start, size, step = 0, 1, 1
-    for kernel, stride, padding, _ in convolutions(vit.model.shape):
+    for kernel, stride, padding, _ in vit.model.shape.convolutions:
         start, size, step = start - padding * step, size + (kernel - 1) * step, step * stride
     return ReceptiveField(start, size)
 

@@ -9,9 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitray.config import Learned, Learned2d, Model
 from vitray.config.training import Part
-from vitray.models.local_stem import LocalTransformer
 from vitray.models.network import build_network, network_sizes
-from vitray.models.resnet import ResNet
 from vitray.models.sizes import inner_width
 from vitray.models.torchvision_networks import torchvision_sizes
 from vitray.models.vit import ViT
@@ -131,11 +129,7 @@ def _layer(layer: nn.Module) -> str:
             return "bn"
         case nn.LayerNorm():
             return "ln"
-        case ResNet():
-            stages = ", ".join(str(len(list(stage.children()))) for stage in layer.stages)
-            return f"ResNet of {stages} units" if stages else "root of a ResNet"
-        case LocalTransformer():
-            cells, channels = len(layer.positions), layer.norm.weight.numel()
-            return f"linear + {len(layer.blocks)} levels on {cells} cells of {channels}"
-        case _:
+        case nn.GELU():
             return "gelu"
+        case _:
+            return layer.describe()  # pyright: ignore[reportCallIssue]

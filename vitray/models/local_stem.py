@@ -12,18 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
+from vitray.config.stems import CELL, LOCAL_DEPTH, LOCAL_HEADS
 from vitray.models.blocks import Block
 from vitray.models.branches import BlockSpec
 from vitray.models.products import Products, count_convolutions
-from vitray.models.sizes import CELL, LOCAL_DEPTH, LOCAL_HEADS, convolutions
 
 
 class LocalTransformer(nn.Module):
     """A transformer over the cells of each patch; its cells are merged as in the hMLP stem."""
 
+    rows_are_patches = True
+    """Its layers see a row for each patch, not for each image."""
+
     def __init__(self, name: Name) -> None:
         super().__init__()
-        cells, *merges = convolutions(name)
+        cells, *merges = name.convolutions
         self.cells_per_side = name.patch // CELL
         self.linear = nn.Conv2d(3, name.size, name.patch, name.patch)
         self.cells = nn.Conv2d(3, cells.channels, cells.kernel, cells.stride)
@@ -49,6 +52,10 @@ class LocalTransformer(nn.Module):
         merged_BD11 = self.merge(self.norm(x_BnC).mT.unflatten(2, (side, side)))
         grid = patches_BDhw.shape[-2:]
         return patches_BDhw + merged_BD11.flatten(1).unflatten(0, (-1, grid.numel())).mT.unflatten(2, grid)
+
+    def describe(self) -> str:
+        """Return it as a line of a network's diagram."""
+        return f"linear + {len(self.blocks)} levels on {len(self.positions)} cells of {self.norm.weight.numel()}"
 
     def count(self, products: Products, pixels: int) -> int:
         """Count the products for an image, and return the number of its patches."""

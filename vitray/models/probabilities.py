@@ -3,20 +3,18 @@
 Shapes: B images, K classes.
 """
 
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from vitray.config import Run
+from vitray.config.losses import LOSS_TRAITS, Probability
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Probability = Literal["softmax", "sigmoid"]
-"""Softmax over the classes, or a sigmoid for each class."""
-
 
 def probability_of(run: Run) -> Probability:
-    """Return how the logits of a run's network become probabilities: a sigmoid for each class after loss bce."""
-    return "sigmoid" if run.classification and run.classification.loss == "bce" else "softmax"
+    """Return how the logits of a run's network become probabilities: as its loss says; after others by a softmax."""
+    return LOSS_TRAITS[run.classification.loss].probability if run.classification else "softmax"
 
 
 def probabilities_of(logits_BK: "Tensor", probability: Probability) -> "Tensor":

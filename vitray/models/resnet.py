@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitray.config.model_names import Name
+from vitray.config.stems import ROOT, ROOT_STRIDE, resnet_layers, stage_width
 from vitray.models.products import Products
-from vitray.models.sizes import ROOT, ROOT_STRIDE, resnet_layers, stage_width
 
 GROUPS = 32
 # How a kernel is divided by its deviation s, and the epsilon of the group norms.
@@ -93,18 +92,18 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """The root and the stages of a ResNet: images in, a feature map out."""
 
-    def __init__(self, name: Name, kind: str) -> None:
+    def __init__(self, units: tuple[int, ...], patch: int, kind: str) -> None:
         super().__init__()
         self.root = StandardizedConv(3, ROOT, 7, 2, kind)
         self.root_norm = nn.GroupNorm(GROUPS, ROOT, EPSILONS[kind][1])
         self.stages = nn.ModuleList()
         before = ROOT
-        for number, depth in enumerate(resnet_layers(name)):
+        for number, depth in enumerate(resnet_layers(units, patch)):
             after = stage_width(number)
             strides = [1 if number == 0 else 2] + [1] * (depth - 1)
             widths = [before] + [after] * (depth - 1)
-            units = (Bottleneck(width, after, stride, kind) for width, stride in zip(widths, strides, strict=True))
-            self.stages.append(nn.Sequential(*units))
+            pairs = zip(widths, strides, strict=True)
+            self.stages.append(nn.Sequential(*(Bottleneck(width, after, stride, kind) for width, stride in pairs)))
             before = after
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -114,6 +113,11 @@ class ResNet(nn.Module):
         for stage in self.stages:
             x_BCHW = stage(x_BCHW)
         return x_BCHW
+
+    def describe(self) -> str:
+        """Return it as a line of a network's diagram."""
+        stages = ", ".join(str(len(list(stage.children()))) for stage in self.stages)
+        return f"ResNet of {stages} units" if stages else "root of a ResNet"
 
     def count(self, products: Products, pixels: int) -> int:
         """Count the products for an image, and return the cells of the feature map."""

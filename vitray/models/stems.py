@@ -1,5 +1,6 @@
 """Stems, from pixels to tokens: Table 7 of "Three things". B images, N patches (row by row), D width."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -8,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config.model_names import Name
+from vitray.config.stems import RESNETS, feature_map
 from vitray.models.flexible import apply_matrix, kernel_matrix_on
 from vitray.models.local_stem import LocalTransformer
 from vitray.models.products import Products, count_convolutions
 from vitray.models.resnet import ResNet
-from vitray.models.sizes import convolutions, feature_map
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -29,7 +30,9 @@ class Stem(nn.Module):
         self, name: Name, resnet_eps: str = "vit", norm_eps: float | None = None, momentum: float = 0.1
     ) -> None:
         super().__init__()
-        self.proj = nn.Sequential(*_layers(name, resnet_eps, norm_eps, momentum))
+        has_own_layers = name.traits.cost is not None
+        layers = LAYERS[name.stem](name, resnet_eps) if has_own_layers else _convolutional(name, norm_eps, momentum)
+        self.proj = nn.Sequential(*layers)
         self.patch = self.own_patch = name.patch
         """The patch size; `use_patch` sets another one where the stem is linear."""
         self._matrix: Tensor | None = None
@@ -72,28 +75,34 @@ class Stem(nn.Module):
         return super().train(mode and any(parameter.requires_grad for parameter in self.parameters()))
 
 
-def _layers(name: Name, resnet_eps: str, norm_eps: float | None, momentum: float) -> list[nn.Module]:
-    if name.is_hybrid:
-        channels, cell = feature_map(name)
-        cells = name.patch // cell
-        return [ResNet(name, resnet_eps), nn.Conv2d(channels, name.size, cells, cells)]
-    return [LocalTransformer(name)] if name.stem == "local" else _convolutional(name, norm_eps, momentum)
-
-
 def _convolutional(name: Name, norm_eps: float | None, momentum: float) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    before = 3
-    for kernel, stride, padding, channels in convolutions(name):
+    traits, layers, before = name.traits, list[nn.Module](), 3
+    for kernel, stride, padding, channels in name.convolutions:
         layers.append(nn.Conv2d(before, channels, kernel, stride, padding))
-        match name.stem_norm:
+        match traits.norm:
             case "bn":
                 layers.append(nn.BatchNorm2d(channels, norm_eps or 1e-5, momentum))
             case "ln":
                 layers.append(ChannelNorm(channels, eps=norm_eps or 1e-6))
         layers.append(nn.GELU())
         before = channels
-    # GELU always follows a convolution, except the last one of stems without "gelu" in their name.
-    return layers if "gelu" in name.stem.split("_") else layers[:-1]
+    return layers if traits.ends_in_gelu else layers[:-1]
+
+
+def _hybrid(name: Name, resnet_eps: str) -> list[nn.Module]:
+    units = RESNETS[name.stem].units
+    assert units is not None
+    channels, cell = feature_map(units, name.patch)
+    cells = name.patch // cell
+    return [ResNet(units, name.patch, resnet_eps), nn.Conv2d(channels, name.size, cells, cells)]
+
+
+# Layers of stems whose row in `vitray/config/stems.py` states a cost; they take the name and model.resnet_eps. Those
+# that are no layer of torch have a method `describe`, for the diagram of a network.
+LAYERS: dict[str, Callable[[Name, str], list[nn.Module]]] = {
+    "local": lambda name, _: [LocalTransformer(name)],
+    **dict.fromkeys(RESNETS, _hybrid),
+}
 
 
 class SumOverWorkers(torch.autograd.Function):

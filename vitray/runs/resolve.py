@@ -11,6 +11,7 @@ from vitray.cluster import session
 from vitray.cluster.storage_check import check_readable, check_writable
 from vitray.config import Run
 from vitray.config.pretraining import Beit, Masked
+from vitray.config.probes import PROBE_TRAITS
 from vitray.config.training import Finetune
 from vitray.data.shards import holdout_mask, open_dataset
 from vitray.data.shards.checking import check_sizes
@@ -264,11 +265,9 @@ def _check_settings(run: Run, dataset: Dataset, images: int) -> None:
         got = f"data.holdout {run.data.holdout:g}" if run.data.holdout else "data.val null"
         wanted = "expected images on which no version was trained: data.val, and data.holdout 0"
         raise ConfigError(f"tracking.promote: got a rule with {got}; {wanted}")
-    learning = {"knn", "few_shot"} & set(run.evaluate.probes)
+    learning = sorted(name for name in run.evaluate.probes if PROBE_TRAITS[name].learns)
     if learning and len(dataset.classes) < 2:
-        raise ConfigError(
-            f"evaluate.probes {', '.join(sorted(learning))} needs labels to learn from; {dataset.url} has none"
-        )
+        raise ConfigError(f"evaluate.probes {', '.join(learning)} needs labels to learn from; {dataset.url} has none")
     if run.compute.device == "gpu" and session.starts_local_ray():
         import torch  # takes seconds
 

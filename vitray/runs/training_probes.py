@@ -8,13 +8,11 @@ import torch
 from vitray import storage
 from vitray.data.shards import holdout_mask
 from vitray.errors import ConfigError
+from vitray.evaluation.probes import PROBES
 from vitray.runs.model_output import find_checkpoints
 from vitray.runs.run_dir import run_dataset, stored_run
 from vitray.training import checkpoints
 from vitray.training.probes import network_weights, probe_weights, read_probe_images
-
-# The printed scores, as far as they are computed.
-SHOWN = ("knn10", "few_shot5", "ece", "rankme", "attention_distance")
 
 
 def probe_checkpoints(urls: Sequence[str], names: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -38,6 +36,7 @@ def _probe_run(run_dir: str, steps: Sequence[int], names: Sequence[str]) -> list
     for step in steps:
         weights = network_weights(checkpoints.read_checkpoint(run_dir, step).parts)
         values, place = probe_weights(run, weights, images, device), checkpoints.folder_of(run_dir, step)
-        print(" ".join([place, *(f" {name} {values[name]:.4f}" for name in SHOWN if name in values)]), flush=True)
+        shown = [PROBES[name].headline for name in PROBES if PROBES[name].headline in values]
+        print(" ".join([place, *(f" {name} {values[name]:.4f}" for name in shown)]), flush=True)
         rows.append({"checkpoint": place, "step": step, **values})
     return rows

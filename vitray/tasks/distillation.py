@@ -1,9 +1,7 @@
-"""Distillation (DeiT) and co-training: the teacher, and losses with its or another submodel's logits as targets.
+"""Distillation (DeiT): the teacher, and the loss with its logits as targets.
 
 Shapes: B images, C colors, H x W pixels, K classes.
 """
-
-from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from vitray.config.augmentation import Normalize
 from vitray.config.distillation import Distillation
-from vitray.config.training import Loss
 from vitray.models.network import AnyNetwork
 
 
@@ -57,19 +54,3 @@ def distillation_loss(logits_BK: Tensor, teacher_BK: Tensor, settings: Distillat
     log_p_BK = F.log_softmax(logits_BK / settings.temperature, dim=1)
     log_q_BK = F.log_softmax(teacher_BK / settings.temperature, dim=1)
     return settings.temperature**2 * F.kl_div(log_p_BK, log_q_BK, reduction="batchmean", log_target=True)
-
-
-def submodel_loss(logits_BK: Tensor, peer_logits_BK: Tensor, loss: Loss) -> Tensor:
-    """Return the mean loss with another submodel's logits as targets, computed in float32, without label smoothing.
-
-    Softmax: -sum_k q(k) log p(k), with q and p the softmax of the other's and the own logits. Bce: the binary
-    cross-entropy with the other's sigmoid, the mean over images and classes.
-    """
-    logits_BK, peer_logits_BK = logits_BK.float(), peer_logits_BK.detach().float()
-    match loss:
-        case "softmax":
-            return F.cross_entropy(logits_BK, peer_logits_BK.softmax(dim=1))
-        case "bce":
-            return F.binary_cross_entropy_with_logits(logits_BK, peer_logits_BK.sigmoid())
-        case _:
-            assert_never(loss)

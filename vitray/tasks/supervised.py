@@ -3,9 +3,6 @@
 Shapes: B images, S images of both submodels, C colors, H x W pixels, K classes.
 """
 
-from typing import assert_never
-
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitray.config import Run
@@ -13,7 +10,8 @@ from vitray.config.training import Finetune, Supervised
 from vitray.models.network import build_network
 from vitray.models.products import Products
 from vitray.models.vit import TwoHeads, ViT
-from vitray.tasks.distillation import Teacher, distillation_loss, submodel_loss
+from vitray.tasks.distillation import Teacher, distillation_loss
+from vitray.tasks.losses import LOSSES
 
 
 class Classification(nn.Module):
@@ -23,6 +21,7 @@ class Classification(nn.Module):
         super().__init__()
         assert isinstance(run.task, Supervised | Finetune)
         self.settings, self.normalize, self.teacher = run.task, run.data.normalize, teacher
+        self.loss = LOSSES[run.task.loss]
         self.vit = build_network(run.model)
 
     def forward(self, images_BCHW: Tensor, targets_BK: Tensor) -> Tensor:
@@ -62,30 +61,8 @@ class Classification(nn.Module):
         logits_SK = self.vit(images_BCHW.repeat(2, 1, 1, 1))
         peer_logits_SK = logits_SK.roll(len(images_BCHW), dims=0)
         label_loss = self.label_loss(logits_SK, targets_BK.repeat(2, 1))
-        return (1 - weight) * label_loss + weight * submodel_loss(logits_SK, peer_logits_SK, self.settings.loss)
+        return (1 - weight) * label_loss + weight * self.loss.of_peer(logits_SK, peer_logits_SK.detach())
 
     def label_loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         """Return the mean loss of logits by the labels."""
-        match self.settings.loss:
-            case "softmax":
-                return soft_cross_entropy(logits_BK, targets_BK, self.settings.smoothing)
-            case "bce":
-                return binary_cross_entropy(logits_BK, targets_BK, self.settings.smoothing)
-            case _:
-                assert_never(self.settings.loss)
-
-
-def soft_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
-    """Return the mean cross-entropy with soft targets, computed in float32."""
-    return F.cross_entropy(logits_BK.float(), targets_BK.float(), label_smoothing=smoothing)
-
-
-def binary_cross_entropy(logits_BK: Tensor, targets_BK: Tensor, smoothing: float) -> Tensor:
-    """Return the mean binary cross-entropy over images and classes, computed in float32.
-
-    Every class with a share of a mixed target counts as present. Smoothing is applied afterwards. DeiT's code applies
-    it before, so that every class counts as present (`--bce-loss --smoothing 0.1`).
-    """
-    present_BK = (targets_BK > 0).float()
-    smoothed_BK = (1 - smoothing) * present_BK + smoothing / present_BK.shape[1]
-    return F.binary_cross_entropy_with_logits(logits_BK.float(), smoothed_BK)
+        return self.loss.of_labels(logits_BK, targets_BK, self.settings.smoothing)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from vitray.config import Run
+from vitray.config.probes import PROBE_TRAITS
 from vitray.data.augment.batch import normalized
 from vitray.data.augment.keyed_random import raw_draws
 from vitray.data.augment.views import View, decode_views, usable
 from vitray.data.shards.manifest import Dataset
 from vitray.data.stream.decoding import SplitRows, locate_rows, read_labels, read_rows
 from vitray.errors import ConfigError
-from vitray.evaluation.arrays import Labeled
-from vitray.evaluation.probes import mean_distances, probe_calibration, probe_features
+from vitray.evaluation.arrays import Labeled, ProbeInputs
+from vitray.evaluation.probes import probe_scores
 from vitray.inspection.attention_distance import attention_distances
 from vitray.models.adapters import merge_lora
 from vitray.models.network import AnyNetwork, build_network, vit_of
@@ -59,7 +60,7 @@ class NetworkOutputs(NamedTuple):
 def read_probe_images(run: Run, dataset: Dataset, holdout_mask: np.ndarray | None) -> ProbeImages:
     """Read and decode the images; `holdout_mask` marks the rows of train that are evaluated."""
     assert run.data.evaluated is not None
-    learns = {"knn", "few_shot"} & set(run.evaluate.probes)
+    learns = any(PROBE_TRAITS[name].learns for name in run.evaluate.probes)
     train = _read_split(run, dataset, run.data.train, None if holdout_mask is None else ~holdout_mask)
     return ProbeImages(
         train if learns else None,
@@ -83,22 +84,29 @@ def choose_rows(split: str, used: np.ndarray, number: int) -> np.ndarray:
 @torch.no_grad()
 def probe_weights(run: Run, weights: Mapping[str, Tensor], images: ProbeImages, device: torch.device) -> dict[str, Any]:
     """Return the scores of a network's weights by name."""
-    names, vit = run.evaluate.probes, build_network(run.model)
+    vit = build_network(run.model)
     vit.load_state_dict(weights)
     vit.to(device).eval().requires_grad_(False)
     outputs, labels = _run_network(vit, run, images.val, device), images.val.labels
     train = images.train and Labeled(_run_network(vit, run, images.train, device).features, images.train.labels)
-    values = probe_features(names, train, Labeled(outputs.features, labels), images.classes, ())
-    if "calibration" in names:
-        values |= probe_calibration(outputs.logits, labels, probability_of(run))
-    if "attention_distance" in names:
-        views = images.val.views[:ATTENTION_IMAGES]
-        attentive = vit_of(vit, "evaluate.probes: attention_distance")
+
+    def measure_distances() -> np.ndarray:
+        views, attentive = images.val.views[:ATTENTION_IMAGES], vit_of(vit, "evaluate.probes: attention distances")
         parts = [
             attention_distances(attentive, _prepare(views[at : at + BATCH], run, device)).distance.cpu().numpy()
             for at in range(0, len(views), BATCH)
         ]
-        values |= mean_distances(np.concatenate(parts, axis=-1))
+        return np.concatenate(parts, axis=-1)
+
+    inputs = ProbeInputs(
+        scored=Labeled(outputs.features, labels),
+        num_classes=images.classes,
+        train=train,
+        logits=outputs.logits,
+        probability=probability_of(run),
+        attention_distances=measure_distances,
+    )
+    values = probe_scores(run.evaluate.probes, inputs)
     counts = {"images": len(labels)} | ({} if train is None else {"train_images": len(train.labels)})
     return counts | {name: value for name, value in values.items() if value is not None}
 

@@ -1,9 +1,9 @@
 """A network as files of timm, torchvision or Hugging Face: its tensors, and the program that loads them there."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -20,8 +20,8 @@ from vitray.models.vit import ViT
 from vitray.weights.files import State, few
 from vitray.weights.layouts import LAYOUTS, tensor_names
 
-EXPORTS = ("timm", "torchvision", "hf")
 WEIGHTS, LOADER = "model.safetensors", "load.py"
+_FOLDER = "pathlib.Path(__file__).parent"
 # Predefined networks of timm and torchvision by width and patch size; the numbers are torchvision's depths.
 _TIMM = {"ti_16": "tiny", "s_16": "small", "s_32": "small", "b_16": "base", "b_32": "base", "l_16": "large"}
 _TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
@@ -29,24 +29,24 @@ _TORCHVISION = {"b_16": 12, "b_32": 12, "l_16": 24, "l_32": 24, "h_14": 32}
 
 def export_weights(vit: AnyNetwork, layout: str) -> State:
     """Return the network's tensors with the names and shapes of timm, torchvision or hf."""
-    if layout not in EXPORTS:
-        raise ConfigError(f"layout {layout!r}: expected timm, torchvision or hf")
+    if layout not in LIBRARIES:
+        *first, last = LIBRARIES
+        raise ConfigError(f"layout {layout!r}: expected {', '.join(first)} or {last}")
+    library = LIBRARIES[layout]
     if not isinstance(vit, ViT):
         if layout != "torchvision" or vit.model.num_classes is None or not is_torchvision(vit.model.name):
             wanted = "expected layout torchvision, and a network of torchvision with a head"
             raise ConfigError(f"{vit.model.name}: an export for {layout} has no such network; {wanted}")
         return {name.removeprefix("body."): tensor.detach() for name, tensor in vit.state_dict().items()}
-    model, branches = vit.model, vit.model.shape.branches
-    if fault := _fault(model, layout):
+    model = vit.model
+    if fault := _fault(model, layout) or library.fault(model):
         raise ConfigError(f"{model.name}: {fault}")
-    target = LAYOUTS["timm_parallel" if layout == "timm" and branches > 1 else layout]
-    if layout == "hf" and model.distillation_token:
-        target = LAYOUTS["hf_distilled"]
+    target = LAYOUTS[library.layout(model)]
     exported: State = {}
     unmapped = []
     for key, tensor in vit.state_dict().items():
-        if layout == "timm" and key.startswith("stem.proj.") and model.shape.stem != "linear":
-            exported[key.replace("stem.proj.", "patch_embed.backbone.")] = tensor.detach()
+        if library.stem and key.startswith("stem.proj.") and not model.shape.traits.is_single_layer:
+            exported[key.replace("stem.proj", library.stem)] = tensor.detach()
             continue
         names = tensor_names(target, key, model)
         if not names:
@@ -68,35 +68,41 @@ def export_weights(vit: AnyNetwork, layout: str) -> State:
 
 
 def _fault(model: Model, layout: str) -> str | None:
-    """The first setting whose function a library cannot compute, even if the tensors fit."""
+    """The first setting whose function no library can compute, even if the tensors fit."""
     if variant := variant_of(model):
         return f"an export for {layout} has no {variant}"
-    if model.adapters:
-        return f"an export for {layout} has no adapters"
-    if model.num_classes and model.head.kind == "mlp" and (layout == "timm" or model.distillation_token):
+    return f"an export for {layout} has no adapters" if model.adapters else None
+
+
+def _timm_fault(model: Model) -> str | None:
+    if model.num_classes and model.head.kind == "mlp":
+        return "timm has no head of two layers"
+    return None if "timm" in model.shape.traits.libraries else f"an export for timm has no stem {model.shape.stem}"
+
+
+def _hf_fault(model: Model, layout: str = "hf") -> str | None:
+    if model.num_classes and model.head.kind == "mlp" and model.distillation_token:
         return f"{layout} has no head of two layers"
-    if layout == "timm":
-        if model.shape.stem == "local" or model.shape.is_hybrid:
-            return f"an export for timm has no stem {model.shape.stem}"
-        return None
     if model.pool != "token":
         return f"{layout} reads the class token, and this model's pool is {model.pool}"
-    if model.shape.stem != "linear":
+    if layout not in model.shape.traits.libraries:
         return f"{layout} has no stem {model.shape.stem}"
     if model.shape.branches > 1:
         return f"{layout} has no parallel branches, and this model has {model.shape.branches}"
-    if model.layerscale is not None:
-        return f"{layout} has no LayerScale"
-    if layout == "hf":
-        return None
+    return f"{layout} has no LayerScale" if model.layerscale is not None else None
+
+
+def _torchvision_fault(model: Model) -> str | None:
+    if fault := _hf_fault(model, "torchvision"):
+        return fault
     if model.distillation_token:
-        return f"{layout} has no distillation token"
+        return "torchvision has no distillation token"
     if model.activation != "gelu":
-        return f"{layout} computes the exact gelu, and this model {model.activation}"
+        return f"torchvision computes the exact gelu, and this model {model.activation}"
     if model.num_classes is None:
-        return f"{layout} has no network without a head"
+        return "torchvision has no network without a head"
     height, width = model.image_shape
-    return None if height == width else f"{layout} reads square images, and this model {height} x {width}"
+    return None if height == width else f"torchvision reads square images, and this model {height} x {width}"
 
 
 def variant_of(model: Model) -> str | None:
@@ -123,9 +129,8 @@ def write_library(vit: AnyNetwork, layout: str, folder: Path, classes: Sequence[
     exported = export_weights(vit, layout)
     program = library_program(vit, layout)
     save_file(exported, folder / WEIGHTS, metadata={"format": "pt"})
-    if layout == "hf":
-        assert isinstance(vit, ViT), "hf has no other networks"
-        (folder / "config.json").write_text(json.dumps(_hf_config(vit, classes), indent=2))
+    for name, content in LIBRARIES[layout].files(vit, classes).items():
+        (folder / name).write_text(content)
     (folder / LOADER).write_text(program)
 
 
@@ -134,17 +139,14 @@ def write_library(vit: AnyNetwork, layout: str, folder: Path, classes: Sequence[
 
 def library_program(vit: AnyNetwork, layout: str) -> str:
     """Return Python that builds the network in its library and loads the tensors beside it, as `model`."""
-    folder = "pathlib.Path(__file__).parent"
-    if layout == "hf":
-        build = f"model = transformers.{_hf_class(vit.model)}.from_pretrained({folder})"
-        return f"import pathlib, transformers\n{build}\n"
-    if not isinstance(vit, ViT):
-        build = f"torchvision.models.get_model({_torchvision_arguments(vit.model)})"
-    else:
-        build = _timm_code(vit) if layout == "timm" else _torchvision_code(vit.model)
-    load = f"model.load_state_dict(safetensors.torch.load_file({folder} / {WEIGHTS!r}))"
-    imports = f"import functools, pathlib, safetensors.torch, torch, {layout}"
-    return f"{imports}\nmodel = {build}\n{load}\nmodel.eval()\n"
+    return LIBRARIES[layout].program(vit)
+
+
+def _program(library: str, network: str) -> str:
+    """Return the program of a library whose networks load a dictionary of tensors."""
+    load = f"model.load_state_dict(safetensors.torch.load_file({_FOLDER} / {WEIGHTS!r}))"
+    imports = f"import functools, pathlib, safetensors.torch, torch, {library}"
+    return f"{imports}\nmodel = {network}\n{load}\nmodel.eval()\n"
 
 
 def _torchvision_arguments(model: Model) -> str:
@@ -153,7 +155,8 @@ def _torchvision_arguments(model: Model) -> str:
     return ", ".join([repr(model.name.removeprefix(PREFIX)), *named])
 
 
-def _timm_code(vit: ViT) -> str:
+def _timm_program(vit: AnyNetwork) -> str:
+    assert isinstance(vit, ViT), "timm has no other networks"
     model, shape = vit.model, vit.model.shape
     arguments = {
         "img_size": model.image_shape,
@@ -175,12 +178,12 @@ def _timm_code(vit: ViT) -> str:
     code["norm_layer"] = f"functools.partial(timm.layers.LayerNorm, eps={model.norm_eps!r})"
     if shape.branches > 1:
         code["block_fn"] = f"functools.partial({block}, num_parallel={shape.branches})"
-    if shape.stem != "linear":
+    if not shape.traits.is_single_layer:
         layers = ", ".join(_layer_code(layer) for layer in vit.stem.proj)
         code["patch_size"] = "1"
         code["embed_layer"] = f"functools.partial(timm.layers.HybridEmbed, torch.nn.Sequential({layers}), proj=False)"
     name = "deit_base_distilled_patch16_224" if model.distillation_token else f"vit_{width}_patch{patch}_224"
-    return f"timm.create_model('{name}', {_listed(code)})"
+    return _program("timm", f"timm.create_model('{name}', {_listed(code)})")
 
 
 def _kind(model: Model) -> str:
@@ -199,6 +202,11 @@ def _layer_code(layer: nn.Module) -> str:
             return f"timm.layers.LayerNorm2d({layer.normalized_shape[0]}, eps={layer.eps!r})"
         case _:
             return "torch.nn.GELU()"
+
+
+def _torchvision_program(vit: AnyNetwork) -> str:
+    own = f"torchvision.models.get_model({_torchvision_arguments(vit.model)})"
+    return _program("torchvision", _torchvision_code(vit.model) if isinstance(vit, ViT) else own)
 
 
 def _torchvision_code(model: Model) -> str:
@@ -230,10 +238,15 @@ def _hf_class(model: Model) -> str:
     return "DeiTForImageClassificationWithTeacher" if model.distillation_token else "ViTForImageClassification"
 
 
-def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:
+def _hf_program(vit: AnyNetwork) -> str:
+    build = f"model = transformers.{_hf_class(vit.model)}.from_pretrained({_FOLDER})"
+    return f"import pathlib, transformers\n{build}\n"
+
+
+def _hf_files(vit: AnyNetwork, classes: Sequence[str] | None) -> dict[str, str]:
     model = vit.model
     names = classes or [f"class {index}" for index in range(model.num_classes or 0)]
-    return {
+    config = {
         "architectures": [_hf_class(model)],
         "model_type": "deit" if model.distillation_token else "vit",
         "hidden_size": model.shape.size,
@@ -248,3 +261,36 @@ def _hf_config(vit: ViT, classes: Sequence[str] | None) -> dict[str, Any]:
         "id2label": {str(index): name for index, name in enumerate(names)},
         "label2id": {name: index for index, name in enumerate(names)},
     }
+    return {"config.json": json.dumps(config, indent=2)}
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+
+class Library(NamedTuple):
+    """How a library holds a network."""
+
+    layout: Callable[[Model], str]
+    """The name among `LAYOUTS` of the layout of a network."""
+    fault: Callable[[Model], str | None]
+    """The first setting whose function it cannot compute, besides those that no library can."""
+    program: Callable[[AnyNetwork], str]
+    """Python that builds the network there and loads its tensors."""
+    files: Callable[[AnyNetwork, Sequence[str] | None], dict[str, str]] = lambda _vit, _classes: {}
+    """The content of further files by name, from the network and its classes."""
+    stem: str = ""
+    """Its name of a stem of several layers."""
+
+
+LIBRARIES = {
+    "timm": Library(
+        lambda model: "timm_parallel" if model.shape.branches > 1 else "timm",
+        _timm_fault,
+        _timm_program,
+        stem="patch_embed.backbone",
+    ),
+    "torchvision": Library(lambda _: "torchvision", _torchvision_fault, _torchvision_program),
+    "hf": Library(
+        lambda model: "hf_distilled" if model.distillation_token else "hf", _hf_fault, _hf_program, _hf_files
+    ),
+}

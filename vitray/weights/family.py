@@ -20,7 +20,6 @@ from torch.func import functional_call
 
 from vitray.config import Model, Rope, Run
 from vitray.errors import ConfigError, nearest
-from vitray.models.local_stem import LocalTransformer
 from vitray.models.network import build_network
 from vitray.models.positions import Positions
 from vitray.models.rope import AxialRope
@@ -234,7 +233,7 @@ class _Trunk:
             if inside and name.startswith(inside):
                 continue
             tensors = [key for key, _ in [*layer.named_parameters(), *layer.named_buffers()]]
-            is_whole = isinstance(layer, LocalTransformer)  # its layers see a row for each patch
+            is_whole = getattr(layer, "rows_are_patches", False)
             inside = f"{name}." if is_whole else inside
             if tensors and (is_whole or not list(layer.children())):
                 self.layers.append(Layer(name, layer.requires_grad_(False)))

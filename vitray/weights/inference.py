@@ -231,7 +231,8 @@ def _infer_hybrid(state: State, layout: WeightLayout, url: str) -> tuple[str, in
         raise ConfigError(f"{url}: it has a ResNet, and no projection {names[0] if names else ''} of its feature map")
     cells = state[names[0]].shape[0 if "/" in names[0] else 2]
     layers = tuple(units for stage in range(4) if (units := count(stage)))
-    for kind, known in RESNETS.items():
+    for kind, traits in RESNETS.items():
+        known = traits.units
         if layers == known:
             return kind, cells * (32 if layers else 4)
         if known and layers == (*known[:2], sum(known[2:])) and cells == 1:

@@ -266,8 +266,8 @@ def tensor_names(layout: WeightLayout, key: str, model: Model) -> tuple[str, ...
         case ["stem", "proj", "1"] if model.shape.is_hybrid:
             module = "stem"
         case ["stem", "proj", index]:
-            # A linear stem is a single layer; others are a numbered sequence.
-            module, kind = "stem", kind if model.shape.stem == "linear" else f"{index}.{kind}"
+            # The layers of other stems are a numbered sequence.
+            module, kind = "stem", kind if model.shape.traits.is_single_layer else f"{index}.{kind}"
         case ["head", "0"]:
             module = "hidden"
         case ["head", "class_token"]:

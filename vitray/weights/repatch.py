@@ -31,7 +31,7 @@ def repatched(loaded: LoadedModel, patch: int, url: str, image_size: int | None 
 
 
 def _model_at(model: Model, patch: int, url: str, image_size: int | None) -> Model:
-    if not model.shape.has_linear_stem:
+    if not model.shape.traits.is_resizable:
         raise ConfigError(
             f"{url}: got {model.name}, expected a linear stem: only its kernel is resized to other patches"
         )

@@ -7,18 +7,13 @@ from typing import NamedTuple
 
 from vitray import storage
 from vitray.cluster.storage_check import check_writable
+from vitray.config.probes import PROBE_TRAITS, feature_probes
 from vitray.errors import ConfigError
-from vitray.evaluation.probes import probe_features, probe_shares
+from vitray.evaluation.arrays import ProbeInputs
+from vitray.evaluation.probes import probe_scores, probe_shares
 from vitray.evaluation.report.classes import check_same_classes, class_names, class_numbers
 from vitray.evaluation.report.labeling import label_values, open_label_set, score_labels
-from vitray.evaluation.report.probes import (
-    PROBES,
-    all_classes,
-    check_probes,
-    needs_training,
-    numbered,
-    open_training,
-)
+from vitray.evaluation.report.probes import all_classes, check_probes, numbered, open_training
 from vitray.evaluation.report.results import Evaluation, Result, Scored, compare, score
 from vitray.evaluation.report.robustness import CorruptedImages, check_corrupted, corruption_errors, open_corrupted
 from vitray.evaluation.report.tracking import track_evaluation
@@ -108,7 +103,8 @@ def compute_evaluation(request: Request) -> tuple[Evaluation, str]:
     check_probes(request.probes)
     networks = open_networks(request.models)
     images = open_images(request.data, request.split)
-    train = open_training(images, request.train_split) if needs_training(request.probes) else None
+    learns = any(PROBE_TRAITS[name].learns for name in request.probes)
+    train = open_training(images, request.train_split) if learns else None
     data = _Data(images, train, open_corrupted(request.corrupt, request.imagenet_c, request.baseline))
     _check(request, networks, data)
     folder = request.out or storage.join(DEFAULT_FOLDER, _folder_name(networks, images))
@@ -147,7 +143,7 @@ def _check(request: Request, networks: Sequence[Network], data: _Data) -> None:
         elif not request.probes:
             raise ConfigError(
                 f"{network.spec.url}: it has no head, so no predictions; expected a classifier, or --probes"
-                f" {' '.join(PROBES)}"
+                f" {' '.join(feature_probes())}"
             )
     all_classes(data.train, images)  # refuses classes of one name
 
@@ -176,11 +172,9 @@ def _result(request: Request, network: Network, data: _Data, folder: str) -> Res
         learned = outputs_of(data.train, "features") if data.train else None
         train = numbered(learned, data.train, classes) if learned and data.train else None
         keys = learned.keys if learned else []
-        test = numbered(outputs, images, classes)
+        inputs = ProbeInputs(numbered(outputs, images, classes), len(classes), train, keys)
         print(f"{network.name}, probes: {', '.join(request.probes)} ...", file=sys.stderr, flush=True)
-        more |= probe_features(request.probes, train, test, len(classes), keys)
-        if train is not None:
-            more |= probe_shares(request.train_shares, train, test, len(classes), keys)
+        more |= probe_scores(request.probes, inputs) | probe_shares(request.train_shares, inputs)
         if learned is not None:
             more |= {"train_images": len(learned.labels), "train_left_out": len(learned.left_out)}
     if data.corrupted and head:

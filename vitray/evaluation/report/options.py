@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-PROBES = ("knn", "few_shot", "linear", "rank")
+from vitray.config.probes import feature_probes
 
 
 def read_options(args: Sequence[str]) -> argparse.Namespace:
@@ -21,7 +21,7 @@ def read_options(args: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3, help="final fine-tunings of --vtab (default: %(default)s)")
     parser.add_argument("--split", default="val", help="the images to score (default: %(default)s)")
-    parser.add_argument("--probes", nargs="+", default=[], help=f"feature probes: {', '.join(PROBES)}")
+    parser.add_argument("--probes", nargs="+", default=[], help=f"feature probes: {', '.join(feature_probes())}")
     parser.add_argument(
         "--training-probes",
         action="store_true",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from vitray.evaluation.intervals import Interval, wilson
+from vitray.evaluation.probes import PROBES
 from vitray.evaluation.report.charts import (
     class_chart,
     confused_pairs,
@@ -13,7 +14,7 @@ from vitray.evaluation.report.charts import (
 from vitray.evaluation.report.galleries import differing, gallery, mistakes
 from vitray.evaluation.report.results import Evaluation, PairResult, Result, Scored
 from vitray.evaluation.report.robustness import errors_of
-from vitray.evaluation.report.texts import TITLES, ScoreText, score_rows, score_text
+from vitray.evaluation.report.texts import TITLES, ScoreText, fixed_titles, score_rows, score_text
 from vitray.pages.files import list_of_files
 from vitray.pages.markup import Column, Content, Html, command_box, fact_list, illustrated, joined, table, tag
 from vitray.pages.shell import PageSection, html_page
@@ -27,8 +28,8 @@ FILES = {
 MOST_LEFT_OUT = 100
 # The most pairs of networks whose images are shown.
 MOST_PAIRS = 3
-# The scores beside the top-1 of a single network.
-BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece", "knn10", "few_shot5", "linear")
+# The scores beside the top-1 of a single network, before those of probes.
+BESIDE = ("top5", "labels_top1", "mean_per_class", "nll", "ece")
 Heads = Sequence[tuple[Result, Scored]]
 
 
@@ -93,7 +94,8 @@ def _beside(evaluation: Evaluation) -> Html:
     """Return other scores of a single network, or the top-1 of several, with the verdict on two."""
     results = evaluation.results
     if len(results) == 1:
-        texts = {title: score_text(results[0], name) for name, title in TITLES.items() if name in BESIDE}
+        beside = {*BESIDE, *(probe.headline for probe in PROBES.values() if probe.in_percent)}
+        texts = {title: score_text(results[0], name) for name, title in fixed_titles().items() if name in beside}
     else:
         texts = {each.name: score_text(each, "top1") or score_text(each, "labels_top1") for each in results}
     shown = {title: _cell(text) for title, text in texts.items() if text or len(results) > 1}

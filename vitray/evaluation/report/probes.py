@@ -4,24 +4,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vitray.config.probes import feature_probes
 from vitray.errors import ConfigError, nearest
 from vitray.evaluation.arrays import Labeled
 from vitray.evaluation.report.classes import check_distinct
-from vitray.evaluation.report.options import PROBES
 from vitray.inference.images import ImageSet, open_images
 from vitray.inference.outputs import Outputs
 
 
 def check_probes(names: Sequence[str]) -> None:
     """Refuse unknown probes."""
+    known = feature_probes()
     for name in names:
-        if name not in PROBES:
-            raise ConfigError(f"--probes: got {name}, expected some of {', '.join(PROBES)}{nearest(name, PROBES)}")
-
-
-def needs_training(names: Sequence[str]) -> bool:
-    """Whether some of the probes learn from another split."""
-    return bool(set(names) - {"rank"})
+        if name not in known:
+            raise ConfigError(f"--probes: got {name}, expected some of {', '.join(known)}{nearest(name, known)}")
 
 
 def open_training(images: ImageSet, train_split: str) -> ImageSet:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitray.evaluation.few_shot import SHOTS
+from vitray.evaluation.probes import PROBES
 from vitray.evaluation.report.results import Evaluation, Result
 from vitray.evaluation.report.robustness import ERROR_OF
 
-# Scores in the order in which they are shown.
+# Scores in the order in which they are shown: those of probes come before those of corrupted images.
 TITLES = {
     "top1": "top-1",
     "top5": "top-5",
@@ -22,25 +23,17 @@ TITLES = {
     "ece_after_temperature": "ECE, at temperature",
     "labels_top1": "top-1 by the label set",
     "labels_top5": "top-5 by the label set",
-    "knn10": "kNN, 10 neighbors",
-    "knn20": "kNN, 20 neighbors",
-    "few_shot1": "few-shot, 1 image a class",
-    "few_shot5": "few-shot, 5 images a class",
-    "few_shot10": "few-shot, 10 images a class",
-    "few_shot25": "few-shot, 25 images a class",
-    "few_shot_least": "few-shot, images of the smallest class",
-    "linear": "linear probe",
-    "rankme": "RankMe",
-    "effective_rank": "effective rank",
-    "separation_variance_share": "variance between classes",
-    "separation_cosine": "cosine separation",
-    "corruption_error": "error on corrupted images",
-    "mce": "mCE, relative to the baseline",
 }
-SHARES = {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", "knn10", "knn20", "linear", "mce"}
-SHARES |= {name for name in TITLES if name.startswith(("few_shot", "corruption_error"))}
+CORRUPTION_TITLES = {"corruption_error": "error on corrupted images", "mce": "mCE, relative to the baseline"}
+SHARES = {"top1", "top5", "labels_top1", "labels_top5", "mean_per_class", *CORRUPTION_TITLES}
 # The linear probe of a share of the training images.
 SHARE_OF = re.compile(r"linear_share([\d.e-]+)")
+
+
+def fixed_titles() -> dict[str, str]:
+    """Return {score: title} in the order of the page, of the scores whose names do not depend on the evaluation."""
+    probed = {name: title for probe in PROBES.values() for name, title in probe.titles.items()}
+    return TITLES | probed | CORRUPTION_TITLES
 
 
 def titles_of(results: Sequence[Result]) -> dict[str, str]:
@@ -48,7 +41,7 @@ def titles_of(results: Sequence[Result]) -> dict[str, str]:
     scored = dict.fromkeys(match for result in results for match in map(SHARE_OF.fullmatch, result.more) if match)
     shares = {match[0]: f"linear probe, {100 * float(match[1]):g} % of train" for match in scored}
     kinds = dict.fromkeys(name for result in results for name in result.more if name.startswith(ERROR_OF))
-    return TITLES | shares | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
+    return fixed_titles() | shares | {name: f"error, {name.removeprefix(ERROR_OF).replace('_', ' ')}" for name in kinds}
 
 
 class ScoreText(NamedTuple):
@@ -66,7 +59,8 @@ class ScoreText(NamedTuple):
 
 def is_share(name: str) -> bool:
     """Whether a score is shown in percent."""
-    return name in SHARES or name.startswith(ERROR_OF) or SHARE_OF.fullmatch(name) is not None
+    is_probed = any(name in probe.titles for probe in PROBES.values() if probe.in_percent)
+    return name in SHARES or is_probed or name.startswith(ERROR_OF) or SHARE_OF.fullmatch(name) is not None
 
 
 def score_text(result: Result, name: str) -> ScoreText | None:

@@ -6,7 +6,7 @@ import math
 
 from vitray import storage
 from vitray.evaluation.report.results import Evaluation, Result
-from vitray.evaluation.report.texts import TITLES, score_text
+from vitray.evaluation.report.texts import fixed_titles, score_text
 from vitray.tracking import system_info
 from vitray.tracking.lineage import ModelScores, TrackedDataset, experiment_of
 from vitray.tracking.tracker import TrackedRun, Tracker
@@ -52,7 +52,7 @@ def _metrics(evaluation: Evaluation, result: Result) -> dict[str, float]:
 
 
 def _description(evaluation: Evaluation, result: Result) -> str:
-    rows = [f"| {title} | {text} |" for name, title in TITLES.items() if (text := score_text(result, name))]
+    rows = [f"| {title} | {text} |" for name, title in fixed_titles().items() if (text := score_text(result, name))]
     table = "\n".join(["| score | with its 95 % interval |", "|---|---|", *rows])
     images = evaluation.images
     head = f"`{result.spec.url}` on {len(result.outputs.labels):,} images of `{images.url}`, {images.split}"

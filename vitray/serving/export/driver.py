@@ -31,15 +31,14 @@ from vitray.models.probabilities import probability_of
 from vitray.serving.export import graphs
 from vitray.serving.export.folding import fold
 from vitray.serving.export.libraries import write_for_library
-from vitray.serving.export.options import GRAPHS, ExportRequest, check_network, check_request, package_versions
+from vitray.serving.export.options import TARGETS, ExportRequest, check_network, check_request, package_versions
 from vitray.serving.export.parity import MOST_OTHERS, Parity, Runner, compare_logits, measure_latency, views
-from vitray.serving.export.preparation import image_processor_of, preprocessing_of
+from vitray.serving.export.preparation import preprocessing_of
 from vitray.tracking import system_info
 from vitray.tracking.model_uri import pin_uri
 from vitray.weights import identity_of, open_weights
 
 FORMAT = 1
-_FILES = {"onnx": "model.onnx", "torch_export": "model.pt2"}
 
 
 class Export(NamedTuple):
@@ -117,16 +116,11 @@ class _Proof(NamedTuple):
 
 def _write(request: ExportRequest, run: Run, vit: AnyNetwork, classes: Sequence[str] | None, folder: Path) -> Runner:
     """Write the files of the network and return a runner that has read them."""
-    if request.target not in GRAPHS:
-        if request.target == "hf" and (processor := image_processor_of(run, vit.model.image_shape)):
-            (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    if not (file := TARGETS[request.target].file):
         return write_for_library(vit, run, request.target, folder, classes)
     network = fold(vit, run.data.normalize, any_size=request.any_size, int8_weights=request.int8 == "weights")
     program = graphs.trace_program(network, vit.model.image_shape, _any_multiple_of(request, vit))
-    path = folder / _FILES[request.target]
-    if request.target == "onnx":
-        return graphs.write_onnx(program, path, int8_dynamic=request.int8 == "dynamic")
-    return graphs.write_torch_export(program, path)
+    return graphs.GRAPHS[request.target](program, folder / file, request.int8)
 
 
 def _prove(request: ExportRequest, run: Run, vit: AnyNetwork, after: Runner, images: ImageSet) -> _Proof:
@@ -175,7 +169,7 @@ def _described(request: ExportRequest, url: str, vit: AnyNetwork, identity: str)
 
 
 def _preprocessing(request: ExportRequest, run: Run, vit: AnyNetwork) -> dict[str, Any]:
-    in_graph, patch = request.target in GRAPHS, _any_multiple_of(request, vit)
+    in_graph, patch = TARGETS[request.target].file is not None, _any_multiple_of(request, vit)
     return preprocessing_of(run, vit.model.image_shape, in_graph=in_graph, any_multiple_of=patch)
 
 

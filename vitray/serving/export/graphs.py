@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,15 @@ def trace_program(network: nn.Module, size: tuple[int, int], any_multiple_of: in
     return program
 
 
-def write_torch_export(program: ExportedProgram, path: Path) -> Runner:
+def write_torch_export(program: ExportedProgram, path: Path, int8: str | None = None) -> Runner:
     """Write a torch.export archive and return a runner of the file."""
+    del int8  # the program has its weights already
     torch.export.save(program, path)
     network = torch.export.load(path).module()
     return lambda images: network(images)
 
 
-def write_onnx(program: ExportedProgram, path: Path, *, int8_dynamic: bool = False) -> Runner:
+def write_onnx(program: ExportedProgram, path: Path, int8: str | None = None) -> Runner:
     """Write an ONNX file, with its weights beside it above 2 GB, and return a runner by onnxruntime."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # onnxscript and the exporter warn of their own code
@@ -52,7 +54,7 @@ def write_onnx(program: ExportedProgram, path: Path, *, int8_dynamic: bool = Fal
             output_names=[OUTPUT],
         )
     graph.save(path)
-    if int8_dynamic:
+    if int8 == "dynamic":
         _quantize_dynamically(path)
     return open_onnx(path)
 
@@ -93,3 +95,10 @@ def _quantize_dynamically(path: Path) -> None:
         logging.disable(logging.NOTSET)
     path.with_name(f"{path.name}.data").unlink(missing_ok=True)
     quantized.replace(path)
+
+
+# The writer of each graph of `TARGETS`: of a program, to a path, with a kind of int8.
+GRAPHS: dict[str, Callable[[ExportedProgram, Path, str | None], Runner]] = {
+    "onnx": write_onnx,
+    "torch_export": write_torch_export,
+}

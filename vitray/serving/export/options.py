@@ -9,17 +9,44 @@ from vitray import storage
 from vitray.config import Model
 from vitray.errors import ConfigError, nearest
 
-# Each target with the optional packages that write and check it; those of onnx are our extra `export`.
-PACKAGES = {
-    "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "torch_export": (),
-    "timm": ("timm",),
-    "torchvision": (),
-    "hf": ("transformers",),
+
+class TargetTraits(NamedTuple):
+    """What options and checks know of a target of an export."""
+
+    file: str | None = None
+    """The file of a graph, which `GRAPHS` of `graphs.py` writes: it takes uint8 images and normalizes them. None for
+    the files of a library, which `LIBRARIES` of `vitray/weights/export.py` writes."""
+    packages: tuple[str, ...] = ()
+    """Optional packages that write and check it."""
+    int8: tuple[str, ...] = ()
+    """Kinds of int8."""
+    about: str = ""
+    """What its name does not say."""
+
+
+TARGETS = {
+    "onnx": TargetTraits("model.onnx", ("onnx", "onnxruntime", "onnxscript"), ("weights", "dynamic")),  # extra `export`
+    "torch_export": TargetTraits("model.pt2", int8=("weights",), about="a .pt2 file"),
+    "timm": TargetTraits(packages=("timm",)),
+    "torchvision": TargetTraits(),
+    "hf": TargetTraits(packages=("transformers",), about="Hugging Face"),
 }
-GRAPHS = ("onnx", "torch_export")
-# Kinds of int8 by target.
-INT8 = {"onnx": ("weights", "dynamic"), "torch_export": ("weights",)}
+
+
+def graph_targets() -> list[str]:
+    """Return the targets that are graphs."""
+    return [name for name, traits in TARGETS.items() if traits.file]
+
+
+def targets_with(int8: str) -> list[str]:
+    """Return the targets that have a kind of int8."""
+    return [name for name, traits in TARGETS.items() if int8 in traits.int8]
+
+
+def listed_targets() -> str:
+    """Return the targets as a text of the help."""
+    *first, last = (f"{name} ({traits.about})" if traits.about else name for name, traits in TARGETS.items())
+    return f"{', '.join(first)} or {last}"
 
 
 class ExportRequest(NamedTuple):
@@ -50,15 +77,17 @@ class ExportRequest(NamedTuple):
 def check_request(request: ExportRequest, out: str) -> None:
     """Refuse unknown or unfitting options, missing packages, and a folder that exists."""
     target = request.target
-    if target not in PACKAGES:
-        raise ConfigError(f"--to {target}: expected one of {', '.join(PACKAGES)}{nearest(target, PACKAGES)}")
-    if request.int8 is not None and request.int8 not in (kinds := INT8.get(target, ())):
-        wanted = f"one of {', '.join(kinds)}" if kinds else f"--to {' or --to '.join(INT8)}"
-        raise ConfigError(f"--int8 {request.int8} --to {target}: expected {wanted}{nearest(request.int8, kinds)}")
-    if request.any_size and target not in GRAPHS:
-        raise ConfigError(f"--any-size --to {target}: expected --to {' or --to '.join(GRAPHS)}")
-    if missing := [name for name in PACKAGES[target] if find_spec(name) is None]:
-        install = f"pip install {' '.join(PACKAGES[target])}"
+    if target not in TARGETS:
+        raise ConfigError(f"--to {target}: expected one of {', '.join(TARGETS)}{nearest(target, TARGETS)}")
+    traits = TARGETS[target]
+    if request.int8 is not None and request.int8 not in traits.int8:
+        others = [name for name, each in TARGETS.items() if each.int8]
+        wanted = f"one of {', '.join(traits.int8)}" if traits.int8 else f"--to {' or --to '.join(others)}"
+        raise ConfigError(f"--int8 {request.int8} --to {target}: expected {wanted}{nearest(request.int8, traits.int8)}")
+    if request.any_size and not traits.file:
+        raise ConfigError(f"--any-size --to {target}: expected --to {' or --to '.join(graph_targets())}")
+    if missing := [name for name in traits.packages if find_spec(name) is None]:
+        install = f"pip install {' '.join(traits.packages)}"
         raise ConfigError(f"--to {target}: needs {', '.join(missing)}, not installed here; run {install}")
     if storage.exists(out) or storage.list_files(out):
         raise ConfigError(f"{out}: exists already; expected a new folder (--out)")
@@ -80,4 +109,4 @@ def check_network(request: ExportRequest, model: Model) -> None:
 
 def package_versions(target: str) -> dict[str, str]:
     """Return the versions of the packages that write and check a target."""
-    return {name: version(name) for name in (*PACKAGES[target], "safetensors", "torchvision")}
+    return {name: version(name) for name in (*TARGETS[target].packages, "safetensors", "torchvision")}
