@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitray.data.augment.contact_sheets import attention_overlay
-from vitray.inspection.report.drawings import Drawing, FigureResult, Table, file_name
+from vitray.inspection.report.drawings import Drawing, FigureResult, Strip, Table, Thumbnail, file_name
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.pages.markup import Html, data_url, joined, tag
 from vitray.plotting import Theme, new_figure, one_line
 
 # Images with all their maps on the page; the grid has all that are shown.
@@ -46,7 +45,7 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
     """Return the attention maps of every image."""
     has_maps = any(not isinstance(subject.network, TorchvisionNetwork) for subject in subjects)
     title, prose = ("Attention maps", PROSE) if has_maps else ("Predicted classes", "The images with their classes.")
-    parts, drawings, result = [], [], FigureResult("rollout", title, prose, [], [])
+    galleries, drawings, result = [], [], FigureResult("rollout", title, prose, [], [])
     rows: list[Sequence[Any]] = [["model", "image", "row", "column", "map", "attention"]]
     predicted: list[Sequence[Any]] = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
@@ -59,13 +58,12 @@ def maps_figure(subjects: Sequence[Subject]) -> FigureResult:
         maps, images = compute_maps(subject), subject.chosen
         assert images is not None
         if maps.maps:
-            heading = tag("h3", subject.name) if len(subjects) > 1 else None
-            parts += [heading, _gallery(subject, images, maps)]
+            galleries.append((subject.name if len(subjects) > 1 else "", _strips(subject, images, maps)))
         drawings.append(_sheet(subject, images, maps))
         rows += _map_rows(subject, images, maps)
         predicted += _prediction_rows(subject, images, maps)
     tables = [Table(name, each) for name, each in (("rollout", rows), ("predictions", predicted)) if len(each) > 1]
-    return result._replace(drawings=drawings, tables=tables, gallery=joined(*parts) if parts else None)
+    return result._replace(drawings=drawings, tables=tables, galleries=galleries)
 
 
 def compute_maps(subject: Subject) -> Maps:
@@ -126,10 +124,10 @@ def _map_rows(subject: Subject, images: ChosenImages, maps: Maps) -> list[Sequen
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _gallery(subject: Subject, images: ChosenImages, maps: Maps) -> Html:
-    """The first images with all their maps."""
+def _strips(subject: Subject, images: ChosenImages, maps: Maps) -> list[Strip]:
+    """Return the first images with all their maps."""
     assert subject.images is not None
-    items = []
+    strips = []
     for place, image in enumerate(images.shown[:MOST_LARGE]):
         view_HWC = subject.images[place]
         pictures = [_thumbnail(view_HWC, image.key, "image")]
@@ -139,9 +137,8 @@ def _gallery(subject: Subject, images: ChosenImages, maps: Maps) -> Html:
         guesses, named = predictions(subject, maps, place), true_class(images, place)
         is_wrong = bool(guesses) and named is not None and guesses[0][0] != named
         words = ", ".join(f"{name} {probability:.1%}" for name, probability in guesses)
-        text = tag("span.mistake" if is_wrong else "span", f"{'✗ ' * is_wrong}{words}") if guesses else None
-        items.append(tag("li", tag("div.strip", *pictures), tag("strong", named or image.key), text))
-    return tag("ul.strips", *items)
+        strips.append(Strip(pictures, named or image.key, words, is_wrong))
+    return strips
 
 
 def contrast(map_RQ: np.ndarray) -> str:
@@ -150,14 +147,12 @@ def contrast(map_RQ: np.ndarray) -> str:
     return f"×{map_RQ.max() / mean:.2f}" if mean > 0 else "none"
 
 
-def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Html:
+def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Thumbnail:
     image = Image.fromarray(view_HWC)
     is_tiny = max(image.size) <= TINY
     image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     image.save(content := io.BytesIO(), "PNG" if is_tiny else "JPEG", quality=90)
-    kind = "image/png" if is_tiny else "image/jpeg"
-    attributes = {"src": data_url(kind, content.getvalue()), "alt": alt, "title": alt}
-    return tag("figure", tag("img.tiny" if is_tiny else "img", has=attributes), tag("figcaption", name))
+    return Thumbnail(content.getvalue(), "image/png" if is_tiny else "image/jpeg", is_tiny, alt, name)
 
 
 def _sheet(subject: Subject, images: ChosenImages, maps: Maps) -> Drawing:
