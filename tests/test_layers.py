@@ -50,6 +50,7 @@ DOORS = {
     "ray.job_submission": {"vitray.cluster.jobs"},
     "ray.autoscaler": {"vitray.cluster.launch"},
     "optuna": {"vitray.sweep"},
+    "jinja2": {"vitray.pages"},
     "boto3": {"vitray.storage", "vitray.cluster.storage_check", "vitray.cluster.aws_account"},
     "botocore": {
         "vitray.storage",

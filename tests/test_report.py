@@ -13,11 +13,13 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import UndefinedError
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image, ImageColor
@@ -29,7 +31,7 @@ from vitray.config import load_run
 from vitray.config.model_names import parse_name
 from vitray.config.parsing import parse_overrides
 from vitray.pages.files import csv_text
-from vitray.pages.markup import joined, link, tag
+from vitray.pages.rendering import ENVIRONMENT, Column, Table
 from vitray.plotting import DARK, LIGHT, to_png
 from vitray.sweep.report import SweepResult, TrialResult, comparisons, is_imagenet, paper_result, write_report
 from vitray.sweep.report.drawing import Label, column_axis, label_points, spread_out
@@ -372,7 +374,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.inside != "style":
             self.texts.append(data)
-        if self.rows and self.rows[-1]:
+        if self.rows and self.rows[-1] and data.strip():
             self.rows[-1][-1] += data
 
     def text(self) -> str:
@@ -399,13 +401,19 @@ def test_a_hostile_name_is_rendered_as_text(tmp_path):
     assert "default-src 'none'" in page.attributes("content")[1]
 
 
-def test_text_is_escaped_and_markup_is_not():
-    inside = tag("b", '<"&', has={"title": '"><i>'})
-    assert tag("p.one.two", inside, None, "<").markup == (
-        '<p class="one two"><b title="&quot;&gt;&lt;i&gt;">&lt;&quot;&amp;</b>&lt;</p>'
-    )
-    assert link("https://host/?a=1&b", "x").markup.startswith('<a href="https://host/?a=1&amp;b" ')
-    assert link("javascript:alert(1)", "<x").markup == joined("<x").markup == "&lt;x"
+def test_templates_escape_all_text():
+    parts: Any = ENVIRONMENT.get_template("parts.html").module
+    table = parts.table(Table('"><i>', [Column("<"), Column("", True)], [['<"&', "'"]]))
+    assert ' aria-label="&#34;&gt;&lt;i&gt;"' in table
+    assert '<th scope="col">&lt;</th>' in table
+    assert '<td>&lt;&#34;&amp;</td><td class="number">&#39;</td>' in table
+    assert parts.link("https://host/?a=1&b", "x").startswith('<a href="https://host/?a=1&amp;b" ')
+    assert parts.link("javascript:alert(1)", "<x").strip() == "&lt;x"
+    assert ENVIRONMENT.loader is not None
+    for name in ENVIRONMENT.list_templates():
+        assert not re.search(r"\bsafe\b|autoescape|Markup", ENVIRONMENT.loader.get_source(ENVIRONMENT, name)[0])
+    with pytest.raises(UndefinedError):
+        ENVIRONMENT.from_string("{{ unknown }}").render()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from image_sets import SHAPES, write_dataset, write_folder, write_network
-from test_report import measured_page
+from test_report import HOSTILE, measured_page
 
 from pipelines import recipes
 from pipelines.__main__ import main
@@ -314,22 +314,34 @@ def test_bad_input_gets_one_message_and_writes_nothing(place, small, tmp_path, c
     assert not small
 
 
+def page_of(place, networks, names):
+    """The page of networks on datasets of these names, with drawn scores."""
+    spec, rng, results = describe_network(str(place / "a"))[0], np.random.default_rng(0), []
+    for network in networks:
+        done = [
+            TaskResult(
+                name, GROUPS.get(name, name), name, "test", "ab" * 32, 10, 500, 1, tuple(rng.integers(0, 500, 3))
+            )
+            for name in names
+        ]
+        swept = {setting: dict.fromkeys(names, 0.5) for setting in SWEEP}
+        results.append(NetworkResult(network, spec, SWEEP[3], swept, done))
+    return render(VtabEvaluation(results, 3, {"optim.batch": names[0]}, f"vitray evaluate {networks[0]} --vtab"))
+
+
+def test_names_are_escaped(place):
+    page = page_of(place, [HOSTILE, "b"], [HOSTILE, "<img src=x onerror=alert(1)>"])
+    assert "<script" not in page
+    assert "<img src=x" not in page
+    assert page.count("&lt;script&gt;") > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1100])
 def test_a_browser_shows_the_page_in_any_width_and_theme(place, tmp_path, width, theme):
     """With all 19 datasets and two networks."""
-    spec, rng, results = describe_network(str(place / "a"))[0], np.random.default_rng(0), []
-    for name in ("vit_b12x1_16", "vit_b12x2_16"):
-        done = [
-            TaskResult(
-                task, GROUPS[task], f"/data/{task}", "test", "ab" * 32, 10, 500, 0, tuple(rng.integers(0, 500, 3))
-            )
-            for task in TASKS
-        ]
-        swept = {setting: dict.fromkeys(TASKS, 0.5) for setting in SWEEP}
-        results.append(NetworkResult(name, spec, SWEEP[3], swept, done))
-    page = render(VtabEvaluation(results, 3, {"optim.batch": 512}, "vitray evaluate a b --vtab"))
+    page = page_of(place, ["vit_b12x1_16", "vit_b12x2_16"], list(TASKS))
     measured = measured_page(page, width, theme, tmp_path)
     assert measured["wide"] <= width
     assert measured["boxes"] == 0

@@ -1,1 +1,1 @@
-"""Pages of reports: HTML as values, their frame, and one style sheet in two themes."""
+"""Pages of reports: templates, the values that they lay out, and one style sheet in two themes."""

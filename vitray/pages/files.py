@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vitray import storage
-from vitray.pages.markup import Html, tag
 
 PAGE = "index.html"
 # The characters with which a text becomes a formula in a spreadsheet; the wide ones in some languages.
@@ -41,9 +40,3 @@ def _inert(cell: Any) -> Any:
     except ValueError:
         return f"'{cell}"
     return cell
-
-
-def list_of_files(files: Mapping[str, str]) -> Html:
-    """Return the end of a page: links to the files beside it, {name: content}."""
-    links = [tag("li", tag("a", name, has={"href": name}), f", {text}") for name, text in files.items()]
-    return tag("footer", "Beside this page:", tag("ul", *links))

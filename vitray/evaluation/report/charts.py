@@ -12,7 +12,7 @@ from vitray.evaluation.classification import ClassScore
 from vitray.evaluation.intervals import Interval, wilson
 from vitray.evaluation.report.results import PairResult, Result, Scored
 from vitray.evaluation.report.texts import TITLES
-from vitray.pages.markup import Picture
+from vitray.pages.rendering import Picture
 from vitray.plotting import DARK, LIGHT, Theme, new_figure, one_line, style_axis, to_png
 
 WIDTH, DPI = 4.0, 220

@@ -10,7 +10,6 @@ from PIL import Image
 from vitray.data.augment.decode import decode_image
 from vitray.evaluation.report.results import Result, Scored
 from vitray.inference.images import ImageSet, read_encoded
-from vitray.pages.markup import Html, data_url, tag
 
 # Pixels of a thumbnail's longer side; images below the second are shown enlarged, with their pixels visible.
 THUMBNAIL, TINY = 192, 96
@@ -25,6 +24,15 @@ class Example(NamedTuple):
     key: str
     lines: tuple[str, str]
     """The class, and the prediction."""
+
+
+class Thumbnail(NamedTuple):
+    """The picture of an example."""
+
+    example: Example
+    jpeg: bytes
+    is_tiny: bool
+    """Whether its pixels are shown enlarged."""
 
 
 def mistakes(result: Result, scored: Scored) -> list[Example]:
@@ -60,18 +68,11 @@ def differing(right: Result, wrong: Result, most: int = MOST_DIFFERING) -> list[
     ]
 
 
-def gallery(images: ImageSet, examples: Sequence[Example]) -> Html:
-    """Return the examples as a grid of pictures."""
+def gallery(images: ImageSet, examples: Sequence[Example]) -> list[Thumbnail]:
+    """Return the pictures of examples."""
     places = sorted({example.row for example in examples})
     thumbnails = dict(zip(places, _thumbnails(images, places), strict=True))
-    items = []
-    for example in examples:
-        content, is_tiny = thumbnails[example.row]
-        attributes = {"src": data_url("image/jpeg", content), "alt": f"{example.key}: {', '.join(example.lines)}"}
-        attributes |= {"title": example.key, "loading": "lazy"}
-        picture = tag("img.tiny" if is_tiny else "img", has=attributes)
-        items.append(tag("li", picture, tag("strong", example.lines[0]), tag("span", example.lines[1])))
-    return tag("ul.gallery", *items)
+    return [Thumbnail(example, *thumbnails[example.row]) for example in examples]
 
 
 def _thumbnails(images: ImageSet, places: Sequence[int]) -> Iterator[tuple[bytes, bool]]:

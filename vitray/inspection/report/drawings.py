@@ -15,7 +15,6 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from vitray.pages.files import csv_text
-from vitray.pages.markup import Html
 from vitray.plotting import DARK, LIGHT, Theme, one_line, style_axis, to_png, to_svg
 
 DPI = 200
@@ -63,6 +62,28 @@ def _plain(value: Any) -> Any:
     return value
 
 
+class Thumbnail(NamedTuple):
+    """A small picture in a gallery."""
+
+    content: bytes
+    kind: str
+    """The media type."""
+    is_tiny: bool
+    """Whether its pixels are shown enlarged."""
+    alt: str
+    name: str
+
+
+class Strip(NamedTuple):
+    """Pictures of one image, side by side, with text below."""
+
+    pictures: list[Thumbnail]
+    title: str
+    guesses: str
+    """The predicted classes; empty without any."""
+    is_wrong: bool
+
+
 class FigureResult(NamedTuple):
     """A figure of an inspection: a section of its page."""
 
@@ -71,8 +92,8 @@ class FigureResult(NamedTuple):
     prose: str
     drawings: list[Drawing]
     tables: list[Table]
-    gallery: Html | None = None
-    """Pictures above the drawings."""
+    galleries: Sequence[tuple[str, list[Strip]]] = ()
+    """Images above the drawings, with the name of their network where there are several."""
     reasons: tuple[str, ...] = ()
     """Why some networks are not in the figure: a sentence each, which `prose` has too."""
 

@@ -1,12 +1,11 @@
 """The page of an inspection: pictures first, each figure with its circumstances and its files."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitray.inspection.report.drawings import FigureResult, Rendered
 from vitray.inspection.report.subjects import ChosenImages, Subject
-from vitray.pages.markup import Content, Html, Picture, command_box, fact_list, illustrated, joined, stacked, tag
-from vitray.pages.shell import PageSection, html_page
+from vitray.pages.rendering import PageSection, Picture, render_page
 
 PAGE = "index.html"
 
@@ -23,25 +22,20 @@ class Inspection(NamedTuple):
 
 def render(inspection: Inspection, rendered: Mapping[str, Rendered]) -> str:
     """Return the page; the drawings are rendered by the names of their files."""
-    sections = [_section(result, rendered) for result in inspection.results]
-    sections.append(PageSection("origin", "How to reproduce", _origin(inspection)))
-    title = f"Inside {' and '.join(subject.name for subject in inspection.subjects)}"
-    files = [name for result in inspection.results for name in file_names(result)]
-    links = [tag("li", tag("a", name, has={"href": name})) for name in files]
-    footer = tag("footer", "Beside this page:", tag("ul", *links)) if links else tag("footer")
-    return html_page(title, _headline(inspection), sections, footer)
-
-
-def _headline(inspection: Inspection) -> Html:
-    images = inspection.images
-    networks = "; ".join(f"{subject.name} is {network_text(subject)}" for subject in inspection.subjects)
+    subjects, images = inspection.subjects, inspection.images
+    names = " and ".join(subject.name for subject in subjects)
+    networks = "; ".join(f"{subject.name} is {network_text(subject)}" for subject in subjects)
     over = "The figures need no images." if images is None else f"{images_text(images)}."
-    return tag(
-        "header",
-        tag("p.eyebrow", "Inspection" if images is None else f"Inspection over {images.name}"),
-        tag("h1", " and ".join(subject.name for subject in inspection.subjects)),
-        tag("p.lede", f"{networks}. {over}"),
-    )
+    values = {
+        "title": f"Inside {names}",
+        "eyebrow": "Inspection" if images is None else f"Inspection over {images.name}",
+        "heading": names,
+        "lede": f"{networks}. {over}",
+        "files": [name for result in inspection.results for name in file_names(result)],
+    }
+    sections = [PageSection(each.name, each.title, _figure(each, rendered)) for each in inspection.results]
+    sections.append(PageSection("origin", "How to reproduce", _origin(inspection)))
+    return render_page("inspect.html", values, sections)
 
 
 def network_text(subject: Subject) -> str:
@@ -65,21 +59,17 @@ def file_names(result: FigureResult) -> list[str]:
     return pictures + [f"{table.file}.csv" for table in result.tables]
 
 
-def _section(result: FigureResult, rendered: Mapping[str, Rendered]) -> PageSection:
-    links = [part for name in file_names(result) for part in (" ", tag("a", name, has={"href": name}))]
+def _figure(result: FigureResult, rendered: Mapping[str, Rendered]) -> Mapping[str, Any]:
     pictures = [
         Picture(drawing.alt, drawing.caption, rendered[drawing.file].light, rendered[drawing.file].dark)
         for drawing in result.drawings
     ]
-    files = tag("p.files", "Files:", *links) if links else None
-    if result.gallery is None:
-        return PageSection(result.name, result.title, joined(illustrated([result.prose], pictures), files))
-    body = joined(result.gallery, tag("p", result.prose), stacked(pictures), files)
-    return PageSection(result.name, result.title, body)
+    texts = {"prose": result.prose, "files": file_names(result)}
+    return {**texts, "pictures": pictures, "galleries": result.galleries}
 
 
-def _origin(inspection: Inspection) -> Html:
-    facts: dict[str, Content] = {}
+def _origin(inspection: Inspection) -> Mapping[str, Any]:
+    facts = {}
     if inspection.images is not None:
         facts["images"] = f"{inspection.images.origin}, identity {inspection.images.identity}"
         facts |= {"left out": ", ".join(inspection.images.left_out)} if inspection.images.left_out else {}
@@ -87,4 +77,4 @@ def _origin(inspection: Inspection) -> Html:
         spec = subject.spec
         preparation = f"{spec.crop}, computed in float32"
         facts[subject.name] = f"{spec.url}: {network_text(subject)}, {preparation}; weights {spec.identity}"
-    return joined(command_box(inspection.command) if inspection.command else None, fact_list(facts))
+    return {"command": inspection.command, "facts": facts}

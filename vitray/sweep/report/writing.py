@@ -12,7 +12,7 @@ from vitray import storage
 from vitray.config.parsing import parse_yaml
 from vitray.errors import ConfigError
 from vitray.pages.files import FORMULA_STARTS, csv_text
-from vitray.pages.markup import Picture
+from vitray.pages.rendering import Picture
 from vitray.plotting import DARK, LIGHT, to_png
 from vitray.sweep.report.comparisons import draw_cost, draw_differences, draw_groups, draw_maps
 from vitray.sweep.report.drawing import Drawing

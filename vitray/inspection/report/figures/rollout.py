@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from vitray.data.augment.contact_sheets import attention_overlay
-from vitray.inspection.report.drawings import Drawing, FigureResult, Rows, Table, file_name
+from vitray.inspection.report.drawings import Drawing, FigureResult, Rows, Strip, Table, Thumbnail, file_name
 from vitray.inspection.report.subjects import ChosenImages, Subject
 from vitray.inspection.rollout import attention_maps, gradient_rollout
 from vitray.models.probabilities import probabilities_of
 from vitray.models.torchvision_networks import TorchvisionNetwork
-from vitray.pages.markup import Html, data_url, joined, tag
 from vitray.plotting import Theme, new_figure, one_line
 
 # Images with all their maps on the page; the grid has all that are shown.
@@ -47,7 +46,7 @@ def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
     """Return the result with the maps and predicted classes of every image."""
     if all(isinstance(subject.network, TorchvisionNetwork) for subject in subjects):
         result = result._replace(title="Predicted classes", prose="The images with their classes.")
-    galleries: list[Html | None] = []
+    galleries: list[tuple[str, list[Strip]]] = []
     rows: Rows = [["model", "image", "row", "column", "map", "attention"]]
     predicted: Rows = [["model", "image", "true_class", "rank", "class", "probability"]]
     for subject in subjects:
@@ -60,7 +59,7 @@ def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
         images, outputs = subject.chosen, _compute(subject)
         assert images is not None
         if outputs.maps:
-            galleries += [tag("h3", subject.name) if len(subjects) > 1 else None, _gallery(subject, images, outputs)]
+            galleries.append((subject.name if len(subjects) > 1 else "", _strips(subject, images, outputs)))
         title = "Attention rollout" if outputs.maps else "Predicted classes"
         beside = "each beside its attention rollout, with" if outputs.maps else "each with"
         over = subject.over(len(images.shown))
@@ -79,7 +78,7 @@ def make(subjects: Sequence[Subject], result: FigureResult) -> FigureResult:
                 predicted.append([subject.name, images.shown[place].key, own, rank, *guess])
     tables = (Table("rollout", rows), Table("predictions", predicted))
     result.tables.extend(table for table in tables if len(table.rows) > 1)
-    return result._replace(gallery=joined(*galleries) if galleries else None)
+    return result._replace(galleries=galleries)
 
 
 def _compute(subject: Subject) -> Outputs:
@@ -114,10 +113,10 @@ def true_class(images: ChosenImages, place: int) -> str | None:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _gallery(subject: Subject, images: ChosenImages, outputs: Outputs) -> Html:
-    """The first images with all their maps."""
+def _strips(subject: Subject, images: ChosenImages, outputs: Outputs) -> list[Strip]:
+    """Return the first images with all their maps."""
     assert subject.images is not None
-    items = []
+    strips = []
     for place, image in enumerate(images.shown[:MOST_LARGE]):
         view_HWC = subject.images[place]
         pictures = [_thumbnail(view_HWC, image.key, "image")]
@@ -129,19 +128,16 @@ def _gallery(subject: Subject, images: ChosenImages, outputs: Outputs) -> Html:
         guesses, named = outputs.predictions[place] if outputs.predictions else [], true_class(images, place)
         is_wrong = bool(guesses) and named is not None and guesses[0][0] != named
         words = ", ".join(f"{name} {probability:.1%}" for name, probability in guesses)
-        text = tag("span.mistake" if is_wrong else "span", f"{'✗ ' * is_wrong}{words}") if guesses else None
-        items.append(tag("li", tag("div.strip", *pictures), tag("strong", named or image.key), text))
-    return tag("ul.strips", *items)
+        strips.append(Strip(pictures, named or image.key, words, is_wrong))
+    return strips
 
 
-def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Html:
+def _thumbnail(view_HWC: np.ndarray, alt: str, name: str) -> Thumbnail:
     image = Image.fromarray(view_HWC)
     is_tiny = max(image.size) <= TINY
     image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     image.save(content := io.BytesIO(), "PNG" if is_tiny else "JPEG", quality=90)
-    kind = "image/png" if is_tiny else "image/jpeg"
-    attributes = {"src": data_url(kind, content.getvalue()), "alt": alt, "title": alt}
-    return tag("figure", tag("img.tiny" if is_tiny else "img", has=attributes), tag("figcaption", name))
+    return Thumbnail(content.getvalue(), "image/png" if is_tiny else "image/jpeg", is_tiny, alt, name)
 
 
 def _draw(subject: Subject, images: ChosenImages, outputs: Outputs, theme: Theme) -> Figure:
